@@ -1,0 +1,74 @@
+"""What is chosen for one launch: :class:`GemmConfig` and its one string form."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_SCHEDULES = ("coop", "pingpong")
+_CONFIG = re.compile(
+    r"(?P<tile_m>\d+)x(?P<tile_n>\d+)x(?P<tile_k>\d+)_(?P<cluster_m>\d+)x(?P<cluster_n>\d+)x1_"
+    r"(?P<schedule>coop|pingpong)(_k(?P<split_k>\d+))?(_s(?P<stages>\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Everything about a launch that is chosen, nothing that can be derived.
+
+    Tile and cluster sizes are in the problem frame: ``tile_m`` covers tokens, ``tile_n`` output features.
+
+    Args:
+        tile_m, tile_n, tile_k: elements of m, n and k that one CTA works on at a time.
+        cluster_m, cluster_n: CTAs along m (they share weights) and n (they share activations) in one cluster.
+        schedule: ``"coop"`` (the consumer warpgroups share one tile) or ``"pingpong"`` (each has its own).
+        split_k: CTAs (or warps, in a decode kernel) that share one tile's k range.
+        stages: pipeline depth in tiles; 0 = as many as shared memory holds.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    schedule: str = "coop"
+    split_k: int = 1
+    stages: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "split_k"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"config: {name} wanted a positive int, got {value!r}")
+        if not isinstance(self.stages, int) or self.stages < 0:
+            raise ValueError(f"config: stages wanted an int >= 0, got {self.stages!r}")
+        if self.schedule not in _SCHEDULES:
+            raise ValueError(f"config: schedule wanted one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}x1_{self.schedule}"
+            f"{f'_k{self.split_k}' if self.split_k > 1 else ''}"
+        )
+        return text + (f"_s{self.stages}" if self.stages else "")
+
+    @classmethod
+    def parse(cls, text: str) -> GemmConfig:
+        """Inverse of ``str``.
+
+        Raises:
+            ValueError: if ``text`` is not a config string.
+        """
+        found = _CONFIG.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise ValueError(
+                "config: wanted <tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<coop|pingpong>[_k<split_k>]"
+                f"[_s<stages>], for example 64x128x128_1x1x1_coop_k2, got {text!r}"
+            )
+        sizes = {name: int(found[name]) for name in ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n")}
+        return cls(
+            **sizes,
+            schedule=found["schedule"],
+            split_k=int(found["split_k"] or 1),
+            stages=int(found["stages"] or 0),
+        )

@@ -1,0 +1,93 @@
+"""What a kernel is to the rest of the library: :class:`Kernel`.
+
+A kernel is one object in the registry (``w4gemm.kernels``). Everything that it says about a problem is pure and needs
+no GPU; only ``launch`` touches a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from w4gemm.config import GemmConfig
+from w4gemm.problem import GemmProblem
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether a kernel can run a problem, and if not, why and what would help."""
+
+    ok: bool
+    reason: str = ""
+
+    @classmethod
+    def no(cls, reason: str) -> Status:
+        return cls(False, reason)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+OK = Status(True)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one launch, already validated.
+
+    x (m, k), its last dimension contiguous; weight: the packed tensors; out (m, n) contiguous; bias (n) or None.
+    m >= 1.
+    """
+
+    x: torch.Tensor
+    weight: tuple[torch.Tensor, ...]
+    out: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """What ``w4gemm.jit`` compiles: a ``cute.jit`` entry and the stand-ins for its arguments (dtypes, symbolic shapes)."""
+
+    entry: Callable[..., None]
+    arguments: tuple[Any, ...]
+    arch: str
+    """Target such as ``"sm_90a"``."""
+
+
+class Kernel(Protocol):
+    """One way to compute a :class:`GemmProblem`."""
+
+    name: str
+
+    def supports(self, problem: GemmProblem) -> Status:
+        """Correctness limits only: what must hold for any config to give the right answer."""
+        ...
+
+    def configs(self, problem: GemmProblem) -> list[GemmConfig]:
+        """Every legal config; the one statement of legality."""
+        ...
+
+    def rank(self, problem: GemmProblem, configs: list[GemmConfig]) -> list[GemmConfig]:
+        """``configs``, best guess first."""
+        ...
+
+    def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
+        """Device memory that a launch needs besides its operands."""
+        ...
+
+    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
+        """What the compiled code depends on, as plain values: equal keys share one compiled object."""
+        ...
+
+    def program(self, problem: GemmProblem, config: GemmConfig) -> Program | None:
+        """What to compile for ``launch``; None where nothing needs compiling. Imports the DSL, needs no GPU."""
+        ...
+
+    def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+        """Compute ``operands.out`` on the current stream of its device, without synchronizing or allocating
+        anything that outlives the call."""
+        ...

@@ -1,0 +1,29 @@
+"""Pack layouts by name: the order in which the bits of a weight lie."""
+
+from __future__ import annotations
+
+from w4gemm.layouts.base import PackLayout, Parts
+from w4gemm.layouts.canonical import CanonicalLayout
+from w4gemm.layouts.sm90 import Sm90Layout
+from w4gemm.problem import Device
+
+LAYOUTS: dict[str, PackLayout] = {layout.name: layout for layout in (CanonicalLayout(), Sm90Layout())}
+
+
+def layout_named(name: str) -> PackLayout:
+    """The layout called ``name``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in LAYOUTS:
+        raise ValueError(f"layout: wanted one of {', '.join(LAYOUTS)}, got {name!r}")
+    return LAYOUTS[name]
+
+
+def native_layout(device: Device) -> str:
+    """The layout that the fastest kernel for ``device`` reads."""
+    return "sm90" if device.kind == "cuda" and not device.rocm and device.capability[0] == 9 else "canonical"
+
+
+__all__ = ["LAYOUTS", "PackLayout", "Parts", "layout_named", "native_layout"]

@@ -1,0 +1,41 @@
+"""What a pack layout is: the order in which the bits of a weight lie. See :class:`PackLayout`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from w4gemm.formats import WeightFormat
+
+
+class Parts(NamedTuple):
+    """A weight taken apart: what every layout packs from and unpacks to."""
+
+    codes: torch.Tensor
+    """uint8 (n, k), each 0..15."""
+    scales: torch.Tensor
+    """``format.scale_dtype`` (n, groups)."""
+    zeros: torch.Tensor | None
+    """``format.zero_dtype`` (n, groups), or None for a format without zero points."""
+
+
+class PackLayout(Protocol):
+    """A lossless order of a weight's bits. It depends on the format, never on a launch's config.
+
+    Rows and columns that a layout pads are dropped again by ``unpack``.
+    """
+
+    name: str
+
+    def supports(self, format: WeightFormat) -> str:
+        """Why ``format`` cannot be packed so, or the empty string."""
+        ...
+
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        """dtype and shape of each packed tensor."""
+        ...
+
+    def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]: ...
+
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts: ...

@@ -1,0 +1,125 @@
+"""The layout of the Hopper kernels: one contiguous block for each 64 rows x 128 columns.
+
+blocks int32 (ceil(n / 64), ceil(k / 128), words). A block is what one bulk copy brings: 1024 words of codes, then the
+scales (and zero points) of its 128 / g groups, where g = gcd(group_size, 128); a group of more than 128 repeats its
+scale in each block, and so does a per-column scale.
+
+    codes   [chunk of 64 columns: 2][warp: 4][lane: 32][step of 16 columns: 4]
+    scales  [group][warp: 4][lane / 4: 8][scale, zero point if any]
+
+A code word holds the eight codes that a lane feeds to one m64nNk16 WGMMA (or one m16n8k16 mma) as operand A. With
+lane = 4 * g + q, bits 4 * i .. of the low and high halfword are the codes of the first and second element of
+register i:
+
+    i = row8 + 2 * col8:  row 16 * warp + 8 * row8 + g,  columns 16 * step + 8 * col8 + 2 * q + {0, 1}
+
+A scale word holds the 16-bit scales of rows g (low halfword) and g + 8. Zero points are stored likewise in the scale
+dtype, in which an integer 0..15 is exact. Padding has scale and zero point 0, so its weight is 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from w4gemm.formats import PER_COLUMN, SYMMETRIC_ZERO, WeightFormat
+from w4gemm.layouts.base import Parts
+
+BLOCK_N, BLOCK_K = 64, 128
+CODE_WORDS = BLOCK_N * BLOCK_K // 8
+
+
+def scale_group(format: WeightFormat) -> int:
+    """Elements of k that share a scale inside a block: 32, 64 or 128."""
+    return BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
+
+
+def scale_words(format: WeightFormat) -> int:
+    """int32 words of scales and zero points in one block."""
+    return BLOCK_K // scale_group(format) * (BLOCK_N // 2) * (2 if format.has_zero else 1)
+
+
+class Sm90Layout:
+    name = "sm90"
+
+    def supports(self, format: WeightFormat) -> str:
+        return ""
+
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        blocks = (-(-n // BLOCK_N), -(-k // BLOCK_K), CODE_WORDS + scale_words(format))
+        return ((torch.int32, blocks),)
+
+    def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+        n, k = parts.codes.shape
+        ((dtype, shape),) = self.shapes(format, n, k)
+        blocks = torch.empty(shape, dtype=dtype, device=parts.codes.device)
+        blocks[:, :, :CODE_WORDS] = _pack_codes(parts.codes, shape[0], shape[1])
+        words = [_pack_scales(parts.scales, format, k, shape[0], shape[1])]
+        if parts.zeros is not None:
+            words.append(_pack_scales(parts.zeros.to(format.scale_dtype), format, k, shape[0], shape[1]))
+        blocks[:, :, CODE_WORDS:] = torch.stack(words, dim=-1).reshape(shape[0], shape[1], -1)
+        return (blocks,)
+
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
+        (blocks,) = tensors
+        codes = _unpack_codes(blocks[:, :, :CODE_WORDS])[:n, :k].contiguous()
+        words = blocks[:, :, CODE_WORDS:].reshape(*blocks.shape[:2], -1, 2 if format.has_zero else 1)
+        scales = _unpack_scales(words[..., 0], format, n, k)
+        if not format.has_zero:
+            return Parts(codes, scales, None)
+        return Parts(codes, scales, _unpack_scales(words[..., 1], format, n, k).to(format.zero_dtype))
+
+
+def _register_shift(row8: int, col8: int, element: int) -> int:
+    return 4 * (row8 + 2 * col8) + 16 * element
+
+
+def _pack_codes(codes: torch.Tensor, n_blocks: int, k_blocks: int) -> torch.Tensor:
+    n, k = codes.shape
+    pad = (0, k_blocks * BLOCK_K - k, 0, n_blocks * BLOCK_N - n)
+    codes = torch.nn.functional.pad(codes, pad, value=SYMMETRIC_ZERO)
+    #                 nb       warp row8 g  kb        chunk step col8 q element
+    view = codes.view(n_blocks, 4, 2, 8, k_blocks, 2, 4, 2, 4, 2)
+    words = torch.zeros(n_blocks, k_blocks, 2, 4, 8, 4, 4, dtype=torch.int32, device=codes.device)
+    for row8 in range(2):
+        for col8 in range(2):
+            for element in range(2):
+                part = view[:, :, row8, :, :, :, :, col8, :, element]  # nb warp g kb chunk step q
+                words |= part.permute(0, 3, 4, 1, 2, 6, 5).int() << _register_shift(row8, col8, element)
+    return words.view(n_blocks, k_blocks, CODE_WORDS)
+
+
+def _unpack_codes(words: torch.Tensor) -> torch.Tensor:
+    n_blocks, k_blocks = words.shape[:2]
+    words = words.reshape(n_blocks, k_blocks, 2, 4, 8, 4, 4).permute(0, 3, 4, 1, 2, 6, 5)  # nb warp g kb chunk step q
+    codes = torch.empty(n_blocks, 4, 2, 8, k_blocks, 2, 4, 2, 4, 2, dtype=torch.uint8, device=words.device)
+    for row8 in range(2):
+        for col8 in range(2):
+            for element in range(2):
+                part = (words >> _register_shift(row8, col8, element)) & 0xF
+                codes[:, :, row8, :, :, :, :, col8, :, element] = part.to(torch.uint8)
+    return codes.view(n_blocks * BLOCK_N, k_blocks * BLOCK_K)
+
+
+def _pack_scales(scales: torch.Tensor, format: WeightFormat, k: int, n_blocks: int, k_blocks: int) -> torch.Tensor:
+    """Words (n_blocks, k_blocks, groups per block * 32) of a scale-dtype tensor (n, groups)."""
+    step = scale_group(format)
+    columns = torch.arange(0, k_blocks * BLOCK_K, step, device=scales.device)
+    source = (columns // format.group_length(k)).clamp(max=scales.shape[1] - 1)
+    expanded = scales[:, source] * (columns < k)  # a step wholly past k gets 0
+    expanded = torch.nn.functional.pad(expanded, (0, 0, 0, n_blocks * BLOCK_N - scales.shape[0]))
+    half = expanded.contiguous().view(torch.int16).int() & 0xFFFF
+    half = half.view(n_blocks, 4, 2, 8, k_blocks, BLOCK_K // step)  # nb warp row8 g kb group
+    words = half[:, :, 0] | (half[:, :, 1] << 16)
+    return words.permute(0, 3, 4, 1, 2).reshape(n_blocks, k_blocks, -1)
+
+
+def _unpack_scales(words: torch.Tensor, format: WeightFormat, n: int, k: int) -> torch.Tensor:
+    n_blocks, k_blocks = words.shape[:2]
+    step = scale_group(format)
+    words = words.reshape(n_blocks, k_blocks, BLOCK_K // step, 4, 8).permute(0, 3, 4, 1, 2)  # nb warp g kb group
+    half = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=2)  # nb warp row8 g kb group
+    half = half.reshape(n_blocks * BLOCK_N, k_blocks * (BLOCK_K // step))
+    first = torch.arange(format.groups(k), device=words.device) * (format.group_length(k) // step)
+    return half[:n, first].to(torch.int16).view(format.scale_dtype).contiguous()

@@ -1,0 +1,79 @@
+"""What is to be computed, and on what: :class:`GemmProblem` and :class:`Device`.
+
+Both are plain values without tensors, so choosing, explaining and compiling need no GPU, and any device can be
+described in a test.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from w4gemm.formats import WeightFormat
+
+
+@dataclass(frozen=True)
+class Device:
+    """The facts about a device that kernels choose by: capability and limits, never its name."""
+
+    kind: str
+    """``"cuda"`` or ``"cpu"``."""
+    name: str = ""
+    capability: tuple[int, int] = (0, 0)
+    sms: int = 0
+    """Number of multiprocessors."""
+    shared_memory: int = 0
+    """Bytes of shared memory that one CTA may use."""
+    l2_bytes: int = 0
+    rocm: bool = False
+    """Whether this is an AMD device behind ``torch.cuda``."""
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> Device:
+        """Describe a device of this machine."""
+        device = torch.device(device)
+        if device.type != "cuda":
+            return cls(device.type)
+        return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
+    p = torch.cuda.get_device_properties(index)
+    return Device(
+        kind="cuda",
+        name=p.name,
+        capability=(p.major, p.minor),
+        sms=p.multi_processor_count,
+        shared_memory=getattr(p, "shared_memory_per_block_optin", 0),
+        l2_bytes=p.L2_cache_size,
+        rocm=torch.version.hip is not None,
+    )
+
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448, 60 * 2**20)
+"""What :meth:`Device.of` gives on an H200; for choosing and compiling without one."""
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """d (m, n) = x (m, k) @ w (n, k).T, plus the epilogue, on a device.
+
+    ``dtype`` is that of x and d. ``layout`` names the pack layout that the weight lies in.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    format: WeightFormat
+    layout: str
+    bias: bool = False
+    device: Device = field(default=H200)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        bias = " + bias" if self.bias else ""
+        return f"m {self.m}, n {self.n}, k {self.k}, {dtype} x {self.format}{bias} ({self.layout} layout)"
