@@ -1,0 +1,65 @@
+"""The environment variables that w4gemm reads; no other file reads any.
+
+====================  ==================================================================================
+``W4GEMM_CACHE_DIR``  where compiled kernels are kept; ``off`` keeps none. Default: ``w4gemm`` under
+                      ``XDG_CACHE_HOME``, or under ``~/.cache``.
+``W4GEMM_LOG``        a level such as ``debug`` or ``info``: log to standard error from that level on.
+``W4GEMM_COMMIT``     the commit that is recorded with results where git cannot be asked, ``-dirty`` at its
+                      end for a changed tree.
+====================  ==================================================================================
+
+Variables of CuTe DSL (``CUTE_DSL_*``) change what it compiles, so they are part of the cache's fingerprint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+# These choose where and how much the DSL writes, or are overruled by the compile options; the object stays the same.
+_HARMLESS_DSL = {"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_DISABLE_FILE_CACHING"}
+
+
+def cache_dir() -> Path | None:
+    """Where compiled kernels are kept, whether or not it exists; None to keep none."""
+    value = os.environ.get("W4GEMM_CACHE_DIR", "")
+    if value.lower() == "off":
+        return None
+    if value:
+        return Path(value).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(base).expanduser() / "w4gemm"
+    except RuntimeError:  # no home directory
+        return None
+
+
+def dsl_settings() -> tuple[tuple[str, str], ...]:
+    """The CuTe DSL variables that change compiled code, sorted."""
+    return tuple(sorted(v for v in os.environ.items() if v[0].startswith("CUTE_DSL_") and v[0] not in _HARMLESS_DSL))
+
+
+def commit() -> str | None:
+    """``W4GEMM_COMMIT``, or None."""
+    return os.environ.get("W4GEMM_COMMIT") or None
+
+
+def configure_logging() -> None:
+    """Show the ``w4gemm`` logger on standard error if ``W4GEMM_LOG`` asks for it.
+
+    Raises:
+        ValueError: if it is not the name of a level.
+    """
+    name = os.environ.get("W4GEMM_LOG", "").upper()
+    if not name:
+        return
+    level = logging.getLevelName(name)
+    if not isinstance(level, int):
+        raise ValueError(f"W4GEMM_LOG: wanted debug, info, warning, error or critical, got {name.lower()!r}")
+    logger = logging.getLogger("w4gemm")
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
