@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Hashable
 from pathlib import Path
@@ -39,7 +40,7 @@ def source_hash(*parts: str) -> str:
 
 @functools.cache
 def fingerprint() -> tuple[Hashable, ...]:
-    """What compiled code depends on besides a kernel's key: our sources, the compiler's versions, the host's machine.
+    """What compiled code depends on besides a kernel's key: our sources, the compiler's versions, the host's processor.
 
     Not the Python version: the object holds no Python.
     """
@@ -47,7 +48,18 @@ def fingerprint() -> tuple[Hashable, ...]:
     import tvm_ffi
 
     versions = (cutlass.__version__, str(getattr(cutlass, "CUDA_VERSION", "")), tvm_ffi.__version__)
-    return (source_hash(*_SOURCES), *versions, platform.machine(), environment.dsl_settings())
+    return (source_hash(*_SOURCES), *versions, *_processor(), environment.dsl_settings())
+
+
+def _processor() -> tuple[str, ...]:
+    """What the host half of an object may use: the DSL compiles it for this very processor, AVX-512 and all, while a
+    cache may lie in a home directory that several machines share."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        found = None
+    flags = found[1].split() if found else []
+    return (platform.machine(), *sorted(f for f in flags if f.startswith(("avx", "amx", "bmi", "fma", "sve"))))
 
 
 def entry_name(kernel: str, key: Hashable, arch: str) -> str:
