@@ -1,0 +1,117 @@
+"""Single PTX instructions that the DSL does not offer, or not in the form needed. Addresses of shared memory are
+32-bit, of global memory 64-bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
+
+_CONSTRAINT = {Int32: "r", Int64: "l", Float32: "f"}
+
+
+def asm(
+    text: str, outputs: Sequence[type] = (), inputs: Sequence[Any] = (), *, pure: bool = False, early: bool = False
+) -> tuple[Any, ...]:
+    """Inline PTX with operands $0, $1, ...: first the outputs, then the inputs.
+
+    ``pure`` lets the compiler move, merge and drop it: arithmetic only. Everything else stays in order with the
+    barrier operations around it. ``early`` marks outputs that are written before the last input is read.
+    """
+    constraints = [("=&" if early else "=") + _CONSTRAINT[t] for t in outputs]
+    constraints += [_CONSTRAINT[type(v)] for v in inputs]
+    if not pure:
+        constraints.append("~{memory}")
+    types = [T.f32() if t is Float32 else T.i64() if t is Int64 else T.i32() for t in outputs]
+    result = None if not types else types[0] if len(types) == 1 else llvm.StructType.get_literal(types)
+    r = llvm.inline_asm(
+        result,
+        [v.ir_value() for v in inputs],
+        text,
+        ",".join(constraints),
+        has_side_effects=not pure,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    if len(types) == 1:
+        return (outputs[0](r),)
+    return tuple(outputs[i](llvm.extractvalue(t, r, [i])) for i, t in enumerate(types))
+
+
+def shared_address(pointer: Any) -> Int32:
+    return Int32(pointer.toint())
+
+
+def load_shared(address: Int32, words: int) -> tuple[Int32, ...]:
+    """1, 2 or 4 consecutive 32-bit words."""
+    if words == 1:
+        return asm("ld.shared.b32 $0, [$1];", [Int32], [address])
+    registers = ", ".join(f"${i}" for i in range(words))
+    return asm(f"ld.shared.v{words}.b32 {{{registers}}}, [${words}];", [Int32] * words, [address])
+
+
+def load_shared_cluster(address: Int32) -> tuple[Float32, ...]:
+    """Four consecutive float32 from an address of any CTA of the cluster."""
+    return asm("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])
+
+
+def cluster_address(address: Int32, rank: Int32) -> Int32:
+    """The address in CTA ``rank`` of the cluster of what lies at ``address`` in this CTA."""
+    return asm("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, rank], pure=True)[0]
+
+
+def store_shared_f32x4(address: Int32, values: Sequence[Float32]) -> None:
+    asm("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", [], [address, *values])
+
+
+def store_matrix_transposed(address: Int32, registers: Sequence[Int32]) -> None:
+    """``stmatrix`` of two or four transposed 8x8 matrices of 16-bit elements."""
+    count = len(registers)
+    operands = ", ".join(f"${i + 1}" for i in range(count))
+    asm(f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [$0], {{{operands}}};", [], [address, *registers])
+
+
+def store_global(address: Int64, words: Sequence[Int32]) -> None:
+    """One or four consecutive 32-bit words."""
+    if len(words) == 1:
+        asm("st.global.b32 [$0], $1;", [], [address, *words])
+    else:
+        asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *words])
+
+
+def store_global_half(address: Int64, word: Int32) -> None:
+    """The low 16 bits of ``word``."""
+    asm("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", [], [address, word])
+
+
+def bulk_copy(destination: Int32, source: Int64, size: Int32, barrier: Int32) -> None:
+    """Copy ``size`` bytes from global to shared memory, completing on an mbarrier; issued by one thread."""
+    asm(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        [],
+        [destination, source, size, barrier],
+    )
+
+
+def pack_half2(kind: str, low: Float32, high: Float32) -> Int32:
+    """Two float32 rounded to ``kind`` ("f16" or "bf16") in the halves of one word."""
+    return asm(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True)[0]
+
+
+def half_to_float(kind: str, word: Int32, high: bool) -> Float32:
+    """The low or high half of ``word``, exactly."""
+    if kind == "bf16":
+        text = "and.b32 $0, $1, 0xFFFF0000;" if high else "shl.b32 $0, $1, 16;"
+        return asm(f"{{ .reg .b32 t; {text.replace('$0', 't')} mov.b32 $0, t; }}", [Float32], [word], pure=True)[0]
+    half = "hi" if high else "lo"
+    return asm(
+        f"{{ .reg .b16 lo, hi; mov.b32 {{lo, hi}}, $1; cvt.f32.f16 $0, {half}; }}", [Float32], [word], pure=True
+    )[0]
+
+
+def broadcast_half(word: Int32, high: bool) -> Int32:
+    """The low or high half of ``word`` in both halves."""
+    return asm(f"prmt.b32 $0, $1, $1, {'0x3232' if high else '0x1010'};", [Int32], [word], pure=True)[0]

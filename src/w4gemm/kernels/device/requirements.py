@@ -1,0 +1,59 @@
+"""What the machine must have for a kernel in CuTe DSL, and the sentence that says what is missing."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+
+MIN_DSL = (4, 8)
+
+
+@functools.cache
+def missing_for_dsl(min_driver: tuple[int, int]) -> str:
+    """Why CuTe DSL kernels cannot run here, or the empty string.
+
+    ``min_driver`` is the CUDA version that the driver must support. Without a GPU only the DSL is looked at, so that
+    choosing and compiling work anywhere.
+    """
+    return _missing_dsl() or _old_driver(min_driver)
+
+
+def _missing_dsl() -> str:
+    help_text = f"pip install 'w4gemm[cuda]' brings one of at least {'.'.join(map(str, MIN_DSL))}"
+    if importlib.util.find_spec("cutlass") is None:
+        return f"needs CuTe DSL (nvidia-cutlass-dsl), which is not installed; {help_text}"
+    try:
+        version = importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # importable, but installed without metadata: believe it
+    if tuple(int(p) for p in version.split(".")[:2]) < MIN_DSL:
+        return f"needs a newer CuTe DSL than nvidia-cutlass-dsl {version}; {help_text}"
+    return ""
+
+
+def _old_driver(minimum: tuple[int, int]) -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    have = driver_cuda_version()
+    if have is not None and have < minimum:
+        wanted = ".".join(map(str, minimum))
+        return f"needs a driver for CUDA {wanted} or newer, this one supports {have[0]}.{have[1]}; update the driver"
+    return ""
+
+
+@functools.cache
+def driver_cuda_version() -> tuple[int, int] | None:
+    """The CUDA version that the installed driver supports, None if it cannot be asked."""
+    import ctypes
+
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10

@@ -1,0 +1,55 @@
+"""Sum over the CTAs of a cluster that each multiplied a part of k, through distributed shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from w4gemm.kernels.device.ptx import cluster_address, load_shared_cluster, store_shared_f32x4
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """For a tile of ``tokens`` tokens, ``ranks`` CTAs with ``threads`` consumer threads each.
+
+    Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order: the result does not depend on timing.
+    With fewer blocks than ranks the last ranks have nothing to sum.
+    """
+
+    tokens: int
+    ranks: int
+    threads: int
+
+    @property
+    def share(self) -> int:
+        return max(1, self.tokens // 8 // self.ranks)
+
+    @cute.jit
+    def run(self, acc: cute.Tensor, parked: Int32, rank: Int32, thread: Int32):
+        """Park acc at ``parked``, then sum this rank's share into the first 4 * share accumulators.
+
+        Returns (first token of the share, whether this rank has one). Ends with a cluster_arrive: the caller must
+        cluster_wait before it exits or reuses the memory.
+        """
+        line = self.threads * 16  # bytes of one block of four accumulators, all threads
+        own = parked + thread * 16
+        for i in cutlass.range_constexpr(self.tokens // 8):
+            store_shared_f32x4(own + i * line, [acc[4 * i + j] for j in range(4)])
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        first = rank * self.share
+        mine = first < self.tokens // 8
+        if mine:
+            for i in cutlass.range_constexpr(4 * self.share):
+                acc[i] = Float32(0.0)
+            for r in cutlass.range_constexpr(self.ranks):
+                other = cluster_address(own + first * line, Int32(r))
+                for i in cutlass.range_constexpr(self.share):
+                    values = load_shared_cluster(other + i * line)
+                    for j in cutlass.range_constexpr(4):
+                        acc[4 * i + j] = acc[4 * i + j] + values[j]
+        cute.arch.cluster_arrive()
+        return first * 8, mine

@@ -1,0 +1,1 @@
+"""Hopper: WGMMA with the weight decoded in registers. ``spec`` is the host side, ``kernel`` the device side."""

@@ -1,0 +1,356 @@
+"""d.T (n, m) = w (n, k) @ x.T (k, m) on Hopper, the weight decoded from 4 bits in registers.
+
+WGMMA takes its A operand from registers and its B operand from shared memory, so the weight is A and the kernel computes
+the transpose of d; only this file and the epilogue know. Sizes are named in the problem's frame: tile_m tokens, tile_n
+features.
+
+Warp roles, in warpgroups of 128 threads:
+
+    0 .. W - 1   consumers, W = tile_n / 64; each owns 64 features and all tile_m tokens of a tile
+    W            producer: one warp issues all copies, three are idle
+
+Pipeline of ``stages`` slots, each with a full and an empty mbarrier:
+
+    full    1 arrival (the producer's expect_tx) and the bytes of the slot: W weight blocks x (tile_k / 128) by bulk copy,
+            and tile_k / 64 boxes of x by TMA (128-byte swizzle)
+    empty   one arrival per consumer warp of every CTA that the slot's x is shared with: 4 W cluster_n
+
+Timeline of a consumer warpgroup, in steps of 64 along k (f: fragment registers, two sets in turn):
+
+    decode f0 | wgmma f0 ->             | wgmma f0 ->
+              | decode f1   | wgmma f1 ->
+                            ^ wait until wgmma f0 is done, so that f0 may be overwritten
+
+One set would not do: the next step's decode would overwrite registers that an asynchronous wgmma still reads. A slot is
+released one step after its last wgmma was issued, when that wgmma is known to be done.
+
+With cluster_n > 1 the CTAs of a cluster work on neighbouring features of the same tokens; each fetches a part of x and
+multicasts it. With split_k > 1 they work on parts of k of the same tile, park their accumulators in shared memory over
+the drained pipeline, and each sums a share of the tokens over all of them in rank order, so that the result does not
+depend on timing.
+
+The grid is persistent (a CTA walks over tiles) except with split_k, where a cluster has one tile. Programmatic dependent
+launch: the weights of the first slots are requested before ``griddepcontrol.wait``. Nothing earlier in the stream may
+therefore still be writing them, which holds because this kernel lets its successor start only after its own wait.
+
+Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 for the producer; for a
+consumer tile_m / 2 accumulators, 32 of fragments, about 40 more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from w4gemm.kernels.device.decode import Decoder
+from w4gemm.kernels.device.epilogue import Epilogue, add_bias
+from w4gemm.kernels.device.ptx import bulk_copy, load_shared, shared_address
+from w4gemm.kernels.device.scheduler import tile_coordinates
+from w4gemm.kernels.device.split_k import Reduction
+from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+
+_DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
+_CODE_BYTES = 4096  # of a 64 x 128 block; its scales follow
+_EPILOGUE_BARRIER = 2  # named barriers from here on, one per consumer warpgroup
+_CONSUMER_BARRIER = 1
+_TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
+
+
+class MixedGemm:
+    """The kernel for one :class:`Variant`; an instance is what ``cute.compile`` is given."""
+
+    def __init__(self, variant: Variant):
+        self.v = variant
+        self.dtype = _DTYPES[variant.kind]
+        self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
+        self.epilogue = Epilogue(variant.kind, variant.config.tile_m, variant.vector)
+        self.chunks = variant.config.tile_k // 64  # steps of 64 along k in one slot
+        self.cluster = variant.config.cluster_n * variant.config.split_k
+        self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        out: cute.Tensor,
+        bias: cute.Tensor | None,
+        max_clusters: Int32,
+        stream: Any,
+    ):
+        """x (m, k), weight int32 (n blocks, k blocks, words), out (m, n), bias (n) or None. max_clusters: how many
+        clusters of this kernel the device holds at once."""
+        c = self.v.config
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (self.v.warpgroups, 1, 1),
+            tiler_mn=(64, c.tile_m),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, self.chunks * self.v.stages), order=(0, 1, 2))
+        copy = (
+            cpasync.CopyBulkTensorTileG2SMulticastOp() if c.cluster_n > 1 else cpasync.CopyBulkTensorTileG2SOp()
+        )
+        box = cute.slice_(x_layout, (None, None, 0))
+        tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (c.tile_m, 64), num_multicast=c.cluster_n)
+        clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(
+            weight.shape[0], self.v.warpgroups * c.cluster_n
+        )
+        if const_expr(c.split_k == 1):
+            clusters = cutlass.min(clusters, max_clusters)
+        self.kernel(tma, tma_x, mma, x_layout, weight, out, bias).launch(
+            grid=[clusters * self.cluster, 1, 1],
+            block=[self.v.threads, 1, 1],
+            cluster=[self.cluster, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma: cute.CopyAtom,
+        tma_x: cute.Tensor,
+        mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+        weight: cute.Tensor,
+        out: cute.Tensor,
+        bias: cute.Tensor | None,
+    ):
+        v, c = self.v, self.v.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
+        s_weight = smem.allocate_array(Int32, v.stages * v.weight_bytes // 4, byte_alignment=128)
+        s_staging = smem.allocate_array(Int32, v.warpgroups * v.staging_bytes // 4, byte_alignment=128)
+        full = smem.allocate_array(Int64, v.stages, byte_alignment=8)
+        empty = smem.allocate_array(Int64, v.stages, byte_alignment=8)
+        if warp == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(v.stages):
+                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(empty + i, 4 * v.warpgroups * c.cluster_n)
+            cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        cta = cute.arch.block_idx()[0]
+        rank = cta % self.cluster
+        # the k blocks of this CTA, in slots: all of them, or its share
+        slots = weight.shape[1] // v.blocks
+        first_slot = Int32(0)
+        if const_expr(c.split_k > 1):
+            share = slots // c.split_k
+            extra = slots - share * c.split_k
+            first_slot = rank * share + cutlass.min(rank, extra)
+            slots = share + (1 if rank < extra else 0)
+        m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
+        n_tiles = cute.ceil_div(weight.shape[0], v.warpgroups * c.cluster_n)
+        work = (cta // self.cluster, cute.arch.grid_dim()[0] // self.cluster, m_tiles, n_tiles, first_slot, slots)
+        ring = (full, empty, s_x, shared_address(s_weight))
+        if warp >= 4 * v.warpgroups:
+            if const_expr(v.consumer_registers > 0):
+                cute.arch.setmaxregister_decrease(24)
+            if warp == 4 * v.warpgroups:
+                self.produce(tma, tma_x, weight, ring, work, rank)
+            if const_expr(c.split_k > 1):  # every thread of the cluster takes part in its barriers
+                self.cluster_barrier()
+                self.cluster_barrier()
+        else:
+            if const_expr(v.consumer_registers > 0):
+                cute.arch.setmaxregister_increase(v.consumer_registers)
+            self.consume(mma, ring, work, rank, out, bias, shared_address(s_staging))
+
+    @cute.jit
+    def cluster_barrier(self):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    # ------------------------------------------------------------------------------------------------- producer
+
+    @cute.jit
+    def produce(self, tma, tma_x, weight, ring, work, rank):
+        v, c = self.v, self.v.config
+        full, empty, s_x, s_weight = ring
+        cluster, clusters, m_tiles, n_tiles, first_slot, slots = work
+        share = rank if const_expr(c.cluster_n > 1) else 0
+        g_x = cute.local_tile(tma_x, (c.tile_m, 64), (None, None))
+        t_s, t_g = cpasync.tma_partition(
+            tma, share, cute.make_layout(c.cluster_n), cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
+        )
+        mask = cutlass.Int16((1 << c.cluster_n) - 1)
+        early = cutlass.min(slots, v.stages)
+        for i in cutlass.range(early, unroll=1):
+            _, n_tile = tile_coordinates(cluster, m_tiles, n_tiles, self.band)
+            self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, first_slot + i, i)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        stage, phase = Int32(0), Int32(1)
+        for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
+            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+            for i in cutlass.range(slots, unroll=1):
+                if tile != cluster or i >= early:
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, first_slot + i, stage)
+                for chunk in cutlass.range_constexpr(self.chunks):
+                    cute.copy(
+                        tma,
+                        t_g[(None, m_tile, (first_slot + i) * self.chunks + chunk)],
+                        t_s[(None, stage * self.chunks + chunk)],
+                        tma_bar_ptr=full + stage,
+                        mcast_mask=mask,
+                    )
+                stage += 1
+                if stage == v.stages:
+                    stage = Int32(0)
+                    phase = phase ^ 1
+        if const_expr(c.cluster_n > 1):
+            # stay until the neighbours have consumed all that was sent to this CTA and by it
+            tiles = (m_tiles * n_tiles - cluster + clusters - 1) // clusters
+            for _ in cutlass.range(cutlass.min(slots * tiles, v.stages), unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                stage += 1
+                if stage == v.stages:
+                    stage = Int32(0)
+                    phase = phase ^ 1
+
+    @property
+    def band(self) -> int:
+        return max(1, _TOKENS_PER_BAND // self.v.config.tile_m)
+
+    @cute.jit
+    def load_weight(self, weight, s_weight, full, n_tile, slot, stage):
+        """One slot's weight blocks: for each consumer warpgroup a run of blocks that lie one after the other."""
+        v = self.v
+        run = v.blocks * v.block_bytes
+        with cute.arch.elect_one():
+            barrier = shared_address(full + stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.stage_bytes)
+            for wg in cutlass.range_constexpr(v.warpgroups):
+                # a warpgroup past the last row block works on that block again and stores nothing
+                row = cutlass.min(n_tile * v.warpgroups + wg, weight.shape[0] - 1)
+                source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + slot * v.blocks) * v.block_bytes
+                bulk_copy(s_weight + stage * v.weight_bytes + wg * run, source, Int32(run), barrier)
+
+    # ------------------------------------------------------------------------------------------------ consumers
+
+    @cute.jit
+    def consume(self, mma, ring, work, rank, out, bias, s_staging):
+        v, c = self.v, self.v.config
+        _, empty, s_x, _ = ring
+        cluster, clusters, m_tiles, n_tiles, _, slots = work
+        thread = cute.arch.thread_idx()[0]
+        wg, t = cute.arch.make_warp_uniform(thread // 128), thread % 128
+        thr = mma.get_slice(thread)
+        x_fragments = mma.make_fragment_B(thr.partition_B(s_x))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((c.tile_n, c.tile_m)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        fragment = cute.make_rmem_tensor(thr.partition_shape_A((c.tile_n, 128)), self.dtype)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        cute.arch.griddepcontrol_wait()
+        stage, phase = Int32(0), Int32(0)
+        previous = Int32(0)
+        for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
+            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+            if const_expr(c.cluster_n > 1):
+                n_tile = n_tile * c.cluster_n + rank
+            acc.fill(0.0)
+            for i in cutlass.range(slots, unroll=1):
+                self.multiply_slot(mma, ring, acc, fragment, x_fragments, (stage, phase, previous, i > 0), wg, t)
+                previous = stage
+                stage += 1
+                if stage == v.stages:
+                    stage = Int32(0)
+                    phase = phase ^ 1
+            warpgroup.wait_group(0)
+            if slots > 0:
+                self.release(empty, previous, t)
+            place = (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t)
+            if const_expr(c.split_k > 1):
+                reduction = Reduction(c.tile_m, c.split_k, v.warpgroups * 128)
+                self.cluster_barrier_of_consumers()
+                parked = shared_address(s_x.iterator)
+                first, mine = reduction.run(flat, parked, rank, thread)
+                if mine:
+                    self.finish(
+                        cute.make_tensor(flat.iterator, cute.make_layout(reduction.share * 4)),
+                        Epilogue(v.kind, reduction.share * 8, v.vector),
+                        out,
+                        bias,
+                        (place[0] + first, place[1], t),
+                        s_staging,
+                        wg,
+                    )
+                cute.arch.cluster_wait()
+            else:
+                self.finish(flat, self.epilogue, out, bias, place, s_staging, wg)
+
+    @cute.jit
+    def cluster_barrier_of_consumers(self):
+        cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.v.warpgroups)
+
+    @cute.jit
+    def multiply_slot(self, mma, ring, acc, fragment, x_fragments, state, wg, t):
+        """acc += this slot's weights @ x.T. Leaves the last step's wgmma in flight."""
+        v = self.v
+        full, empty, _, s_weight = ring
+        stage, phase, previous, has_previous = state
+        registers = cute.recast_tensor(fragment, Int32)
+        cute.arch.mbarrier_wait(full + stage, phase)
+        base = s_weight + stage * v.weight_bytes + wg * (v.blocks * v.block_bytes)
+        scale_lane = (t // 32 * 8 + t % 32 // 4) * 4 * self.decoder.words_per_scale
+        prepared: Any = None
+        for chunk in cutlass.range_constexpr(self.chunks):
+            block = base + chunk // 2 * v.block_bytes
+            words = load_shared(block + chunk % 2 * 2048 + t * 16, 4)
+            for step in cutlass.range_constexpr(4):
+                k = chunk % 2 * 64 + step * 16
+                if const_expr(k % v.scale_group == 0):
+                    scale = block + _CODE_BYTES + k // v.scale_group * self.scale_bytes + scale_lane
+                    prepared = self.decoder.prepare(load_shared(scale, self.decoder.words_per_scale))
+                decoded = self.decoder.decode(words[step], prepared)
+                for r in cutlass.range_constexpr(4):
+                    registers[(0, r % 2, r // 2), 0, chunk % 2 * 4 + step] = decoded[r]
+            warpgroup.fence()
+            for step in cutlass.range_constexpr(4):
+                cute.gemm(
+                    mma,
+                    acc,
+                    fragment[(None, None, chunk % 2 * 4 + step)],
+                    x_fragments[(None, None, step, stage * self.chunks + chunk)],
+                    acc,
+                )
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if const_expr(chunk == 0):
+                if has_previous:
+                    self.release(empty, previous, t)
+
+    @cute.jit
+    def release(self, empty, stage, t):
+        """One arrival per warp, at every CTA that this slot's x came from."""
+        if t % 32 < self.v.config.cluster_n:
+            if const_expr(self.v.config.cluster_n > 1):
+                cute.arch.mbarrier_arrive(empty + stage, t % 32)
+            else:
+                cute.arch.mbarrier_arrive(empty + stage)
+
+    @cute.jit
+    def finish(self, flat, epilogue, out, bias, place, s_staging, wg):
+        if const_expr(bias is not None):
+            add_bias(flat, bias, place[1], place[2])
+        epilogue.store(flat, out, place, s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)

@@ -1,0 +1,63 @@
+"""The one timer: CUDA-graph replays over operands that rotate, so that no weight is found in L2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call: percentiles over the replays."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int = 15) -> list[Timing]:
+    """Time several variants interleaved, so that drifting clocks meet all of them alike.
+
+    Args:
+        variants: for each, the calls of one graph, each over operands of its own (together larger than L2).
+        replays: timed replays of each graph.
+    """
+    graphs = [_capture(calls) for calls in variants]
+    for graph in graphs:
+        graph.replay()
+    torch.cuda.synchronize()
+    times: list[list[float]] = [[] for _ in variants]
+    for _ in range(replays):
+        for graph, calls, found in zip(graphs, variants, times, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return [_percentiles(found) for found in times]
+
+
+def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls[0]()  # lazy set-up stays out of the capture
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _percentiles(times: list[float]) -> Timing:
+    ordered = sorted(times)
+
+    def at(q: float) -> float:
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+    return Timing(at(0.2), at(0.5), at(0.8))
