@@ -1,0 +1,98 @@
+"""What is written beside every measured number and every GPU test run: the machine, the versions, the commit."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w4gemm import environment
+from w4gemm.jit.disk import source_hash
+
+_HERE = Path(__file__).resolve().parent
+
+
+def facts(device: torch.device | str | None = None) -> dict[str, Any]:
+    """The fields that rows of every kind end with: gpu, driver, torch, dsl, python, commit, dirty, utc.
+
+    Args:
+        device: the GPU; None for the current one, or the empty string in its place where there is none.
+    """
+    commit, dirty = _commit()
+    return {
+        "gpu": torch.cuda.get_device_properties(device).name if torch.cuda.is_available() else "",
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "dsl": _dsl(),
+        "python": platform.python_version(),
+        "commit": commit,
+        "dirty": dirty,
+        "utc": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def run_name(row: dict[str, Any]) -> str:
+    """The name that rows of one process share, from its :func:`facts`: ``20261121T0412-ab12cd3``."""
+    time = row["utc"][:16].replace("-", "").replace(":", "")
+    return f"{time}-{row['commit'][:7] or 'unknown'}"
+
+
+def kernels_hash() -> str:
+    """Hash of the kernels' sources: whether a recorded run tested the kernels as they are now."""
+    return source_hash("kernels")
+
+
+def append(path: str | Path, *rows: dict[str, Any]) -> None:
+    """Add rows to a file of JSON lines, which is made if needed."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _commit() -> tuple[str, bool]:
+    """The checkout's commit and whether anything but results differs from it; ("", True) if nothing can tell."""
+    given = environment.commit()
+    if given is not None:
+        return given.removesuffix("-dirty"), given.endswith("-dirty")
+    try:
+        _git("ls-files", "--error-unmatch", str(Path(__file__).resolve()))  # else this is an installed copy
+        top = _git("rev-parse", "--show-toplevel")
+        changes = _git("-C", top, "status", "--porcelain", "--", ".", ":!bench/results")
+        return _git("rev-parse", "HEAD"), bool(changes)
+    except (OSError, subprocess.CalledProcessError):
+        return "", True
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=_HERE, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _driver() -> str:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        pass
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return ""
+
+
+def _dsl() -> str:
+    try:
+        return importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:  # absent, or only put on the path
+        pass
+    try:
+        import cutlass
+    except ImportError:
+        return ""
+    return str(cutlass.__version__)

@@ -1,0 +1,64 @@
+"""GPU tests: skipped without a GPU, and recorded with one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results/tests.jsonl"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record",
+        metavar="FILE",
+        help=f"append the counts, the machine and the versions to FILE as a JSON line; a whole run with "
+        f"'-m gpu' on a machine with a GPU does so to {RESULTS.relative_to(ROOT)} by itself",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # tests leave the user's cache alone, and keep compiled kernels for the next run
+    if config.cache is not None:
+        os.environ.setdefault("W4GEMM_CACHE_DIR", str(config.cache.mkdir("kernels")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--record") or _whole_gpu_run(session.config)
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not path or reporter is None or session.config.getoption("--collect-only"):
+        return
+    from w4gemm.tuning import record
+
+    def count(*outcomes: str) -> int:
+        return sum(len(reporter.stats.get(outcome, ())) for outcome in outcomes)
+
+    facts = record.facts()
+    row = {
+        "kind": "tests",
+        "run": record.run_name(facts),
+        "passed": count("passed", "xfailed"),
+        "failed": count("failed", "error", "xpassed"),
+        "skipped": count("skipped"),
+        "kernels": record.kernels_hash(),
+    }
+    record.append(path, row | facts)
+
+
+def _whole_gpu_run(config: pytest.Config) -> Path | None:
+    """Where to record this run unasked: it selects all gpu tests, and there is a GPU."""
+    selected = config.getoption("-m") == "gpu" and not config.getoption("-k")
+    everything = config.args_source is not pytest.Config.ArgsSource.ARGS
+    return RESULTS if selected and everything and torch.cuda.is_available() else None

@@ -1,0 +1,77 @@
+"""Machine code of compiled kernels, for tests: no GPU needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_EM_CUDA = 190
+"""e_machine of an ELF file with GPU code."""
+
+
+@dataclass(frozen=True)
+class Sass:
+    """The SASS of one kernel."""
+
+    text: str
+    registers: int
+    stack: int
+    """Bytes of stack and local memory a thread uses; spilled registers go there."""
+
+    def count(self, opcode: str) -> int:
+        """Instructions whose opcode starts with ``opcode``, up to a dot: ``"HGMMA"`` counts ``HGMMA.64x16x16.F32``."""
+        return len(re.findall(rf"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?{re.escape(opcode)}\b", self.text, re.MULTILINE))
+
+
+def disassemble(code: bytes) -> Sass:
+    """The kernel in an object file of ``w4gemm.jit``, which must hold exactly one.
+
+    Raises:
+        RuntimeError: if there is no cuobjdump; the ``test`` extra installs one.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(_cubin(code))
+        f.flush()
+        text = _cuobjdump("--dump-sass", f.name)
+        usage = _cuobjdump("--dump-resource-usage", f.name)
+    found = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    assert len(found) == 1, f"wanted one kernel, found {len(found)}:\n{usage}"
+    registers, stack, local = map(int, found[0])
+    return Sass(text, registers, stack + local)
+
+
+def check(sass: Sass, instruction: str) -> None:
+    """Assert what must hold of every kernel: it uses the matrix instruction that it was written for, spills nothing,
+    and its WGMMAs, if any, run asynchronously."""
+    matrix = sass.count(instruction)
+    assert matrix, f"no {instruction}"
+    loads, stores = sass.count("LDL"), sass.count("STL")
+    assert loads == stores == sass.stack == 0, f"{loads} LDL, {stores} STL, {sass.stack} bytes of local memory"
+    if instruction.endswith("GMMA"):
+        # where ptxas cannot keep accumulators in flight ("wgmma serialized"), it waits after each instruction
+        waits = sass.count("WARPGROUP.DEPBAR")
+        assert waits < matrix, f"serialized: {waits} waits for {matrix} {instruction}"
+
+
+def _cubin(code: bytes) -> bytes:
+    starts = [m.start() for m in re.finditer(b"\x7fELF", code)]
+    cubins = [i for i in starts if int.from_bytes(code[i + 18 : i + 20], "little") == _EM_CUDA]
+    assert len(cubins) == 1, f"wanted one cubin in the object, found {len(cubins)}"
+    return code[cubins[0] :]
+
+
+def _cuobjdump(*arguments: str) -> str:
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+    wheels = [str(f) for folder in folders for f in sorted(folder.glob("cu*/bin"))]
+    program = shutil.which("cuobjdump", path=":".join(wheels)) or shutil.which("cuobjdump")
+    if program is None:
+        raise RuntimeError("no cuobjdump; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    # it looks for nvdisasm on the path
+    env = {"PATH": f"{Path(program).parent}:/usr/bin:/bin"}
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=True, env=env).stdout

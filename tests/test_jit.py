@@ -1,0 +1,237 @@
+"""The jit: compile once, keep in memory and on disk, survive every damage to the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from sass import disassemble
+from tiny_kernel import TinyKernel
+from w4gemm import GemmConfig, WeightFormat, environment
+from w4gemm.jit import compile as jit
+from w4gemm.jit import compiled, disk, object_code
+from w4gemm.problem import GemmProblem
+
+pytest.importorskip("cutlass")
+
+PROBLEM = GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "sm90")
+CONFIG = GemmConfig(64, 64, 64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty disk cache and an empty memory cache."""
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(jit, "_memory", {})
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the objects that are compiled from now on."""
+    names: list[str] = []
+    build = jit._build
+    monkeypatch.setattr(jit, "_build", lambda name, program: (names.append(name), build(name, program))[1])
+    return names
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do as a new process: an empty memory cache."""
+    monkeypatch.setattr(jit, "_memory", {})
+
+
+def test_memory_then_disk_then_compile(folder, builds, monkeypatch):
+    kernel = TinyKernel()
+    first = compiled(kernel, PROBLEM, CONFIG)
+    assert callable(first) and len(builds) == 1
+    assert compiled(kernel, PROBLEM, CONFIG) is first
+    assert kernel.programs == 1, "a warm look-up must not build the program again"
+
+    forget(monkeypatch)
+    assert callable(compiled(kernel, PROBLEM, CONFIG))
+    assert len(builds) == 1, "found on disk"
+    assert [f.name for f in folder.iterdir()] == builds, "one object and no temporary files"
+
+
+def test_nothing_to_compile(folder):
+    assert compiled(TinyKernel(arch=None), PROBLEM, CONFIG) is None
+    assert object_code(TinyKernel(arch=None), PROBLEM, CONFIG) is None
+    assert not folder.exists()
+
+
+def test_takes_positional_arguments_and_checks_them(folder):
+    scale = compiled(TinyKernel(), PROBLEM, CONFIG)
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="device_type=cuda"):  # the compiled check; nothing was launched
+        scale(x, x)
+
+
+def test_a_new_process_loads_without_compiling(folder):
+    code = object_code(TinyKernel(), PROBLEM, CONFIG)
+    script = """
+import cutlass.cute as cute
+def forbidden(*a, **k): raise AssertionError("compiled")
+cute.compile = forbidden
+from test_jit import CONFIG, PROBLEM, TinyKernel, compiled, object_code
+assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
+print(len(object_code(TinyKernel(), PROBLEM, CONFIG)))
+"""
+    script = f"import sys; sys.path[:] = {sys.path!r}\n{script}"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == len(code)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text", "a folder"])
+def test_damage_is_a_miss(folder, builds, monkeypatch, caplog, damage):
+    compiled(TinyKernel(), PROBLEM, CONFIG)
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    if damage == "a folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        flipped = whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
+        texts = {"truncated": whole[:-100], "flipped": flipped, "empty": b"", "text": b"not an object"}
+        path.write_bytes(texts[damage])
+    forget(monkeypatch)
+    with caplog.at_level(logging.WARNING, "w4gemm"):
+        assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
+    assert len(builds) == 2 and "compiling it again" in caplog.text
+    if damage != "a folder":
+        assert disk.read(path.name) is not None, "overwritten by a whole one"
+
+
+def test_whole_but_unloadable_is_a_miss(folder, builds, monkeypatch, caplog):
+    compiled(TinyKernel(), PROBLEM, CONFIG)
+    (path,) = folder.iterdir()
+    junk = b"junk"
+    path.write_bytes(junk + hashlib.sha256(junk).digest())
+    forget(monkeypatch)
+    assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
+    assert len(builds) == 2 and "cannot load" in caplog.text
+
+
+def test_works_without_a_writable_folder(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "file" / "cache"))  # not even root can make that
+    forget(monkeypatch)
+    disk._warn_unwritable.cache_clear()
+    assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
+    assert callable(compiled(TinyKernel(3.0), PROBLEM, CONFIG))
+    assert caplog.text.count("cannot store") == 1, "said once"
+
+
+def test_off_keeps_nothing(folder, builds, monkeypatch):
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
+    compiled(TinyKernel(), PROBLEM, CONFIG)
+    forget(monkeypatch)
+    compiled(TinyKernel(), PROBLEM, CONFIG)
+    assert len(builds) == 2 and not folder.exists()
+
+
+def test_threads_compile_once(folder, builds):
+    kernel, found = TinyKernel(), []
+    threads = [threading.Thread(target=lambda: found.append(compiled(kernel, PROBLEM, CONFIG))) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(builds) == 1 and len(found) == 8 and len(set(map(id, found))) == 1
+
+
+def test_name_depends_on_all_that_the_code_depends_on(monkeypatch):
+    names = {
+        disk.entry_name("a", 1, "sm_90a"),
+        disk.entry_name("b", 1, "sm_90a"),
+        disk.entry_name("a", 2, "sm_90a"),
+        disk.entry_name("a", 1, "sm_80"),
+    }
+    monkeypatch.setattr(disk, "fingerprint", lambda: ("another DSL",))
+    names.add(disk.entry_name("a", 1, "sm_90a"))
+    assert len(names) == 5
+
+
+def test_fingerprint_follows_sources_and_dsl_settings(monkeypatch, tmp_path):
+    disk.fingerprint.cache_clear()
+    before = disk.fingerprint()
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    disk.fingerprint.cache_clear()
+    assert disk.fingerprint() != before
+    monkeypatch.delenv("CUTE_DSL_LINEINFO")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")  # the program's arch overrules it
+    disk.fingerprint.cache_clear()
+    assert disk.fingerprint() == before
+
+    monkeypatch.setattr(disk, "_PACKAGE", tmp_path)
+    (tmp_path / "a.py").write_text("1")
+    hashes = {disk.source_hash("a.py")}
+    (tmp_path / "a.py").write_text("2")
+    hashes.add(disk.source_hash("a.py"))
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    hashes.add(disk.source_hash("b.py"))
+    assert len(hashes) == 3
+
+
+def test_a_key_that_differs_between_processes_is_refused(folder):
+    with pytest.raises(AssertionError, match="differs between processes"):
+        compiled(TinyKernel(key=object()), PROBLEM, CONFIG)
+
+
+def test_arch_is_the_programs(folder, monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
+    for arch in ("sm_80", "sm_90a"):
+        assert f"code for {arch}\n" in disassemble(object_code(TinyKernel(arch=arch), PROBLEM, CONFIG)).text
+
+
+def test_object_code_can_run_in_other_processes():
+    for value in (object_code, PROBLEM, CONFIG):
+        copy = pickle.loads(pickle.dumps(value))
+        assert copy == value
+
+
+def test_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.delenv("W4GEMM_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert environment.cache_dir() == tmp_path / "w4gemm"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert environment.cache_dir() == Path.home() / ".cache/w4gemm"
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", "~/x")
+    assert environment.cache_dir() == Path.home() / "x"
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", "OFF")
+    assert environment.cache_dir() is None
+
+
+def test_log_level(monkeypatch):
+    logger = logging.getLogger("w4gemm")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setenv("W4GEMM_LOG", "debug")
+    environment.configure_logging()
+    assert logger.level == logging.DEBUG and len(logger.handlers) == 1
+    monkeypatch.setenv("W4GEMM_LOG", "loud")
+    with pytest.raises(ValueError, match="W4GEMM_LOG: wanted debug.*got 'loud'"):
+        environment.configure_logging()
+
+
+@pytest.mark.gpu
+def test_runs_alike_new_and_stored_and_follows_the_stream(folder, monkeypatch):
+    x = torch.randn(1000, device="cuda")
+    for _ in range(2):  # compiled, then loaded from disk
+        forget(monkeypatch)
+        scale = compiled(TinyKernel(), PROBLEM, CONFIG)
+        y = torch.zeros_like(x)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            scale(x, y)
+        stream.synchronize()
+        assert torch.equal(y, 2 * x)

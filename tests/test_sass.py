@@ -1,0 +1,89 @@
+"""Every GPU kernel compiles for its target without a GPU, and its machine code is what it was written to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sass import Sass, check, disassemble
+from tiny_kernel import TinyKernel
+from w4gemm import GemmConfig, WeightFormat
+from w4gemm.jit import object_code
+from w4gemm.kernels import KERNELS, Kernel, kernel_named
+from w4gemm.problem import H200, GemmProblem
+
+pytest.importorskip("cutlass")
+
+INSTRUCTION = {"sm90_mixed_gemm": "HGMMA"}
+"""The matrix instruction that each compiled kernel was written for; a new kernel adds its line."""
+
+# a scale group of 32, 64 and 128 inside a block, larger ones and per column
+FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
+OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
+CASES = [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES
+
+
+def gpu_kernels() -> list[Kernel]:
+    return [k for k in KERNELS if k.name in INSTRUCTION]
+
+
+def problem(name: str, dtype: torch.dtype = torch.bfloat16, m: int = 16, **kwargs) -> GemmProblem:
+    return GemmProblem(m, 8192, 8192, dtype, WeightFormat.parse(name), "sm90", device=H200, **kwargs)
+
+
+def test_every_kernel_that_compiles_is_checked():
+    p = problem("int4_g128")
+    compiling = {k.name for k in KERNELS if (c := k.configs(p)) and k.program(p, c[0]) is not None}
+    assert compiling == set(INSTRUCTION)
+
+
+@pytest.mark.parametrize("m", [1, 4096])
+@pytest.mark.parametrize("name, dtype", CASES, ids=lambda v: str(v).removeprefix("torch."))
+@pytest.mark.parametrize("kernel", gpu_kernels(), ids=lambda k: k.name)
+def test_best_config(kernel, name, dtype, m):
+    p = problem(name, dtype, m, bias=m > 1)
+    config = kernel.rank(p, kernel.configs(p))[0]
+    check(disassemble(object_code(kernel, p, config)), INSTRUCTION[kernel.name])
+
+
+def all_configs() -> list:
+    """Every config, each for the format that it is legal for and that needs the most registers."""
+    found = {}
+    for kernel in gpu_kernels():
+        for name in ("int4_g32_zfloat", "int4_g128"):
+            for config in kernel.configs(problem(name)):
+                found.setdefault((kernel.name, str(config)), name)
+    return [pytest.param(*key, name, id="-".join((*key, name))) for key, name in found.items()]
+
+
+@pytest.mark.parametrize("kernel, config, name", all_configs())
+def test_every_config(kernel, config, name):
+    code = object_code(kernel_named(kernel), problem(name), GemmConfig.parse(config))
+    check(disassemble(code), INSTRUCTION[kernel])
+
+
+def test_the_checks_find_what_they_look_for():
+    sass = disassemble(object_code(TinyKernel(), problem("int4_g128"), GemmConfig(64, 64, 64)))
+    assert sass.count("EXIT") >= 1 and 0 < sass.registers < 32 and sass.stack == 0
+    assert sass.count("FADD") + sass.count("FMUL") == 1 and sass.count("STG") == 1
+    with pytest.raises(AssertionError, match="no HGMMA"):
+        check(sass, "HGMMA")
+
+
+def line(instruction: str) -> str:
+    return f"        /*0a10*/                   {instruction} ;      /* 0x0000 */\n"
+
+
+@pytest.mark.parametrize(
+    "lines, stack, message",
+    [
+        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"], 0, "serialized: 1 waits"),
+        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@!P0 LDL.64 R2, [R1+0x8]"], 0, "1 LDL, 0 STL"),
+        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@UP1 STL [R1], R2"], 0, "0 LDL, 1 STL"),
+        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24"], 16, "16 bytes of local memory"),
+        (["HGMMAX R1"], 0, "no HGMMA"),
+    ],
+)
+def test_the_checks_refuse(lines, stack, message):
+    with pytest.raises(AssertionError, match=message):
+        check(Sass("".join(map(line, lines)), 96, stack), "HGMMA")
