@@ -3,8 +3,20 @@
 from w4gemm.config import GemmConfig
 from w4gemm.errors import FormatError, UnsupportedError
 from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight, quantize
+from w4gemm.nn import W4Linear
+from w4gemm.ops import linear
+from w4gemm.quantization import quantize
+from w4gemm.weight import QuantizedWeight
 
 __version__ = "0.1.0"
 
-__all__ = ["FormatError", "GemmConfig", "QuantizedWeight", "UnsupportedError", "WeightFormat", "quantize"]
+__all__ = [
+    "FormatError",
+    "GemmConfig",
+    "QuantizedWeight",
+    "UnsupportedError",
+    "W4Linear",
+    "WeightFormat",
+    "linear",
+    "quantize",
+]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from w4gemm.layouts.base import PackLayout, Parts
 from w4gemm.layouts.canonical import CanonicalLayout
+from w4gemm.layouts.cpu import CpuLayout
 from w4gemm.layouts.sm90 import Sm90Layout
 from w4gemm.problem import Device
 
-LAYOUTS: dict[str, PackLayout] = {layout.name: layout for layout in (CanonicalLayout(), Sm90Layout())}
+LAYOUTS: dict[str, PackLayout] = {layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Sm90Layout())}
 
 
 def layout_named(name: str) -> PackLayout:
@@ -23,6 +24,8 @@ def layout_named(name: str) -> PackLayout:
 
 def native_layout(device: Device) -> str:
     """The layout that the fastest kernel for ``device`` reads."""
+    if device.kind == "cpu":
+        return "cpu"
     return "sm90" if device.kind == "cuda" and not device.rocm and device.capability[0] == 9 else "canonical"
 
 

@@ -1,0 +1,160 @@
+"""From a problem to what runs it: :func:`plan` and :func:`plan_for`, which remembers; :func:`explain` says why.
+
+A plan is chosen for an interval of m, as if m were the interval's last value, so a call with another number of tokens
+rarely chooses or compiles anything.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.config import GemmConfig
+from w4gemm.errors import UnsupportedError
+from w4gemm.formats import WeightFormat
+from w4gemm.jit import compiled
+from w4gemm.kernels import KERNELS, Kernel, Operands, Status, kernel_named
+from w4gemm.layouts import native_layout
+from w4gemm.problem import Device, GemmProblem
+
+_log = logging.getLogger("w4gemm")
+
+BOUNDS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+"""Last m of every interval but the last."""
+_LARGEST = 16384
+"""The m that stands for the last interval."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs a problem: a kernel, its config, and its compiled form (None if there is nothing to compile)."""
+
+    kernel: Kernel
+    config: GemmConfig
+    compiled: Any
+    problem: GemmProblem
+    """Of the interval: every field but m is that of the calls it serves."""
+
+    def launch(self, operands: Operands) -> None:
+        self.kernel.launch(self.compiled, self.problem, self.config, operands)
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name}/{self.config}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a problem is run as it is. ``str`` gives it as text."""
+
+    problem: GemmProblem
+    status: dict[str, Status]
+    """Every kernel's answer, in order of preference."""
+    kernel: str | None
+    """The kernel chosen, or None if none supports the problem."""
+    configs: tuple[GemmConfig, ...]
+    """Its legal configs, best guess first; the first is chosen."""
+
+    def __str__(self) -> str:
+        lines = [str(self.problem)]
+        for name, status in self.status.items():
+            chosen = f"chosen, {self.configs[0]} first of {len(self.configs)}" if name == self.kernel else "supported"
+            lines.append(f"  {name}: {chosen if status else status.reason}")
+        return "\n".join(lines)
+
+
+class Call(NamedTuple):
+    """All that a plan depends on, cheap to build and to look up."""
+
+    interval: int
+    """Index into ``BOUNDS`` as :func:`interval` gives."""
+    n: int
+    k: int
+    dtype: torch.dtype
+    format: WeightFormat
+    layout: str
+    bias: bool
+    device: torch.device
+    config: str
+    """A forced config as :func:`plan` takes it, or the empty string."""
+
+
+def interval(m: int) -> int:
+    """The index of m's interval: 0 for m <= 8, 1 for m <= 16, ..."""
+    return bisect.bisect_left(BOUNDS, m)
+
+
+_plans: dict[Call, Plan] = {}
+
+
+def plan_for(call: Call) -> Plan:
+    """The plan for every problem that looks like ``call``; resolved once. Errors as :func:`plan`."""
+    found = _plans.get(call)
+    if found is None:
+        interval, n, k, dtype, format, layout, bias, device, config = call
+        m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
+        problem = GemmProblem(m, n, k, dtype, format, layout, bias, Device.of(device))
+        found = _plans[call] = plan(problem, config or None)
+        _log.debug("%s: %s, for m up to %d", problem, found, m)
+    return found
+
+
+def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
+    """Choose a kernel and a config for ``problem`` and compile them.
+
+    Args:
+        config: to force one: a config, its string, or ``"<kernel>/<config>"``.
+
+    Raises:
+        UnsupportedError: if no kernel (or not the one named) supports the problem; lists each one's reason.
+        ValueError: if ``config`` is malformed, names no kernel, or is not legal for the problem.
+    """
+    if config is None:
+        kernel = _first_supporting(problem, KERNELS)
+        chosen = kernel.rank(problem, kernel.configs(problem))[0]
+    else:
+        kernel, chosen = _forced(problem, config)
+    return Plan(kernel, chosen, compiled(kernel, problem, chosen), problem)
+
+
+def explain(problem: GemmProblem) -> Explanation:
+    """What each kernel says about ``problem`` and what would be chosen; compiles nothing, raises nothing."""
+    status = {kernel.name: kernel.supports(problem) for kernel in KERNELS}
+    for kernel in KERNELS:
+        if status[kernel.name]:
+            configs = kernel.rank(problem, kernel.configs(problem))
+            return Explanation(problem, status, kernel.name, tuple(configs))
+    return Explanation(problem, status, None, ())
+
+
+def _first_supporting(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> Kernel:
+    status = [(kernel, kernel.supports(problem)) for kernel in kernels]
+    for kernel, answer in status:
+        if answer:
+            return kernel
+    reasons = "".join(f"\n  {kernel.name}: {answer.reason}" for kernel, answer in status)
+    native = native_layout(problem.device)
+    hint = ""
+    if native != problem.layout and any(k.supports(replace(problem, layout=native)) for k in KERNELS):
+        hint = f"\nThe weight lies in the {problem.layout} layout; w.repack() gives {native}, which can be run here."
+    raise UnsupportedError(
+        f"no kernel can run {problem} on {problem.device.name or problem.device.kind}:{reasons}{hint}"
+    )
+
+
+def _forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, GemmConfig]:
+    """The kernel named in ``config``, or the first that supports the problem and has the config."""
+    name, _, text = str(config).rpartition("/")
+    wanted = GemmConfig.parse(text)
+    candidates = (kernel_named(name),) if name else KERNELS
+    _first_supporting(problem, candidates)
+    legal = {f"{k.name}/{c}": (k, c) for k in candidates if k.supports(problem) for c in k.configs(problem)}
+    for kernel, legal_config in legal.values():
+        if legal_config == wanted:
+            return kernel, wanted
+    nearest = difflib.get_close_matches(str(config), legal, n=4, cutoff=0)
+    raise ValueError(f"config: {config} is not legal for {problem}; nearest are {', '.join(nearest)}")

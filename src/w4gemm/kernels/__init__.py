@@ -1,0 +1,24 @@
+"""Every kernel, in order of preference: a new one is a folder and a line here. Importing this imports no DSL."""
+
+from __future__ import annotations
+
+from w4gemm.kernels.base import Kernel, Operands, Program, Status
+from w4gemm.kernels.cpu.spec import CpuMixedGemm
+from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+
+KERNELS: tuple[Kernel, ...] = (Sm90MixedGemm(), CpuMixedGemm())
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel called ``name``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    raise ValueError(f"kernel: wanted one of {', '.join(k.name for k in KERNELS)}, got {name!r}")
+
+
+__all__ = ["KERNELS", "Kernel", "Operands", "Program", "Status", "kernel_named"]

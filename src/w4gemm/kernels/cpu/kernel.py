@@ -1,0 +1,140 @@
+"""The two methods of ``cpu_mixed_gemm``. x (m, k) and the packed weight to (m, n), without bias.
+
+"sum", for one token x, with c the codes - 8, s scales and z zero points:
+
+    d[n] = sum over groups g of  s[g, n] * (sum over j in g of x[j] * c[j, n])  +  zero term
+    zero term:  none 0,  int s[g, n] * (8 - z[g, n]) * sum of x over g,  float (z[g, n] + 8 * s[g, n]) * sum of x over g
+
+The inner sum is PyTorch's ``embedding_bag_4bit`` (FBGEMM) with x as the weights of the table's rows: float32,
+vectorized, and the only thing that reads codes. A one-hot x gives the dequantized weight, since s * c is exact in
+float32. With a float zero point that holds as long as z + 8 * s is exact too, which fails only if z is smaller than s
+by a factor of 2**10 or more, and then by the last bit of s.
+
+"dense" dequantizes a block of output features and calls matmul: the same table with bags of a single row where
+possible, else :func:`w4gemm.dequantize.dequantize_parts`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from w4gemm.config import GemmConfig
+from w4gemm.dequantize import dequantize_parts, rounded_sum
+from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.layouts import layout_named
+from w4gemm.layouts.cpu import CHUNK, ROW_BYTES
+from w4gemm.problem import GemmProblem
+
+
+def common_part(length: int) -> int:
+    """The longest part of at most 256 columns that divides a group of ``length`` columns (a multiple of 32)."""
+    return next(part for part in range(256, 0, -32) if length % part == 0)
+
+
+def code_sums(rows: torch.Tensor, starts: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
+    """Sums of the table's rows from each start to the next, row i times x[i], as float32 (len(starts), CHUNK).
+
+    rows uint8 (r, ROW_BYTES); starts int32, ascending from 0; x float32 (r) or None for ones.
+    """
+    index = torch.arange(rows.shape[0], dtype=torch.int32)
+    return torch.ops.quantized.embedding_bag_4bit_rowwise_offsets(
+        rows, index, starts, scale_grad_by_freq=False, mode=0, pruned_weights=False, per_sample_weights=x
+    )
+
+
+@functools.cache
+def has_code_sums() -> bool:
+    """Whether this build of PyTorch can do :func:`code_sums` (x86 builds with FBGEMM can)."""
+    rows = torch.arange(2 * CHUNK // 2, dtype=torch.uint8).view(2, -1)
+    trailer = torch.tensor([1, -8], dtype=torch.float16).view(torch.uint8).expand(2, 4)
+    codes = torch.stack((rows & 0xF, rows >> 4), dim=-1).view(2, CHUNK).float()
+    try:
+        got = code_sums(torch.cat((rows, trailer), 1), torch.tensor([0], dtype=torch.int32), torch.tensor([1.0, 2.0]))
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return torch.equal(got[0], codes[0] - 8 + 2 * (codes[1] - 8))
+
+
+def sum_linear(
+    x: torch.Tensor, weight: tuple[torch.Tensor, ...], problem: GemmProblem, config: GemmConfig
+) -> torch.Tensor:
+    """One token x (1, k) times a weight in the ``cpu`` layout, as float32 (1, n)."""
+    table, scales, *zeros = weight
+    chunks, k, _ = table.shape
+    part = config.tile_k
+    starts = torch.arange(0, k, part, dtype=torch.int32) + torch.arange(0, chunks * k, k, dtype=torch.int32)[:, None]
+    x = x[0].float()
+    sums = code_sums(table.view(-1, ROW_BYTES), starts.view(-1), x.expand(chunks, k).reshape(-1))
+    sums = sums.view(chunks, -1, CHUNK)
+    parts = sums.shape[1]
+    if parts != scales.shape[1]:  # parts of a group share its scale
+        group = torch.arange(parts) * part // problem.format.group_length(k)
+        scales, zeros = scales[:, group], [z[:, group] for z in zeros]
+    if not zeros:
+        return (sums * scales).sum(1).view(1, -1)[:, : problem.n]
+    x_sums = torch.nn.functional.pad(x, (0, parts * part - k)).view(parts, part).sum(-1)[:, None]
+    if problem.format.zero == "int":
+        sums = (sums + (SYMMETRIC_ZERO - zeros[0].float()) * x_sums) * scales
+    else:
+        sums = torch.addcmul((zeros[0].float() + SYMMETRIC_ZERO * scales.float()) * x_sums, sums, scales)
+    return sums.sum(1).view(1, -1)[:, : problem.n]
+
+
+def dense_linear(
+    x: torch.Tensor, weight: tuple[torch.Tensor, ...], problem: GemmProblem, config: GemmConfig
+) -> torch.Tensor:
+    """x (m, k) times a weight in any layout that runs of ``config.tile_n`` rows can be cut from, as (m, n).
+
+    float16 is multiplied in float32: PyTorch's float16 matmul is several times slower on most CPUs.
+    """
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    out = torch.empty(x.shape[0], problem.n, dtype=dtype)
+    for first in range(0, problem.n, config.tile_n):
+        last = min(first + config.tile_n, problem.n)
+        if problem.layout == "cpu":
+            block = tuple(t[first // CHUNK : -(-last // CHUNK)] for t in weight)
+        else:
+            block = tuple(t[first:last] for t in weight)
+        out[:, first:last] = _block_linear(x, block, problem, last - first, dtype)
+    return out
+
+
+def _block_linear(
+    x: torch.Tensor, block: tuple[torch.Tensor, ...], problem: GemmProblem, n: int, dtype: torch.dtype
+) -> torch.Tensor:
+    if problem.layout == "cpu" and has_code_sums():
+        w = _dequantized_chunks(block, problem.format, x.dtype)  # (chunks, k, CHUNK)
+        d = torch.matmul(x.to(dtype), w.to(dtype))
+        return d.transpose(0, 1).reshape(x.shape[0], -1)[:, :n]
+    parts = layout_named(problem.layout).unpack(block, problem.format, n, problem.k)
+    w = dequantize_parts(parts, problem.format, x.dtype)
+    return torch.nn.functional.linear(x.to(dtype), w.to(dtype))
+
+
+def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    """w.T (chunks, k, CHUNK) in ``dtype``; twice as fast as taking the nibbles apart with shifts."""
+    table, scales, *zeros = block
+    chunks, k, _ = table.shape
+    length = format.group_length(k)
+    w = code_sums(table.reshape(-1, ROW_BYTES), torch.arange(chunks * k, dtype=torch.int32), None).view(
+        chunks, k, CHUNK
+    )
+    whole = k // length * length
+    result = w if dtype == torch.float32 else torch.empty(w.shape, dtype=dtype)
+    for first, last in ((0, whole), (whole, k)):  # the last group may be short
+        if first == last:
+            continue
+        groups = slice(first // length, math.ceil(last / length))
+        shape = (chunks, -1, min(length, last - first), CHUNK)
+        c, s = w[:, first:last].reshape(shape), scales[:, groups, None].float()
+        if not zeros:
+            values = (c * s).to(dtype)
+        elif format.zero == "int":
+            values = ((c + (SYMMETRIC_ZERO - zeros[0][:, groups, None].float())) * s).to(dtype)
+        else:
+            values = rounded_sum((c + SYMMETRIC_ZERO) * s, zeros[0][:, groups, None].float(), dtype)
+        result[:, first:last] = values.view(chunks, last - first, CHUNK)
+    return result

@@ -1,0 +1,87 @@
+"""``cpu_mixed_gemm``: 4-bit weights on the CPU with PyTorch's own operators. Two configs, two methods:
+
+tile_m = 1     "sum": each token is a weighted sum of code columns, read straight from the 4-bit table
+               (``cpu`` layout only). Best for a few tokens, where memory traffic is the time.
+tile_m > 1     "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens.
+
+PyTorch's ``_weight_int4pack_mm_for_cpu`` was tried first: its float32 and float16 versions are scalar loops (PyTorch
+2.13, AVX-512: 12.7 ms for m 1, n = k = 4096, where a dense float32 matmul takes 2.7 ms and "sum" 0.75 ms), its scales
+must have the dtype of x, which rounds s * (8 - z), and its packed order depends on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from w4gemm.config import GemmConfig
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels.base import OK, Operands, Program, Status
+from w4gemm.kernels.cpu import kernel
+from w4gemm.layouts.cpu import CHUNK
+from w4gemm.problem import GemmProblem
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LAYOUTS = ("cpu", "canonical")
+
+_SUM_TOKENS = 8
+"""Up to so many tokens "sum" is ranked first. m 8, n = k = 4096: about 6 ms each way on 2 cores of an EPYC 9B14."""
+
+_DENSE_TOKENS = 2048
+_DENSE_ELEMENTS = 2**20
+"""Weights dequantized at a time: 4 MiB of float32, near the size of a core's caches."""
+
+
+class CpuMixedGemm:
+    name = "cpu_mixed_gemm"
+
+    def supports(self, problem: GemmProblem) -> Status:
+        if problem.device.kind != "cpu":
+            return Status.no(f"runs on the cpu, not on {problem.device.kind}")
+        if problem.dtype not in _DTYPES:
+            return Status.no(f"wants float16, bfloat16 or float32 activations, not {problem.dtype}")
+        if problem.layout not in _LAYOUTS:
+            return Status.no(f"reads weights in the layouts {', '.join(_LAYOUTS)}, not {problem.layout}")
+        return OK
+
+    def configs(self, problem: GemmProblem) -> list[GemmConfig]:
+        dense_n = max(CHUNK, _DENSE_ELEMENTS // problem.k // CHUNK * CHUNK)
+        configs = [GemmConfig(_DENSE_TOKENS, dense_n, problem.k)]
+        if problem.layout == "cpu" and kernel.has_code_sums():
+            configs.append(GemmConfig(1, CHUNK, _summed_together(problem.format, problem.k)))
+        return configs
+
+    def rank(self, problem: GemmProblem, configs: list[GemmConfig]) -> list[GemmConfig]:
+        few = problem.m <= _SUM_TOKENS
+        return sorted(configs, key=lambda c: (c.tile_m == 1) != few)
+
+    def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
+        if config.tile_m == 1:
+            return 4 * problem.n * -(-problem.k // config.tile_k) + 8 * problem.k * -(-problem.n // CHUNK)
+        return 8 * min(problem.n, config.tile_n) * problem.k
+
+    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
+        return (self.name,)
+
+    def program(self, problem: GemmProblem, config: GemmConfig) -> Program | None:
+        return None
+
+    def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+        method = kernel.sum_linear if config.tile_m == 1 else kernel.dense_linear
+        for first in range(0, operands.x.shape[0], config.tile_m):
+            tokens = slice(first, first + config.tile_m)
+            out = method(operands.x[tokens], operands.weight, problem, config)
+            if operands.bias is not None:
+                out = out + operands.bias
+            operands.out[tokens] = out
+
+
+def _summed_together(format: WeightFormat, k: int) -> int:
+    """Columns whose codes are summed before the scale is applied: a group, or a part of a long one, since short sums
+    run in parallel and round less."""
+    length = format.group_length(k)
+    if length <= 256:
+        return length
+    return 256 if format.groups(k) == 1 else kernel.common_part(length)

@@ -1,0 +1,58 @@
+"""The layout of the CPU kernel: code columns as rows of a 4-bit embedding table, which PyTorch can sum with weights.
+
+rows uint8 (ceil(n / 128), k, 68): entry [c, j] holds the 128 codes w[128 * c .. 128 * c + 127, j], the even row of w in
+the low nibble, then the float16 factor 1 and offset -8. scales (ceil(n / 128), groups, 128); zeros the same shape if
+any. Padding has scale and zero point 0, so its weight is 0. The order is the same on every machine.
+
+PyTorch's ``embedding_bag_4bit`` gives sum_j x[j] * (factor * code[j] + offset) over a range of j, in float32: the dot
+products of one token with 128 output features, before the scale. The codes are centred because a sum of codes 0..15
+would mostly cancel with the zero points, and float32 would show it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.layouts.base import Parts
+
+CHUNK = 128
+"""Output features in one row of the table. Wider is up to 10 % faster, but small n are padded to it."""
+
+ROW_BYTES = CHUNK // 2 + 4
+
+
+class CpuLayout:
+    name = "cpu"
+
+    def supports(self, format: WeightFormat) -> str:
+        return ""
+
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        chunks = -(-n // CHUNK)
+        groups = (chunks, format.groups(k), CHUNK)
+        shapes = [(torch.uint8, (chunks, k, ROW_BYTES)), (format.scale_dtype, groups)]
+        if format.zero_dtype is not None:
+            shapes.append((format.zero_dtype, groups))
+        return tuple(shapes)
+
+    def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+        codes = _chunked(parts.codes)
+        n_chunks, k, _ = codes.shape
+        row = torch.tensor([1, -SYMMETRIC_ZERO], dtype=torch.float16, device=codes.device).view(torch.uint8)
+        rows = torch.cat((codes[..., 0::2] | (codes[..., 1::2] << 4), row.expand(n_chunks, k, 4)), dim=-1)
+        return (rows, *(_chunked(t) for t in (parts.scales, parts.zeros) if t is not None))
+
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
+        rows, *scales = tensors
+        packed = rows[..., : CHUNK // 2]
+        codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+        first, second, *third = (t.transpose(1, 2).flatten(0, 1)[:n].contiguous() for t in (codes, *scales))
+        return Parts(first, second, third[0] if third else None)
+
+
+def _chunked(t: torch.Tensor) -> torch.Tensor:
+    """(n, columns) to (chunks, columns, CHUNK), filled up with zeros."""
+    n, columns = t.shape
+    padded = torch.nn.functional.pad(t, (0, 0, 0, -n % CHUNK))
+    return padded.view(-1, CHUNK, columns).transpose(1, 2).contiguous()

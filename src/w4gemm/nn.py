@@ -1,0 +1,201 @@
+"""Layers: :class:`W4Linear`, which takes the place of ``torch.nn.Linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from w4gemm.formats import WeightFormat
+from w4gemm.layouts import layout_named
+from w4gemm.ops import linear
+from w4gemm.quantization import quantize
+from w4gemm.weight import QuantizedWeight
+
+_CANONICAL_NAMES = ("codes", "scales", "zeros")
+
+
+class W4Linear(torch.nn.Module):
+    """y = x @ weight.T + bias with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
+
+    ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Its tensors are
+    registered as buffers of integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias
+    and ``dtype``. ``state_dict`` holds ``codes``, ``scales`` and ``zeros`` in the canonical layout and the format's
+    name: the same bits whatever device wrote it.
+
+    Args:
+        in_features, out_features: k and n.
+        bias: whether to add a bias (n); it starts at zero, without requires_grad.
+        format: of the weight, which starts at zero: load a state dict, or use :meth:`from_linear` or
+            :meth:`from_weight`.
+        dtype: of the bias and of the activations to expect; ``dtype`` advertises it to frameworks.
+
+    Raises:
+        TypeError, ValueError: for a bad size, format or dtype.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        format: WeightFormat | str = WeightFormat(),
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}: wanted an int >= 1, got {size!r}")
+        format = _format(format)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        shapes = layout_named("canonical").shapes(format, out_features, in_features)
+        tensors = tuple(torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in shapes)
+        w = QuantizedWeight(format, out_features, in_features, "canonical", tensors)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self._build(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, dtype)
+
+    def _build(self, w: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r}")
+        super().__init__()
+        self.in_features, self.out_features, self.format, self.dtype = w.k, w.n, w.format, dtype
+        self._set_weight(w)
+        requires_grad = bias is not None and bias.requires_grad
+        self.bias = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad)
+
+    @classmethod
+    def from_linear(
+        cls, linear: torch.nn.Linear, format: WeightFormat | str = WeightFormat(), search: bool = False
+    ) -> W4Linear:
+        """A quantized copy of a dense layer, on its device. ``search`` as in :func:`w4gemm.quantize`."""
+        if not isinstance(linear, torch.nn.Linear):
+            raise TypeError(f"linear: wanted a torch.nn.Linear, got {type(linear).__name__}")
+        w = quantize(linear.weight.detach(), _format(format), search=search)
+        return cls.from_weight(w, linear.bias, dtype=linear.weight.dtype)
+
+    @classmethod
+    def from_weight(
+        cls, w: QuantizedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> W4Linear:
+        """A layer around ``w``, on its device; the bias (n) is taken as it is.
+
+        Args:
+            dtype: what to advertise; None for the bias's dtype, or torch's default dtype without a bias.
+        """
+        if not isinstance(w, QuantizedWeight):
+            raise TypeError(f"w: wanted a QuantizedWeight, got {type(w).__name__}")
+        if bias is not None:
+            if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+                came = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
+                raise TypeError(f"bias: wanted a floating-point tensor (n) or None, got {came}")
+            if tuple(bias.shape) != (w.n,):
+                raise ValueError(f"bias: wanted shape ({w.n},), n of w, got {tuple(bias.shape)}")
+            if bias.device != w.device:
+                raise ValueError(f"bias: wanted w's device {w.device}, got {bias.device}")
+        if dtype is None:
+            dtype = torch.get_default_dtype() if bias is None else bias.dtype
+        layer = cls.__new__(cls)
+        layer._build(w, bias if bias is None else bias.to(dtype), dtype)
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        w = self.weight
+        return (
+            f"in_features={w.k}, out_features={w.n}, bias={self.bias is not None}, format={w.format}, layout={w.layout}"
+        )
+
+    # --- the weight and its buffers ---------------------------------------------------------------------------------
+
+    def _set_weight(self, w: QuantizedWeight) -> None:
+        """Take ``w`` in the layout of its device and register its tensors, as integers, under ``packed0``, ..."""
+        for name in [name for name in self._buffers if name.startswith("packed")]:
+            del self._buffers[name]
+        self.weight = w.repack()
+        for i, t in enumerate(self.weight.tensors):
+            self.register_buffer(f"packed{i}", _as_integers(t), persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4Linear:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        super()._apply(fn, recurse)
+        w = self.weight
+        moved = [self._buffers[f"packed{i}"] for i in range(len(w.tensors))]
+        tensors = tuple(t.view(old.dtype) for t, old in zip(moved, w.tensors, strict=True) if t is not None)
+        self._set_weight(QuantizedWeight(w.format, w.n, w.k, w.layout, tensors))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the buffers: they are views of the weight, and ``torch.save`` refuses two dtypes of one memory."""
+        buffers = {name: t for name, t in self._buffers.items() if not name.startswith("packed")}
+        return {**self.__dict__, "_buffers": buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_weight(self.weight)
+
+    # --- state dict -------------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The format's name as bytes: a tensor, so that any file of tensors can hold it."""
+        return torch.tensor(list(str(self.format).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        name = bytes(state.tolist()).decode(errors="replace")
+        if name != str(self.format):
+            raise ValueError(f"state_dict: wanted a weight in {self.format} like this layer, got one in {name}")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, t in zip(_CANONICAL_NAMES, self.weight.repack("canonical").tensors, strict=False):
+            destination[prefix + name] = t
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        w = self.weight
+        shapes = layout_named("canonical").shapes(self.format, w.n, w.k)
+        keys = [prefix + name for name in _CANONICAL_NAMES[: len(shapes)]]
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
+        absent = [key for key in keys if key not in state_dict]
+        if absent:
+            if strict or len(absent) < len(keys):
+                missing_keys.extend(absent)
+            return
+        # on the meta device there is nothing to copy into, so the weight goes where the state dict is
+        assign = local_metadata.get("assign_to_params_buffers", False) or w.device.type == "meta"
+        tensors = []
+        for key, (dtype, shape) in zip(keys, shapes, strict=True):
+            t = state_dict[key]
+            if t.dtype != dtype or tuple(t.shape) != shape:
+                error_msgs.append(f"{key}: wanted {dtype} {shape} for {self.format}, got {t.dtype} {tuple(t.shape)}")
+                return
+            t = t.detach().contiguous()
+            tensors.append(t if assign else torch.empty_like(t, device=w.device).copy_(t))
+        self._set_weight(QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors)))
+
+
+def _format(format: WeightFormat | str) -> WeightFormat:
+    if isinstance(format, str):
+        return WeightFormat.parse(format)
+    if not isinstance(format, WeightFormat):
+        raise TypeError(f"format: wanted a WeightFormat or its string, got {type(format).__name__}")
+    return format
+
+
+def _as_integers(t: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, which no conversion of a module's dtype touches."""
+    return t.view(torch.int16) if t.is_floating_point() else t
