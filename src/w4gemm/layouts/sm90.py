@@ -14,7 +14,8 @@ register i:
     i = row8 + 2 * col8:  row 16 * warp + 8 * row8 + g,  columns 16 * step + 8 * col8 + 2 * q + {0, 1}
 
 A scale word holds the 16-bit scales of rows g (low halfword) and g + 8. Zero points are stored likewise in the scale
-dtype, in which an integer 0..15 is exact. Padding has scale and zero point 0, so its weight is 0.
+dtype, in which an integer 0..15 is exact. Rows past n and groups past k have scale and zero point 0, so their weight
+is 0; columns past k in the last group have code 8, and need activations of 0 there.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _pack_scales(scales: torch.Tensor, format: WeightFormat, k: int, n_blocks: i
     step = scale_group(format)
     columns = torch.arange(0, k_blocks * BLOCK_K, step, device=scales.device)
     source = (columns // format.group_length(k)).clamp(max=scales.shape[1] - 1)
-    expanded = scales[:, source] * (columns < k)  # a step wholly past k gets 0
+    expanded = torch.where(columns < k, scales[:, source], 0)  # a step wholly past k gets 0
     expanded = torch.nn.functional.pad(expanded, (0, 0, 0, n_blocks * BLOCK_N - scales.shape[0]))
     half = expanded.contiguous().view(torch.int16).int() & 0xFFFF
     half = half.view(n_blocks, 4, 2, 8, k_blocks, BLOCK_K // step)  # nb warp row8 g kb group

@@ -1,0 +1,126 @@
+"""From a dense matrix to 4 bits, by rounding to nearest: :func:`quantize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.layouts import Parts
+from w4gemm.weight import QuantizedWeight, kind_of
+
+
+def quantize(
+    weight: torch.Tensor,
+    format: WeightFormat | str = WeightFormat(),
+    *,
+    search: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> QuantizedWeight:
+    """Round a dense weight to 4 bits (round to nearest).
+
+    Args:
+        weight: floating point (n, k), finite.
+        format: what to quantize to, or its string form.
+        search: try 24 smaller ranges for each group and keep the one with the least squared error; about 25 times
+            slower, never worse.
+        progress: called as ``progress(rows done, rows)`` after each block of rows.
+
+    Returns:
+        The weight in the canonical layout, on ``weight``'s device.
+
+    Raises:
+        TypeError, ValueError: if ``weight`` is not a finite floating-point matrix, or has values too large for the
+            format's scales (fp16: above 8188).
+    """
+    format = format if isinstance(format, WeightFormat) else WeightFormat.parse(format)
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+        raise TypeError(f"weight: wanted a floating-point tensor (n, k), got {kind_of(weight)}")
+    if 0 in weight.shape:
+        raise ValueError(f"weight: wanted n >= 1 and k >= 1, got shape {tuple(weight.shape)}")
+    n, k = weight.shape
+    rows = max(1, 2**22 // k)
+    # up to here every scale, zero point and weight stays finite, rounding included
+    limit = torch.finfo(format.scale_dtype).max / 8
+    blocks = []
+    for start in range(0, n, rows):
+        block = weight[start : start + rows].detach().float()
+        largest = block.abs().amax().item()
+        if not largest <= limit:  # also true for NaN
+            raise ValueError(
+                f"weight: wanted finite values of at most {limit:g} for {format.scale} scales, got {largest:g} in rows "
+                f"{start}..{start + len(block) - 1}"
+            )
+        blocks.append(_quantize_rows(block, format, search))
+        if progress is not None:
+            progress(min(start + rows, n), n)
+    codes, scales = torch.cat([b.codes for b in blocks]), torch.cat([b.scales for b in blocks])
+    zeros = torch.cat([b.zeros for b in blocks if b.zeros is not None]) if format.has_zero else None
+    return QuantizedWeight.from_codes(format, codes, scales, zeros)
+
+
+def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Parts:
+    n, k = w.shape
+    length, groups = format.group_length(k), format.groups(k)
+    # a short last group is filled with its own first element, which keeps its range, and does not count as an error
+    tail = groups * length - k
+    if tail:
+        w = torch.cat((w, w[:, (groups - 1) * length :][:, :1].expand(n, tail)), dim=1)
+    w = w.view(n, groups, length)
+    counts = (torch.arange(groups * length, device=w.device) < k).view(groups, length)
+    low, high = w.amin(-1), w.amax(-1)
+    best: tuple[torch.Tensor, ...] | None = None
+    shrinks = [1.0] + [1 - 0.02 * i for i in range(1, 25)] if search else [1.0]
+    for shrink in shrinks:
+        scales, zeros, codes = _round_groups(w, low * shrink, high * shrink, format)
+        error = ((_values(codes, scales, zeros, format) - w) * counts).square().sum(-1)
+        if best is None:
+            best = (error, scales, zeros, codes)
+            continue
+        better = error < best[0]
+        best = (
+            torch.where(better, error, best[0]),
+            torch.where(better, scales, best[1]),
+            torch.where(better, zeros, best[2]),
+            torch.where(better[..., None], codes, best[3]),
+        )
+    assert best is not None
+    _, scales, zeros, codes = best
+    codes = codes.to(torch.uint8).view(n, -1)[:, :k].contiguous()
+    zero_dtype = format.zero_dtype
+    return Parts(codes, scales.to(format.scale_dtype), None if zero_dtype is None else zeros.to(zero_dtype))
+
+
+def _round_groups(
+    w: torch.Tensor, low: torch.Tensor, high: torch.Tensor, format: WeightFormat
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scales and zero points for the range low..high, rounded to what is stored, and the nearest codes; in float32."""
+
+    def stored(t: torch.Tensor) -> torch.Tensor:
+        return t.to(format.scale_dtype).float()
+
+    if format.zero == "none":
+        # the code range is -8..7: give the end with the larger magnitude the -8
+        extreme = torch.where(low.abs() >= high.abs(), low, high)
+        scales = stored(torch.maximum((extreme / -8).abs(), torch.minimum(low.abs(), high.abs()) / 7))
+        scales = torch.where(extreme > 0, -scales, scales)
+        zeros = torch.full_like(scales, SYMMETRIC_ZERO)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scales = stored((high - low) / 15)
+        zeros = stored(low)
+    safe = torch.where(scales == 0, torch.ones_like(scales), scales)
+    if format.zero == "int":
+        zeros = (-low / safe).round().clamp(0, 15)
+    if format.zero == "float":
+        codes = ((w - zeros[..., None]) / safe[..., None]).round().clamp(0, 15)
+    else:
+        codes = (w / safe[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return scales, zeros, codes
+
+
+def _values(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    if format.zero == "float":
+        return codes * scales[..., None] + zeros[..., None]
+    return (codes - zeros[..., None]) * scales[..., None]

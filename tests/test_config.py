@@ -1,0 +1,71 @@
+"""GemmConfig: one string form, over the whole space of every kernel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from w4gemm import GemmConfig
+
+
+def test_string_form_round_trips():
+    sizes = itertools.product((8, 64, 256), (64, 128), (64, 128), (1, 2), (1, 2))
+    rest = list(itertools.product(("coop", "pingpong"), (1, 4), (0, 3)))
+    configs = [GemmConfig(*s, *r) for s in sizes for r in rest]
+    assert [GemmConfig.parse(str(c)) for c in configs] == configs
+    assert len({str(c) for c in configs}) == len(configs)
+
+
+@pytest.mark.parametrize(
+    "text, config",
+    [
+        ("64x128x128_1x1x1_coop", GemmConfig(64, 128, 128)),
+        ("16x128x256_1x2x1_coop_k4", GemmConfig(16, 128, 256, cluster_n=2, split_k=4)),
+        ("128x128x64_2x1x1_pingpong_s5", GemmConfig(128, 128, 64, 2, 1, "pingpong", stages=5)),
+        ("128x128x64_2x1x1_pingpong_k2_s5", GemmConfig(128, 128, 64, 2, 1, "pingpong", 2, 5)),
+    ],
+)
+def test_parse(text, config):
+    assert GemmConfig.parse(text) == config and str(config) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "64x128", "64x128x128_1x1_coop", "64x128x128_1x1x1_fast", "64x128x128_1x1x1_coop_s2_k2", " 64", None, 5],
+)
+def test_parse_refuses(text):
+    with pytest.raises(ValueError, match="config: wanted <tile_m>x.*for example 64x128x128_1x1x1_coop_k2, got"):
+        GemmConfig.parse(text)
+
+
+@pytest.mark.parametrize("name", ["tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "split_k"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "64", None])
+def test_sizes_are_positive(name, value):
+    sizes = {"tile_m": 64, "tile_n": 64, "tile_k": 64, name: value}
+    with pytest.raises(ValueError, match=f"config: {name} wanted a positive int, got {value!r}"):
+        GemmConfig(**sizes)
+
+
+def test_other_refusals():
+    with pytest.raises(ValueError, match="config: stages wanted an int >= 0, got -1"):
+        GemmConfig(64, 64, 64, stages=-1)
+    with pytest.raises(ValueError, match="config: schedule wanted one of coop, pingpong, got 'x'"):
+        GemmConfig(64, 64, 64, schedule="x")
+    with pytest.raises(ValueError, match="config: tile_m wanted a positive int, got 0"):
+        GemmConfig.parse("0x64x64_1x1x1_coop")
+
+
+def test_every_kernels_configs_round_trip():
+    import torch
+
+    from w4gemm import WeightFormat
+    from w4gemm.kernels import KERNELS
+    from w4gemm.problem import GemmProblem
+
+    for kernel, name, m in itertools.product(KERNELS, ("int4_g128", "int4_g32_zfloat", "int4_col"), (1, 64, 4096)):
+        problem = GemmProblem(m, 4096, 4096, torch.bfloat16, WeightFormat.parse(name), "sm90")
+        configs = kernel.configs(problem)
+        assert [GemmConfig.parse(str(c)) for c in configs] == configs
+        assert len(set(configs)) == len(configs), f"{kernel.name}: a config twice"
+        assert sorted(map(str, kernel.rank(problem, configs))) == sorted(map(str, configs)), f"{kernel.name}: rank"

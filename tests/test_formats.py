@@ -1,0 +1,76 @@
+"""WeightFormat: its string form, its derived facts, its refusals."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from w4gemm import WeightFormat
+from w4gemm.formats import PER_COLUMN
+
+GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
+ALL = [WeightFormat(*parts) for parts in itertools.product(GROUPS, ("none", "int", "float"), ("bf16", "fp16"))]
+
+
+def test_string_form_round_trips_and_is_unique():
+    assert [WeightFormat.parse(str(f)) for f in ALL] == ALL
+    assert len({str(f) for f in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize(
+    "name, format",
+    [
+        ("int4_g128", WeightFormat(128, "none", "bf16")),
+        ("int4_g128_bf16", WeightFormat(128, "none", "bf16")),
+        ("int4_g32_zfloat_fp16", WeightFormat(32, "float", "fp16")),
+        ("int4_col_zint", WeightFormat(PER_COLUMN, "int", "bf16")),
+    ],
+)
+def test_parse(name, format):
+    assert WeightFormat.parse(name) == format
+
+
+@pytest.mark.parametrize("name", ["", "int4", "int8_g128", "int4_g128_", "int4_g128_zbool", " int4_col", "int4_g-1", 4])
+def test_parse_refuses(name):
+    with pytest.raises(ValueError, match="format: wanted int4_g<group size>.*for example.*got"):
+        WeightFormat.parse(name)
+
+
+@pytest.mark.parametrize("group, nearest", [(100, 96), (1, 32), (-2, 32), (0, 32), (129, 128), (2000, 1984)])
+def test_group_size_names_the_nearest(group, nearest):
+    with pytest.raises(ValueError, match=f"group_size: wanted a positive multiple of 32.*got {group}; .* {nearest}$"):
+        WeightFormat(group)
+
+
+@pytest.mark.parametrize("group", [128.0, True, "128", None])
+def test_group_size_wants_an_int(group):
+    with pytest.raises(TypeError, match="group_size: wanted an int, got"):
+        WeightFormat(group)
+
+
+def test_other_refusals():
+    with pytest.raises(ValueError, match="zero: wanted one of none, int, float, got 'yes'"):
+        WeightFormat(zero="yes")
+    with pytest.raises(ValueError, match="scale: wanted one of fp16, bf16, got 'fp8'"):
+        WeightFormat(scale="fp8")
+
+
+def test_groups_cover_k():
+    for format, k in itertools.product(ALL, (1, 31, 32, 33, 127, 128, 300, 4096)):
+        groups, length = format.groups(k), format.group_length(k)
+        assert (groups - 1) * length < k <= groups * length, (format, k)
+
+
+def test_dtypes():
+    assert WeightFormat(zero="none").zero_dtype is None and not WeightFormat().has_zero
+    assert WeightFormat(zero="int", scale="fp16").zero_dtype == torch.uint8
+    assert WeightFormat(zero="float", scale="fp16").zero_dtype == torch.float16
+    assert WeightFormat(zero="float").zero_dtype == WeightFormat().scale_dtype == torch.bfloat16
+
+
+def test_is_a_value():
+    assert WeightFormat(64) == WeightFormat(64) and len({WeightFormat(64), WeightFormat(64), WeightFormat(32)}) == 2
+    with pytest.raises(AttributeError):
+        WeightFormat().group_size = 64  # type: ignore[misc]

@@ -1,0 +1,149 @@
+"""Layouts: lossless for every format and ragged shape, and sm90 as its docstring says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from test_formats import ALL
+from w4gemm import WeightFormat
+from w4gemm.layouts import LAYOUTS, Parts, layout_named, native_layout
+from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, scale_group, scale_words
+from w4gemm.problem import H200, Device
+
+SHAPES = [(1, 1), (1, 128), (64, 128), (63, 127), (65, 129), (70, 300), (130, 257), (128, 1024), (5, 32)]
+
+
+def random_parts(format: WeightFormat, n: int, k: int, seed: int = 0) -> Parts:
+    """Codes of every value, scales of both signs, -0 and subnormals among them; zero points over their range."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
+    shape = (n, format.groups(k))
+    scales = torch.randn(shape, generator=g).to(format.scale_dtype)
+    scales[torch.rand(shape, generator=g) < 0.1] = -0.0
+    scales[torch.rand(shape, generator=g) < 0.1] = torch.finfo(format.scale_dtype).smallest_normal / 4
+    if format.zero == "int":
+        return Parts(codes, scales, torch.randint(0, 16, shape, generator=g, dtype=torch.uint8))
+    zeros = torch.randn(shape, generator=g).to(format.scale_dtype) if format.zero == "float" else None
+    return Parts(codes, scales, zeros)
+
+
+def bits(t: torch.Tensor | None) -> torch.Tensor | None:
+    """For bit-equality: -0 is not 0."""
+    return t if t is None or t.dtype == torch.uint8 else t.view(torch.int16)
+
+
+def assert_same(a: Parts, b: Parts) -> None:
+    for name, x, y in zip(Parts._fields, a, b, strict=True):
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y)), name
+
+
+@pytest.mark.parametrize("format", ALL, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_round_trip_is_bit_equal(layout, format):
+    if layout.supports(format):
+        pytest.skip(layout.supports(format))
+    for seed, (n, k) in enumerate(SHAPES):
+        parts = random_parts(format, n, k, seed)
+        tensors = layout.pack(parts, format)
+        assert [(t.dtype, tuple(t.shape)) for t in tensors] == list(layout.shapes(format, n, k)), (n, k)
+        assert all(t.is_contiguous() for t in tensors)
+        assert_same(layout.unpack(tensors, format, n, k), parts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_packing_reads_views(layout):
+    """Parts that are slices of larger tensors pack like their copies."""
+    format = WeightFormat(32, "int")
+    whole = random_parts(format, 96, 512)
+    view = Parts(whole.codes[16:80, 128:384], whole.scales[16:80, 4:12], whole.zeros[16:80, 4:12])
+    copy = Parts(*(t.contiguous() for t in view))
+    for a, b in zip(layout.pack(view, format), layout.pack(copy, format), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_canonical_bits():
+    format = WeightFormat(32)
+    codes, scales = torch.tensor([[1, 2, 3]], dtype=torch.uint8), torch.ones(1, 1, dtype=torch.bfloat16)
+    packed, _ = layout_named("canonical").pack(Parts(codes, scales, None), format)
+    assert packed.tolist() == [[0x21, 0x03]]
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if f.group_size != 1024], ids=str)
+@pytest.mark.parametrize("n, k", [(64, 128), (70, 300), (130, 129)])
+def test_sm90_is_what_its_docstring_says(format, n, k):
+    """Each sampled element is found, by the formula alone, where the docstring puts it."""
+    parts = random_parts(format, n, k)
+    (packed,) = layout_named("sm90").pack(parts, format)
+    blocks = packed.tolist()
+    step = BLOCK_K if format.group_size == -1 else math.gcd(format.group_size, BLOCK_K)
+    dtype, per_scale = format.scale_dtype, 2 if format.has_zero else 1
+    assert packed.shape[2] == CODE_WORDS + scale_words(format) and scale_group(format) == step
+
+    def half(word: int, high: int) -> float:
+        value = (word >> (16 * high)) & 0xFFFF
+        return torch.tensor(value - (value & 0x8000) * 2, dtype=torch.int16).view(dtype).item()
+
+    rng = torch.Generator().manual_seed(1)
+    sampled = zip(
+        torch.randint(0, n, (300,), generator=rng).tolist(),
+        torch.randint(0, k, (300,), generator=rng).tolist(),
+        strict=True,
+    )
+    for row, column in (*sampled, (0, 0), (n - 1, k - 1), (0, k - 1), (n - 1, 0)):
+        block = blocks[row // BLOCK_N][column // BLOCK_K]
+        r, c = row % BLOCK_N, column % BLOCK_K
+        warp, row8, g = r // 16, r // 8 % 2, r % 8
+        chunk, k_step, col8, q, element = c // 64, c // 16 % 4, c // 8 % 2, c // 2 % 4, c % 2
+        lane, register = 4 * g + q, row8 + 2 * col8
+        word = block[((chunk * 4 + warp) * 32 + lane) * 4 + k_step]
+        assert (word >> (4 * register + 16 * element)) & 0xF == parts.codes[row, column], (row, column)
+
+        at = CODE_WORDS + ((c // step * 4 + warp) * 8 + g) * per_scale
+        group = column // format.group_length(k)
+        assert half(block[at], row8) == parts.scales[row, group].item(), (row, column)
+        if format.has_zero:
+            assert half(block[at + 1], row8) == parts.zeros[row, group].item(), (row, column)
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if f.scale == "bf16"], ids=str)
+def test_sm90_padding_weighs_nothing(format):
+    """Rows past n and groups past k: all bits of their scales and zero points are 0."""
+    n, k = 70, 200
+    parts = random_parts(format, n, k)
+    layout = layout_named("sm90")
+    (packed,) = layout.pack(Parts(parts.codes, torch.ones_like(parts.scales), parts.zeros), format)
+    step = scale_group(format)
+    words = packed[:, :, CODE_WORDS:].reshape(2, 2, BLOCK_K // step, 4, 8, -1)  # nb kb group warp g part
+    halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=4)  # nb kb group warp row8 g part
+    rows = halves.permute(0, 3, 4, 5, 1, 2, 6).reshape(128, 2 * BLOCK_K // step, -1)
+    assert not rows[n:].any()
+    assert not rows[:, -(-k // step) :].any(), "steps wholly past k"
+    assert rows[:n, : -(-k // step), 0].all(), "steps with elements of k"
+
+
+def test_names():
+    assert all(layout.name == name for name, layout in LAYOUTS.items())
+    with pytest.raises(ValueError, match="layout: wanted one of canonical, .*, got 'sm89'"):
+        layout_named("sm89")
+
+
+def test_native_layout_of_devices():
+    assert native_layout(H200) == "sm90"
+    for device in (Device("cpu"), Device("cuda", "A100", (8, 0)), Device("cuda", "MI300", (9, 4), rocm=True)):
+        assert native_layout(device) in LAYOUTS and native_layout(device) != "sm90", device
+
+
+def test_sizes():
+    """4 bits a weight, 16 a scale, 16 a zero point: nothing else is stored where nothing is padded."""
+    for format, (n, k) in itertools.product(ALL, [(128, 1024), (64, 2048)]):
+        if format.group_size in (96, 160) or k % format.group_length(k):
+            continue
+        (shape,) = layout_named("sm90").shapes(format, n, k)
+        scales = k // min(format.group_length(k), BLOCK_K) * n * (4 if format.has_zero else 2)
+        assert 4 * math.prod(shape[1]) == n * k // 2 + scales, format

@@ -1,0 +1,122 @@
+"""quantize: within half a step, search never worse, what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from test_formats import ALL
+from w4gemm import WeightFormat, quantize
+
+SHAPES = [(1, 1), (5, 33), (64, 300), (16, 1024)]
+
+
+def dense(n: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Rows of very different size and offset, some outliers, some zeros."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(n, k, generator=g) * 10 ** (torch.rand(n, 1, generator=g) * 4 - 3)
+    w += w.abs().amax(1, keepdim=True) * (torch.rand(n, 1, generator=g) - 0.5)
+    w[torch.rand(n, k, generator=g) < 0.01] *= 10
+    w[torch.rand(n, k, generator=g) < 0.01] = 0
+    return w
+
+
+def group_errors(w: torch.Tensor, q) -> torch.Tensor:
+    """Squared error of each row and group, in float64."""
+    error = (q.dequantize().double() - w.double()).square()
+    length, groups = q.format.group_length(q.k), q.format.groups(q.k)
+    error = torch.nn.functional.pad(error, (0, groups * length - q.k))
+    return error.view(q.n, groups, length).sum(-1)
+
+
+@pytest.mark.parametrize("format", ALL, ids=str)
+def test_error_is_about_half_a_step(format):
+    """A step is the scale; rounding the scale and the zero point to 16 bits adds a little."""
+    eps = torch.finfo(format.scale_dtype).eps
+    # for integer zero points the zero point itself is rounded, which moves the whole range by up to half a step
+    steps = {"none": 0.5 + 8 * eps, "int": 1 + 15 * eps, "float": 0.5 + 15 * eps}[format.zero]
+    for seed, (n, k) in enumerate(SHAPES):
+        w = dense(n, k, seed)
+        q = quantize(w, format)
+        assert q.format == format and (q.n, q.k, q.layout) == (n, k, "canonical")
+        scales = q.parts().scales.float().abs().repeat_interleave(format.group_length(k), 1)[:, :k]
+        bound = steps * scales + torch.finfo(format.scale_dtype).tiny * 16
+        if format.zero == "float":
+            zeros = q.parts().zeros.float().abs().repeat_interleave(format.group_length(k), 1)[:, :k]
+            bound += eps * zeros
+        error = (q.dequantize() - w).abs()
+        assert (error <= bound).all(), (format, n, k, (error / scales).max())
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if f.group_size in (32, 160, -1)], ids=str)
+def test_search_is_never_worse_in_any_group(format):
+    for seed, (n, k) in enumerate(SHAPES):
+        w = dense(n, k, seed)
+        plain, searched = group_errors(w, quantize(w, format)), group_errors(w, quantize(w, format, search=True))
+        assert (searched <= plain * (1 + 1e-5) + 1e-20).all(), (n, k, (searched / plain).max())
+        if k > 100:
+            assert searched.sum() < plain.sum()
+
+
+@pytest.mark.parametrize("format", ALL, ids=str)
+def test_what_is_representable_is_kept(format):
+    """Codes over the whole range with a power-of-two scale come back exactly, and so do zeros."""
+    k = 2 * format.group_length(64)
+    codes = torch.arange(k).remainder(16).float().expand(3, k)
+    w = {"none": 0.25 * (codes - 8), "int": 0.25 * (codes - 5), "float": 0.25 * codes - 1.5}[format.zero]
+    assert torch.equal(quantize(w, format).dequantize(), w)
+    assert not quantize(torch.zeros(3, k), format).dequantize().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes_and_views(dtype):
+    w = dense(8, 256).to(dtype)
+    assert torch.equal(quantize(w.T.contiguous().T).dequantize(), quantize(w).dequantize())
+    assert torch.equal(quantize(w.float()).dequantize(), quantize(w).dequantize())
+    assert torch.equal(quantize(torch.nn.Parameter(w)).dequantize(), quantize(w).dequantize())
+
+
+def test_blocks_of_rows_and_progress():
+    k, n = 2**20, 10
+    seen = []
+    w = torch.randn(n, 1).expand(n, k)
+    q = quantize(w, "int4_col", progress=lambda done, rows: seen.append((done, rows)))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+    assert q.n == n and torch.allclose(q.dequantize()[:, 0], w[:, 0], rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    "weight, error, message",
+    [
+        ([[1.0]], TypeError, r"weight: wanted a floating-point tensor \(n, k\), got list"),
+        (torch.zeros(4), TypeError, r"weight: wanted .* got torch.float32 \(4,\)"),
+        (torch.zeros(4, 4, dtype=torch.int8), TypeError, "weight: wanted .* got torch.int8"),
+        (torch.zeros(0, 4), ValueError, r"weight: wanted n >= 1 and k >= 1, got shape \(0, 4\)"),
+        (torch.full((2, 4), torch.nan), ValueError, "weight: wanted finite values .* got nan in rows 0..1"),
+        (torch.full((2, 4), -torch.inf), ValueError, "weight: wanted finite values .* got inf in rows 0..1"),
+        (torch.full((2, 4), 9000.0), ValueError, "at most 8188 for fp16 scales, got 9000"),
+    ],
+)
+def test_refuses(weight, error, message):
+    with pytest.raises(error, match=message):
+        quantize(weight, "int4_g32_fp16")
+
+
+def test_refuses_a_wrong_format():
+    for format in ("int5", None, 128):
+        with pytest.raises(ValueError, match="format: wanted int4_g<group size>"):
+            quantize(torch.zeros(2, 32), format)
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if f.group_size == 64], ids=str)
+def test_the_largest_weights_stay_finite(format):
+    limit = torch.finfo(format.scale_dtype).max / 8
+    w = torch.empty(4, 128).uniform_(-1, 1) * limit
+    w[0], w[1], w[2, ::2], w[2, 1::2] = limit, -limit, limit, -limit
+    q = quantize(w, format, search=True)
+    assert q.dequantize().isfinite().all() and q.dequantize(format.scale_dtype).isfinite().all()
+    assert ((q.dequantize() - w).abs() <= limit / 7).all()
+
+
+def test_default_format():
+    assert quantize(torch.randn(2, 128)).format == WeightFormat(128, "none", "bf16")

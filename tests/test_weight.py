@@ -1,0 +1,246 @@
+"""QuantizedWeight: its numbers, its layouts, shards and files, and every refusal."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from test_formats import ALL
+from test_layouts import assert_same, random_parts
+from w4gemm import FormatError, QuantizedWeight, WeightFormat
+from w4gemm.layouts import LAYOUTS
+
+
+def weight(name: str | WeightFormat = "int4_g128", n: int = 96, k: int = 512, seed: int = 0) -> QuantizedWeight:
+    format = name if isinstance(name, WeightFormat) else WeightFormat.parse(name)
+    return QuantizedWeight.from_codes(format, *random_parts(format, n, k, seed))
+
+
+def formula(w: QuantizedWeight) -> torch.Tensor:
+    """w in float64, as the table in ``formats`` says, element by element from the codes."""
+    codes, scales, zeros = w.parts()
+    group = torch.arange(w.k) // w.format.group_length(w.k)
+    u, s = codes.double(), scales.double()[:, group]
+    if zeros is None:
+        return s * (u - 8)
+    z = zeros.double()[:, group]
+    return s * (u - z) if w.format.zero == "int" else s * u + z
+
+
+@pytest.mark.parametrize("format", ALL, ids=str)
+def test_dequantize_is_the_formula(format):
+    for n, k in [(1, 1), (3, 31), (65, 300)]:
+        w = weight(format, n, k)
+        exact = formula(w)
+        if format.zero == "float":  # the product is exact in float32, the sum is rounded
+            assert torch.equal(w.dequantize(), exact.float())
+        else:
+            assert torch.equal(w.dequantize().double(), exact)
+        for dtype in (torch.float16, torch.bfloat16):
+            # rounding to the nearest: no 16-bit neighbour is nearer
+            got = w.dequantize(dtype)
+            error = (got.double() - exact).abs()
+            for direction in (-torch.inf, torch.inf):
+                neighbour = torch.nextafter(got, torch.full_like(got, direction))
+                nearer = (neighbour.double() - exact).abs() < error
+                assert not (nearer & neighbour.isfinite()).any(), (format, dtype)
+
+
+@pytest.mark.parametrize("format", ALL, ids=str)
+def test_repack_is_lossless_between_all_layouts(format):
+    w = weight(format, 70, 300)
+    for first, second in itertools.product(LAYOUTS, LAYOUTS):
+        there = w.repack(first).repack(second)
+        assert there.layout == second and there.n == 70 and there.k == 300 and there.format == format
+        assert_same(there.parts(), w.parts())
+        assert torch.equal(there.dequantize(), w.dequantize())
+    assert w.repack("canonical") is w
+
+
+def test_repack_goes_native_by_default():
+    w = weight().repack()
+    assert w.layout == w.repack().layout and w.layout in LAYOUTS
+    with pytest.raises(ValueError, match="layout: wanted one of .*, got 'fast'"):
+        w.repack("fast")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+def test_from_codes_takes_any_integers(dtype):
+    parts = random_parts(WeightFormat(), 4, 256)
+    w = QuantizedWeight.from_codes(WeightFormat(), parts.codes.to(dtype), parts.scales)
+    assert_same(w.parts(), parts)
+
+
+def test_immutable_and_readable():
+    w = weight("int4_g64_zint", 8, 128)
+    with pytest.raises(AttributeError):
+        w.n = 5  # type: ignore[misc]
+    assert repr(w) == "QuantizedWeight(int4_g64_zint, n=8, k=128, layout='canonical', device=cpu, 0.0 MiB)"
+    assert w.nbytes == 8 * 64 + 2 * 8 * 2 + 8 * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g128_zint", "int4_col_zfloat_fp16"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_shards_put_together_are_the_whole(layout, name, count):
+    w = weight(name, 96, 512).repack(layout)
+    for dim in (0, 1):
+        shards = [w.shard(dim, i, count) for i in range(count)]
+        assert all(s.layout == layout and s.format == w.format for s in shards)
+        assert torch.equal(torch.cat([s.dequantize() for s in shards], dim), w.dequantize())
+
+
+def test_one_shard_is_the_whole_even_with_a_short_group():
+    w = weight("int4_g128_zint", 10, 300)
+    for dim in (0, 1):
+        assert torch.equal(w.shard(dim, 0, 1).dequantize(), w.dequantize())
+
+
+def test_a_shard_keeps_only_its_own_memory():
+    w = weight()
+    shard = w.shard(0, 0, 4)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in shard.tensors)
+    assert shard.nbytes * 4 == w.nbytes
+
+
+@pytest.mark.parametrize(
+    "dim, index, count, message",
+    [
+        (2, 0, 2, "dim: wanted 0 .* got 2"),
+        (0, 2, 2, "index, count: wanted 0 <= index < count, got index 2, count 2"),
+        (0, -1, 2, "index, count: .* got index -1"),
+        (0, 0, 0, "index, count: .* count 0"),
+        (0, 0, 5, r"count: n 96 does not split into 5 equal parts; .* fit: \[1, 2, 3, 4, 6, 8, 12,"),
+        (1, 0, 8, r"count: k 512 does not split into 8 equal parts of whole groups of 128; .* fit: \[1, 2, 4\]"),
+        (1, 0, 3, r"count: k 512 does not split into 3 .* fit: \[1, 2, 4\]"),
+    ],
+)
+def test_shard_refuses_and_says_what_fits(dim, index, count, message):
+    with pytest.raises(ValueError, match=message):
+        weight().shard(dim, index, count)
+
+
+@pytest.mark.parametrize("format", ALL, ids=str)
+def test_file_round_trip_is_bit_equal(format, tmp_path):
+    for n, k in [(1, 1), (70, 300)]:
+        w = weight(format, n, k)
+        w.repack("sm90").save(tmp_path / "w.safetensors")
+        back = QuantizedWeight.load(tmp_path / "w.safetensors")
+        assert (back.format, back.n, back.k, back.layout) == (format, n, k, "canonical")
+        assert_same(back.parts(), w.parts())
+
+
+def test_saves_parts_that_share_storage(tmp_path):
+    both = torch.rand(2, 4, 1).bfloat16()
+    w = QuantizedWeight.from_codes(WeightFormat(zero="float"), torch.ones(4, 128, dtype=torch.uint8), *both)
+    w.save(tmp_path / "w")
+    assert_same(QuantizedWeight.load(tmp_path / "w").parts(), w.parts())
+
+
+def test_load_refuses_what_is_no_whole_file(tmp_path):
+    path = tmp_path / "w.safetensors"
+    with pytest.raises(FileNotFoundError, match="path: no file"):
+        QuantizedWeight.load(path)
+    weight().save(path)
+    whole = path.read_bytes()
+    for size in (0, 4, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(FormatError, match="path: .* is not a whole safetensors file"):
+            QuantizedWeight.load(path)
+
+
+GOOD = {"kind": "w4gemm.weight", "version": "1", "format": "int4_g128", "n": 96, "k": 512}
+
+
+@pytest.mark.parametrize(
+    "meta, message",
+    [
+        (None, "without w4gemm metadata"),
+        ("{", "is not a w4gemm weight"),
+        ("[]", "is not a w4gemm weight"),
+        (GOOD | {"kind": "lora"}, "it holds 'lora' version '1', wanted 'w4gemm.weight' '1'"),
+        (GOOD | {"version": "2"}, "it holds 'w4gemm.weight' version '2'"),
+        (GOOD | {"format": "int3"}, "format: wanted int4_g"),
+        (GOOD | {"format": "int4_g64"}, r"tensors\[1\]: canonical int4_g64 .* wants"),
+        (GOOD | {"format": "int4_g128_zint"}, "wants 3 tensors, got 2"),
+        (GOOD | {"n": 95}, r"tensors\[0\]: .* n 95, k 512"),
+        (GOOD | {"k": "512"}, "is not a w4gemm weight"),
+        ({k: v for k, v in GOOD.items() if k != "n"}, "its metadata lack 'n'"),
+    ],
+)
+def test_load_refuses_wrong_metadata(tmp_path, meta, message):
+    path = tmp_path / "w.safetensors"
+    tensors = dict(zip(("codes", "scales"), weight().tensors, strict=True))
+    text = meta if meta is None or isinstance(meta, str) else json.dumps(meta)
+    save_file(tensors, path, metadata=None if text is None else {"w4gemm": text})
+    with pytest.raises(FormatError, match=message):
+        QuantizedWeight.load(path)
+
+
+def test_load_refuses_numbers_that_are_not_finite(tmp_path):
+    path = tmp_path / "w.safetensors"
+    codes, scales = weight().tensors
+    scales[3, 1] = torch.nan
+    save_file({"codes": codes, "scales": scales}, path, metadata={"w4gemm": json.dumps(GOOD)})
+    with pytest.raises(FormatError, match="scales: the weights of 1 groups would not be finite.*row 3, group 1"):
+        QuantizedWeight.load(path)
+
+
+CODES = torch.zeros(4, 128, dtype=torch.uint8)
+SCALES = torch.ones(4, 1, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "zero, codes, scales, zeros, error, message",
+    [
+        ("none", CODES.float(), SCALES, None, TypeError, "codes: wanted integers .* got torch.float32"),
+        ("none", CODES.bool(), SCALES, None, TypeError, "codes: wanted integers .* got torch.bool"),
+        ("none", CODES[0], SCALES, None, TypeError, r"codes: wanted integers \(n, k\), got torch.uint8 \(128,\)"),
+        ("none", [[1]], SCALES, None, TypeError, "codes: wanted integers .* got list"),
+        ("none", CODES[:0], SCALES[:0], None, ValueError, r"codes: wanted n >= 1 and k >= 1, got shape \(0, 128\)"),
+        ("none", CODES + 16, SCALES, None, ValueError, r"codes: wanted 0..15, got 16..16"),
+        ("none", CODES.int() - 1, SCALES, None, ValueError, r"codes: wanted 0..15, got -1..-1"),
+        ("none", CODES, SCALES.float(), None, TypeError, "scales: wanted torch.bfloat16, got torch.float32"),
+        ("none", CODES, None, None, TypeError, "scales: wanted torch.bfloat16, got NoneType"),
+        ("none", CODES, SCALES.T, None, ValueError, r"scales: wanted shape \(4, 1\), got \(1, 4\)"),
+        ("none", CODES, SCALES.to("meta"), None, ValueError, "scales: wanted device cpu like codes, got meta"),
+        ("none", CODES, SCALES, SCALES, ValueError, "zeros: int4_g128 has none, got a tensor"),
+        ("none", CODES, SCALES * torch.nan, None, ValueError, "scales: the weights of 4 groups would not be finite"),
+        ("none", CODES, SCALES * torch.inf, None, ValueError, "scales: .* first in row 0, group 0: scale inf"),
+        ("none", CODES, SCALES * 1e38, None, ValueError, "scales: .* must be at most 3.38953e"),
+        ("int", CODES, SCALES, None, ValueError, r"zeros: int4_g128_zint wants torch.uint8 \(4, 1\), got None"),
+        ("int", CODES, SCALES, SCALES, TypeError, "zeros: wanted torch.uint8, got torch.bfloat16"),
+        ("int", CODES, SCALES, CODES[:, :1] + 16, ValueError, "zeros: wanted 0..15, got up to 16"),
+        ("float", CODES, SCALES, CODES[:, :1], TypeError, "zeros: wanted torch.bfloat16, got torch.uint8"),
+        ("float", CODES, SCALES, SCALES * torch.inf, ValueError, "scales: .* zero point inf"),
+    ],
+)
+def test_from_codes_refuses(zero, codes, scales, zeros, error, message):
+    with pytest.raises(error, match=message):
+        QuantizedWeight.from_codes(WeightFormat(zero=zero), codes, scales, zeros)
+
+
+def test_constructor_refuses():
+    w = weight()
+    packed, scales = w.tensors
+    cases = [
+        (w.n, w.k, "sm89", w.tensors, "layout: wanted one of"),
+        (0, w.k, "canonical", w.tensors, "n, k: wanted both >= 1, got n 0"),
+        (w.n, w.k, "canonical", (packed,), "wants 2 tensors, got 1"),
+        (w.n, w.k, "canonical", (packed.int(), scales), r"tensors\[0\]: .* wants a contiguous torch.uint8 \(96, 256\)"),
+        (
+            w.n,
+            w.k,
+            "canonical",
+            (packed, scales[:, :3]),
+            r"tensors\[1\]: .* got non-contiguous torch.bfloat16 \(96, 3\)",
+        ),
+        (w.n, w.k, "canonical", (packed, scales.to("meta")), r"tensors: wanted one device, got \['cpu', 'meta'\]"),
+    ]
+    for n, k, layout, tensors, message in cases:
+        with pytest.raises(ValueError, match=message):
+            QuantizedWeight(w.format, n, k, layout, tensors)
