@@ -1,6 +1,7 @@
 """4-bit-weight matrix multiplication for NVIDIA GPUs, from pure Python. Importing this touches no GPU."""
 
 from w4gemm.config import GemmConfig
+from w4gemm.environment import configure_logging
 from w4gemm.errors import FormatError, UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.nn import W4Linear
@@ -20,3 +21,5 @@ __all__ = [
     "linear",
     "quantize",
 ]
+
+configure_logging()
