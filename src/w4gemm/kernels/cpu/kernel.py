@@ -65,17 +65,24 @@ def sum_linear(
     table, scales, *zeros = weight
     chunks, k, _ = table.shape
     part = config.tile_k
-    starts = torch.arange(0, k, part, dtype=torch.int32) + torch.arange(0, chunks * k, k, dtype=torch.int32)[:, None]
+    parts, ragged = -(-k // part), k % part != 0
+    if ragged:
+        starts = (
+            torch.arange(0, k, part, dtype=torch.int32) + torch.arange(0, chunks * k, k, dtype=torch.int32)[:, None]
+        )
+    else:
+        starts = torch.arange(0, chunks * k, part, dtype=torch.int32)
     x = x[0].float()
     sums = code_sums(table.view(-1, ROW_BYTES), starts.view(-1), x.expand(chunks, k).reshape(-1))
-    sums = sums.view(chunks, -1, CHUNK)
-    parts = sums.shape[1]
+    sums = sums.view(chunks, parts, CHUNK)
     if parts != scales.shape[1]:  # parts of a group share its scale
         group = torch.arange(parts) * part // problem.format.group_length(k)
         scales, zeros = scales[:, group], [z[:, group] for z in zeros]
     if not zeros:
         return (sums * scales).sum(1).view(1, -1)[:, : problem.n]
-    x_sums = torch.nn.functional.pad(x, (0, parts * part - k)).view(parts, part).sum(-1)[:, None]
+    if ragged:
+        x = torch.nn.functional.pad(x, (0, parts * part - k))
+    x_sums = x.view(parts, part).sum(-1)[:, None]
     if problem.format.zero == "int":
         sums = (sums + (SYMMETRIC_ZERO - zeros[0].float()) * x_sums) * scales
     else:
@@ -115,26 +122,45 @@ def _block_linear(
 
 
 def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    """w.T (chunks, k, CHUNK) in ``dtype``; twice as fast as taking the nibbles apart with shifts."""
+    """w.T (chunks, k, CHUNK) in ``dtype``; in place, since fresh pages cost as much as the arithmetic."""
     table, scales, *zeros = block
     chunks, k, _ = table.shape
     length = format.group_length(k)
-    w = code_sums(table.reshape(-1, ROW_BYTES), torch.arange(chunks * k, dtype=torch.int32), None).view(
-        chunks, k, CHUNK
+    starts = torch.arange(chunks * k, dtype=torch.int32)
+    w = code_sums(table.reshape(-1, ROW_BYTES), starts, None).view(chunks, k, CHUNK)
+    s = scales.float()[:, :, None]
+    z = zeros[0].float()[:, :, None] if zeros else None
+    round_once = (
+        z is not None and format.zero == "float" and dtype != torch.float32 and not _fits_float32(scales, zeros[0])
     )
+    result = torch.empty_like(w, dtype=dtype) if round_once else w
     whole = k // length * length
-    result = w if dtype == torch.float32 else torch.empty(w.shape, dtype=dtype)
     for first, last in ((0, whole), (whole, k)):  # the last group may be short
         if first == last:
             continue
-        groups = slice(first // length, math.ceil(last / length))
-        shape = (chunks, -1, min(length, last - first), CHUNK)
-        c, s = w[:, first:last].reshape(shape), scales[:, groups, None].float()
-        if not zeros:
-            values = (c * s).to(dtype)
+        groups = slice(first // length, -(-last // length))
+        c = w[:, first:last].view(chunks, -1, min(length, last - first), CHUNK)
+        if z is None:
+            c.mul_(s[:, groups])
         elif format.zero == "int":
-            values = ((c + (SYMMETRIC_ZERO - zeros[0][:, groups, None].float())) * s).to(dtype)
+            c.add_(SYMMETRIC_ZERO - z[:, groups]).mul_(s[:, groups])
         else:
-            values = rounded_sum((c + SYMMETRIC_ZERO) * s, zeros[0][:, groups, None].float(), dtype)
-        result[:, first:last] = values.view(chunks, last - first, CHUNK)
-    return result
+            c.add_(SYMMETRIC_ZERO).mul_(s[:, groups])
+            if round_once:
+                values = rounded_sum(c, z[:, groups].expand_as(c), dtype)
+                result[:, first:last] = values.view(chunks, last - first, CHUNK)
+            else:
+                c.add_(z[:, groups])
+    return result.to(dtype)
+
+
+def _fits_float32(scales: torch.Tensor, zeros: torch.Tensor) -> bool:
+    """Whether every s * u + z of 16-bit s and z and u in 0..15 is exact in float32, judged by exponents."""
+    info = torch.finfo(scales.dtype)
+    digits = 1 - round(math.log2(info.eps))  # of a significand: 11 in float16, 8 in bfloat16
+    smallest = round(math.log2(info.smallest_normal)) - digits + 1  # exponent of a subnormal's last digit
+    s, z = scales.float(), zeros.float()
+    above = torch.frexp(15 * s.abs() + z.abs()).exponent
+    last = [torch.frexp(t.abs()).exponent.masked_fill(t == 0, 999) - digits for t in (s, z)]
+    last_digit = torch.minimum(*last).clamp(min=smallest)
+    return bool((above - last_digit <= 24).all())

@@ -5,8 +5,8 @@ tile_m = 1     "sum": each token is a weighted sum of code columns, read straigh
 tile_m > 1     "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens.
 
 PyTorch's ``_weight_int4pack_mm_for_cpu`` was tried first: its float32 and float16 versions are scalar loops (PyTorch
-2.13, AVX-512: 12.7 ms for m 1, n = k = 4096, where a dense float32 matmul takes 2.7 ms and "sum" 0.75 ms), its scales
-must have the dtype of x, which rounds s * (8 - z), and its packed order depends on the CPU.
+2.13, AVX-512, two cores: 12.7 ms for m 1, n = k = 4096, where a dense float32 matmul takes 2.7 ms and "sum" 0.7 to
+1.0 ms), its scales must have the dtype of x, which rounds s * (8 - z), and its packed order depends on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LAYOUTS = ("cpu", "canonical")
 
 _SUM_TOKENS = 8
-"""Up to so many tokens "sum" is ranked first. m 8, n = k = 4096: about 6 ms each way on 2 cores of an EPYC 9B14."""
+"""Up to so many tokens "sum" is ranked first. m 8, n = k = 4096: about 6 ms each way on two cores of a 2025 EPYC."""
 
 _DENSE_TOKENS = 2048
 _DENSE_ELEMENTS = 2**20

@@ -1,0 +1,157 @@
+"""What the conformance suite runs over: kernels by registration, formats, weights, and the bound on errors."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm.config import GemmConfig
+from w4gemm.formats import WeightFormat
+from w4gemm.jit import object_code
+from w4gemm.kernels import KERNELS, Kernel
+from w4gemm.layouts import LAYOUTS
+from w4gemm.problem import H200, Device, GemmProblem
+from w4gemm.reference import linear_reference
+from w4gemm.weight import QuantizedWeight
+
+FORMATS = [
+    WeightFormat(group_size, zero, scale)
+    for group_size in (32, 64, 96, 128, 256, -1)
+    for zero in ("none", "int", "float")
+    for scale in ("bf16", "fp16")
+]
+FEW_FORMATS = [WeightFormat.parse(s) for s in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat")]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kernel, where it runs, and a layout and dtype that it takes."""
+
+    kernel: Kernel
+    device: str
+    layout: str
+    dtype: torch.dtype
+
+    def problem(self, m: int, n: int, k: int, format: WeightFormat, bias: bool = False) -> GemmProblem:
+        device = H200 if self.device == "cuda" and not torch.cuda.is_available() else Device.of(self.device)
+        return GemmProblem(m, n, k, self.dtype, format, self.layout, bias, device)
+
+    def configs(self, n: int, k: int, format: WeightFormat, m: int = 64) -> list[str]:
+        """Every legal config in the form that ``linear`` takes, best guess for m first."""
+        problem = self.problem(m, n, k, format)
+        return [f"{self.kernel.name}/{c}" for c in self.kernel.rank(problem, self.kernel.configs(problem))]
+
+    def few_configs(self, n: int, k: int, format: WeightFormat) -> list[str]:
+        """All on the CPU; on a GPU one, and the same for as many shapes as possible, since each is compiled."""
+        legal = self.configs(n, k, format)
+        if self.device == "cpu":
+            return legal
+        usual = self.configs(200, 768, format)[0]
+        return [usual if usual in legal else legal[0]]
+
+    def weight(self, format: WeightFormat, n: int, k: int, seed: int = 0) -> QuantizedWeight:
+        return random_weight(format, n, k, seed).to(self.device).repack(self.layout)
+
+    def randn(self, *shape: int, seed: int = 1) -> torch.Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name}-{self.layout}-{str(self.dtype).removeprefix('torch.')}"
+
+
+def targets() -> list[object]:
+    """A pytest parameter for each kernel, layout and dtype that it supports on the CPU or on Hopper."""
+    found = []
+    for kernel in KERNELS:
+        for device, facts in (("cpu", Device("cpu")), ("cuda", H200)):
+            for layout in LAYOUTS:
+                for dtype in DTYPES:
+                    if not kernel.supports(GemmProblem(16, 128, 128, dtype, FORMATS[0], layout, device=facts)):
+                        continue
+                    target = Target(kernel, device, layout, dtype)
+                    found.append(
+                        pytest.param(target, id=str(target), marks=pytest.mark.gpu if device == "cuda" else ())
+                    )
+    return found
+
+
+def supported_here(target: Target) -> None:
+    """Skip where the GPU is none that the kernel is for; on Hopper a refusal is a failure."""
+    status = target.kernel.supports(target.problem(16, 128, 128, FORMATS[0]))
+    if not status:
+        assert target.device == "cuda" and torch.cuda.get_device_capability() != (9, 0), status.reason
+        pytest.skip(status.reason)
+
+
+@functools.lru_cache(maxsize=64)
+def random_weight(format: WeightFormat, n: int, k: int, seed: int = 0) -> QuantizedWeight:
+    """Every code, scales of both signs and some zero, zero points anywhere between the ends of their range."""
+    g = torch.Generator().manual_seed(seed)
+    groups = (n, format.groups(k))
+    codes = torch.randint(0, 16, (n, k), generator=g)
+    scales = (torch.rand(groups, generator=g) + 0.1) * torch.randint(-1, 2, groups, generator=g) / k**0.5 / 8
+    zeros = None
+    if format.zero == "int":
+        zeros = torch.randint(0, 16, groups, generator=g).to(torch.uint8)
+    elif format.zero == "float":
+        zeros = (torch.randn(groups, generator=g) / k**0.5).to(format.scale_dtype)
+    return QuantizedWeight.from_codes(format, codes, scales.to(format.scale_dtype), zeros)
+
+
+def assert_close(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+    """d errs at most twice as much as a plain matmul of the dequantized weights in x's dtype (float32: four times, as
+    there the order of additions is all there is), plus the luck of a few results."""
+    assert d.dtype == x.dtype and torch.isfinite(d).all()
+    if d.numel() == 0:
+        return
+    exact = linear_reference(x, w, bias)
+    plain = torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
+    size = (x.double().square() @ w.dequantize().double().square().T).mean().sqrt()
+    times, part = (4, 4) if x.dtype == torch.float32 else (2, 0.25)
+    bound = times * rms(plain - exact) + part * torch.finfo(x.dtype).eps * size
+    assert rms(d - exact) <= bound, f"errs {rms(d - exact):.3g}, bound {bound:.3g}, plain {rms(plain - exact):.3g}"
+
+
+def rms(t: torch.Tensor) -> float:
+    return t.double().square().mean().sqrt().item()
+
+
+def linear_poisoned(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, config: str | None) -> torch.Tensor:
+    """``linear`` into a poisoned out: nothing of it is left, and nothing around it is written."""
+    guard, (m, n) = 1024, (x.shape[0], w.n)
+    buffer = torch.full((m * n + 2 * guard,), float("nan"), dtype=x.dtype, device=x.device)
+    out = buffer[guard : guard + m * n].view(m, n)
+    assert w4gemm.linear(x, w, bias, out=out, config=config) is out
+    assert not out.isnan().any(), "a part of out was not written"
+    assert buffer[:guard].isnan().all() and buffer[guard + m * n :].isnan().all(), "memory around out was written"
+    return out
+
+
+Job = tuple[Kernel, GemmProblem, GemmConfig]
+
+
+def job(target: Target, n: int, k: int, format: WeightFormat, config: str, bias: bool = False) -> Job:
+    """What :func:`compile_ahead` takes."""
+    return target.kernel, target.problem(64, n, k, format, bias), GemmConfig.parse(config.rpartition("/")[2])
+
+
+def compile_ahead(jobs: Iterable[Job]) -> None:
+    """Fill the disk cache from all cores, since one process compiles one kernel at a time."""
+    todo = {
+        (kernel.name, kernel.compile_key(problem, config)): (kernel, problem, config)
+        for kernel, problem, config in jobs
+    }
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, todo.values(), chunksize=1))
+
+
+def _compile(job: Job) -> None:
+    object_code(*job)

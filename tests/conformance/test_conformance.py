@@ -1,0 +1,219 @@
+"""Every kernel in the registry against every format: exact first, then random, then how it is launched.
+
+A kernel on the GPU is launched with few distinct configs outside of the tests over configs, since each is compiled.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import w4gemm
+from conformance.cases import (
+    FEW_FORMATS,
+    FORMATS,
+    Target,
+    assert_close,
+    compile_ahead,
+    job,
+    linear_poisoned,
+    supported_here,
+    targets,
+)
+from w4gemm.formats import WeightFormat
+
+N, K = 200, 768
+"""Small, and with a part of a tile along n; K is a multiple of every group size but 512."""
+RAGGED = ((576, 2752), (130, 333), (130, 2752), (7, 333), (7, 32), (1, 100), (1, 32), (576, 100))
+TOKENS = (0, 1, 2, 7, 13, 64, 257)
+CONFIG_FORMAT, CONFIG_DTYPE = WeightFormat.parse("int4_g64_zint_fp16"), torch.bfloat16
+SHAPES = {"small": (40, 200, 512), "long": (24, 136, 8192)}
+"""Shapes that every config runs once: "long" wraps around every pipeline."""
+
+TARGETS = targets()
+all_formats = pytest.mark.parametrize("format", FORMATS, ids=str)
+on_gpu = pytest.mark.parametrize("target", [p for p in TARGETS if p.values[0].device == "cuda"], indirect=True)
+few_formats = pytest.mark.parametrize("format", FEW_FORMATS, ids=str)
+
+
+@pytest.fixture(params=TARGETS)
+def target(request) -> Target:
+    supported_here(request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_ahead(request):
+    """In a whole run on a GPU, compile most of what it needs on all cores first."""
+    if not torch.cuda.is_available() or len(request.session.items) < 200:
+        return
+    jobs = []
+    for param in TARGETS:
+        (t,) = param.values
+        if t.device != "cuda":
+            continue
+        jobs += [job(t, N, K, f, config) for f in FORMATS for config in t.few_configs(N, K, f)]
+        for f in FEW_FORMATS:
+            for n, k in RAGGED:
+                jobs += [job(t, n, k, f, config, bias) for config in t.few_configs(n, k, f) for bias in (False, True)]
+        if t.dtype == CONFIG_DTYPE:
+            for _, n, k in SHAPES.values():
+                jobs += [job(t, n, k, CONFIG_FORMAT, config) for config in t.configs(n, k, CONFIG_FORMAT)]
+    compile_ahead(jobs)
+
+
+# --- exact -----------------------------------------------------------------------------------------------------------
+
+
+@all_formats
+def test_one_hot_gives_the_dequantized_weight(target, format):
+    w = target.weight(format, N, K)
+    x = torch.eye(K, dtype=target.dtype, device=target.device)
+    for config in target.few_configs(N, K, format):
+        assert torch.equal(linear_poisoned(x, w, None, config).T, w.dequantize(target.dtype))
+
+
+@few_formats
+@pytest.mark.parametrize("n, k", RAGGED)
+def test_one_hot_ragged(target, format, n, k):
+    """Columns of a power of two, with and without bias."""
+    w, bias = target.weight(format, n, k), target.randn(n)
+    columns = torch.randperm(k, generator=torch.Generator().manual_seed(0))[:192].to(target.device)
+    x = torch.zeros(len(columns), k, dtype=target.dtype, device=target.device)
+    x[torch.arange(len(columns), device=target.device), columns] = -4
+    exact = -4 * w.dequantize(target.dtype)[:, columns].T
+    # a kernel may add the bias to a weight that is not rounded yet
+    roundings = torch.finfo(target.dtype).eps * ((exact + bias).abs() + exact.abs()).double()
+    for config in target.few_configs(n, k, format):
+        assert torch.equal(linear_poisoned(x, w, None, config), exact)
+        biased = linear_poisoned(x, w, bias, config).double()
+        assert ((biased - (exact.double() + bias.double())).abs() <= roundings).all()
+
+
+# --- random ----------------------------------------------------------------------------------------------------------
+
+
+@all_formats
+def test_random(target, format):
+    w, x = target.weight(format, N, K), target.randn(64, K)
+    for config in target.few_configs(N, K, format):
+        got = linear_poisoned(x, w, None, config)
+        assert_close(got, x, w)
+        for _ in range(2):
+            assert torch.equal(linear_poisoned(x, w, None, config), got), "another run gave other bits"
+
+
+@few_formats
+@pytest.mark.parametrize("n, k", RAGGED)
+def test_ragged(target, format, n, k):
+    """Any m, n and k, with and without bias; NaN stands beside every row of x and must not be read."""
+    w, bias = target.weight(format, n, k), target.randn(n)
+    for m in TOKENS:
+        beside = torch.full((m + 1, k + 8 + -k % 8), float("nan"), dtype=target.dtype, device=target.device)
+        x = beside[:m, :k]
+        x.copy_(target.randn(m, k))
+        for config in target.few_configs(n, k, format):
+            assert_close(linear_poisoned(x, w, None, config), x, w)
+            assert_close(linear_poisoned(x, w, bias, config), x, w, bias)
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_chosen_by_dispatch(target, m):
+    """What users get: kernel and config as dispatch chooses them."""
+    w, x = target.weight(FEW_FORMATS[0], 576, 576), target.randn(m, 576)
+    assert_close(linear_poisoned(x, w, None, None), x, w)
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+
+def _every_config() -> list[object]:
+    found = []
+    for param in TARGETS:
+        (target,) = param.values
+        if target.dtype != CONFIG_DTYPE:
+            continue
+        configs = {config for _, n, k in SHAPES.values() for config in target.configs(n, k, CONFIG_FORMAT)}
+        for config in sorted(configs):
+            name = f"{target}-{config.rpartition('/')[2]}"
+            found.append(pytest.param(target, config, id=name, marks=param.marks))
+    return found
+
+
+@pytest.mark.parametrize("target, config", _every_config())
+def test_every_config(target, config):
+    supported_here(target)
+    legal = {name: config in target.configs(n, k, CONFIG_FORMAT) for name, (_, n, k) in SHAPES.items()}
+    assert any(legal.values())
+    for name, (m, n, k) in SHAPES.items():
+        if not legal[name]:
+            continue
+        w, x = target.weight(CONFIG_FORMAT, n, k), target.randn(m, k)
+        got = linear_poisoned(x, w, None, config)
+        assert_close(got, x, w)
+        assert torch.equal(linear_poisoned(x, w, None, config), got), f"{name}: a second run gave other bits"
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+def test_strides_of_x(target):
+    """x in any strides gives the bits of its contiguous copy; on the CPU matmul's bits depend on the strides."""
+    k = 576
+    w = target.weight(FEW_FORMATS[0], 130, k)
+    config = target.few_configs(130, k, FEW_FORMATS[0])[0]
+    wide = target.randn(20, 2 * k + 3)
+    views = {
+        "rows with a stride": wide[:, :k],
+        "an odd first element": wide[:, 1 : k + 1],
+        "columns with a stride": wide[:, : 2 * k : 2],
+        "transposed": target.randn(k, 20).T,
+        "one row for all": wide[:1, :k].expand(20, k),
+        "overlapping rows": wide.view(-1).as_strided((20, k), (8, 1)),
+        "every other row": wide[::2, :k],
+        "three dimensions": wide[:, :k].view(4, 5, k).transpose(0, 1),
+        "one token": wide[3, :k],
+    }
+    for name, x in views.items():
+        got = w4gemm.linear(x, w, config=config)
+        expected = w4gemm.linear(x.clone(memory_format=torch.contiguous_format), w, config=config)
+        assert got.shape == (*x.shape[:-1], 130)
+        if target.device == "cuda":
+            assert torch.equal(got, expected), name
+        else:
+            torch.testing.assert_close(got, expected, msg=name)
+
+
+@on_gpu
+def test_cuda_graph(target):
+    w, x = target.weight(FEW_FORMATS[0], 576, 576), target.randn(16, 576)
+    config = target.few_configs(576, 576, FEW_FORMATS[0])[0]
+    w4gemm.linear(x, w, config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        d = w4gemm.linear(x, w, config=config)
+    for seed in range(2, 5):
+        x.copy_(target.randn(16, 576, seed=seed))
+        d.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(d, w4gemm.linear(x, w, config=config))
+
+
+@on_gpu
+def test_two_streams(target):
+    """Launches on two streams at once share nothing, whatever split-k needs between its CTAs."""
+    n, k, format = 576, 8192, FEW_FORMATS[0]
+    split = [c for c in target.configs(n, k, format) if "_k" in c.rpartition("/")[2]]
+    config = (split or target.configs(n, k, format))[0]
+    jobs = [(target.weight(format, n, k, seed), target.randn(64, k, seed=seed)) for seed in (1, 2)]
+    expected = [w4gemm.linear(x, w, config=config) for w, x in jobs]
+    streams = [torch.cuda.Stream() for _ in jobs]
+    torch.cuda.synchronize()
+    results: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for stream, (w, x), result in zip(streams, jobs, results, strict=True):
+            with torch.cuda.stream(stream):
+                result.append(w4gemm.linear(x, w, config=config))
+    torch.cuda.synchronize()
+    for result, wanted in zip(results, expected, strict=True):
+        assert all(torch.equal(d, wanted) for d in result)
