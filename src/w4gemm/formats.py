@@ -17,7 +17,7 @@ The products above are exact in float32; a kernel rounds w once to the activatio
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -48,6 +48,8 @@ class WeightFormat:
     group_size: int = 128
     zero: str = "none"
     scale: str = "bf16"
+    name: str = field(init=False, repr=False, compare=False)
+    """The string form."""
 
     def __post_init__(self) -> None:
         g = self.group_size
@@ -62,6 +64,11 @@ class WeightFormat:
             raise ValueError(f"zero: wanted one of {', '.join(_ZERO_KINDS)}, got {self.zero!r}")
         if self.scale not in _SCALE_DTYPES:
             raise ValueError(f"scale: wanted one of {', '.join(_SCALE_DTYPES)}, got {self.scale!r}")
+        group = "col" if g == PER_COLUMN else f"g{g}"
+        zero = f"_z{self.zero}" if self.has_zero else ""
+        scale = "" if self.scale == "bf16" else f"_{self.scale}"
+        # kept, since torch.compile cannot always build a string from g, which it may take for a symbol
+        object.__setattr__(self, "name", f"int4_{group}{zero}{scale}")
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -86,10 +93,7 @@ class WeightFormat:
         return k if self.group_size == PER_COLUMN else self.group_size
 
     def __str__(self) -> str:
-        group = "col" if self.group_size == PER_COLUMN else f"g{self.group_size}"
-        zero = f"_z{self.zero}" if self.has_zero else ""
-        scale = "" if self.scale == "bf16" else f"_{self.scale}"
-        return f"int4_{group}{zero}{scale}"
+        return self.name
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:

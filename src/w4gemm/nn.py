@@ -172,8 +172,7 @@ class W4Linear(torch.nn.Module):
         unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         absent = [key for key in keys if key not in state_dict]
         if absent:
-            if strict or len(absent) < len(keys):
-                missing_keys.extend(absent)
+            missing_keys.extend(absent if strict else ())
             return
         # on the meta device there is nothing to copy into, so the weight goes where the state dict is
         assign = local_metadata.get("assign_to_params_buffers", False) or w.device.type == "meta"

@@ -110,11 +110,18 @@ def _needs_dispatcher(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     )
 
 
+def _is_dual(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation is going on, for which the operator would silently give zeros."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 def _linear_dispatched(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor | None, config: str
 ) -> torch.Tensor:
+    if not torch.compiler.is_compiling() and _is_dual(x):
+        raise NotImplementedError("x: forward-mode derivatives of a 4-bit linear are not implemented; use backward")
     rows = x.reshape(-1, w.k)
-    d = torch.ops.w4gemm.linear(rows, list(w.tensors), str(w.format), w.layout, w.n, w.k, bias, config)
+    d = torch.ops.w4gemm.linear(rows, list(w.tensors), w.format.name, w.layout, w.n, w.k, bias, config)
     d = d.reshape(*x.shape[:-1], w.n)
     if out is None:
         return d

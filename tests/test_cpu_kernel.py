@@ -1,0 +1,85 @@
+"""What is particular to the CPU kernel; that it is right is the conformance suite's business."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+import w4gemm
+from conformance.cases import FEW_FORMATS, assert_close, random_weight
+from w4gemm import dispatch
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels import ranked
+from w4gemm.kernels.cpu import kernel
+from w4gemm.kernels.cpu.spec import CpuMixedGemm
+from w4gemm.problem import Device, GemmProblem
+
+CPU = Device("cpu")
+
+
+@pytest.fixture
+def without_code_sums(monkeypatch):
+    """As on a build of PyTorch without FBGEMM."""
+    monkeypatch.setattr(kernel, "has_code_sums", lambda: False)
+    monkeypatch.setattr(dispatch, "_plans", {})
+
+
+def problem(m: int, layout: str = "cpu", k: int = 576, format: WeightFormat = FEW_FORMATS[0]) -> GemmProblem:
+    return GemmProblem(m, 576, k, torch.float32, format, layout, device=CPU)
+
+
+def in_order(p: GemmProblem) -> list[str]:
+    return [str(config) for _, _, config in ranked([CpuMixedGemm()], p)]
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="FBGEMM is certain on x86 only")
+def test_few_tokens_read_the_codes_themselves():
+    assert kernel.has_code_sums()
+    assert in_order(problem(1))[0] == "1x128x32_1x1x1_coop"
+    assert in_order(problem(8)) == in_order(problem(16))[::-1]
+    assert all(not c.startswith("1x") for c in in_order(problem(1, "canonical")))
+
+
+@pytest.mark.parametrize("group_size, k, together", [(32, 576, 32), (96, 100, 96), (512, 1024, 256), (320, 640, 160)])
+def test_long_groups_are_summed_in_parts(group_size, k, together):
+    configs = CpuMixedGemm().configs(problem(1, k=k, format=WeightFormat(group_size)))
+    assert [c.tile_k for c in configs if c.tile_m == 1] == [together]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["cpu", "canonical"])
+@pytest.mark.parametrize("format", FEW_FORMATS, ids=str)
+def test_without_fbgemm(without_code_sums, format, layout, dtype):
+    w = random_weight(format, 130, 333).repack(layout)
+    assert len(CpuMixedGemm().configs(problem(1))) == 1
+    assert torch.equal(w4gemm.linear(torch.eye(333, dtype=dtype), w).T, w.dequantize(dtype))
+    x = torch.randn(5, 333).to(dtype)
+    assert_close(w4gemm.linear(x, w), x, w)
+
+
+def test_many_tokens_run_in_blocks():
+    w, x = random_weight(FEW_FORMATS[0], 130, 64).repack(), torch.randn(5000, 64)
+    assert_close(w4gemm.linear(x, w, torch.ones(130)), x, w, torch.ones(130))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_zero_points_far_below_the_scales_are_rounded_once(dtype):
+    """Sums that float32 cannot hold, in the method that dequantizes."""
+    n, k, format = 130, 64, WeightFormat(32, "float", "bf16")
+    scales = torch.full((n, 2), 2.0**-3).bfloat16()
+    scales[:, 1] = 1 + 2.0**-7
+    zeros = torch.full((n, 2), 2.0**-40).bfloat16()
+    zeros[::2] *= -1
+    w = w4gemm.QuantizedWeight.from_codes(format, torch.randint(0, 16, (n, k)), scales, zeros).repack()
+    got = w4gemm.linear(torch.eye(k, dtype=dtype), w)
+    assert torch.equal(got.T, w.dequantize(dtype))
+    assert dtype == torch.float16 or not torch.equal(got.T, w.dequantize(torch.float32).to(dtype))
+
+
+def test_says_what_it_does_not_do():
+    cpu = CpuMixedGemm()
+    assert "not on cuda" in cpu.supports(GemmProblem(1, 1, 1, torch.float32, FEW_FORMATS[0], "cpu")).reason
+    assert "float64" in cpu.supports(GemmProblem(1, 1, 1, torch.float64, FEW_FORMATS[0], "cpu", device=CPU)).reason
+    assert "sm90" in cpu.supports(problem(1, "sm90")).reason

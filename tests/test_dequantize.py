@@ -1,0 +1,82 @@
+"""Weights are rounded once: against exact rational arithmetic."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from w4gemm.dequantize import dequantize_parts, rounded_sum
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels.cpu.kernel import _fits_float32
+from w4gemm.layouts import Parts
+
+DIGITS = {torch.float16: (11, -24), torch.bfloat16: (8, -133), torch.float32: (24, -149)}
+"""Digits of a significand and the exponent of a subnormal's last digit."""
+
+
+def rounded(value: Fraction, dtype: torch.dtype) -> float:
+    """The nearest number of ``dtype``, ties to even; by definition rather than by hardware."""
+    if value == 0:
+        return 0.0
+    digits, smallest = DIGITS[dtype]
+    exponent = 0
+    while abs(value) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    while abs(value) < Fraction(2) ** exponent:
+        exponent -= 1
+    step = Fraction(2) ** max(exponent - digits + 1, smallest)
+    return float(round(value / step) * step)
+
+
+def samples(dtype: torch.dtype, spread: int, count: int = 400) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(spread)
+    u = torch.randint(0, 16, (count,), generator=g).float()
+    s = torch.randn(count, generator=g).mul(0.01).to(dtype)
+    z = torch.randn(count, generator=g).mul(torch.rand(count, generator=g).mul(spread).neg().exp2()).to(dtype)
+    return u, s, z
+
+
+@pytest.mark.parametrize("spread", [1, 12, 40])
+@pytest.mark.parametrize("scale", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_float_zero_points_are_rounded_once(dtype, scale, spread):
+    format = WeightFormat(32, "float", scale)
+    u, s, z = samples(format.scale_dtype, spread)
+    got = dequantize_parts(Parts(u.to(torch.uint8)[:, None], s[:, None], z[:, None]), format, dtype)[:, 0]
+    exact = [Fraction(a) * Fraction(b) + Fraction(c) for a, b, c in zip(*(t.tolist() for t in (u, s, z)), strict=True)]
+    assert got.tolist() == [rounded(v, dtype) for v in exact]
+
+
+def test_rounding_twice_would_be_wrong():
+    """1 + 2**-8 lies between two bfloat16 numbers; a little more must go up, though float32 cannot hold it."""
+    a, b = torch.tensor([1 + 2.0**-8, 1 + 2.0**-8, 1 + 2.0**-8]), torch.tensor([2.0**-40, -(2.0**-40), 0.0])
+    up, down, even = 1 + 2.0**-7, 1.0, 1.0
+    assert (a + b).to(torch.bfloat16).tolist() == [1.0, 1.0, 1.0]
+    assert rounded_sum(a, b, torch.bfloat16).tolist() == [up, down, even]
+    assert rounded_sum(-a, -b, torch.bfloat16).tolist() == [-up, -down, -even]
+
+
+def test_float32_is_product_then_sum():
+    u, s, z = samples(torch.float16, 12)
+    got = dequantize_parts(
+        Parts(u.byte()[:, None], s[:, None], z[:, None]), WeightFormat(32, "float", "fp16"), torch.float32
+    )
+    assert torch.equal(got[:, 0], u * s.float() + z.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fits_float32(dtype):
+    """True only where every sum is exact, and for what real models hold."""
+    for spread in range(0, 60, 4):
+        _, s, z = samples(dtype, spread, 50)
+        for i in range(len(s)):
+            u = torch.arange(16)
+            exact = [Fraction(int(v)) * Fraction(s[i].item()) + Fraction(z[i].item()) for v in u]
+            is_exact = all(rounded(v, torch.float32) == v for v in exact)
+            fits = _fits_float32(s[i], z[i])
+            assert is_exact or not fits
+    assert _fits_float32(torch.tensor([0.01, 0.0, 0.003], dtype=dtype), torch.tensor([-0.08, 0.1, 0.0], dtype=dtype))
+    if dtype == torch.float16:  # below 1 float16 is fixed point with 24 digits
+        assert _fits_float32(torch.tensor([0.03, 6e-8], dtype=dtype), torch.tensor([6e-8, 0.4], dtype=dtype))

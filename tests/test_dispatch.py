@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm import dispatch
+from w4gemm.config import GemmConfig
+from w4gemm.errors import UnsupportedError
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels import KERNELS, kernel_named, ranked
+from w4gemm.problem import H200, Device, GemmProblem
+
+CPU = Device("cpu")
+FORMAT = WeightFormat.parse("int4_g32_zfloat_fp16")
+PROBLEM = GemmProblem(8, 130, 96, torch.float32, FORMAT, "cpu", device=CPU)
+H200_PROBLEM = GemmProblem(16, 4096, 4096, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+
+
+def test_intervals_of_m():
+    assert [dispatch.interval(m) for m in (1, 8, 9, 16, 17, 8192, 8193, 10**6)] == [0, 0, 1, 1, 2, 12, 13, 13]
+    assert list(dispatch.BOUNDS) == sorted(dispatch.BOUNDS)
+
+
+def call(m: int, **changes) -> dispatch.Call:
+    w = {"n": 130, "k": 96, "dtype": torch.float32, "format": FORMAT, "layout": "cpu", "bias": False}
+    return dispatch.Call(dispatch.interval(m), **{**w, "device": torch.device("cpu"), "config": "", **changes})
+
+
+def test_a_plan_is_resolved_once_an_interval(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_plans", {})
+    caplog.set_level(logging.DEBUG, "w4gemm")
+    plans = [dispatch.plan_for(call(m)) for m in (1, 5, 8, 9, 16, 3)]
+    assert plans[0] is plans[1] is plans[2] is plans[5]
+    assert plans[3] is plans[4] is not plans[0]
+    assert (plans[0].problem.m, plans[3].problem.m) == (8, 16)
+    assert len([r for r in caplog.records if "m up to" in r.message]) == 2
+    assert "cpu_mixed_gemm/" in caplog.text
+    assert dispatch.plan_for(call(10**5)).problem.m == 16384
+
+
+@pytest.mark.parametrize("change", [{"n": 131}, {"bias": True}, {"dtype": torch.float16}, {"layout": "canonical"}])
+def test_what_a_plan_depends_on(change):
+    assert dispatch.plan_for(call(1)) is not dispatch.plan_for(call(1, **change))
+
+
+def test_the_best_guess_of_all_kernels():
+    plan = dispatch.plan(PROBLEM)
+    _, kernel, config = ranked(KERNELS, PROBLEM)[0]
+    assert plan.kernel is kernel is kernel_named("cpu_mixed_gemm")
+    assert plan.config == config
+    assert plan.compiled is None
+    assert str(plan) == f"cpu_mixed_gemm/{plan.config}"
+
+
+def test_a_config_can_be_forced():
+    last = kernel_named("cpu_mixed_gemm").configs(PROBLEM)[-1]
+    for config in (last, str(last), f"cpu_mixed_gemm/{last}"):
+        assert dispatch.plan(PROBLEM, config).config == last
+
+
+def test_an_illegal_config_is_named_with_legal_ones():
+    with pytest.raises(ValueError, match=r"config: 1x128x64_1x1x1_coop is not legal .*1x128x32_1x1x1_coop"):
+        dispatch.plan(PROBLEM, GemmConfig(1, 128, 64))
+    with pytest.raises(ValueError, match="config: wanted <tile_m>x.*got '1x2'"):
+        dispatch.plan(PROBLEM, "1x2")
+    with pytest.raises(ValueError, match="kernel: wanted one of .*cpu_mixed_gemm.*got 'nope'"):
+        dispatch.plan(PROBLEM, "nope/1x128x32_1x1x1_coop")
+    with pytest.raises(UnsupportedError, match="sm90_mixed_gemm: needs"):
+        dispatch.plan(PROBLEM, "sm90_mixed_gemm/64x128x128_1x1x1_coop")
+
+
+REFUSED = {
+    "an old GPU": replace(H200_PROBLEM, device=Device("cuda", "NVIDIA A100", (8, 0), 108, 166912)),
+    "a new GPU": replace(H200_PROBLEM, device=Device("cuda", "NVIDIA B200", (10, 0), 148, 232448)),
+    "an AMD GPU": replace(H200_PROBLEM, device=Device("cuda", "AMD MI300X", (9, 4), 304, 65536, rocm=True)),
+    "float32 on a GPU": replace(H200_PROBLEM, dtype=torch.float32),
+    "a GPU layout on the CPU": replace(PROBLEM, layout="sm90"),
+    "an unknown device": replace(PROBLEM, device=Device("mps")),
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED.values(), ids=REFUSED)
+def test_no_kernel(problem):
+    with pytest.raises(UnsupportedError) as e:
+        dispatch.plan(problem)
+    for kernel in KERNELS:
+        assert f"{kernel.name}: {kernel.supports(problem).reason}" in str(e.value)
+    explanation = dispatch.explain(problem)
+    assert explanation.ranking == ()
+    assert all(kernel.supports(problem).reason in str(explanation) for kernel in KERNELS)
+
+
+def test_repack_is_suggested_where_it_helps():
+    with pytest.raises(UnsupportedError, match=r"w.repack\(\) gives cpu"):
+        dispatch.plan(replace(PROBLEM, layout="sm90"))
+    with pytest.raises(UnsupportedError) as e:
+        dispatch.plan(replace(PROBLEM, device=Device("mps")))
+    assert "w.repack()" not in str(e.value)
+
+
+def test_explain():
+    explanation = dispatch.explain(PROBLEM)
+    assert list(explanation.status) == [kernel.name for kernel in KERNELS]
+    _, kernel, config = explanation.ranking[0]
+    assert (kernel, config) == ("cpu_mixed_gemm", dispatch.plan(PROBLEM).config)
+    assert {c for _, _, c in explanation.ranking} == set(kernel_named("cpu_mixed_gemm").configs(PROBLEM))
+    assert f"chosen: cpu_mixed_gemm/{config}" in str(explanation)
+    assert f"cpu_mixed_gemm: {len(explanation.ranking)} configs" in str(explanation)
+
+
+@pytest.mark.parametrize("m", [1, 16, 4096])
+def test_explain_needs_no_gpu(m):
+    ranking = dispatch.explain(replace(H200_PROBLEM, m=m)).ranking
+    assert ranking[0][1].startswith("sm90_")
+    assert [us for us, _, _ in ranking] == sorted(us for us, _, _ in ranking)
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, H200_PROBLEM], ids=["cpu", "h200"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_the_kernel_protocol(kernel, problem):
+    """configs has no duplicates and does not depend on m, its strings parse back, keys are hashable."""
+    if not kernel.supports(problem):
+        assert kernel.supports(problem).reason
+        return
+    configs = kernel.configs(problem)
+    assert configs and len(set(configs)) == len(configs)
+    assert [w4gemm.GemmConfig.parse(str(c)) for c in configs] == configs
+    for m in (1, 64, 4096):
+        at_m = replace(problem, m=m)
+        assert set(kernel.configs(at_m)) == set(configs)
+        assert {config for _, _, config in ranked([kernel], at_m)} == set(configs)
+    for config in configs:
+        assert isinstance(hash(kernel.compile_key(problem, config)), int)
+        assert kernel.compile_key(problem, config) == kernel.compile_key(replace(problem, m=77), config)
+        assert kernel.workspace_bytes(problem, config) >= 0
+        assert 0 <= kernel.predicted_us(problem, config) < float("inf")

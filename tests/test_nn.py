@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import w4gemm
+from conformance.cases import assert_close, random_weight
+from w4gemm import W4Linear
+from w4gemm.formats import WeightFormat
+from w4gemm.layouts import native_layout
+from w4gemm.problem import Device
+
+IN, OUT = 333, 130
+FORMATS = ["int4_g32_zfloat_fp16", "int4_g128", "int4_col_zint"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=FORMATS)
+def format(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def layer(format, device) -> W4Linear:
+    bias = torch.randn(OUT, generator=torch.Generator().manual_seed(3))
+    return W4Linear.from_weight(random_weight(WeightFormat.parse(format), OUT, IN), bias).bfloat16().to(device)
+
+
+def inputs(layer: W4Linear) -> torch.Tensor:
+    return torch.randn(2, 5, IN, generator=torch.Generator().manual_seed(4)).to(layer.weight.device, layer.dtype)
+
+
+def same_weight(a: W4Linear, b: W4Linear) -> bool:
+    pairs = zip(a.weight.repack("canonical").tensors, b.weight.repack("canonical").tensors, strict=True)
+    return a.format == b.format and all(torch.equal(s.cpu(), t.cpu()) for s, t in pairs)
+
+
+def test_forward_and_native_layout(layer):
+    assert layer.weight.layout == native_layout(Device.of(layer.weight.device))
+    x = inputs(layer)
+    assert_close(layer(x), x, layer.weight, layer.bias.detach())
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_from_linear(bias, search):
+    dense = torch.nn.Linear(IN, OUT, bias=bias, dtype=torch.bfloat16)
+    layer = W4Linear.from_linear(dense, "int4_g32", search=search)
+    assert (layer.in_features, layer.out_features, layer.dtype) == (IN, OUT, torch.bfloat16)
+    w = w4gemm.quantize(dense.weight.detach(), "int4_g32", search=search)
+    assert torch.equal(layer.weight.dequantize(), w.dequantize())
+    assert (layer.bias is None) is (not bias)
+    assert bias is False or torch.equal(layer.bias, dense.bias)
+
+
+def test_starts_at_zero(format, device):
+    layer = W4Linear(IN, OUT, True, format, dtype=torch.float16, device=device)
+    assert layer.bias.dtype == torch.float16 and not layer.bias.requires_grad
+    assert not layer(inputs(layer)).any()
+    assert W4Linear(IN, OUT, False, format).bias is None
+
+
+# --- state dict ------------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_round_trip(layer, format):
+    state = layer.state_dict()
+    zero = {"zeros"} if layer.format.has_zero else set()
+    assert set(state) == {"bias", "_extra_state", "codes", "scales"} | zero
+    assert state["scales"].dtype == layer.format.scale_dtype and state["codes"].shape == (OUT, (IN + 1) // 2)
+    other = W4Linear(IN, OUT, True, format, dtype=torch.bfloat16, device=layer.weight.device)
+    assert not same_weight(layer, other)
+    missing, unexpected = other.load_state_dict(state)
+    assert not missing and not unexpected and same_weight(layer, other)
+    assert other.weight.layout == layer.weight.layout
+    assert torch.equal(other(inputs(layer)), layer(inputs(layer)))
+
+
+def test_state_dict_is_the_same_from_every_device(format, device):
+    cpu = W4Linear.from_weight(random_weight(WeightFormat.parse(format), OUT, IN))
+    moved = copy.deepcopy(cpu).to(device).state_dict()
+    assert all(torch.equal(t, moved[name].cpu()) for name, t in cpu.state_dict().items())
+
+
+def test_state_dict_inside_a_model(layer, format):
+    model = torch.nn.Sequential(torch.nn.Identity(), layer)
+    other = torch.nn.Sequential(torch.nn.Identity(), W4Linear(IN, OUT, True, format, dtype=torch.bfloat16))
+    other.load_state_dict(model.state_dict())
+    assert same_weight(other[1], layer)
+
+
+def test_state_dict_in_a_file(layer, format, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: t.contiguous() for name, t in layer.state_dict().items()}, tmp_path / "layer.safetensors")
+    other = W4Linear(IN, OUT, True, format, dtype=torch.bfloat16)
+    other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+    assert same_weight(layer, other)
+
+
+def test_loading_into_a_layer_on_meta(layer, format):
+    other = W4Linear(IN, OUT, True, format, dtype=torch.bfloat16, device="meta")
+    assert other.weight.device.type == "meta"
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert other.weight.device == layer.weight.device and same_weight(layer, other)
+    assert torch.equal(other(inputs(layer)), layer(inputs(layer)))
+
+
+def test_bad_state_dicts():
+    layer = W4Linear(IN, OUT, False, "int4_g32")
+    state = W4Linear(IN, OUT, False, "int4_g32").state_dict()
+    with pytest.raises(ValueError, match="wanted a weight in int4_g64 .* got one in int4_g32"):
+        W4Linear(IN, OUT, False, "int4_g64").load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"scales"'):
+        layer.load_state_dict({name: t for name, t in state.items() if name != "scales"})
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"more"'):
+        layer.load_state_dict(state | {"more": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r"codes: wanted torch.uint8 \(130, 167\)"):
+        layer.load_state_dict(state | {"codes": torch.zeros(3, 3, dtype=torch.uint8)})
+    with pytest.raises(RuntimeError, match=r"scales: wanted torch.bfloat16"):
+        layer.load_state_dict(state | {"scales": state["scales"].float()})
+    assert set(layer.load_state_dict({}, strict=False).missing_keys) == set(state)
+
+
+# --- moving and converting -------------------------------------------------------------------------------------------
+
+
+def test_dtype_conversions_leave_the_weight_alone(layer):
+    before = [t.clone() for t in layer.weight.tensors]
+    x = inputs(layer)
+    half = layer.half()
+    assert half is layer and layer.dtype == torch.float16 and layer.bias.dtype == torch.float16
+    assert [t.dtype for t in layer.weight.tensors] == [t.dtype for t in before]
+    assert all(torch.equal(s, t) for s, t in zip(layer.weight.tensors, before, strict=True))
+    assert layer(x.half()).dtype == torch.float16
+    no_bias = W4Linear.from_weight(layer.weight)
+    assert no_bias.dtype == torch.float32 and no_bias.to(torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_moving_repacks(layer, device):
+    bits = layer.state_dict()
+    moved = copy.deepcopy(layer).cpu().to(device)
+    assert moved.weight.layout == layer.weight.layout and moved.weight.device == layer.weight.device
+    assert all(torch.equal(t, moved.state_dict()[name]) for name, t in bits.items())
+    assert all(b.device == moved.weight.device and not b.is_floating_point() for b in moved.buffers())
+    assert sum(b.numel() * b.element_size() for b in moved.buffers()) == moved.weight.nbytes
+
+
+def test_meta_and_to_empty(layer):
+    meta = copy.deepcopy(layer).to("meta")
+    assert meta.weight.device.type == "meta"
+    meta.to_empty(device="cpu")
+    assert meta.weight.device.type == "cpu"
+    meta.load_state_dict(layer.state_dict())
+    assert same_weight(meta, layer)
+
+
+def test_copies_and_pickles(layer):
+    x = inputs(layer)
+    with torch.no_grad():
+        expected = layer(x)
+        assert torch.equal(copy.deepcopy(layer)(x), expected)
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False)(x), expected)
+
+
+def test_a_compiled_model(layer):
+    torch.compiler.reset()
+    model = torch.nn.Sequential(layer, torch.nn.ReLU()).requires_grad_(False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for x in (inputs(layer), inputs(layer)[:1, :3]):
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_repr(layer):
+    layout = layer.weight.layout
+    assert (
+        repr(layer) == f"W4Linear(in_features=333, out_features=130, bias=True, format={layer.format}, layout={layout})"
+    )
+
+
+def test_bad_arguments():
+    w = random_weight(WeightFormat(), OUT, IN)
+    for make, error, message in (
+        (lambda: W4Linear(0, 5), ValueError, "in_features: wanted an int >= 1, got 0"),
+        (lambda: W4Linear(5, 2.0), ValueError, "out_features: wanted an int >= 1, got 2.0"),
+        (lambda: W4Linear(5, 5, format="int4"), ValueError, "format: wanted int4_g<group size>"),
+        (lambda: W4Linear(5, 5, format=4), TypeError, "format: wanted a WeightFormat or its string, got int"),
+        (lambda: W4Linear(5, 5, dtype=torch.int8), TypeError, "dtype: wanted a floating-point dtype, got torch.int8"),
+        (lambda: W4Linear.from_linear(w), TypeError, "linear: wanted a torch.nn.Linear, got QuantizedWeight"),
+        (lambda: W4Linear.from_weight(torch.zeros(3)), TypeError, "w: wanted a QuantizedWeight, got Tensor"),
+        (
+            lambda: W4Linear.from_weight(w, torch.zeros(3)),
+            ValueError,
+            r"bias: wanted shape \(130,\), n of w, got \(3,\)",
+        ),
+        (lambda: W4Linear.from_weight(w, torch.zeros(130).int()), TypeError, "bias: wanted a floating-point tensor"),
+        (
+            lambda: W4Linear.from_weight(w, torch.zeros(130, device="meta")),
+            ValueError,
+            "bias: wanted w's device cpu, got meta",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            make()

@@ -1,0 +1,310 @@
+"""The boundary: what linear takes, what it refuses and how, and PyTorch around it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import w4gemm
+from conformance.cases import assert_close, random_weight
+from w4gemm import linear
+from w4gemm.errors import UnsupportedError
+from w4gemm.formats import WeightFormat
+
+N, K = 130, 96
+FORMAT = WeightFormat.parse("int4_g32_zint_fp16")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def dtype(device) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+@pytest.fixture
+def w(device) -> w4gemm.QuantizedWeight:
+    return random_weight(FORMAT, N, K).to(device).repack()
+
+
+@pytest.fixture
+def x(device, dtype) -> torch.Tensor:
+    return torch.randn(2, 3, K, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+@pytest.fixture
+def bias(device, dtype) -> torch.Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+# --- what it takes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(K,), (1, K), (2, 3, K), (2, 1, 3, K)])
+def test_leading_dimensions(w, x, shape):
+    x = x.flatten().repeat(2)[: torch.Size(shape).numel()].view(shape)
+    d = linear(x, w)
+    assert d.shape == (*shape[:-1], N) and d.dtype == x.dtype and d.is_contiguous()
+    assert_close(d, x, w)
+
+
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K), (0, 3, K)])
+def test_no_tokens(w, x, bias, shape):
+    empty = x.new_empty(shape)
+    assert linear(empty, w, bias).shape == (*shape[:-1], N)
+    out = x.new_empty((*shape[:-1], N))
+    assert linear(empty, w, out=out) is out
+
+
+def test_bias_and_out(w, x, bias):
+    out = torch.full((2, 3, N), float("nan"), dtype=x.dtype, device=x.device)
+    assert linear(x, w, bias, out=out) is out
+    assert_close(out, x, w, bias)
+    assert torch.equal(out, linear(x, w, bias))
+
+
+def test_one_column():
+    """k = 1: the stride of the last dimension says nothing."""
+    w = random_weight(FORMAT, 5, 1)
+    x = torch.randn(1, 7).T
+    assert torch.equal(linear(x, w), x @ w.dequantize().T)
+
+
+def test_config_as_object_and_string(w, x):
+    from w4gemm import dispatch
+    from w4gemm.problem import Device, GemmProblem
+
+    problem = GemmProblem(6, N, K, x.dtype, FORMAT, w.layout, device=Device.of(x.device))
+    _, kernel, config = dispatch.explain(problem).ranking[0]
+    expected = linear(x, w)
+    for given in (config, str(config), f"{kernel}/{config}"):
+        assert torch.equal(linear(x, w, config=given), expected)
+
+
+# --- what it refuses -------------------------------------------------------------------------------------------------
+
+
+def refused(error: type[Exception], *parts: str, **arguments) -> None:
+    x, w = arguments.pop("x"), arguments.pop("w")
+    with pytest.raises(error) as e:
+        linear(x, w, **arguments)
+    for part in parts:
+        assert part in str(e.value), str(e.value)
+
+
+def test_bad_x(w, x):
+    refused(TypeError, "x: wanted a tensor", "list", x=[1.0], w=w)
+    refused(ValueError, "x: wanted shape (..., k) with k 96", "(2, 3, 95)", x=x[..., :-1], w=w)
+    refused(ValueError, "x: wanted shape (..., k) with k 96", "()", x=x[0, 0, 0], w=w)
+    refused(TypeError, "x: wanted", "float16", "bfloat16", "got torch.float64", x=x.double(), w=w)
+    refused(TypeError, "x: wanted", "got torch.int64", x=x.long(), w=w)
+    refused(ValueError, "x: wanted w's device", "got meta", x=x.bfloat16().to("meta"), w=w)
+
+
+def test_bad_w(w, x):
+    dense = w.dequantize(x.dtype)
+    refused(TypeError, "w: wanted a QuantizedWeight, got Tensor", "w4gemm.quantize", x=x, w=dense)
+    refused(TypeError, "w: wanted a QuantizedWeight, got NoneType", x=x, w=None)
+
+
+def test_layout_that_nothing_reads(w, x):
+    other = "sm90" if x.device.type == "cpu" else "canonical"
+    parts = ("no kernel can run", "cpu_mixed_gemm:", "sm90_mixed_gemm:", "w.repack()")
+    refused(UnsupportedError, *parts, x=x, w=w.repack(other))
+
+
+def test_bad_bias(w, x, bias):
+    refused(TypeError, "bias: wanted a tensor", "list", x=x, w=w, bias=[0.0])
+    refused(TypeError, "bias: wanted", "like x, got torch.float64", x=x, w=w, bias=bias.double())
+    refused(ValueError, "bias: wanted shape (130,)", "(1, 130)", x=x, w=w, bias=bias[None])
+    refused(ValueError, "bias: wanted shape (130,)", "(129,)", x=x, w=w, bias=bias[1:])
+    refused(ValueError, "bias: wanted it contiguous", "stride 2", x=x, w=w, bias=bias.repeat(2)[::2])
+    refused(ValueError, "bias: wanted x's device", "got meta", x=x, w=w, bias=bias.to("meta"))
+
+
+def test_bad_out(w, x, bias):
+    good = x.new_empty(2, 3, N)
+    refused(TypeError, "out: wanted a tensor", "str", x=x, w=w, out="here")
+    refused(TypeError, "out: wanted", "got torch.float64", x=x, w=w, out=good.double())
+    refused(ValueError, "out: wanted shape (2, 3, 130), got (6, 130)", x=x, w=w, out=good.view(6, N))
+    refused(ValueError, "out: wanted it contiguous", x=x, w=w, out=x.new_empty(2, 3, 2 * N)[..., ::2])
+    refused(ValueError, "out: wanted x's device", "got meta", x=x, w=w, out=good.to("meta"))
+    late = x.new_empty(good.numel() + 1)[1:].view(2, 3, N)
+    refused(ValueError, f"out: wanted its data at a multiple of 16 bytes, got {x.itemsize} past", x=x, w=w, out=late)
+    with pytest.raises(ValueError, match="out: wanted a tensor without requires_grad"):
+        linear(x, w, out=good.clone().requires_grad_())
+    memory = x.new_empty(6 * (N + K))
+    inside = memory[: 6 * K].view(2, 3, K)
+    overlapping = memory[4 * K : 4 * K + 6 * N].view(2, 3, N)
+    refused(ValueError, "out: wanted memory of its own", "shared with x", x=inside, w=w, out=overlapping)
+    refused(ValueError, "shared with bias", x=x, w=w, bias=memory[:N], out=memory[: 6 * N].view(2, 3, N))
+    beside = memory[6 * K :].view(2, 3, N)
+    assert linear(inside.copy_(x), w, out=beside) is beside
+
+
+def test_bad_config(w, x):
+    refused(TypeError, "config: wanted a GemmConfig", "int 3", x=x, w=w, config=3)
+    refused(ValueError, "config: wanted <tile_m>x", "'16'", x=x, w=w, config="16")
+    refused(ValueError, "is not legal", "nearest are", x=x, w=w, config="1x1x1_1x1x1_coop")
+    refused(ValueError, "kernel: wanted one of", "'no'", x=x, w=w, config="no/16x128x128_1x1x1_coop")
+
+
+# --- PyTorch around it -----------------------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_one_operator(w, x):
+    with Recorder() as recorder:
+        d = linear(x, w)
+    assert recorder.names.count("w4gemm.linear.default") == 1
+    assert torch.equal(d, linear(x, w))
+
+
+def test_fake_tensors(w, x):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        d = linear(mode.from_tensor(x), w)
+    assert d.shape == (2, 3, N) and d.dtype == x.dtype and d.device.type == x.device.type
+
+
+def test_opcheck(w, x, bias):
+    names = (str(w.format), w.layout, w.n, w.k)
+    rows, weight = x.view(-1, K), list(w.tensors)
+    for part, b in ((rows, None), (rows[:0], bias), (rows[::2], bias)):
+        torch.library.opcheck(torch.ops.w4gemm.linear.default, (part, weight, *names, b, ""))
+    tracked = (rows.clone().requires_grad_(), weight, *names, bias.clone().requires_grad_(), "")
+    torch.library.opcheck(torch.ops.w4gemm.linear.default, tracked)
+    torch.library.opcheck(torch.ops.w4gemm.linear_dx.default, (linear(rows, w), weight, *names))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(w, x, bias, dynamic):
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    def f(x, out=None):
+        return linear(x.relu(), w, bias, out=out) * 2
+
+    for tokens in (3, 1, 2):
+        part = x[:, :tokens]
+        assert torch.equal(f(part), linear(part.relu(), w, bias) * 2)
+    out = x.new_empty(2, 3, N)
+    assert torch.equal(f(x, out), 2 * linear(x.relu(), w, bias))
+    assert torch.equal(out, linear(x.relu(), w, bias))
+
+
+def test_compile_refuses_as_eager_does(w, x):
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"x: wanted shape \(\.\.\., k\) with k 96"):
+        torch.compile(lambda x: linear(x, w), backend="aot_eager")(x[..., 1:])
+
+
+@pytest.mark.gpu
+def test_compile_with_inductor(w, x):
+    pytest.importorskip("triton")
+    torch.compiler.reset()
+    if w.device.type == "cpu":
+        pytest.skip("needs a C++ compiler")
+    for mode in ("default", "reduce-overhead"):
+        f = torch.compile(lambda x: linear(x * 2, w) + 1, fullgraph=True, mode=mode)
+        for _ in range(3):
+            torch.testing.assert_close(f(x), linear(x * 2, w) + 1)
+
+
+def test_gradients_flow_to_x_and_bias(w, x, bias):
+    x, bias = x.requires_grad_(), bias.requires_grad_()
+    d = linear(x, w, bias)
+    assert d.requires_grad
+    g = torch.randn_like(d)
+    d.backward(g)
+    dense = w.dequantize(x.dtype)
+    torch.testing.assert_close(x.grad, g @ dense)
+    torch.testing.assert_close(bias.grad, g.sum((0, 1)))
+    with torch.no_grad():
+        assert not linear(x, w, bias).requires_grad
+        assert torch.equal(linear(x, w, bias), d)
+
+
+def test_second_derivative(w, x):
+    x = x.requires_grad_()
+    g = torch.ones_like(linear(x, w)).requires_grad_()
+    (dx,) = torch.autograd.grad(linear(x, w), x, g, create_graph=True)
+    (dg,) = torch.autograd.grad(dx.sum(), g)
+    torch.testing.assert_close(dg, linear(torch.ones_like(x), w))
+
+
+def test_gradients_through_compile(w, x):
+    torch.compiler.reset()
+    x = x.requires_grad_()
+    (expected,) = torch.autograd.grad(linear(x, w).square().sum(), x)
+    (got,) = torch.autograd.grad(torch.compile(lambda x: linear(x, w).square().sum(), backend="aot_eager")(x), x)
+    assert torch.equal(got, expected)
+
+
+def test_out_and_gradients_do_not_mix(w, x):
+    with pytest.raises(ValueError, match="out: wanted None where a gradient is needed"):
+        linear(x.requires_grad_(), w, out=x.new_empty(2, 3, N))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_no_silent_nonsense_in_function_transforms(w, x, transform):
+    """There is no rule for these: an error, or the right result."""
+    try:
+        if transform == "vmap":
+            d = torch.vmap(lambda row: linear(row, w))(x)
+        else:
+            _, d = torch.func.jvp(lambda x: linear(x, w), (x,), (x,))
+    except (RuntimeError, NotImplementedError):
+        return
+    torch.testing.assert_close(d, linear(x, w))
+
+
+def test_inference_mode(w, x):
+    expected = linear(x, w)
+    with torch.inference_mode():
+        assert torch.equal(linear(x, w), expected)
+
+
+@pytest.mark.gpu
+def test_a_warm_call_costs_little():
+    """The CPU's side of a call on a GPU, which hides behind the GPU's only if it is short."""
+    w = random_weight(FORMAT, 4096, 4096).to("cuda").repack()
+    x, calls = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16), 200
+    with torch.no_grad():
+        best = float("inf")
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                linear(x, w)
+            best = min(best, (time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    assert best < 12e-6, f"{best * 1e6:.1f} us"
+
+
+@pytest.mark.gpu
+def test_another_gpu_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    w = random_weight(FORMAT, N, K).to("cuda:1").repack()
+    x = torch.randn(5, K, device="cuda:1", dtype=torch.bfloat16)
+    assert_close(linear(x, w), x, w)
+    with pytest.raises(ValueError, match="x: wanted w's device cuda:1, got cuda:0"):
+        linear(x.to("cuda:0"), w)
