@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # tests leave the user's cache alone, and keep compiled kernels for the next run
-    if config.cache is not None:
+    if getattr(config, "cache", None) is not None:
         os.environ.setdefault("W4GEMM_CACHE_DIR", str(config.cache.mkdir("kernels")))
 
 

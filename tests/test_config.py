@@ -68,4 +68,4 @@ def test_every_kernels_configs_round_trip():
         configs = kernel.configs(problem)
         assert [GemmConfig.parse(str(c)) for c in configs] == configs
         assert len(set(configs)) == len(configs), f"{kernel.name}: a config twice"
-        assert sorted(map(str, kernel.rank(problem, configs))) == sorted(map(str, configs)), f"{kernel.name}: rank"
+        assert all(kernel.predicted_us(problem, c) >= 0 for c in configs), f"{kernel.name}: predicted_us"

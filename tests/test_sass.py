@@ -9,12 +9,12 @@ from sass import Sass, check, disassemble
 from tiny_kernel import TinyKernel
 from w4gemm import GemmConfig, WeightFormat
 from w4gemm.jit import object_code
-from w4gemm.kernels import KERNELS, Kernel, kernel_named
+from w4gemm.kernels import KERNELS, Kernel, kernel_named, ranked
 from w4gemm.problem import H200, GemmProblem
 
 pytest.importorskip("cutlass")
 
-INSTRUCTION = {"sm90_mixed_gemm": "HGMMA"}
+INSTRUCTION = {"sm90_decode": "HMMA", "sm90_mixed_gemm": "HGMMA"}
 """The matrix instruction that each compiled kernel was written for; a new kernel adds its line."""
 
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
@@ -42,7 +42,7 @@ def test_every_kernel_that_compiles_is_checked():
 @pytest.mark.parametrize("kernel", gpu_kernels(), ids=lambda k: k.name)
 def test_best_config(kernel, name, dtype, m):
     p = problem(name, dtype, m, bias=m > 1)
-    config = kernel.rank(p, kernel.configs(p))[0]
+    _, _, config = ranked([kernel], p)[0]
     check(disassemble(object_code(kernel, p, config)), INSTRUCTION[kernel.name])
 
 

@@ -18,7 +18,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
-from w4gemm.kernels import KERNELS, Kernel, Operands, Status, kernel_named
+from w4gemm.kernels import KERNELS, Kernel, Operands, Status, kernel_named, ranked
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device, GemmProblem
 
@@ -53,17 +53,18 @@ class Explanation:
 
     problem: GemmProblem
     status: dict[str, Status]
-    """Every kernel's answer, in order of preference."""
-    kernel: str | None
-    """The kernel chosen, or None if none supports the problem."""
-    configs: tuple[GemmConfig, ...]
-    """Its legal configs, best guess first; the first is chosen."""
+    """Every kernel's answer."""
+    ranking: tuple[tuple[float, str, GemmConfig], ...]
+    """(predicted microseconds, kernel, config) of all that can run it, best guess first; the first is chosen."""
 
     def __str__(self) -> str:
         lines = [str(self.problem)]
         for name, status in self.status.items():
-            chosen = f"chosen, {self.configs[0]} first of {len(self.configs)}" if name == self.kernel else "supported"
-            lines.append(f"  {name}: {chosen if status else status.reason}")
+            count = sum(kernel == name for _, kernel, _ in self.ranking)
+            lines.append(f"  {name}: {f'{count} configs' if status else status.reason}")
+        if self.ranking:
+            _, kernel, config = self.ranking[0]
+            lines.append(f"  chosen: {kernel}/{config}")
         return "\n".join(lines)
 
 
@@ -114,8 +115,8 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
         ValueError: if ``config`` is malformed, names no kernel, or is not legal for the problem.
     """
     if config is None:
-        kernel = _first_supporting(problem, KERNELS)
-        chosen = kernel.rank(problem, kernel.configs(problem))[0]
+        _require_support(problem, KERNELS)
+        _, kernel, chosen = ranked(KERNELS, problem)[0]
     else:
         kernel, chosen = _forced(problem, config)
     return Plan(kernel, chosen, compiled(kernel, problem, chosen), problem)
@@ -124,18 +125,14 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
 def explain(problem: GemmProblem) -> Explanation:
     """What each kernel says about ``problem`` and what would be chosen; compiles nothing, raises nothing."""
     status = {kernel.name: kernel.supports(problem) for kernel in KERNELS}
-    for kernel in KERNELS:
-        if status[kernel.name]:
-            configs = kernel.rank(problem, kernel.configs(problem))
-            return Explanation(problem, status, kernel.name, tuple(configs))
-    return Explanation(problem, status, None, ())
+    ranking = tuple((us, kernel.name, config) for us, kernel, config in ranked(KERNELS, problem))
+    return Explanation(problem, status, ranking)
 
 
-def _first_supporting(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> Kernel:
+def _require_support(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> None:
     status = [(kernel, kernel.supports(problem)) for kernel in kernels]
-    for kernel, answer in status:
-        if answer:
-            return kernel
+    if any(answer for _, answer in status):
+        return
     reasons = "".join(f"\n  {kernel.name}: {answer.reason}" for kernel, answer in status)
     native = native_layout(problem.device)
     hint = ""
@@ -151,7 +148,7 @@ def _forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, Gem
     name, _, text = str(config).rpartition("/")
     wanted = GemmConfig.parse(text)
     candidates = (kernel_named(name),) if name else KERNELS
-    _first_supporting(problem, candidates)
+    _require_support(problem, candidates)
     legal = {f"{k.name}/{c}": (k, c) for k in candidates if k.supports(problem) for c in k.configs(problem)}
     for kernel, legal_config in legal.values():
         if legal_config == wanted:

@@ -15,7 +15,7 @@ import w4gemm
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import object_code
-from w4gemm.kernels import KERNELS, Kernel
+from w4gemm.kernels import KERNELS, Kernel, ranked
 from w4gemm.layouts import LAYOUTS
 from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.reference import linear_reference
@@ -47,7 +47,7 @@ class Target:
     def configs(self, n: int, k: int, format: WeightFormat, m: int = 64) -> list[str]:
         """Every legal config in the form that ``linear`` takes, best guess for m first."""
         problem = self.problem(m, n, k, format)
-        return [f"{self.kernel.name}/{c}" for c in self.kernel.rank(problem, self.kernel.configs(problem))]
+        return [f"{self.kernel.name}/{c}" for _, _, c in ranked([self.kernel], problem)]
 
     def few_configs(self, n: int, k: int, format: WeightFormat) -> list[str]:
         """All on the CPU; on a GPU one, and the same for as many shapes as possible, since each is compiled."""

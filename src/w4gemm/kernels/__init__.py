@@ -1,12 +1,13 @@
-"""Every kernel, in order of preference: a new one is a folder and a line here. Importing this imports no DSL."""
+"""Every kernel: a new one is a folder and a line here. Importing this imports no DSL."""
 
 from __future__ import annotations
 
-from w4gemm.kernels.base import Kernel, Operands, Program, Status
+from w4gemm.kernels.base import Kernel, Operands, Program, Status, ranked
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
+from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 
-KERNELS: tuple[Kernel, ...] = (Sm90MixedGemm(), CpuMixedGemm())
+KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), CpuMixedGemm())
 
 
 def kernel_named(name: str) -> Kernel:
@@ -21,4 +22,4 @@ def kernel_named(name: str) -> Kernel:
     raise ValueError(f"kernel: wanted one of {', '.join(k.name for k in KERNELS)}, got {name!r}")
 
 
-__all__ = ["KERNELS", "Kernel", "Operands", "Program", "Status", "kernel_named"]
+__all__ = ["KERNELS", "Kernel", "Operands", "Program", "Status", "kernel_named", "ranked"]

@@ -6,7 +6,7 @@ no GPU; only ``launch`` touches a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,8 +71,8 @@ class Kernel(Protocol):
         """Every legal config; the one statement of legality."""
         ...
 
-    def rank(self, problem: GemmProblem, configs: list[GemmConfig]) -> list[GemmConfig]:
-        """``configs``, best guess first."""
+    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
+        """About how many microseconds a launch takes, by a model; dispatch ranks the configs of all kernels by it."""
         ...
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
@@ -91,3 +91,14 @@ class Kernel(Protocol):
         """Compute ``operands.out`` on the current stream of its device, without synchronizing or allocating
         anything that outlives the call."""
         ...
+
+
+def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
+    """(predicted microseconds, kernel, config) of every kernel that supports ``problem``, best guess first."""
+    found = [
+        (kernel.predicted_us(problem, config), kernel, config)
+        for kernel in kernels
+        if kernel.supports(problem)
+        for config in kernel.configs(problem)
+    ]
+    return sorted(found, key=lambda entry: (entry[0], entry[1].name, str(entry[2])))

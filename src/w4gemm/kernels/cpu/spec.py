@@ -53,9 +53,10 @@ class CpuMixedGemm:
             configs.append(GemmConfig(1, CHUNK, _summed_together(problem.format, problem.k)))
         return configs
 
-    def rank(self, problem: GemmProblem, configs: list[GemmConfig]) -> list[GemmConfig]:
+    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
+        """Of no CPU in particular: only which way is the faster one is known."""
         few = problem.m <= _SUM_TOKENS
-        return sorted(configs, key=lambda c: (c.tile_m == 1) != few)
+        return float((config.tile_m == 1) != few)
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         if config.tile_m == 1:

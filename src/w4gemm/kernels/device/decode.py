@@ -40,45 +40,54 @@ class Decoder:
     def mixed(self) -> bool:
         return self.kind != self.scale_kind
 
-    def prepare(self, words: tuple[Int32, ...]) -> tuple:
-        """Once per group: what :meth:`decode` needs of a scale word (and zero word), for rows g and g + 8."""
-        return tuple(self._prepare_row(words, high) for high in (False, True))
-
-    def _prepare_row(self, words: tuple[Int32, ...], high: bool) -> tuple:
-        """(scale, offset, zero) of one row: offset is added to bias + u, zero after the multiplication."""
-        offset = Int32(_signed(_MINUS_BIAS_8[self.kind]))
-        if self.mixed:
-            scale = half_to_float(self.scale_kind, words[0], high)
-            if self.zero == "none":
-                return scale, offset, None
-            zero = half_to_float(self.scale_kind, words[1], high)
-            if self.zero == "float":
-                return scale, Int32(_signed(_BIAS[self.kind][1])), zero
-            value = Float32(-_BIAS_VALUE[self.kind]) - zero
-            return scale, pack_half2(self.kind, value, value), None
-        scale = broadcast_half(words[0], high)
+    def offsets(self, words: tuple[Int32, ...]) -> tuple[Int32, Int32]:
+        """For rows g and g + 8: what turns bias + u into the exact integer that the scale multiplies, u - 8 or u - z
+        (or u itself with a float zero point). ``words`` is the scale word, and the zero word if there is one."""
         if self.zero == "none":
-            return scale, offset, None
-        zero = broadcast_half(words[1], high)
+            constant = Int32(_signed(_MINUS_BIAS_8[self.kind]))
+            return constant, constant
         minus_bias = Int32(_signed(_BIAS[self.kind][1]))
         if self.zero == "float":
-            return scale, minus_bias, zero
-        return scale, asm(f"sub.rn.{self.kind}x2 $0, $1, $2;", [Int32], [minus_bias, zero], pure=True)[0], None
+            return minus_bias, minus_bias
+        return self._integer_offset(words[1], False), self._integer_offset(words[1], True)
+
+    def _integer_offset(self, word: Int32, high: bool) -> Int32:
+        if self.mixed:
+            value = Float32(-_BIAS_VALUE[self.kind]) - half_to_float(self.scale_kind, word, high)
+            return pack_half2(self.kind, value, value)
+        minus_bias = Int32(_signed(_BIAS[self.kind][1]))
+        text = f"sub.rn.{self.kind}x2 $0, $1, $2;"
+        return asm(text, [Int32], [minus_bias, broadcast_half(word, high)], pure=True)[0]
+
+    def decode_exact(self, word: Int32, offsets: tuple[Int32, Int32]) -> tuple[Int32, ...]:
+        """The four fragment registers of a code word as exact integers, for a kernel that scales its accumulators."""
+        add = f"add.rn.{self.kind}x2 $0, $1, $2;"
+        biased = self._biased(word)
+        return tuple(asm(add, [Int32], [b, offsets[i % 2]], pure=True)[0] for i, b in enumerate(biased))
+
+    def scales_and_zeros(self, words: tuple[Int32, ...]) -> tuple[tuple[Float32, Float32 | None], ...]:
+        """For rows g and g + 8, in float32: the scale, and the float zero point if there is one."""
+        rows = []
+        for high in (False, True):
+            zero = half_to_float(self.scale_kind, words[1], high) if self.zero == "float" else None
+            rows.append((half_to_float(self.scale_kind, words[0], high), zero))
+        return tuple(rows)
+
+    def prepare(self, words: tuple[Int32, ...]) -> tuple:
+        """Once per group: what :meth:`decode` needs, (offset, scale, float zero point or None) of rows g and g + 8."""
+        offsets = self.offsets(words)
+        if self.mixed:
+            return tuple((offset, *values) for offset, values in zip(offsets, self.scales_and_zeros(words), strict=True))
+        rows = []
+        for offset, high in zip(offsets, (False, True), strict=True):
+            zero = broadcast_half(words[1], high) if self.zero == "float" else None
+            rows.append((offset, broadcast_half(words[0], high), zero))
+        return tuple(rows)
 
     def decode(self, word: Int32, prepared: tuple) -> tuple[Int32, ...]:
-        """The four fragment registers of a code word."""
-        out = []
-        for i, biased in enumerate(self._biased(word)):
-            scale, offset, zero = prepared[i % 2]
-            exact = asm(f"add.rn.{self.kind}x2 $0, $1, $2;", [Int32], [biased, offset], pure=True)[0]
-            out.append(self._scaled(exact, scale, zero))
-        return tuple(out)
-
-    def decode_unscaled(self, word: Int32) -> tuple[Int32, ...]:
-        """u - 8 exactly, for a kernel that applies the scale to its accumulators; symmetric formats only."""
-        offset = Int32(_signed(_MINUS_BIAS_8[self.kind]))
-        add = f"add.rn.{self.kind}x2 $0, $1, $2;"
-        return tuple(asm(add, [Int32], [biased, offset], pure=True)[0] for biased in self._biased(word))
+        """The four fragment registers of a code word: weights, rounded once to ``kind``."""
+        exact = self.decode_exact(word, (prepared[0][0], prepared[1][0]))
+        return tuple(self._scaled(e, *prepared[i % 2][1:]) for i, e in enumerate(exact))
 
     def _biased(self, word: Int32) -> tuple[Int32, ...]:
         """bias + u, two codes a register."""

@@ -115,3 +115,24 @@ def half_to_float(kind: str, word: Int32, high: bool) -> Float32:
 def broadcast_half(word: Int32, high: bool) -> Int32:
     """The low or high half of ``word`` in both halves."""
     return asm(f"prmt.b32 $0, $1, $1, {'0x3232' if high else '0x1010'};", [Int32], [word], pure=True)[0]
+
+
+def load_matrix(address: Int32) -> tuple[Int32, ...]:
+    """``ldmatrix``: four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return asm(text, [Int32] * 4, [address])
+
+
+def store_shared_f32(address: Int32, value: Float32) -> None:
+    asm("st.shared.f32 [$0], $1;", [], [address, value])
+
+
+def mma_m16n8k16(
+    kind: str, acc: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]
+) -> tuple[Float32, ...]:
+    """acc + a @ b, with float32 accumulators, on one warp."""
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    return asm(text, [Float32] * 4, [*a, *b, *acc], pure=True)

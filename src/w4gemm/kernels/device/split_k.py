@@ -28,28 +28,31 @@ class Reduction:
         return max(1, self.tokens // 8 // self.ranks)
 
     @cute.jit
-    def run(self, acc: cute.Tensor, parked: Int32, rank: Int32, thread: Int32):
-        """Park acc at ``parked``, then sum this rank's share into the first 4 * share accumulators.
-
-        Returns (first token of the share, whether this rank has one). Ends with a cluster_arrive: the caller must
-        cluster_wait before it exits or reuses the memory.
-        """
-        line = self.threads * 16  # bytes of one block of four accumulators, all threads
-        own = parked + thread * 16
+    def park(self, acc: cute.Tensor, own: Int32):
+        """Store all accumulators at ``own``, this thread's 16 bytes of the first line. A cluster barrier must follow."""
         for i in cutlass.range_constexpr(self.tokens // 8):
-            store_shared_f32x4(own + i * line, [acc[4 * i + j] for j in range(4)])
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+            store_shared_f32x4(own + i * self.line, [acc[4 * i + j] for j in range(4)])
+
+    @cute.jit
+    def sum(self, acc: cute.Tensor, own: Int32, rank: Int32):
+        """Sum this rank's share into the first 4 * share accumulators: (its first token, whether it has one).
+
+        A cluster barrier must follow before the parked values are overwritten or their CTA exits.
+        """
         first = rank * self.share
         mine = first < self.tokens // 8
         if mine:
             for i in cutlass.range_constexpr(4 * self.share):
                 acc[i] = Float32(0.0)
             for r in cutlass.range_constexpr(self.ranks):
-                other = cluster_address(own + first * line, Int32(r))
+                other = cluster_address(own + first * self.line, Int32(r))
                 for i in cutlass.range_constexpr(self.share):
-                    values = load_shared_cluster(other + i * line)
+                    values = load_shared_cluster(other + i * self.line)
                     for j in cutlass.range_constexpr(4):
                         acc[4 * i + j] = acc[4 * i + j] + values[j]
-        cute.arch.cluster_arrive()
         return first * 8, mine
+
+    @property
+    def line(self) -> int:
+        """Bytes of one block of four accumulators, all threads."""
+        return self.threads * 16

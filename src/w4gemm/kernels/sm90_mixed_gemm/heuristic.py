@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
-from w4gemm.layouts.sm90 import scale_group
 from w4gemm.problem import GemmProblem
 
 # Measured on an H200, 2026-11-21 (docs/measured.md)
@@ -17,9 +16,9 @@ _TILE_US = 0.9  # pipeline fill and epilogue that nothing hides
 _CLUSTER_SUM_US = 0.9
 
 
-def predicted_time(problem: GemmProblem, config: GemmConfig) -> float:
+def predicted_us(problem: GemmProblem, config: GemmConfig) -> float:
     """Microseconds: waves of tiles, each bound by its tensor operations, its decoding or its bytes."""
-    variant = Variant(config, "bf16", "bf16", problem.format.zero, scale_group(problem.format), problem.bias, True)
+    variant = Variant.of(problem, config)
     m_tiles = -(-problem.m // config.tile_m)
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n)) * config.cluster_n
     ctas = m_tiles * n_tiles * config.split_k

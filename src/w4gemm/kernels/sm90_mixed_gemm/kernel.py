@@ -49,7 +49,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.epilogue import Epilogue, add_bias
-from w4gemm.kernels.device.ptx import bulk_copy, load_shared, shared_address
+from w4gemm.kernels.device.ptx import (
+    bulk_copy,
+    load_shared,
+    load_shared_cluster,
+    shared_address,
+    store_shared_f32x4,
+)
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.device.split_k import Reduction
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
@@ -92,7 +98,7 @@ class MixedGemm:
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
-            (self.v.warpgroups, 1, 1),
+            (self.v.row_groups, 1, 1),
             tiler_mn=(64, c.tile_m),
             a_source=warpgroup.OperandSource.RMEM,
         )
@@ -104,7 +110,7 @@ class MixedGemm:
         box = cute.slice_(x_layout, (None, None, 0))
         tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (c.tile_m, 64), num_multicast=c.cluster_n)
         clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(
-            weight.shape[0], self.v.warpgroups * c.cluster_n
+            weight.shape[0], self.v.row_groups * c.cluster_n
         )
         if const_expr(c.split_k == 1):
             clusters = cutlass.min(clusters, max_clusters)
@@ -112,7 +118,8 @@ class MixedGemm:
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.v.occupancy,
+            preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
         )
@@ -133,7 +140,8 @@ class MixedGemm:
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
         s_weight = smem.allocate_array(Int32, v.stages * v.weight_bytes // 4, byte_alignment=128)
-        s_staging = smem.allocate_array(Int32, v.warpgroups * v.staging_bytes // 4, byte_alignment=128)
+        s_staging = smem.allocate_array(Int32, v.row_groups * v.staging_bytes // 4, byte_alignment=128)
+        s_fold = smem.allocate_array(Int32, max(4, v.fold_bytes // 4), byte_alignment=128)
         full = smem.allocate_array(Int64, v.stages, byte_alignment=8)
         empty = smem.allocate_array(Int64, v.stages, byte_alignment=8)
         if warp == 0:
@@ -151,7 +159,7 @@ class MixedGemm:
         cta = cute.arch.block_idx()[0]
         rank = cta % self.cluster
         # the k blocks of this CTA, in slots: all of them, or its share
-        slots = weight.shape[1] // v.blocks
+        slots = cute.ceil_div(weight.shape[1], v.blocks)
         first_slot = Int32(0)
         if const_expr(c.split_k > 1):
             share = slots // c.split_k
@@ -159,7 +167,7 @@ class MixedGemm:
             first_slot = rank * share + cutlass.min(rank, extra)
             slots = share + (1 if rank < extra else 0)
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        n_tiles = cute.ceil_div(weight.shape[0], v.warpgroups * c.cluster_n)
+        n_tiles = cute.ceil_div(weight.shape[0], v.row_groups * c.cluster_n)
         work = (cta // self.cluster, cute.arch.grid_dim()[0] // self.cluster, m_tiles, n_tiles, first_slot, slots)
         ring = (full, empty, s_x, shared_address(s_weight))
         if warp >= 4 * v.warpgroups:
@@ -173,7 +181,7 @@ class MixedGemm:
         else:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(v.consumer_registers)
-            self.consume(mma, ring, work, rank, out, bias, shared_address(s_staging))
+            self.consume(mma, ring, work, rank, out, bias, (shared_address(s_staging), shared_address(s_fold)))
 
     @cute.jit
     def cluster_barrier(self):
@@ -234,27 +242,35 @@ class MixedGemm:
 
     @cute.jit
     def load_weight(self, weight, s_weight, full, n_tile, slot, stage):
-        """One slot's weight blocks: for each consumer warpgroup a run of blocks that lie one after the other."""
+        """One slot's weight blocks."""
         v = self.v
-        run = v.blocks * v.block_bytes
         with cute.arch.elect_one():
             barrier = shared_address(full + stage)
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.stage_bytes)
-            for wg in cutlass.range_constexpr(v.warpgroups):
+            for wg in cutlass.range_constexpr(v.row_groups):
                 # a warpgroup past the last row block works on that block again and stores nothing
-                row = cutlass.min(n_tile * v.warpgroups + wg, weight.shape[0] - 1)
-                source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + slot * v.blocks) * v.block_bytes
-                bulk_copy(s_weight + stage * v.weight_bytes + wg * run, source, Int32(run), barrier)
+                row = cutlass.min(n_tile * v.row_groups + wg, weight.shape[0] - 1)
+                for b in cutlass.range_constexpr(v.blocks):
+                    # past the last k block: that block again, which meets the zeros that TMA puts past the end of x
+                    k_block = slot * v.blocks + b
+                    if const_expr(v.blocks > 1):
+                        k_block = cutlass.min(k_block, weight.shape[1] - 1)
+                    source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_block) * v.block_bytes
+                    target = s_weight + stage * v.weight_bytes + (wg * v.blocks + b) * v.block_bytes
+                    bulk_copy(target, source, Int32(v.block_bytes), barrier)
 
     # ------------------------------------------------------------------------------------------------ consumers
 
     @cute.jit
-    def consume(self, mma, ring, work, rank, out, bias, s_staging):
+    def consume(self, mma, ring, work, rank, out, bias, buffers):
         v, c = self.v, self.v.config
         _, empty, s_x, _ = ring
         cluster, clusters, m_tiles, n_tiles, _, slots = work
         thread = cute.arch.thread_idx()[0]
-        wg, t = cute.arch.make_warp_uniform(thread // 128), thread % 128
+        wg, t = cute.arch.make_warp_uniform(thread // 128 % v.row_groups), thread % 128
+        k_set = cute.arch.make_warp_uniform(thread // (128 * v.row_groups))
+        thread = thread % (128 * v.row_groups)
+        s_staging, s_fold = buffers
         thr = mma.get_slice(thread)
         x_fragments = mma.make_fragment_B(thr.partition_B(s_x))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((c.tile_n, c.tile_m)), Float32)
@@ -270,7 +286,7 @@ class MixedGemm:
                 n_tile = n_tile * c.cluster_n + rank
             acc.fill(0.0)
             for i in cutlass.range(slots, unroll=1):
-                self.multiply_slot(mma, ring, acc, fragment, x_fragments, (stage, phase, previous, i > 0), wg, t)
+                self.multiply_slot(mma, ring, acc, fragment, x_fragments, (stage, phase, previous, i > 0), (wg, k_set, t))
                 previous = stage
                 stage += 1
                 if stage == v.stages:
@@ -280,41 +296,78 @@ class MixedGemm:
             if slots > 0:
                 self.release(empty, previous, t)
             place = (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t)
+            if const_expr(v.k_sets > 1):
+                self.fold(flat, s_fold, k_set, thread)
             if const_expr(c.split_k > 1):
-                reduction = Reduction(c.tile_m, c.split_k, v.warpgroups * 128)
-                self.cluster_barrier_of_consumers()
-                parked = shared_address(s_x.iterator)
-                first, mine = reduction.run(flat, parked, rank, thread)
-                if mine:
-                    self.finish(
-                        cute.make_tensor(flat.iterator, cute.make_layout(reduction.share * 4)),
-                        Epilogue(v.kind, reduction.share * 8, v.vector),
-                        out,
-                        bias,
-                        (place[0] + first, place[1], t),
-                        s_staging,
-                        wg,
-                    )
-                cute.arch.cluster_wait()
-            else:
+                self.reduce(flat, place, ring, rank, k_set, thread, out, bias, s_staging, wg)
+            elif const_expr(v.k_sets == 1):
                 self.finish(flat, self.epilogue, out, bias, place, s_staging, wg)
+            else:
+                if k_set == 0:
+                    self.finish(flat, self.epilogue, out, bias, place, s_staging, wg)
 
     @cute.jit
-    def cluster_barrier_of_consumers(self):
+    def fold(self, flat, s_fold, k_set, thread):
+        """All k sets but the first hand their accumulators to it."""
+        v = self.v
+        line = v.row_groups * 128 * 16  # bytes of one block of four accumulators, all threads of a set
+        size = cute.size(flat) // 4
+        if k_set > 0:
+            for i in cutlass.range_constexpr(size):
+                at = s_fold + ((k_set - 1) * size + i) * line + thread * 16
+                store_shared_f32x4(at, [flat[4 * i + j] for j in range(4)])
+        self.consumer_barrier()
+        if k_set == 0:
+            for s in cutlass.range_constexpr(v.k_sets - 1):
+                for i in cutlass.range_constexpr(size):
+                    other = load_shared_cluster(s_fold + (s * size + i) * line + thread * 16)
+                    for j in cutlass.range_constexpr(4):
+                        flat[4 * i + j] = flat[4 * i + j] + other[j]
+        self.consumer_barrier()
+
+    @cute.jit
+    def reduce(self, flat, place, ring, rank, k_set, thread, out, bias, s_staging, wg):
+        """Sum over the cluster and store this rank's share of the tokens."""
+        v, c = self.v, self.v.config
+        reduction = Reduction(c.tile_m, c.split_k, v.row_groups * 128)
+        self.consumer_barrier()
+        parked = shared_address(ring[2].iterator) + thread * 16
+        if k_set == 0:
+            reduction.park(flat, parked)
+        self.cluster_barrier()
+        if k_set == 0:
+            first, mine = reduction.sum(flat, parked, rank)
+            if mine:
+                self.finish(
+                    cute.make_tensor(flat.iterator, cute.make_layout(reduction.share * 4)),
+                    Epilogue(v.kind, reduction.share * 8, v.vector),
+                    out,
+                    bias,
+                    (place[0] + first, place[1], place[2]),
+                    s_staging,
+                    wg,
+                )
+        self.cluster_barrier()  # the neighbours have read what this CTA parked
+
+    @cute.jit
+    def consumer_barrier(self):
         cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.v.warpgroups)
 
     @cute.jit
-    def multiply_slot(self, mma, ring, acc, fragment, x_fragments, state, wg, t):
-        """acc += this slot's weights @ x.T. Leaves the last step's wgmma in flight."""
+    def multiply_slot(self, mma, ring, acc, fragment, x_fragments, state, who):
+        """acc += this slot's weights @ x.T, as far as this k set does it. Leaves the last step's wgmma in flight."""
         v = self.v
         full, empty, _, s_weight = ring
         stage, phase, previous, has_previous = state
+        wg, k_set, t = who
         registers = cute.recast_tensor(fragment, Int32)
         cute.arch.mbarrier_wait(full + stage, phase)
-        base = s_weight + stage * v.weight_bytes + wg * (v.blocks * v.block_bytes)
+        blocks = v.blocks // v.k_sets
+        base = s_weight + stage * v.weight_bytes + (wg * v.blocks + k_set * blocks) * v.block_bytes
+        x_chunk = stage * self.chunks + k_set * (2 * blocks)
         scale_lane = (t // 32 * 8 + t % 32 // 4) * 4 * self.decoder.words_per_scale
         prepared: Any = None
-        for chunk in cutlass.range_constexpr(self.chunks):
+        for chunk in cutlass.range_constexpr(2 * blocks):
             block = base + chunk // 2 * v.block_bytes
             words = load_shared(block + chunk % 2 * 2048 + t * 16, 4)
             for step in cutlass.range_constexpr(4):
@@ -331,7 +384,7 @@ class MixedGemm:
                     mma,
                     acc,
                     fragment[(None, None, chunk % 2 * 4 + step)],
-                    x_fragments[(None, None, step, stage * self.chunks + chunk)],
+                    x_fragments[(None, None, step, x_chunk + chunk)],
                     acc,
                 )
             warpgroup.commit_group()

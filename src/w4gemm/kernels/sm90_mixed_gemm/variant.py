@@ -1,48 +1,39 @@
-"""One compiled form of the kernel: :class:`Variant`, what the device code is specialized for and what follows from it."""
+"""What follows from a compiled form of the kernel: sizes, threads, registers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from w4gemm.config import GemmConfig
+from w4gemm.kernels import sm90
 from w4gemm.kernels.device.staging import staging_bytes
 
-SHARED_MEMORY = 232448
-"""Bytes that one CTA may use on SM90."""
 _BARRIERS_AND_ALIGNMENT = 1536
+_RESERVED = 1024  # shared memory that the system takes for each CTA
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Compile-time facts. Equal variants share one compiled object; nothing here depends on m, n or k.
-
-    Args:
-        config: tile, cluster, schedule, split_k, stages (0 = as many as fit, at most 8).
-        kind: "f16" or "bf16", the dtype of x and d.
-        scale_kind: dtype of the scales.
-        zero: "none", "int" or "float".
-        scale_group: elements of k that share a scale in the packed layout: 32, 64 or 128.
-        bias: whether a bias is added.
-        vector: whether rows of d can be stored 16 bytes at a time.
-    """
-
-    config: GemmConfig
-    kind: str
-    scale_kind: str
-    zero: str
-    scale_group: int
-    bias: bool
-    vector: bool
+class Variant(sm90.Variant):
+    @property
+    def row_groups(self) -> int:
+        """Consumer warpgroups along the rows of the weight tile, 64 each."""
+        return self.config.tile_n // 64
 
     @property
-    def block_bytes(self) -> int:
-        """One 64 x 128 block of the packed weight: codes, scales, zero points."""
-        return 4096 + 128 // self.scale_group * 128 * (1 if self.zero == "none" else 2)
+    def k_sets(self) -> int:
+        """Sets of consumer warpgroups that share the k blocks of a slot: as many as there are registers for, since with
+        few tokens one set alone does not keep the tensor cores busy while it decodes."""
+        limit = 4 if self.occupancy == 1 else 2
+        return min(self.blocks, limit // self.row_groups) if self.config.tile_m <= 64 else 1
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups; each owns 64 rows of the weight tile."""
-        return self.config.tile_n // 64
+        """Consumer warpgroups."""
+        return self.row_groups * self.k_sets
+
+    @property
+    def occupancy(self) -> int:
+        """CTAs on one multiprocessor."""
+        return 2 if self.config.schedule == "pingpong" else 1
 
     @property
     def threads(self) -> int:
@@ -55,7 +46,7 @@ class Variant:
 
     @property
     def weight_bytes(self) -> int:
-        return self.warpgroups * self.blocks * self.block_bytes
+        return self.row_groups * self.blocks * self.block_bytes
 
     @property
     def x_bytes(self) -> int:
@@ -71,22 +62,25 @@ class Variant:
         return staging_bytes(self.config.tile_m)
 
     @property
+    def fold_bytes(self) -> int:
+        """Accumulators that all k sets but the first hand to it."""
+        return (self.k_sets - 1) * self.config.tile_m * self.config.tile_n * 4
+
+    @property
     def reduction_bytes(self) -> int:
         """Accumulators that a split-k CTA parks for its cluster; they lie over the drained pipeline."""
         return self.config.tile_m * self.config.tile_n * 4 if self.config.split_k > 1 else 0
 
     @property
     def stages(self) -> int:
-        room = SHARED_MEMORY - _BARRIERS_AND_ALIGNMENT - self.warpgroups * self.staging_bytes
+        room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
+        room -= self.row_groups * self.staging_bytes + self.fold_bytes
         fit = min(8, room // self.stage_bytes)
         return min(self.config.stages, fit) if self.config.stages else fit
 
     @property
-    def shared_memory(self) -> int:
-        pipeline = self.stages * self.stage_bytes
-        return pipeline + self.warpgroups * self.staging_bytes + _BARRIERS_AND_ALIGNMENT
-
-    @property
     def consumer_registers(self) -> int:
         """Registers a consumer thread asks for, 0 where the launch's own share is enough."""
+        if self.occupancy == 2:
+            return {1: 0, 2: 104}[self.warpgroups]
         return {1: 0, 2: 240, 4: 112}[self.warpgroups]

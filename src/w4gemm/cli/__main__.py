@@ -1,0 +1,57 @@
+"""``w4gemm``: one file a command; see ``w4gemm --help``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import w4gemm
+from w4gemm.cli import generate, info
+from w4gemm.environment import configure_logging
+from w4gemm.errors import UnsupportedError
+
+COMMANDS = (generate, info)
+USER_ERRORS = (
+    ValueError,
+    TypeError,
+    FileNotFoundError,
+    IsADirectoryError,
+    PermissionError,
+    ImportError,
+    UnsupportedError,
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("w4gemm", description="4-bit-weight matrix multiplication for NVIDIA Hopper GPUs")
+    parser.add_argument("--version", action="version", version=f"w4gemm {w4gemm.__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = commands.add_parser(command.NAME, help=command.HELP, description=command.DESCRIPTION)
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status is 0, 1 after an error, or 2 for arguments that it cannot read."""
+    args = make_parser().parse_args(argv)
+    try:
+        configure_logging()
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stderr.close()
+        return 1
+    except USER_ERRORS as e:
+        if args.traceback:
+            raise
+        print(f"w4gemm: error: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

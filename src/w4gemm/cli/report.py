@@ -1,0 +1,78 @@
+"""What the commands print besides their result: all of it on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from w4gemm import dispatch
+from w4gemm.formats import WeightFormat
+from w4gemm.layouts import native_layout
+from w4gemm.nn import W4Linear
+from w4gemm.problem import Device, GemmProblem
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[int, int, str], None]]:
+    """A function ``(done, total, what)`` that keeps one line on a terminal up to date, and is silent elsewhere."""
+    shown = 0.0
+
+    def progress(done: int, total: int, what: str) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if sys.stderr.isatty() and (now - shown > 0.1 or done in (0, total)):
+            shown = now
+            count = f" {done}/{total}" if total else ""
+            print(f"\r\x1b[K{what}{count} ...", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield progress
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no advice from Hugging Face's libraries; their errors still show."""
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    warnings.filterwarnings("ignore", module="transformers")
+
+
+def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
+    """``kernel/config`` of every 4-bit layer for m tokens, counted: the plans that ``linear`` keeps and uses."""
+    layers = [layer for layer in model.modules() if isinstance(layer, W4Linear)]
+    return Counter(str(dispatch.plan_for(_call(layer, m, dtype))) for layer in layers)
+
+
+def _call(layer: W4Linear, m: int, dtype: torch.dtype) -> dispatch.Call:
+    w = layer.weight
+    bias = layer.bias is not None
+    return dispatch.Call(dispatch.interval(m), w.n, w.k, dtype, w.format, w.layout, bias, w.device, "")
+
+
+def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:
+    """What to ask the kernels about when there is no weight at hand."""
+    described = Device.of(device)
+    return GemmProblem(16, 4096, 4096, dtype, WeightFormat(), native_layout(described), device=described)
+
+
+def refusals(device: torch.device | str) -> str:
+    """Every kernel's reason for not running on a device; empty if one runs there."""
+    explained = dispatch.explain(typical_problem(device))
+    return "" if explained.kernel else "; ".join(f"{name}: {s.reason}" for name, s in explained.status.items())

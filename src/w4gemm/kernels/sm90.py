@@ -1,0 +1,130 @@
+"""What the Hopper kernels share on the host side: their operands, their limits, their launch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from w4gemm.config import GemmConfig
+from w4gemm.kernels.base import OK, Operands, Program, Status
+from w4gemm.kernels.device.requirements import missing_for_dsl
+from w4gemm.layouts.sm90 import CODE_WORDS, scale_group, scale_words
+from w4gemm.problem import GemmProblem
+
+SHARED_MEMORY = 232448
+"""Bytes that one CTA may use on SM90."""
+
+_KIND = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_SCALE_KIND = {"fp16": "f16", "bf16": "bf16"}
+_MIN_DRIVER = (12, 0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled form of a kernel: compile-time facts. Equal variants share one compiled object; nothing here depends
+    on m, n or k.
+
+    Args:
+        config: tile, cluster, schedule, split_k, stages (0 = as many as fit).
+        kind: "f16" or "bf16", the dtype of x and d.
+        scale_kind: dtype of the scales.
+        zero: "none", "int" or "float".
+        scale_group: elements of k that share a scale in the packed layout: 32, 64 or 128.
+        block_bytes: one 64 x 128 block of the packed weight: codes, scales, zero points.
+        bias: whether a bias is added.
+        vector: whether rows of d can be stored 16 bytes at a time.
+    """
+
+    config: GemmConfig
+    kind: str
+    scale_kind: str
+    zero: str
+    scale_group: int
+    block_bytes: int
+    bias: bool
+    vector: bool
+
+    @classmethod
+    def of(cls, problem: GemmProblem, config: GemmConfig):
+        return cls(
+            config,
+            _KIND[problem.dtype],
+            _SCALE_KIND[problem.format.scale],
+            problem.format.zero,
+            scale_group(problem.format),
+            4 * (CODE_WORDS + scale_words(problem.format)),
+            bias=problem.bias,
+            vector=problem.n % 8 == 0,
+        )
+
+
+class Sm90Kernel(ABC):
+    """A Kernel for W4A16 on SM90 that reads the sm90 layout. A subclass adds configs, rank and its device code."""
+
+    name: str
+    variant: type[Variant]
+
+    @abstractmethod
+    def entry(self) -> Callable[[Any], Callable[..., None]]:
+        """The device class: made from a variant, called by ``cute.compile``. Imports the DSL."""
+
+    def supports(self, problem: GemmProblem) -> Status:
+        device = problem.device
+        if device.kind != "cuda" or device.rocm:
+            have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
+            return Status.no(f"needs an NVIDIA GPU of compute capability 9.0, this is {have}")
+        if device.capability != (9, 0):
+            have = ".".join(map(str, device.capability))
+            return Status.no(
+                f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
+            )
+        if device.shared_memory < SHARED_MEMORY:
+            return Status.no(f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}")
+        if problem.dtype not in _KIND:
+            return Status.no(f"needs fp16 or bf16 activations, got {problem.dtype}")
+        if problem.layout != "sm90":
+            return Status.no(f"reads the sm90 layout, the weight lies in {problem.layout}; call w.repack('sm90')")
+        reason = missing_for_dsl(_MIN_DRIVER)
+        return Status.no(reason) if reason else OK
+
+    def ctas_per_sm(self, config: GemmConfig) -> int:
+        """CTAs of a launch that one multiprocessor holds at once."""
+        return 1
+
+    def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
+        return 0
+
+    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
+        return self.variant.of(problem, config)
+
+    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+        variant = self.variant.of(problem, config)
+        dtype = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}[variant.kind]
+        m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        wide = 8 if variant.vector else 1
+        x = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+        words = (cute.sym_int(), cute.sym_int(), variant.block_bytes // 4)
+        weight = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(2, 1, 0), assumed_align=16)
+        out = make_fake_tensor(dtype, (m, n), (cute.sym_int64(divisibility=wide), 1), assumed_align=2 * wide)
+        bias = make_fake_compact_tensor(dtype, (n,), assumed_align=2) if variant.bias else None
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return Program(self.entry()(variant), (x, weight, out, bias, 1, stream), "sm_90a")
+
+    def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+        clusters = self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
+        compiled(_tma_readable(operands.x), operands.weight[0], operands.out, operands.bias, clusters)
+
+
+def _tma_readable(x: torch.Tensor) -> torch.Tensor:
+    """x itself where TMA can read it (rows at multiples of 16 bytes), else a copy, k padded with zeros."""
+    if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).contiguous()

@@ -1,0 +1,53 @@
+"""Host side of the decode kernel: its configs and their order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from w4gemm.config import GemmConfig
+from w4gemm.kernels.sm90 import Sm90Kernel
+from w4gemm.kernels.sm90_decode.heuristic import predicted_us
+from w4gemm.kernels.sm90_decode.variant import Variant
+from w4gemm.problem import GemmProblem
+
+_TILE_M = (8, 16)
+_TILE_N = (16, 32, 64, 128)
+_SPLIT_K = (1, 2)
+
+
+class Sm90Decode(Sm90Kernel):
+    """W4A16 on SM90 for few tokens, with mma.sync: any m (meant for 16 and fewer), n, k, every format."""
+
+    name = "sm90_decode"
+    variant = Variant
+
+    def entry(self) -> Callable[[Any], Callable[..., None]]:
+        from w4gemm.kernels.sm90_decode.kernel import Decode
+
+        return Decode
+
+    def ctas_per_sm(self, config: GemmConfig) -> int:
+        return 2 if config.schedule == "pingpong" else 1
+
+    def configs(self, problem: GemmProblem) -> list[GemmConfig]:
+        return list(_fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes))
+
+    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
+        return predicted_us(problem, config)
+
+
+@functools.cache
+def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
+    """Every config whose ring fits shared memory with at least four warps."""
+    found = []
+    for schedule in ("coop", "pingpong"):
+        for tile_m in _TILE_M:
+            for tile_n in _TILE_N:
+                for split_k in _SPLIT_K:
+                    config = GemmConfig(tile_m, tile_n, 128, schedule=schedule, split_k=split_k)
+                    v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, bias=True, vector=True)
+                    if v.warps:
+                        found.append(config)
+    return tuple(found)

@@ -1,0 +1,112 @@
+"""What follows from a compiled form of the decode kernel: sizes and threads."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from w4gemm.kernels import sm90
+
+_BARRIERS_AND_ALIGNMENT = 1536
+_RESERVED = 1024  # shared memory that the system takes for each CTA
+_PAD = 4  # floats between token rows of the reduction buffer, so that a warp's stores fall into different banks
+_CODE_BYTES = 4096  # of a 64 x 128 block
+_SLOTS = 2  # deeper rings measured slower: the first x then waits behind more weights (H200, 2026-11-21)
+
+
+@dataclass(frozen=True)
+class Variant(sm90.Variant):
+    @property
+    def row_blocks(self) -> int:
+        """16-row blocks of the weight tile; every warp works on all of them."""
+        return self.config.tile_n // 16
+
+    @property
+    def parts(self) -> int:
+        """Packed blocks of 64 rows in the weight tile, 1 for a tile of fewer rows."""
+        return max(1, self.config.tile_n // 64)
+
+    @property
+    def token_blocks(self) -> int:
+        return self.config.tile_m // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales and zero points of 64 rows and 128 columns."""
+        return self.block_bytes - _CODE_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        """A slot's part of the weights: tile_n rows of 128 columns."""
+        return self.block_bytes * self.config.tile_n // 64
+
+    @property
+    def x_bytes(self) -> int:
+        return self.config.tile_m * 256
+
+    @property
+    def scales_in_registers(self) -> bool:
+        """Whether a unit's scales are read together with its codes, so that the slot can be refilled before the unit is
+        multiplied; with many groups there are no registers for that."""
+        return self.scale_bytes <= 256
+
+    @property
+    def occupancy(self) -> int:
+        """CTAs on one multiprocessor."""
+        return 2 if self.config.schedule == "pingpong" else 1
+
+    @property
+    def slots(self) -> int:
+        """Depth of each warp's ring."""
+        return self.config.stages or _SLOTS
+
+    @property
+    def reduction_row(self) -> int:
+        """Floats of one token's row in the reduction buffer."""
+        return self.config.tile_n + _PAD
+
+    @property
+    def parked_bytes(self) -> int:
+        """One warp's accumulators in the reduction buffer."""
+        return self.config.tile_m * self.reduction_row * 4
+
+    @functools.cached_property
+    def _warps(self) -> tuple[int, int]:
+        """(warps, parked warps): as many as shared memory holds, (0, 0) if it holds no four."""
+        room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
+        ring = self.slots * (self.weight_bytes + self.x_bytes)
+        # two CTAs of eight warps leave 128 registers a thread, too few for the x fragments of 16 tokens
+        for warps in (4,) if self.occupancy == 2 and self.config.tile_m > 8 else (8, 4):
+            for parked in (8, 4, 2, 1):
+                if parked <= warps and warps * ring + parked * self.parked_bytes <= room:
+                    return warps, parked
+        return 0, 0
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA; each takes every ``warps``-th 128 columns of k. 0 if shared memory does not hold this form."""
+        return self._warps[0]
+
+    @property
+    def parked_warps(self) -> int:
+        """Warps whose accumulators the reduction buffer holds at once; the others hand theirs to these first."""
+        return self._warps[1]
+
+    @property
+    def folds(self) -> tuple[tuple[int, int], ...]:
+        """(warps before, warps after) of each round of handing over."""
+        found, active = [], self.warps
+        while active > self.parked_warps:
+            left = max(active - self.parked_warps, self.parked_warps)
+            found.append((active, left))
+            active = left
+        return tuple(found)
+
+    @property
+    def reduction_bytes(self) -> int:
+        return self.parked_warps * self.parked_bytes
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulator registers of a thread."""
+        return 4 * self.row_blocks * self.token_blocks
