@@ -1,4 +1,4 @@
-"""Errors that users see. Bad values raise ``ValueError``/``TypeError``; a problem that no kernel can run raises this."""
+"""Errors that users see. Bad values raise ``ValueError`` or ``TypeError``; what no kernel can run raises this one."""
 
 from __future__ import annotations
 
