@@ -208,12 +208,17 @@ def _fill(
             continue  # tied, or reported as missing
         owner, _, leaf = parameter.rpartition(".")
         module = model.get_submodule(owner)
-        rows = _stored_rows(model.config, architecture, name, checkpoint.tensors[name].shape[0])
+        if isinstance(module, W4Linear):
+            continue  # its bias, which came with its weight
+        shape, wanted = checkpoint.tensors[name].shape, tuple(getattr(module, leaf).shape)
+        if shape != wanted:
+            raise FormatError(f"{checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {wanted}")
+        rows = _stored_rows(model.config, architecture, name, shape[0])
         if leaf == "weight" and isinstance(module, nn.Linear) and checkpoint.is_int4(name):
             bias = _bias(checkpoint, names.get(f"{owner}.bias"), rows, device, dtype)
             weight = checkpoint.weight(name, rows).to(device)
             model.set_submodule(owner, W4Linear.from_weight(weight, bias, dtype=dtype))
-        elif not isinstance(module, W4Linear):  # of which the bias is already there
+        else:
             tensor = checkpoint.dense(name, dtype)
             tensor = tensor if rows is None else tensor[rows]
             setattr(module, leaf, nn.Parameter(tensor.to(device), requires_grad=False))
