@@ -44,10 +44,16 @@ def progress_line() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def quiet_transformers() -> None:
-    """No progress bars and no advice from Hugging Face's libraries; their errors still show."""
-    from huggingface_hub.utils import disable_progress_bars
-    from transformers.utils import logging
+    """No progress bars and no advice from Hugging Face's libraries; their errors still show.
 
+    Raises:
+        ImportError: if transformers is not installed.
+    """
+    try:
+        from huggingface_hub.utils import disable_progress_bars
+        from transformers.utils import logging
+    except ImportError as e:
+        raise ImportError(f"this command needs transformers and gguf: pip install 'w4gemm[hf]' ({e})") from e
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()
@@ -74,5 +80,5 @@ def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloa
 
 def refusals(device: torch.device | str) -> str:
     """Every kernel's reason for not running on a device; empty if one runs there."""
-    explained = dispatch.explain(typical_problem(device))
-    return "" if explained.kernel else "; ".join(f"{name}: {s.reason}" for name, s in explained.status.items())
+    status = dispatch.explain(typical_problem(device)).status
+    return "" if any(status.values()) else "; ".join(f"{name}: {answer.reason}" for name, answer in status.items())

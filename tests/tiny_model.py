@@ -1,0 +1,103 @@
+"""Models small enough to write in a test: GGUF files and a dense Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 64, 4, 2, 16, 96, 2
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+
+
+def _vocabulary() -> tuple[list[str], list[str]]:
+    """Byte-level tokens with one merge, as GPT-2's."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return ["<end>", *bytes_to_unicode().values(), "he"], ["h e"]
+
+
+def write_gguf(
+    path: Path, architecture: str = "llama", type: str = "Q4_1", tied: bool = True, rope_freqs: np.ndarray | None = None
+) -> Path:
+    """A random model with linear layers of ``type``, but attn_v in Q8_0; qwen2 has biases, qwen3 norms per head."""
+    import gguf
+
+    tokens, merges = _vocabulary()
+    # transformers does not read a qwen3's head size, but takes the one that all of them have
+    head_dim = 128 if architecture == "qwen3" else HEAD_DIM
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+
+    def add(name: str, shape: tuple[int, ...], kind: str = "F32") -> None:
+        values = rng.standard_normal(shape, np.float32) * 0.1 + (1 if "norm" in name else 0)
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quants.quantize(values, number), raw_dtype=number)
+
+    add("token_embd.weight", (len(tokens), HIDDEN), "Q8_0")
+    add("output_norm.weight", (HIDDEN,))
+    if not tied:
+        add("output.weight", (len(tokens), HIDDEN), type)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
+    for i in range(LAYERS):
+        for norm in ("attn_norm", "ffn_norm"):
+            add(f"blk.{i}.{norm}.weight", (HIDDEN,))
+        for name, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS), ("attn_v", KV_HEADS)):
+            add(f"blk.{i}.{name}.weight", (heads * head_dim, HIDDEN), "Q8_0" if name == "attn_v" else type)
+            if architecture == "qwen2":
+                add(f"blk.{i}.{name}.bias", (heads * head_dim,))
+            if architecture == "qwen3" and name != "attn_v":
+                add(f"blk.{i}.{name}_norm.weight", (head_dim,))
+        add(f"blk.{i}.attn_output.weight", (HIDDEN, HEADS * head_dim), type)
+        for name, shape in (("ffn_gate", (FFN, HIDDEN)), ("ffn_up", (FFN, HIDDEN)), ("ffn_down", (HIDDEN, FFN))):
+            add(f"blk.{i}.{name}.weight", shape, type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_dense(folder: Path) -> Path:
+    """A random Llama in safetensors, with a tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokens, merges = _vocabulary()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(m.split()) for m in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    return folder
