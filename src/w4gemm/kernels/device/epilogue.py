@@ -21,19 +21,20 @@ from w4gemm.kernels.device.ptx import (
     store_global_half,
     store_matrix_transposed,
 )
-from w4gemm.kernels.device.staging import ROW_BYTES, chunk_tokens
+from w4gemm.kernels.device.staging import ROW_BYTES
 
 
 @dataclass(frozen=True)
 class Epilogue:
     """Stores one warpgroup's accumulators: 64 features of ``tokens`` tokens.
 
-    ``kind`` is "f16" or "bf16"; ``vector`` says that every row of d starts at a multiple of 16 bytes and n is a
+    ``kind`` is "f16" or "bf16"; ``chunk`` tokens, a part of ``tokens``, fit the staging buffer; ``vector`` says that every row of d starts at a multiple of 16 bytes and n is a
     multiple of 8.
     """
 
     kind: str
     tokens: int
+    chunk: int
     vector: bool
 
     @cute.jit
@@ -42,7 +43,7 @@ class Epilogue:
         staging: this warpgroup's buffer. barrier: a named barrier of its own."""
         token0, feature0, thread = place
         lane, warp = thread % 32, thread // 32
-        chunk = chunk_tokens(self.tokens)
+        chunk = self.chunk
         for c in cutlass.range_constexpr(self.tokens // chunk):
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
             for pair in cutlass.range_constexpr((chunk + 15) // 16):

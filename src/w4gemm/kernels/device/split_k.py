@@ -16,16 +16,13 @@ class Reduction:
     """For a tile of ``tokens`` tokens, ``ranks`` CTAs with ``threads`` consumer threads each.
 
     Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order: the result does not depend on timing.
-    With fewer blocks than ranks the last ranks have nothing to sum.
+    Where the shares of the first ranks are all there is, the last ranks have nothing to sum.
     """
 
     tokens: int
+    share: int
     ranks: int
     threads: int
-
-    @property
-    def share(self) -> int:
-        return max(1, self.tokens // 8 // self.ranks)
 
     @cute.jit
     def park(self, acc: cute.Tensor, own: Int32):

@@ -13,7 +13,7 @@ Pipeline of ``stages`` slots, each with a full and an empty mbarrier:
 
     full    1 arrival (the producer's expect_tx) and the bytes of the slot: W weight blocks x (tile_k / 128) by bulk copy,
             and tile_k / 64 boxes of x by TMA (128-byte swizzle)
-    empty   one arrival per consumer warp of every CTA that the slot's x is shared with: 4 W cluster_n
+    empty   one arrival per warp that reads the slot, of every CTA that the slot's x is shared with
 
 Timeline of a consumer warpgroup, in steps of 64 along k (f: fragment registers, two sets in turn):
 
@@ -29,7 +29,13 @@ multicasts it. With split_k > 1 they work on parts of k of the same tile, park t
 the drained pipeline, and each sums a share of the tokens over all of them in rank order, so that the result does not
 depend on timing.
 
-The grid is persistent (a CTA walks over tiles) except with split_k, where a cluster has one tile. Programmatic dependent
+Schedules: ``coop``, all consumers at one tile; ``pingpong``, two tiles at a time, so that one is multiplied while the
+other is stored: two CTAs on a multiprocessor, or, for 256 tokens, two consumer warpgroups of one CTA that take turns.
+With tile_k of 256 and few tokens the consumers come in two (or four) sets along k, which take turns at the blocks of a
+slot; at the end the first set adds up.
+
+The grid is persistent (a CTA walks over tiles) except with split_k or several sets: a cluster then has one tile, since
+its sums pass through the drained pipeline. Programmatic dependent
 launch: the weights of the first slots are requested before ``griddepcontrol.wait``. Nothing earlier in the stream may
 therefore still be writing them, which holds because this kernel lets its successor start only after its own wait.
 
@@ -64,6 +70,7 @@ _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _CODE_BYTES = 4096  # of a 64 x 128 block; its scales follow
 _EPILOGUE_BARRIER = 2  # named barriers from here on, one per consumer warpgroup
 _CONSUMER_BARRIER = 1
+_TURN_BARRIER = 6  # and 7
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
 
 
@@ -74,7 +81,7 @@ class MixedGemm:
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
-        self.epilogue = Epilogue(variant.kind, variant.config.tile_m, variant.vector)
+        self.epilogue = Epilogue(variant.kind, variant.stored_tokens, variant.staging_tokens, variant.vector)
         self.chunks = variant.config.tile_k // 64  # steps of 64 along k in one slot
         self.cluster = variant.config.cluster_n * variant.config.split_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
@@ -112,7 +119,7 @@ class MixedGemm:
         clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(
             weight.shape[0], self.v.row_groups * c.cluster_n
         )
-        if const_expr(c.split_k == 1):
+        if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
         self.kernel(tma, tma_x, mma, x_layout, weight, out, bias).launch(
             grid=[clusters * self.cluster, 1, 1],
@@ -140,15 +147,14 @@ class MixedGemm:
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
         s_weight = smem.allocate_array(Int32, v.stages * v.weight_bytes // 4, byte_alignment=128)
-        s_staging = smem.allocate_array(Int32, v.row_groups * v.staging_bytes // 4, byte_alignment=128)
-        s_fold = smem.allocate_array(Int32, max(4, v.fold_bytes // 4), byte_alignment=128)
+        s_staging = smem.allocate_array(Int32, v.staging_buffers * v.staging_bytes // 4, byte_alignment=128)
         full = smem.allocate_array(Int64, v.stages, byte_alignment=8)
         empty = smem.allocate_array(Int64, v.stages, byte_alignment=8)
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(v.stages):
                     cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 4 * v.warpgroups * c.cluster_n)
+                    cute.arch.mbarrier_init(empty + i, v.slot_warps * c.cluster_n)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
@@ -181,7 +187,7 @@ class MixedGemm:
         else:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(v.consumer_registers)
-            self.consume(mma, ring, work, rank, out, bias, (shared_address(s_staging), shared_address(s_fold)))
+            self.consume(mma, ring, work, rank, out, bias, shared_address(s_staging))
 
     @cute.jit
     def cluster_barrier(self):
@@ -262,15 +268,16 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------ consumers
 
     @cute.jit
-    def consume(self, mma, ring, work, rank, out, bias, buffers):
+    def consume(self, mma, ring, work, rank, out, bias, s_staging):
         v, c = self.v, self.v.config
         _, empty, s_x, _ = ring
         cluster, clusters, m_tiles, n_tiles, _, slots = work
         thread = cute.arch.thread_idx()[0]
         wg, t = cute.arch.make_warp_uniform(thread // 128 % v.row_groups), thread % 128
-        k_set = cute.arch.make_warp_uniform(thread // (128 * v.row_groups))
+        k_set, turn = cute.arch.make_warp_uniform(thread // (128 * v.row_groups)), Int32(0)
+        if const_expr(v.turns > 1):
+            k_set, turn = Int32(0), k_set
         thread = thread % (128 * v.row_groups)
-        s_staging, s_fold = buffers
         thr = mma.get_slice(thread)
         x_fragments = mma.make_fragment_B(thr.partition_B(s_x))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((c.tile_n, c.tile_m)), Float32)
@@ -280,11 +287,19 @@ class MixedGemm:
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(0)
         previous = Int32(0)
-        for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
+        if const_expr(v.turns > 1):
+            # A warpgroup must not wait for a slot more than one round ahead, whose parity looks like one that is past:
+            # it starts a tile when the other has seen all slots of the tile before.
+            stage, phase = self.skip(turn * slots, stage, phase)
+            if turn == 1:
+                cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER, number_of_threads=256)
+        for tile in cutlass.range(cluster + turn * clusters, m_tiles * n_tiles, clusters * v.turns, unroll=1):
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
             if const_expr(c.cluster_n > 1):
                 n_tile = n_tile * c.cluster_n + rank
             acc.fill(0.0)
+            if const_expr(v.turns > 1):
+                cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             for i in cutlass.range(slots, unroll=1):
                 self.multiply_slot(mma, ring, acc, fragment, x_fragments, (stage, phase, previous, i > 0), (wg, k_set, t))
                 previous = stage
@@ -292,19 +307,29 @@ class MixedGemm:
                 if stage == v.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
+            if const_expr(v.turns > 1):
+                cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
             warpgroup.wait_group(0)
             if slots > 0:
                 self.release(empty, previous, t)
             place = (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t)
             if const_expr(v.k_sets > 1):
-                self.fold(flat, s_fold, k_set, thread)
+                self.fold(flat, shared_address(s_x.iterator), k_set, thread)
             if const_expr(c.split_k > 1):
                 self.reduce(flat, place, ring, rank, k_set, thread, out, bias, s_staging, wg)
             elif const_expr(v.k_sets == 1):
-                self.finish(flat, self.epilogue, out, bias, place, s_staging, wg)
+                self.finish(flat, out, bias, place, s_staging, wg + turn)
+                if const_expr(v.turns > 1):
+                    stage, phase = self.skip(slots, stage, phase)
             else:
                 if k_set == 0:
-                    self.finish(flat, self.epilogue, out, bias, place, s_staging, wg)
+                    self.finish(flat, out, bias, place, s_staging, wg)
+
+    @cute.jit
+    def skip(self, slots, stage, phase):
+        """The ring position after ``slots`` more slots: those of a tile that is another warpgroup's turn."""
+        rounds = (stage + slots) // self.v.stages
+        return stage + slots - rounds * self.v.stages, phase ^ (rounds & 1)
 
     @cute.jit
     def fold(self, flat, s_fold, k_set, thread):
@@ -312,6 +337,7 @@ class MixedGemm:
         v = self.v
         line = v.row_groups * 128 * 16  # bytes of one block of four accumulators, all threads of a set
         size = cute.size(flat) // 4
+        self.consumer_barrier()  # the pipeline is drained
         if k_set > 0:
             for i in cutlass.range_constexpr(size):
                 at = s_fold + ((k_set - 1) * size + i) * line + thread * 16
@@ -323,30 +349,23 @@ class MixedGemm:
                     other = load_shared_cluster(s_fold + (s * size + i) * line + thread * 16)
                     for j in cutlass.range_constexpr(4):
                         flat[4 * i + j] = flat[4 * i + j] + other[j]
-        self.consumer_barrier()
 
     @cute.jit
     def reduce(self, flat, place, ring, rank, k_set, thread, out, bias, s_staging, wg):
         """Sum over the cluster and store this rank's share of the tokens."""
         v, c = self.v, self.v.config
-        reduction = Reduction(c.tile_m, c.split_k, v.row_groups * 128)
-        self.consumer_barrier()
-        parked = shared_address(ring[2].iterator) + thread * 16
+        reduction = Reduction(c.tile_m, v.stored_tokens // 8, c.split_k, v.row_groups * 128)
+        if const_expr(v.k_sets == 1):
+            self.consumer_barrier()  # the pipeline is drained
+        parked = shared_address(ring[2].iterator) + (v.k_sets - 1) * v.tile_bytes + thread * 16
         if k_set == 0:
             reduction.park(flat, parked)
         self.cluster_barrier()
         if k_set == 0:
             first, mine = reduction.sum(flat, parked, rank)
             if mine:
-                self.finish(
-                    cute.make_tensor(flat.iterator, cute.make_layout(reduction.share * 4)),
-                    Epilogue(v.kind, reduction.share * 8, v.vector),
-                    out,
-                    bias,
-                    (place[0] + first, place[1], place[2]),
-                    s_staging,
-                    wg,
-                )
+                share = cute.make_tensor(flat.iterator, cute.make_layout(v.stored_tokens // 2))
+                self.finish(share, out, bias, (place[0] + first, place[1], place[2]), s_staging, wg)
         self.cluster_barrier()  # the neighbours have read what this CTA parked
 
     @cute.jit
@@ -403,7 +422,7 @@ class MixedGemm:
                 cute.arch.mbarrier_arrive(empty + stage)
 
     @cute.jit
-    def finish(self, flat, epilogue, out, bias, place, s_staging, wg):
+    def finish(self, flat, out, bias, place, s_staging, wg):
         if const_expr(bias is not None):
             add_bias(flat, bias, place[1], place[2])
-        epilogue.store(flat, out, place, s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)
+        self.epilogue.store(flat, out, place, s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)

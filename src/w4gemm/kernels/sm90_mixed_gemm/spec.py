@@ -17,7 +17,7 @@ _TILE_M = (8, 16, 32, 64, 128, 256)
 _TILE_N = (64, 128, 256)
 _TILE_K = (128, 256, 512)
 _CLUSTER_N_SPLIT_K = ((1, 1), (2, 1), (1, 2))
-_MAX_TILE_M = {"coop": {64: 256, 128: 256, 256: 64}, "pingpong": {64: 128, 128: 64}}
+_MAX_TILE_M = {"coop": {64: 256, 128: 256, 256: 64}, "pingpong": {64: 256, 128: 64}}
 """By schedule and tile_n, which fix the number of threads: what the accumulators leave room for in the registers."""
 
 
@@ -33,7 +33,7 @@ class Sm90MixedGemm(Sm90Kernel):
         return MixedGemm
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
-        return 2 if config.schedule == "pingpong" else 1
+        return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
@@ -49,12 +49,14 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
     sizes = itertools.product(("coop", "pingpong"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_N_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_n, split_k) in sizes:
-        if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (schedule == "pingpong" and cluster_n > 1):
+        if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (schedule == "pingpong" and tile_m <= 128 and cluster_n > 1):
             continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue
         config = GemmConfig(tile_m, tile_n, tile_k, 1, cluster_n, schedule, split_k)
         v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, bias=True, vector=True)
+        if tile_m > 128 and schedule == "pingpong" and split_k > 1:
+            continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)
     return tuple(found)

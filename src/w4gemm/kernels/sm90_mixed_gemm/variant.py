@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from w4gemm.kernels import sm90
-from w4gemm.kernels.device.staging import staging_bytes
+from w4gemm.kernels.device.staging import ROW_BYTES
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _RESERVED = 1024  # shared memory that the system takes for each CTA
@@ -22,18 +22,39 @@ class Variant(sm90.Variant):
     def k_sets(self) -> int:
         """Sets of consumer warpgroups that share the k blocks of a slot: as many as there are registers for, since with
         few tokens one set alone does not keep the tensor cores busy while it decodes."""
-        limit = 4 if self.occupancy == 1 else 2
-        return min(self.blocks, limit // self.row_groups) if self.config.tile_m <= 64 else 1
+        limit = 4 if self.occupancy == 1 and self.config.tile_m <= 64 else 2
+        return min(self.blocks, max(1, limit // self.row_groups)) if self.config.tile_m <= 128 else 1
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA walks over tiles. It cannot where sums pass through the drained pipeline's memory."""
+        return self.k_sets == 1 and self.config.split_k == 1
 
     @property
     def warpgroups(self) -> int:
         """Consumer warpgroups."""
-        return self.row_groups * self.k_sets
+        return self.row_groups * self.k_sets * self.turns
+
+    @property
+    def staging_buffers(self) -> int:
+        """Warpgroups that store."""
+        return self.row_groups * self.turns
+
+    @property
+    def slot_warps(self) -> int:
+        """Consumer warps that read a slot."""
+        return 4 * self.row_groups * self.k_sets
 
     @property
     def occupancy(self) -> int:
         """CTAs on one multiprocessor."""
-        return 2 if self.config.schedule == "pingpong" else 1
+        return 2 if self.config.schedule == "pingpong" and self.turns == 1 else 1
+
+    @property
+    def turns(self) -> int:
+        """Consumer warpgroups of one CTA that take turns at its tiles, so that one multiplies while another stores: the
+        pingpong of tiles that are too large for two CTAs on a multiprocessor."""
+        return 2 if self.config.schedule == "pingpong" and self.config.tile_m > 128 else 1
 
     @property
     def threads(self) -> int:
@@ -59,22 +80,34 @@ class Variant(sm90.Variant):
     @property
     def staging_bytes(self) -> int:
         """The epilogue's staging buffer of one warpgroup."""
-        return staging_bytes(self.config.tile_m)
+        return self.staging_tokens * ROW_BYTES
 
     @property
-    def fold_bytes(self) -> int:
-        """Accumulators that all k sets but the first hand to it."""
-        return (self.k_sets - 1) * self.config.tile_m * self.config.tile_n * 4
+    def stored_tokens(self) -> int:
+        """Tokens of a tile that one CTA stores: with split_k its share, in whole blocks of eight."""
+        return max(8, self.config.tile_m // 8 // self.config.split_k * 8)
+
+    @property
+    def staging_tokens(self) -> int:
+        """Tokens that pass through the staging buffer at a time; 256 tokens leave no room for more than 16."""
+        limit = 16 if self.config.tile_m > 128 else 32
+        return next(c for c in (32, 16, 8) if c <= limit and self.stored_tokens % c == 0)
+
+    @property
+    def tile_bytes(self) -> int:
+        """The float32 accumulators of a tile."""
+        return self.config.tile_m * self.config.tile_n * 4
 
     @property
     def reduction_bytes(self) -> int:
-        """Accumulators that a split-k CTA parks for its cluster; they lie over the drained pipeline."""
-        return self.config.tile_m * self.config.tile_n * 4 if self.config.split_k > 1 else 0
+        """Accumulators that lie over the drained pipeline: those that the k sets but the first hand to it, and those
+        that a CTA parks for its cluster."""
+        return (self.k_sets - 1 + (self.config.split_k > 1)) * self.tile_bytes
 
     @property
     def stages(self) -> int:
         room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
-        room -= self.row_groups * self.staging_bytes + self.fold_bytes
+        room -= self.staging_buffers * self.staging_bytes
         fit = min(8, room // self.stage_bytes)
         return min(self.config.stages, fit) if self.config.stages else fit
 
