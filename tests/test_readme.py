@@ -1,0 +1,47 @@
+"""The README's Python blocks run, one after another, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs/architecture.md")
+
+
+def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    from w4gemm.cli.generate import default_model
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 5
+    try:
+        model = default_model()
+    except FileNotFoundError:
+        blocks = [block for block in blocks if ".gguf" not in block]
+    else:
+        (tmp_path / model.name).symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    # the error that the README quotes
+    assert "x: wanted shape (..., k) with k 1024 like w, got (2, 1000)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+    missing = [link for link in links if not (document.parent / link).exists()]
+    assert not missing
+
+
+def test_architecture_names_what_exists() -> None:
+    """Every file and folder at the top of the package is in docs/architecture.md."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    package = ROOT / "src/w4gemm"
+    parts = [p.name for p in package.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    missing = [name for name in parts if not name.startswith("__") and name not in text]
+    assert not missing
