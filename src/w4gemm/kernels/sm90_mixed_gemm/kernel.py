@@ -270,7 +270,7 @@ class MixedGemm:
     @cute.jit
     def consume(self, mma, ring, work, rank, out, bias, s_staging):
         v, c = self.v, self.v.config
-        _, empty, s_x, _ = ring
+        full, empty, s_x, _ = ring
         cluster, clusters, m_tiles, n_tiles, _, slots = work
         thread = cute.arch.thread_idx()[0]
         wg, t = cute.arch.make_warp_uniform(thread // 128 % v.row_groups), thread % 128
@@ -283,10 +283,12 @@ class MixedGemm:
         acc = cute.make_rmem_tensor(thr.partition_shape_C((c.tile_n, c.tile_m)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         fragment = cute.make_rmem_tensor(thr.partition_shape_A((c.tile_n, 128)), self.dtype)
+        packed = cute.make_rmem_tensor((8 + 128 // v.scale_group * self.decoder.words_per_scale,), Int32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(0)
-        previous = Int32(0)
+        who = (wg, k_set, t)
+        operands = (acc, fragment, x_fragments, packed)
         if const_expr(v.turns > 1):
             # A warpgroup must not wait for a slot more than one round ahead, whose parity looks like one that is past:
             # it starts a tile when the other has seen all slots of the tile before.
@@ -300,18 +302,21 @@ class MixedGemm:
             acc.fill(0.0)
             if const_expr(v.turns > 1):
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
+            if slots > 0:
+                cute.arch.mbarrier_wait(full + stage, phase)
+                self.load_block(packed, ring, stage, 0, who)
             for i in cutlass.range(slots, unroll=1):
-                self.multiply_slot(mma, ring, acc, fragment, x_fragments, (stage, phase, previous, i > 0), (wg, k_set, t))
-                previous = stage
+                current = stage
                 stage += 1
                 if stage == v.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
+                self.multiply_slot(mma, ring, operands, (current, stage, phase, i > 0, i + 1 < slots), who)
             if const_expr(v.turns > 1):
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
             warpgroup.wait_group(0)
             if slots > 0:
-                self.release(empty, previous, t)
+                self.release(empty, (stage + v.stages - 1) % v.stages, t)
             place = (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t)
             if const_expr(v.k_sets > 1):
                 self.fold(flat, shared_address(s_x.iterator), k_set, thread)
@@ -373,30 +378,21 @@ class MixedGemm:
         cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.v.warpgroups)
 
     @cute.jit
-    def multiply_slot(self, mma, ring, acc, fragment, x_fragments, state, who):
-        """acc += this slot's weights @ x.T, as far as this k set does it. Leaves the last step's wgmma in flight."""
+    def multiply_slot(self, mma, ring, operands, state, who):
+        """acc += this slot's weights @ x.T, as far as this k set does it, and the first packed block of the next slot
+        into registers. Leaves the last step's wgmma in flight."""
         v = self.v
-        full, empty, _, s_weight = ring
-        stage, phase, previous, has_previous = state
-        wg, k_set, t = who
+        full, empty, _, _ = ring
+        acc, fragment, x_fragments, packed = operands
+        stage, next_stage, next_phase, has_previous, has_next = state
+        _, k_set, t = who
         registers = cute.recast_tensor(fragment, Int32)
-        cute.arch.mbarrier_wait(full + stage, phase)
         blocks = v.blocks // v.k_sets
-        base = s_weight + stage * v.weight_bytes + (wg * v.blocks + k_set * blocks) * v.block_bytes
         x_chunk = stage * self.chunks + k_set * (2 * blocks)
-        scale_lane = (t // 32 * 8 + t % 32 // 4) * 4 * self.decoder.words_per_scale
-        prepared: Any = None
         for chunk in cutlass.range_constexpr(2 * blocks):
-            block = base + chunk // 2 * v.block_bytes
-            words = load_shared(block + chunk % 2 * 2048 + t * 16, 4)
-            for step in cutlass.range_constexpr(4):
-                k = chunk % 2 * 64 + step * 16
-                if const_expr(k % v.scale_group == 0):
-                    scale = block + _CODE_BYTES + k // v.scale_group * self.scale_bytes + scale_lane
-                    prepared = self.decoder.prepare(load_shared(scale, self.decoder.words_per_scale))
-                decoded = self.decoder.decode(words[step], prepared)
-                for r in cutlass.range_constexpr(4):
-                    registers[(0, r % 2, r // 2), 0, chunk % 2 * 4 + step] = decoded[r]
+            self.decode_chunk(packed, registers, chunk % 2)
+            if const_expr(chunk % 2 == 1 and chunk < 2 * blocks - 1):
+                self.load_block(packed, ring, stage, chunk // 2 + 1, who)
             warpgroup.fence()
             for step in cutlass.range_constexpr(4):
                 cute.gemm(
@@ -407,10 +403,39 @@ class MixedGemm:
                     acc,
                 )
             warpgroup.commit_group()
+            if const_expr(chunk == 2 * blocks - 1):
+                if has_next:  # its latency passes while the tensor cores work
+                    cute.arch.mbarrier_wait(full + next_stage, next_phase)
+                    self.load_block(packed, ring, next_stage, 0, who)
             warpgroup.wait_group(1)
             if const_expr(chunk == 0):
                 if has_previous:
-                    self.release(empty, previous, t)
+                    self.release(empty, (stage + v.stages - 1) % v.stages, t)
+
+    def load_block(self, packed, ring, stage, block, who):
+        """One of this k set's packed blocks into registers: eight code words, then the scale words."""
+        v = self.v
+        wg, k_set, t = who
+        width = self.decoder.words_per_scale
+        index = wg * v.blocks + k_set * (v.blocks // v.k_sets) + block
+        address = ring[3] + stage * v.weight_bytes + index * v.block_bytes
+        lane = (t // 32 * 8 + t % 32 // 4) * 4 * width
+        words = [*load_shared(address + t * 16, 4), *load_shared(address + 2048 + t * 16, 4)]
+        for group in range(128 // v.scale_group):
+            words += load_shared(address + _CODE_BYTES + group * self.scale_bytes + lane, width)
+        for i, word in enumerate(words):
+            packed[i] = word
+
+    def decode_chunk(self, packed, registers, half):
+        """Half a packed block, 64 columns, into its half of the fragment registers."""
+        width = self.decoder.words_per_scale
+        prepared: Any = None
+        for step in range(4):
+            group, rest = divmod(half * 64 + step * 16, self.v.scale_group)
+            if step == 0 or rest == 0:
+                prepared = self.decoder.prepare(tuple(packed[8 + group * width + i] for i in range(width)))
+            for r, value in enumerate(self.decoder.decode(packed[half * 4 + step], prepared)):
+                registers[(0, r % 2, r // 2), 0, half * 4 + step] = value
 
     @cute.jit
     def release(self, empty, stage, t):
