@@ -50,7 +50,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Program:
-    """What ``w4gemm.jit`` compiles: a ``cute.jit`` entry and the stand-ins for its arguments (dtypes, symbolic shapes)."""
+    """What ``w4gemm.jit`` compiles: a ``cute.jit`` entry and stand-ins for its arguments (dtypes, symbolic shapes)."""
 
     entry: Callable[..., None]
     arguments: tuple[Any, ...]

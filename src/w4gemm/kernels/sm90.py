@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.base import OK, Operands, Program, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
@@ -49,7 +48,7 @@ class Variant:
     vector: bool
 
     @classmethod
-    def of(cls, problem: GemmProblem, config: GemmConfig):
+    def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
         return cls(
             config,
             _KIND[problem.dtype],
@@ -119,7 +118,9 @@ class Sm90Kernel(ABC):
         return Program(self.entry()(variant), (x, weight, out, bias, 1, stream), "sm_90a")
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        clusters = self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
+        clusters = (
+            self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
+        )
         compiled(_tma_readable(operands.x), operands.weight[0], operands.out, operands.bias, clusters)
 
 

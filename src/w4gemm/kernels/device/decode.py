@@ -77,7 +77,9 @@ class Decoder:
         """Once per group: what :meth:`decode` needs, (offset, scale, float zero point or None) of rows g and g + 8."""
         offsets = self.offsets(words)
         if self.mixed:
-            return tuple((offset, *values) for offset, values in zip(offsets, self.scales_and_zeros(words), strict=True))
+            return tuple(
+                (offset, *values) for offset, values in zip(offsets, self.scales_and_zeros(words), strict=True)
+            )
         rows = []
         for offset, high in zip(offsets, (False, True), strict=True):
             zero = broadcast_half(words[1], high) if self.zero == "float" else None
@@ -93,9 +95,7 @@ class Decoder:
         """bias + u, two codes a register."""
         bias = _BIAS[self.kind][0]
         shifts = "".join(f"shr.u32 t{i}, $4, {4 * i}; " for i in (1, 2, 3))
-        picks = "".join(
-            f"lop3.b32 ${i}, {f't{i}' if i else '$4'}, 0x000F000F, {bias:#x}, 0xEA; " for i in range(4)
-        )
+        picks = "".join(f"lop3.b32 ${i}, {f't{i}' if i else '$4'}, 0x000F000F, {bias:#x}, 0xEA; " for i in range(4))
         return asm(f"{{ .reg .b32 t1, t2, t3; {shifts}{picks}}}", [Int32] * 4, [word], pure=True, early=True)
 
     def _scaled(self, exact: Int32, scale: Int32 | Float32, zero: Int32 | Float32 | None) -> Int32:

@@ -28,8 +28,8 @@ from w4gemm.kernels.device.staging import ROW_BYTES
 class Epilogue:
     """Stores one warpgroup's accumulators: 64 features of ``tokens`` tokens.
 
-    ``kind`` is "f16" or "bf16"; ``chunk`` tokens, a part of ``tokens``, fit the staging buffer; ``vector`` says that every row of d starts at a multiple of 16 bytes and n is a
-    multiple of 8.
+    ``kind`` is "f16" or "bf16". ``chunk`` tokens, a part of ``tokens``, fit the staging buffer. ``vector`` says that
+    every row of d starts at a multiple of 16 bytes and n is a multiple of 8.
     """
 
     kind: str

@@ -127,9 +127,7 @@ def store_shared_f32(address: Int32, value: Float32) -> None:
     asm("st.shared.f32 [$0], $1;", [], [address, value])
 
 
-def mma_m16n8k16(
-    kind: str, acc: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]
-) -> tuple[Float32, ...]:
+def mma_m16n8k16(kind: str, acc: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]) -> tuple[Float32, ...]:
     """acc + a @ b, with float32 accumulators, on one warp."""
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "

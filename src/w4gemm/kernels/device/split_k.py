@@ -26,7 +26,7 @@ class Reduction:
 
     @cute.jit
     def park(self, acc: cute.Tensor, own: Int32):
-        """Store all accumulators at ``own``, this thread's 16 bytes of the first line. A cluster barrier must follow."""
+        """Store all accumulators at ``own``, this thread's part of the first line. A cluster barrier must follow."""
         for i in cutlass.range_constexpr(self.tokens // 8):
             store_shared_f32x4(own + i * self.line, [acc[4 * i + j] for j in range(4)])
 

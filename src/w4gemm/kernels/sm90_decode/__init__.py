@@ -1,1 +1,1 @@
-"""Hopper, few tokens: every warp streams its own part of the weights. ``spec`` is the host side, ``kernel`` the device."""
+"""Hopper, few tokens: every warp streams its own part of the weights. ``spec`` is the host, ``kernel`` the device side."""

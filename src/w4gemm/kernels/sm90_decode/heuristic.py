@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from w4gemm.config import GemmConfig
-from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.problem import GemmProblem
 
 

@@ -3,8 +3,8 @@
 mma.sync m16n8k16 with the weight as A, decoded from 4 bits in registers, and x as B: eight tokens a matrix
 instruction. The transpose of d is computed; only this file knows.
 
-Every warp works alone: warp i of W takes the k blocks (128 columns) i, i + W, ... of a tile of tile_n features, and has a
-ring of its own for them, filled by the warp itself:
+Every warp works alone: warp i of W takes the k blocks (128 columns) i, i + W, ... of a tile of tile_n features, and has
+a ring of its own for them, filled by the warp itself:
 
     slot    weights  one bulk copy per 64 rows (three per part of 64 rows): codes, scales, zero points
             x        two TMA boxes of 64 columns x tile_m tokens, 128-byte swizzle

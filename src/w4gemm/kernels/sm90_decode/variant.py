@@ -84,7 +84,7 @@ class Variant(sm90.Variant):
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA; each takes every ``warps``-th 128 columns of k. 0 if shared memory does not hold this form."""
+        """Warps of a CTA; each takes every ``warps``-th 128 columns of k. 0 if shared memory does not hold them."""
         return self._warps[0]
 
     @property

@@ -23,7 +23,7 @@ def predicted_us(problem: GemmProblem, config: GemmConfig) -> float:
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n)) * config.cluster_n
     ctas = m_tiles * n_tiles * config.split_k
     waves = -(-ctas // problem.device.sms)
-    slots = -(-(-(-problem.k // config.tile_k)) // config.split_k)
+    slots = -(-problem.k // (config.tile_k * config.split_k))
     flop = 2 * config.tile_m * config.tile_n * config.tile_k
     tensor = max(flop, 2 * 16 * config.tile_n * config.tile_k) / _WGMMA_FLOP_PER_US_PER_SM
     x_share = variant.x_bytes / (1 if config.cluster_n == 1 else 1.5)

@@ -1,8 +1,8 @@
 """d.T (n, m) = w (n, k) @ x.T (k, m) on Hopper, the weight decoded from 4 bits in registers.
 
-WGMMA takes its A operand from registers and its B operand from shared memory, so the weight is A and the kernel computes
-the transpose of d; only this file and the epilogue know. Sizes are named in the problem's frame: tile_m tokens, tile_n
-features.
+WGMMA takes its A operand from registers and its B operand from shared memory, so the weight is A and the kernel
+computes the transpose of d; only this file and the epilogue know. Sizes are named in the problem's frame: tile_m
+tokens, tile_n features.
 
 Warp roles, in warpgroups of 128 threads:
 
@@ -11,8 +11,8 @@ Warp roles, in warpgroups of 128 threads:
 
 Pipeline of ``stages`` slots, each with a full and an empty mbarrier:
 
-    full    1 arrival (the producer's expect_tx) and the bytes of the slot: W weight blocks x (tile_k / 128) by bulk copy,
-            and tile_k / 64 boxes of x by TMA (128-byte swizzle)
+    full    1 arrival (the producer's expect_tx) and the bytes of the slot: W weight blocks x (tile_k / 128) by bulk
+            copy, and tile_k / 64 boxes of x by TMA (128-byte swizzle)
     empty   one arrival per warp that reads the slot, of every CTA that the slot's x is shared with
 
 Timeline of a consumer warpgroup, in steps of 64 along k (f: fragment registers, two sets in turn):
@@ -111,14 +111,10 @@ class MixedGemm:
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, self.chunks * self.v.stages), order=(0, 1, 2))
-        copy = (
-            cpasync.CopyBulkTensorTileG2SMulticastOp() if c.cluster_n > 1 else cpasync.CopyBulkTensorTileG2SOp()
-        )
+        copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.cluster_n > 1 else cpasync.CopyBulkTensorTileG2SOp()
         box = cute.slice_(x_layout, (None, None, 0))
         tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (c.tile_m, 64), num_multicast=c.cluster_n)
-        clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(
-            weight.shape[0], self.v.row_groups * c.cluster_n
-        )
+        clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(weight.shape[0], self.v.row_groups * c.cluster_n)
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
         self.kernel(tma, tma_x, mma, x_layout, weight, out, bias).launch(

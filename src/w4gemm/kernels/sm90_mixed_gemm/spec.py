@@ -49,7 +49,9 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
     sizes = itertools.product(("coop", "pingpong"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_N_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_n, split_k) in sizes:
-        if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (schedule == "pingpong" and tile_m <= 128 and cluster_n > 1):
+        if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (
+            schedule == "pingpong" and tile_m <= 128 and cluster_n > 1
+        ):
             continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue
