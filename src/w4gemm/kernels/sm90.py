@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.base import OK, Operands, Program, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl

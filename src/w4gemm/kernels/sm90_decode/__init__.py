@@ -1,1 +1,1 @@
-"""Hopper, few tokens: every warp streams its own part of the weights. ``spec`` is the host, ``kernel`` the device side."""
+"""Hopper, few tokens: every warp streams its own part of the weights. ``spec`` is the host side."""
