@@ -112,12 +112,16 @@ class MixedGemm:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, self.chunks * self.v.stages), order=(0, 1, 2))
         copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.cluster_n > 1 else cpasync.CopyBulkTensorTileG2SOp()
-        box = cute.slice_(x_layout, (None, None, 0))
-        tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (c.tile_m, 64), num_multicast=c.cluster_n)
+        # the same memory as the matrix operand sees, in boxes: x_layout with its tokens in parts
+        box_layout = cute.tile_to_shape(
+            atom, (self.v.box_tokens, 64, self.v.boxes * self.chunks * self.v.stages), order=(0, 1, 2)
+        )
+        box = cute.slice_(box_layout, (None, None, 0))
+        tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (self.v.box_tokens, 64), num_multicast=c.cluster_n)
         clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(weight.shape[0], self.v.row_groups * c.cluster_n)
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
-        self.kernel(tma, tma_x, mma, x_layout, weight, out, bias).launch(
+        self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, bias).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
@@ -134,6 +138,7 @@ class MixedGemm:
         tma_x: cute.Tensor,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
+        box_layout: cute.ComposedLayout,
         weight: cute.Tensor,
         out: cute.Tensor,
         bias: cute.Tensor | None,
@@ -176,7 +181,7 @@ class MixedGemm:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(24)
             if warp == 4 * v.warpgroups:
-                self.produce(tma, tma_x, weight, ring, work, rank)
+                self.produce(tma, tma_x, box_layout, weight, out.shape[0], ring, work, rank)
             if const_expr(c.split_k > 1):  # every thread of the cluster takes part in its barriers
                 self.cluster_barrier()
                 self.cluster_barrier()
@@ -193,37 +198,43 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------- producer
 
     @cute.jit
-    def produce(self, tma, tma_x, weight, ring, work, rank):
+    def produce(self, tma, tma_x, box_layout, weight, m, ring, work, rank):
         v, c = self.v, self.v.config
         full, empty, s_x, s_weight = ring
         cluster, clusters, m_tiles, n_tiles, first_slot, slots = work
         share = rank if const_expr(c.cluster_n > 1) else 0
-        g_x = cute.local_tile(tma_x, (c.tile_m, 64), (None, None))
+        g_x = cute.local_tile(tma_x, (v.box_tokens, 64), (None, None))
+        s_boxes = cute.make_tensor(s_x.iterator, box_layout.outer)
         t_s, t_g = cpasync.tma_partition(
-            tma, share, cute.make_layout(c.cluster_n), cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
+            tma, share, cute.make_layout(c.cluster_n), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_x, 0, 2)
         )
         mask = cutlass.Int16((1 << c.cluster_n) - 1)
         early = cutlass.min(slots, v.stages)
+        m_tile, n_tile = tile_coordinates(cluster, m_tiles, n_tiles, self.band)
+        boxes = self.boxes_of(m_tile, m)
         for i in cutlass.range(early, unroll=1):
-            _, n_tile = tile_coordinates(cluster, m_tiles, n_tiles, self.band)
-            self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, first_slot + i, i)
+            self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, (first_slot + i, i, boxes))
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         stage, phase = Int32(0), Int32(1)
         for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+            boxes = self.boxes_of(m_tile, m)
             for i in cutlass.range(slots, unroll=1):
+                slot = first_slot + i
                 if tile != cluster or i >= early:
                     cute.arch.mbarrier_wait(empty + stage, phase)
-                    self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, first_slot + i, stage)
+                    self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, (slot, stage, boxes))
                 for chunk in cutlass.range_constexpr(self.chunks):
-                    cute.copy(
-                        tma,
-                        t_g[(None, m_tile, (first_slot + i) * self.chunks + chunk)],
-                        t_s[(None, stage * self.chunks + chunk)],
-                        tma_bar_ptr=full + stage,
-                        mcast_mask=mask,
-                    )
+                    for b in cutlass.range_constexpr(v.boxes):
+                        if b < boxes:
+                            cute.copy(
+                                tma,
+                                t_g[(None, m_tile * v.boxes + b, slot * self.chunks + chunk)],
+                                t_s[(None, (stage * self.chunks + chunk) * v.boxes + b)],
+                                tma_bar_ptr=full + stage,
+                                mcast_mask=mask,
+                            )
                 stage += 1
                 if stage == v.stages:
                     stage = Int32(0)
@@ -242,13 +253,19 @@ class MixedGemm:
     def band(self) -> int:
         return max(1, _TOKENS_PER_BAND // self.v.config.tile_m)
 
-    @cute.jit
-    def load_weight(self, weight, s_weight, full, n_tile, slot, stage):
-        """One slot's weight blocks."""
+    def boxes_of(self, m_tile, m):
+        """Boxes of a tile that hold any token; the others keep what they held, which reaches no stored result."""
         v = self.v
+        return cutlass.min(cute.ceil_div(m - m_tile * v.config.tile_m, v.box_tokens), v.boxes)
+
+    @cute.jit
+    def load_weight(self, weight, s_weight, full, n_tile, place):
+        """A slot's weight blocks. place: (slot of k, stage of the ring, boxes of x that will come with it)."""
+        v = self.v
+        slot, stage, boxes = place
         with cute.arch.elect_one():
             barrier = shared_address(full + stage)
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.stage_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.weight_bytes + boxes * (v.x_bytes // v.boxes))
             for wg in cutlass.range_constexpr(v.row_groups):
                 # a warpgroup past the last row block works on that block again and stores nothing
                 row = cutlass.min(n_tile * v.row_groups + wg, weight.shape[0] - 1)

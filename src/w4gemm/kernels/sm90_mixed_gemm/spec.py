@@ -13,7 +13,7 @@ from w4gemm.kernels.sm90_mixed_gemm.heuristic import predicted_us
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import GemmProblem
 
-_TILE_M = (8, 16, 32, 64, 128, 256)
+_TILE_M = (8, 16, 32, 64, 128, 192, 256)
 _TILE_N = (64, 128, 256)
 _TILE_K = (128, 256, 512)
 _CLUSTER_N_SPLIT_K = ((1, 1), (2, 1), (1, 2))

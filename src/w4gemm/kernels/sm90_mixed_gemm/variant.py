@@ -74,6 +74,17 @@ class Variant(sm90.Variant):
         return self.config.tile_m * self.config.tile_k * 2
 
     @property
+    def box_tokens(self) -> int:
+        """Tokens of one TMA box. Boxes wholly past m are not fetched: a TMA box that reaches out of bounds takes twice
+        as long (H200, 2026-11-21), so they are small."""
+        return min(self.config.tile_m, 64)
+
+    @property
+    def boxes(self) -> int:
+        """TMA boxes along the tokens of a tile."""
+        return self.config.tile_m // self.box_tokens
+
+    @property
     def stage_bytes(self) -> int:
         return self.weight_bytes + self.x_bytes
 
@@ -90,7 +101,7 @@ class Variant(sm90.Variant):
     @property
     def staging_tokens(self) -> int:
         """Tokens that pass through the staging buffer at a time; 256 tokens leave no room for more than 16."""
-        limit = 16 if self.config.tile_m > 128 else 32
+        limit = 16 if self.config.tile_m > 192 else 32
         return next(c for c in (32, 16, 8) if c <= limit and self.stored_tokens % c == 0)
 
     @property
