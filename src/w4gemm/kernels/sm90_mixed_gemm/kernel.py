@@ -240,9 +240,9 @@ class MixedGemm:
                     stage = Int32(0)
                     phase = phase ^ 1
         if const_expr(c.cluster_n > 1):
-            # stay until the neighbours have consumed all that was sent to this CTA and by it
-            tiles = (m_tiles * n_tiles - cluster + clusters - 1) // clusters
-            for _ in cutlass.range(cutlass.min(slots * tiles, v.stages), unroll=1):
+            # Stay until the neighbours have consumed all that was sent to this CTA and by it: one round over the whole
+            # ring from its oldest slot on. Slots that were never filled let the wait pass.
+            for _ in cutlass.range(v.stages, unroll=1):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 stage += 1
                 if stage == v.stages:
