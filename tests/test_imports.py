@@ -18,7 +18,7 @@ LEVELS = (
     ("errors", "environment"),
     ("formats", "problem", "config"),
     ("layouts",),
-    ("dequantize", "weight", "quantization", "reference"),
+    ("act_order", "dequantize", "weight", "quantization", "reference"),
     ("kernels",),
     ("jit",),
     ("workspace", "tuning", "dispatch"),

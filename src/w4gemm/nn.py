@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from w4gemm.act_order import PERM_DTYPE, is_permutation
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import layout_named
 from w4gemm.ops import linear
@@ -21,8 +23,8 @@ class W4Linear(torch.nn.Module):
 
     ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Its tensors are
     registered as buffers of integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias
-    and ``dtype``. ``state_dict`` holds ``codes``, ``scales`` and ``zeros`` in the canonical layout and the format's
-    name: the same bits whatever device wrote it.
+    and ``dtype``. ``state_dict`` holds ``codes``, ``scales`` and ``zeros`` in the canonical layout, for a weight in
+    act-order also ``perm``, and the format's name: the same bits whatever device wrote it.
 
     Args:
         in_features, out_features: k and n.
@@ -118,6 +120,8 @@ class W4Linear(torch.nn.Module):
         self.weight = w.repack()
         for i, t in enumerate(self.weight.tensors):
             self.register_buffer(f"packed{i}", _as_integers(t), persistent=False)
+        if self.weight.perm is not None:
+            self.register_buffer("packed_perm", self.weight.perm, persistent=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4Linear:
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
@@ -125,7 +129,7 @@ class W4Linear(torch.nn.Module):
         w = self.weight
         moved = [self._buffers[f"packed{i}"] for i in range(len(w.tensors))]
         tensors = tuple(t.view(old.dtype) for t, old in zip(moved, w.tensors, strict=True) if t is not None)
-        self._set_weight(QuantizedWeight(w.format, w.n, w.k, w.layout, tensors))
+        self._set_weight(replace(w, tensors=tensors, perm=self._buffers.get("packed_perm")))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,7 +154,7 @@ class W4Linear(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, t in zip(_CANONICAL_NAMES, self.weight.repack("canonical").tensors, strict=False):
+        for name, t in self.weight.repack("canonical").named_tensors().items():
             destination[prefix + name] = t
 
     def _load_from_state_dict(
@@ -169,6 +173,8 @@ class W4Linear(torch.nn.Module):
         w = self.weight
         shapes = layout_named("canonical").shapes(self.format, w.n, w.k)
         keys = [prefix + name for name in _CANONICAL_NAMES[: len(shapes)]]
+        if prefix + "perm" in state_dict:  # only a weight in act-order has one
+            shapes, keys = (*shapes, (PERM_DTYPE, (w.k,))), [*keys, prefix + "perm"]
         unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         absent = [key for key in keys if key not in state_dict]
         if absent:
@@ -184,7 +190,11 @@ class W4Linear(torch.nn.Module):
                 return
             t = t.detach().contiguous()
             tensors.append(t if assign else torch.empty_like(t, device=w.device).copy_(t))
-        self._set_weight(QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors)))
+        perm = tensors.pop() if keys[-1] == prefix + "perm" else None
+        if perm is not None and perm.device.type != "meta" and not is_permutation(perm):
+            error_msgs.append(f"{keys[-1]}: wanted each of 0..{w.k - 1} once")
+            return
+        self._set_weight(QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors), perm))
 
 
 def _format(format: WeightFormat | str) -> WeightFormat:

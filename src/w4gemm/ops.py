@@ -60,6 +60,8 @@ def linear(
     if _needs_dispatcher(x, bias):
         return _linear_dispatched(x, w, bias, out, config)
     rows = x if x.dim() == 2 else x.reshape(-1, w.k)
+    if w.perm is not None:
+        rows = rows.index_select(1, w.perm)
     if out is None:
         d = torch.empty((rows.shape[0], w.n), dtype=x.dtype, device=x.device)
         _run(rows, w.tensors, w.format, w.layout, d, bias, config)
@@ -121,6 +123,8 @@ def _linear_dispatched(
     if not torch.compiler.is_compiling() and _is_dual(x):
         raise NotImplementedError("x: forward-mode derivatives of a 4-bit linear are not implemented; use backward")
     rows = x.reshape(-1, w.k)
+    if w.perm is not None:  # outside the operator, so that autograd undoes it and a compiler may fuse it
+        rows = rows.index_select(1, w.perm)
     d = torch.ops.w4gemm.linear(rows, list(w.tensors), w.format.name, w.layout, w.n, w.k, bias, config)
     d = d.reshape(*x.shape[:-1], w.n)
     if out is None:

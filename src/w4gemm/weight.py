@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from w4gemm.act_order import check_perm, in_original_order, is_permutation, sorting_perm
 from w4gemm.dequantize import dequantize_parts
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
@@ -31,6 +32,8 @@ class QuantizedWeight:
         n, k: output and input features, without any padding of the layout.
         layout: the name of the order in which the bits of ``tensors`` lie.
         tensors: the packed tensors, as ``layout_named(layout).shapes(format, n, k)`` says.
+        perm: int32 (k), the order in which w's columns are packed: packed column j is column perm[j] of w. None for
+            their own order; see :mod:`w4gemm.act_order`.
 
     Raises:
         ValueError, TypeError: if the tensors do not fit format, layout, n and k.
@@ -41,6 +44,7 @@ class QuantizedWeight:
     k: int
     layout: str
     tensors: tuple[torch.Tensor, ...]
+    perm: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         layout = layout_named(self.layout)
@@ -61,10 +65,17 @@ class QuantizedWeight:
                 )
         if len({t.device for t in self.tensors}) > 1:
             raise ValueError(f"tensors: wanted one device, got {sorted({str(t.device) for t in self.tensors})}")
+        if self.perm is not None:
+            check_perm(self.perm, self.k, self.device)
 
     @classmethod
     def from_codes(
-        cls, format: WeightFormat, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+        cls,
+        format: WeightFormat,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        g_idx: torch.Tensor | None = None,
     ) -> QuantizedWeight:
         """A weight in the canonical layout from its numbers.
 
@@ -72,6 +83,8 @@ class QuantizedWeight:
             codes: integers 0..15 (n, k), any integer dtype. A symmetric format's signed value v is code v + 8.
             scales: (n, groups) of ``format.scale_dtype``.
             zeros: (n, groups) of ``format.zero_dtype``; None for a format without zero points.
+            g_idx: the group of each column, integers (k), as GPTQ with desc_act stores it; None where group j // g
+                holds column j. Groups are full, but for the last one.
 
         Raises:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
@@ -93,8 +106,11 @@ class QuantizedWeight:
         else:
             _check_part("zeros", zeros, format.zero_dtype, (n, format.groups(k)), codes.device)
         _check_range(format, scales, zeros)
+        perm = None if g_idx is None else sorting_perm(g_idx, format, k, codes.device)
+        if perm is not None:
+            codes = codes[:, perm]
         tensors = layout_named("canonical").pack(Parts(codes.to(torch.uint8), scales, zeros), format)
-        return cls(format, n, k, "canonical", tensors)
+        return cls(format, n, k, "canonical", tensors, perm)
 
     @property
     def device(self) -> torch.device:
@@ -102,11 +118,15 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all packed tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        """Bytes of all tensors."""
+        tensors = self.tensors if self.perm is None else (*self.tensors, self.perm)
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def parts(self) -> Parts:
-        """Codes uint8 (n, k), scales (n, groups) and zero points, unpacked from any layout."""
+        """Codes uint8 (n, k), scales (n, groups) and zero points, unpacked from any layout.
+
+        Columns are in packed order, so that group j // g holds column j: with ``perm``, that is column perm[j] of w.
+        """
         return layout_named(self.layout).unpack(self.tensors, self.format, self.n, self.k)
 
     def repack(self, layout: str | None = None) -> QuantizedWeight:
@@ -124,12 +144,17 @@ class QuantizedWeight:
         return replace(self, layout=target, tensors=tensors)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """w (n, k) in ``dtype``, as :mod:`w4gemm.formats` says: 16-bit dtypes are rounded once from the exact value."""
-        return dequantize_parts(self.parts(), self.format, dtype)
+        """w (n, k) in ``dtype``, its columns in their own order whatever ``perm`` is.
+
+        The numbers are as :mod:`w4gemm.formats` says; 16-bit dtypes are rounded once from the exact value.
+        """
+        w = dequantize_parts(self.parts(), self.format, dtype)
+        return w if self.perm is None else in_original_order(w, self.perm)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """The same weight, in the same layout, on another device."""
-        return replace(self, tensors=tuple(t.to(device) for t in self.tensors))
+        perm = None if self.perm is None else self.perm.to(device)
+        return replace(self, tensors=tuple(t.to(device) for t in self.tensors), perm=perm)
 
     def shard(self, dim: int, index: int, count: int) -> QuantizedWeight:
         """Part ``index`` of ``count`` equal parts, for tensor parallelism, in this weight's layout.
@@ -139,12 +164,18 @@ class QuantizedWeight:
 
         Raises:
             ValueError: if the parts would not be equal, or a group of k would straddle two parts; the message says
-                which counts fit.
+                which counts fit. Parts of k of a weight with ``perm``, whose groups lie all over k.
         """
         if dim not in (0, 1):
             raise ValueError(f"dim: wanted 0 (n, output features) or 1 (k, input features), got {dim!r}")
         if count < 1 or not 0 <= index < count:
             raise ValueError(f"index, count: wanted 0 <= index < count, got index {index}, count {count}")
+        if dim == 1 and count > 1 and self.perm is not None:
+            raise ValueError(
+                "dim: this weight is in act-order (perm is not None), so its groups have columns in every part of k; "
+                "split dim 0, or let the layer before give its features in the order of w.perm and split "
+                "dataclasses.replace(w, perm=None)"
+            )
         size = (self.n, self.k)[dim]
         unit = 1 if dim == 0 or self.format.groups(self.k) == 1 else self.format.group_size
         if count > 1 and size % (count * unit):
@@ -164,13 +195,19 @@ class QuantizedWeight:
         tensors = layout_named(self.layout).pack(part, self.format)
         return replace(self, n=n, k=k, tensors=tensors)
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """``codes``, ``scales``, ``zeros`` and ``perm``, as far as there are, of a weight in the canonical layout."""
+        assert self.layout == "canonical"
+        perm = {} if self.perm is None else {"perm": self.perm}
+        return dict(zip(_PARTS, self.tensors, strict=False)) | perm
+
     def save(self, path: str | Path) -> None:
         """Write the weight to a safetensors file, in the canonical layout, with its format in the metadata."""
         from safetensors.torch import save_file
 
         canonical = self.repack("canonical")
         # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
-        tensors = {name: t.cpu().clone() for name, t in zip(_PARTS, canonical.tensors, strict=False)}
+        tensors = {name: t.cpu().clone() for name, t in canonical.named_tensors().items()}
         meta = {"kind": _FILE_KIND, "version": _FILE_VERSION, "format": str(self.format), "n": self.n, "k": self.k}
         save_file(tensors, path, metadata={"w4gemm": json.dumps(meta)})
 
@@ -200,8 +237,11 @@ class QuantizedWeight:
             if (kind, version) != (_FILE_KIND, _FILE_VERSION):
                 raise ValueError(f"it holds {kind!r} version {version!r}, wanted {_FILE_KIND!r} {_FILE_VERSION!r}")
             ordered = tuple(tensors[name] for name in _PARTS if name in tensors)
-            weight = cls(WeightFormat.parse(meta["format"]), meta["n"], meta["k"], "canonical", ordered)
+            perm = tensors.get("perm")
+            weight = cls(WeightFormat.parse(meta["format"]), meta["n"], meta["k"], "canonical", ordered, perm)
             _check_range(weight.format, *weight.parts()[1:])
+            if perm is not None and not is_permutation(perm):
+                raise ValueError(f"perm: wanted each of 0..{weight.k - 1} once")
         except (KeyError, TypeError, ValueError) as e:
             reason = f"its metadata lack {e}" if isinstance(e, KeyError) else e
             raise FormatError(f"path: {path} is not a w4gemm weight: {reason}") from e
@@ -210,7 +250,7 @@ class QuantizedWeight:
     def __repr__(self) -> str:
         return (
             f"QuantizedWeight({self.format}, n={self.n}, k={self.k}, layout={self.layout!r}, device={self.device}, "
-            f"{self.nbytes / 2**20:.1f} MiB)"
+            f"{'' if self.perm is None else 'act-order, '}{self.nbytes / 2**20:.1f} MiB)"
         )
 
 

@@ -1,0 +1,72 @@
+"""Act-order: groups whose columns do not lie side by side, as GPTQ with ``desc_act`` makes them.
+
+There ``g_idx`` (k) names the group of each column of w. In a packed weight groups are contiguous, so its columns are
+sorted by group, once, when it is made; what is left is ``perm`` (k): packed column j is column perm[j] of w, and a
+product gathers x's columns in the same order. Nothing below :func:`w4gemm.linear` knows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from w4gemm.formats import WeightFormat
+
+PERM_DTYPE = torch.int32
+
+
+def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torch.device) -> torch.Tensor | None:
+    """The stable order of columns that makes the groups contiguous, or None if they are already.
+
+    Args:
+        g_idx: group of each column, integers 0 .. groups - 1 (k). Every group has ``group_size`` columns, but the last
+            one the rest of k.
+        device: where g_idx must be.
+
+    Returns:
+        int32 (k), a permutation: place j takes column perm[j].
+
+    Raises:
+        TypeError, ValueError: naming g_idx and the first bad group.
+    """
+    if not isinstance(g_idx, torch.Tensor) or g_idx.is_floating_point() or g_idx.dtype == torch.bool:
+        came = g_idx.dtype if isinstance(g_idx, torch.Tensor) else type(g_idx).__name__
+        raise TypeError(f"g_idx: wanted integers (k) or None, got {came}")
+    if tuple(g_idx.shape) != (k,):
+        raise ValueError(f"g_idx: wanted shape ({k},), k of codes, got {tuple(g_idx.shape)}")
+    if g_idx.device != device:
+        raise ValueError(f"g_idx: wanted device {device} like codes, got {g_idx.device}")
+    groups, length = format.groups(k), format.group_length(k)
+    columns, first, last = torch.arange(k, device=device), int(g_idx.min()), int(g_idx.max())
+    if first < 0 or last >= groups:
+        bad = first if first < 0 else last
+        raise ValueError(f"g_idx: wanted groups 0..{groups - 1} for k {k} in {format}, got {bad}")
+    sizes = torch.bincount(g_idx.long(), minlength=groups)
+    wrong = sizes != torch.bincount(columns // length, minlength=groups)
+    if wrong.any():
+        group = int(wrong.nonzero()[0])
+        wanted = min(length, k - group * length)
+        raise ValueError(
+            f"g_idx: group {group} wants {wanted} columns in {format} with k {k}, got {int(sizes[group])}; "
+            "groups of other sizes cannot be packed"
+        )
+    perm = torch.argsort(g_idx, stable=True)
+    return None if torch.equal(perm, columns) else perm.to(PERM_DTYPE)
+
+
+def check_perm(perm: torch.Tensor, k: int, device: torch.device) -> None:
+    """Refuse what has not the dtype, shape and device of a perm; :func:`is_permutation` looks at its numbers."""
+    if not isinstance(perm, torch.Tensor) or perm.dtype != PERM_DTYPE or tuple(perm.shape) != (k,):
+        came = f"{perm.dtype} {tuple(perm.shape)}" if isinstance(perm, torch.Tensor) else type(perm).__name__
+        raise ValueError(f"perm: wanted {PERM_DTYPE} ({k},) or None, got {came}")
+    if perm.device != device or not perm.is_contiguous():
+        raise ValueError(f"perm: wanted it contiguous on {device}, got it on {perm.device}, stride {perm.stride(0)}")
+
+
+def is_permutation(perm: torch.Tensor) -> bool:
+    """Whether perm (k) holds each of 0 .. k - 1 once. On a GPU this synchronizes."""
+    return torch.equal(perm.sort().values, torch.arange(len(perm), dtype=perm.dtype, device=perm.device))
+
+
+def in_original_order(columns: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+    """(n, k) with its columns in packed order, put back: result[:, perm[j]] is columns[:, j]."""
+    return columns.index_select(1, torch.argsort(perm))
