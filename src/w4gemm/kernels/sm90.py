@@ -12,6 +12,7 @@ import torch
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.base import OK, Operands, Program, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
+from w4gemm.kernels.sm90_model import predicted_us
 from w4gemm.layouts.sm90 import CODE_WORDS, scale_group, scale_words
 from w4gemm.problem import GemmProblem
 
@@ -90,6 +91,9 @@ class Sm90Kernel(ABC):
             return Status.no(f"reads the sm90 layout, the weight lies in {problem.layout}; call w.repack('sm90')")
         reason = missing_for_dsl(_MIN_DRIVER)
         return Status.no(reason) if reason else OK
+
+    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
+        return predicted_us(problem, self.name, config, self.ctas_per_sm(config))
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         """CTAs of a launch that one multiprocessor holds at once."""

@@ -1,0 +1,51 @@
+"""How long a launch takes on Hopper, predicted without one; dispatch ranks configs by it.
+
+A launch is waves of clusters that fill the GPU, the last one perhaps partly. In a wave every CTA goes through its slots
+of k and then stores its tile:
+
+    time = fixed + bound(sum over waves (slots * slot_us + tile_us), bytes / bandwidth)
+
+slot_us grows linearly from a config's time with the GPU to itself to its time with the GPU full, as CTAs share L2,
+memory and power. These three numbers of each config (alone, shared, tile_us) are measured: ``sm90_times.py``, made by
+``bench/fit.py`` from timings of all configs on eleven layers. bound is a smooth maximum.
+"""
+
+from __future__ import annotations
+
+from w4gemm.config import GemmConfig
+from w4gemm.kernels.sm90_times import TIMES
+from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, scale_words
+from w4gemm.problem import GemmProblem
+
+# H200, 2026-11-21
+FIXED_US = 1.8
+BYTES_PER_US = 4.4e6
+_SHARPNESS = 8
+_UNKNOWN = (1e3, 0.0, 0.0)
+
+
+def predicted_us(problem: GemmProblem, kernel: str, config: GemmConfig, ctas_per_sm: int) -> float:
+    """Microseconds; a config that was never measured is put last."""
+    times = TIMES.get(f"{kernel}/{config}", _UNKNOWN)
+    return launch_us(problem, config, ctas_per_sm, times)
+
+
+def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times: tuple[float, float, float]) -> float:
+    alone, shared, tile_us = times
+    cluster = config.cluster_m * config.cluster_n * config.split_k
+    m_tiles = -(-problem.m // (config.tile_m * config.cluster_m))
+    n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
+    fill = m_tiles * n_tiles / (problem.device.sms // cluster * ctas_per_sm)
+    slots = -(-problem.k // (config.tile_k * config.split_k))
+    full, part = int(fill), fill - int(fill)
+    busy = full * (slots * (alone + shared) + tile_us)
+    if part > 1e-9:
+        busy += slots * (alone + shared * part) + tile_us
+    return FIXED_US + (busy**_SHARPNESS + _bytes_us(problem) ** _SHARPNESS) ** (1 / _SHARPNESS)
+
+
+def _bytes_us(problem: GemmProblem) -> float:
+    """Every byte once: packed blocks, x and d."""
+    blocks = -(-problem.n // BLOCK_N) * -(-problem.k // BLOCK_K)
+    weight = 4 * (CODE_WORDS + scale_words(problem.format)) * blocks
+    return (weight + 2 * problem.m * (problem.n + problem.k)) / BYTES_PER_US
