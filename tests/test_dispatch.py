@@ -137,4 +137,6 @@ def test_the_kernel_protocol(kernel, problem):
         assert isinstance(hash(kernel.compile_key(problem, config)), int)
         assert kernel.compile_key(problem, config) == kernel.compile_key(replace(problem, m=77), config)
         assert kernel.workspace_bytes(problem, config) >= 0
-        assert 0 <= kernel.predicted_us(problem, config) < float("inf")
+        assert 0 < kernel.predicted_us(problem, config) < float("inf")
+        order = kernel.reduction_order(problem, config)
+        assert isinstance(hash(order), int) and order == kernel.reduction_order(replace(problem, m=77), config)

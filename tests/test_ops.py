@@ -188,8 +188,8 @@ def test_opcheck(w, x, bias):
     names = (str(w.format), w.layout, w.n, w.k)
     rows, weight = x.view(-1, K), list(w.tensors)
     for part, b in ((rows, None), (rows[:0], bias), (rows[::2], bias)):
-        torch.library.opcheck(torch.ops.w4gemm.linear.default, (part, weight, *names, b, ""))
-    tracked = (rows.clone().requires_grad_(), weight, *names, bias.clone().requires_grad_(), "")
+        torch.library.opcheck(torch.ops.w4gemm.linear.default, (part, weight, *names, b, "", False))
+    tracked = (rows.clone().requires_grad_(), weight, *names, bias.clone().requires_grad_(), "", False)
     torch.library.opcheck(torch.ops.w4gemm.linear.default, tracked)
     torch.library.opcheck(torch.ops.w4gemm.linear_dx.default, (linear(rows, w), weight, *names))
 

@@ -2,13 +2,19 @@
 
 A plan is chosen for an interval of m, as if m were the interval's last value, so a call with another number of tokens
 rarely chooses or compiles anything.
+
+A batch-invariant problem is served by configs of one reduction order only, the same for every m: that which costs the
+least over all intervals, by the kernels' own predictions.
 """
 
 from __future__ import annotations
 
 import bisect
 import difflib
+import functools
 import logging
+import math
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -82,6 +88,7 @@ class Call(NamedTuple):
     device: torch.device
     config: str
     """A forced config as :func:`plan` takes it, or the empty string."""
+    batch_invariant: bool = False
 
 
 def interval(m: int) -> int:
@@ -96,9 +103,9 @@ def plan_for(call: Call) -> Plan:
     """The plan for every problem that looks like ``call``; resolved once. Errors as :func:`plan`."""
     found = _plans.get(call)
     if found is None:
-        interval, n, k, dtype, format, layout, bias, device, config = call
+        interval, n, k, dtype, format, layout, bias, device, config, invariant = call
         m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
-        problem = GemmProblem(m, n, k, dtype, format, layout, bias, Device.of(device))
+        problem = GemmProblem(m, n, k, dtype, format, layout, bias, Device.of(device), invariant)
         found = _plans[call] = plan(problem, config or None)
         _log.debug("%s: %s, for m up to %d", problem, found, m)
     return found
@@ -112,11 +119,12 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
 
     Raises:
         UnsupportedError: if no kernel (or not the one named) supports the problem; lists each one's reason.
-        ValueError: if ``config`` is malformed, names no kernel, or is not legal for the problem.
+        ValueError: if ``config`` is malformed, names no kernel, is not legal for the problem, or adds up in another
+            order than the one for a batch-invariant problem.
     """
     if config is None:
         _require_support(problem, KERNELS)
-        _, kernel, chosen = ranked(KERNELS, problem)[0]
+        _, kernel, chosen = _ranked(KERNELS, problem)[0]
     else:
         kernel, chosen = _forced(problem, config)
     return Plan(kernel, chosen, compiled(kernel, problem, chosen), problem)
@@ -124,19 +132,53 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
 
 def explain(problem: GemmProblem) -> Explanation:
     """What each kernel says about ``problem`` and what would be chosen; compiles nothing, raises nothing."""
-    status = {kernel.name: kernel.supports(problem) for kernel in KERNELS}
-    ranking = tuple((us, kernel.name, config) for us, kernel, config in ranked(KERNELS, problem))
+    status = {kernel.name: _status(kernel, problem) for kernel in KERNELS}
+    ranking = tuple((us, kernel.name, config) for us, kernel, config in _ranked(KERNELS, problem))
     return Explanation(problem, status, ranking)
 
 
+def _ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
+    """As ``ranked``; for a batch-invariant problem only configs of the one order."""
+    found = ranked(kernels, problem)
+    if not problem.batch_invariant:
+        return found
+    order = _invariant_order(replace(problem, m=0))
+    return [(us, k, c) for us, k, c in found if order is not None and k.reduction_order(problem, c) == order]
+
+
+@functools.cache
+def _invariant_order(problem: GemmProblem) -> Hashable | None:
+    """Of the reduction orders that do not depend on other rows, that with the least geometric mean of predicted times
+    over all intervals of m; None if there is none."""
+    times: dict[Hashable | None, list[float]] = {}
+    for m in (*BOUNDS, _LARGEST):
+        best: dict[Hashable | None, float] = {}
+        for us, kernel, config in ranked(KERNELS, replace(problem, m=m)):
+            best.setdefault(kernel.reduction_order(problem, config), us)
+        for order, us in best.items():
+            times.setdefault(order, []).append(us)
+    times.pop(None, None)
+    return min(times, key=lambda order: (math.fsum(map(math.log, times[order])), str(order)), default=None)
+
+
+def _status(kernel: Kernel, problem: GemmProblem) -> Status:
+    status = kernel.supports(problem)
+    if not status or not problem.batch_invariant:
+        return status
+    orders = (kernel.reduction_order(problem, config) for config in kernel.configs(problem))
+    if any(order is not None for order in orders):
+        return status
+    return Status.no("the bits of a row depend on the other rows here, whatever the config")
+
+
 def _require_support(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> None:
-    status = [(kernel, kernel.supports(problem)) for kernel in kernels]
+    status = [(kernel, _status(kernel, problem)) for kernel in kernels]
     if any(answer for _, answer in status):
         return
     reasons = "".join(f"\n  {kernel.name}: {answer.reason}" for kernel, answer in status)
     native = native_layout(problem.device)
     hint = ""
-    if native != problem.layout and any(k.supports(replace(problem, layout=native)) for k in KERNELS):
+    if native != problem.layout and any(_status(k, replace(problem, layout=native)) for k in KERNELS):
         hint = f"\nThe weight lies in the {problem.layout} layout; w.repack() gives {native}, which can be run here."
     raise UnsupportedError(
         f"no kernel can run {problem} on {problem.device.name or problem.device.kind}:{reasons}{hint}"
@@ -149,7 +191,7 @@ def _forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, Gem
     wanted = GemmConfig.parse(text)
     candidates = (kernel_named(name),) if name else KERNELS
     _require_support(problem, candidates)
-    legal = {f"{k.name}/{c}": (k, c) for k in candidates if k.supports(problem) for c in k.configs(problem)}
+    legal = {f"{k.name}/{c}": (k, c) for _, k, c in _ranked(candidates, problem)}
     for kernel, legal_config in legal.values():
         if legal_config == wanted:
             return kernel, wanted

@@ -32,6 +32,7 @@ class W4Linear(torch.nn.Module):
         format: of the weight, which starts at zero: load a state dict, or use :meth:`from_linear` or
             :meth:`from_weight`.
         dtype: of the bias and of the activations to expect; ``dtype`` advertises it to frameworks.
+        batch_invariant: as for :func:`w4gemm.linear`; an attribute, which may also be set later.
 
     Raises:
         TypeError, ValueError: for a bad size, format or dtype.
@@ -46,6 +47,7 @@ class W4Linear(torch.nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -57,11 +59,13 @@ class W4Linear(torch.nn.Module):
         w = QuantizedWeight(format, out_features, in_features, "canonical", tensors)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self._build(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, dtype)
+        self.batch_invariant = batch_invariant
 
     def _build(self, w: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r}")
         super().__init__()
+        self.batch_invariant = False
         self.in_features, self.out_features, self.format, self.dtype = w.k, w.n, w.format, dtype
         self._set_weight(w)
         requires_grad = bias is not None and bias.requires_grad
@@ -103,12 +107,15 @@ class W4Linear(torch.nn.Module):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
 
     def extra_repr(self) -> str:
         w = self.weight
+        extra = ", act_order=True" if w.perm is not None else ""
+        extra += ", batch_invariant=True" if self.batch_invariant else ""
         return (
-            f"in_features={w.k}, out_features={w.n}, bias={self.bias is not None}, format={w.format}, layout={w.layout}"
+            f"in_features={w.k}, out_features={w.n}, bias={self.bias is not None}, format={w.format}, "
+            f"layout={w.layout}{extra}"
         )
 
     # --- the weight and its buffers ---------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ def linear(
     *,
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """x @ w.T + bias, with float32 accumulation and one rounding to x's dtype.
 
@@ -44,6 +45,8 @@ def linear(
         out: where to write the result: contiguous (..., n) of x's dtype, 16-byte aligned, sharing no memory with x or
             bias. Not together with gradients.
         config: forces a kernel's config, as :func:`w4gemm.dispatch.plan` takes it; for tests and measurements.
+        batch_invariant: whether a row of the result must have the same bits whatever the other rows hold and however
+            many there are. One order of additions then serves every m, which costs speed where another is faster.
 
     Returns:
         (..., n) of x's dtype; ``out`` if given. Gradients flow to x and bias, never to w.
@@ -57,17 +60,19 @@ def linear(
         config = ""
     elif not isinstance(config, str):
         config = _config_text(config)
+    if batch_invariant is not False and batch_invariant is not True:
+        raise TypeError(f"batch_invariant: wanted a bool, got {type(batch_invariant).__name__} {batch_invariant!r}")
     if _needs_dispatcher(x, bias):
-        return _linear_dispatched(x, w, bias, out, config)
+        return _linear_dispatched(x, w, bias, out, config, batch_invariant)
     rows = x if x.dim() == 2 else x.reshape(-1, w.k)
     if w.perm is not None:
         rows = rows.index_select(1, w.perm)
     if out is None:
         d = torch.empty((rows.shape[0], w.n), dtype=x.dtype, device=x.device)
-        _run(rows, w.tensors, w.format, w.layout, d, bias, config)
+        _run(rows, w.tensors, w.format, w.layout, d, bias, config, batch_invariant)
         return d if x.dim() == 2 else d.view(*x.shape[:-1], w.n)
     _check_out(out, x, w, bias)
-    _run(rows, w.tensors, w.format, w.layout, out.view(-1, w.n), bias, config)
+    _run(rows, w.tensors, w.format, w.layout, out.view(-1, w.n), bias, config, batch_invariant)
     return out
 
 
@@ -79,6 +84,7 @@ def _run(
     out: torch.Tensor,
     bias: torch.Tensor | None,
     config: str,
+    batch_invariant: bool,
 ) -> None:
     """Look up the plan and launch it. x (m, k), out (m, n) contiguous."""
     m, k = x.shape
@@ -88,9 +94,8 @@ def _run(
     if column != 1 or (row < k and m > 1):  # rows that overlap, as after expand, are no matrix to a kernel
         x = torch.empty((m, k), dtype=x.dtype, device=x.device).copy_(x)
     device = x.device
-    call = dispatch.Call(
-        dispatch.interval(m), out.shape[1], k, x.dtype, format, layout, bias is not None, device, config
-    )
+    n, has_bias = out.shape[1], bias is not None
+    call = dispatch.Call(dispatch.interval(m), n, k, x.dtype, format, layout, has_bias, device, config, batch_invariant)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             dispatch.plan_for(call).launch(Operands(x, tensors, out, bias))
@@ -118,14 +123,20 @@ def _is_dual(x: torch.Tensor) -> bool:
 
 
 def _linear_dispatched(
-    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor | None, config: str
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    config: str,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     if not torch.compiler.is_compiling() and _is_dual(x):
         raise NotImplementedError("x: forward-mode derivatives of a 4-bit linear are not implemented; use backward")
     rows = x.reshape(-1, w.k)
     if w.perm is not None:  # outside the operator, so that autograd undoes it and a compiler may fuse it
         rows = rows.index_select(1, w.perm)
-    d = torch.ops.w4gemm.linear(rows, list(w.tensors), w.format.name, w.layout, w.n, w.k, bias, config)
+    names = (w.format.name, w.layout, w.n, w.k)
+    d = torch.ops.w4gemm.linear(rows, list(w.tensors), *names, bias, config, batch_invariant)
     d = d.reshape(*x.shape[:-1], w.n)
     if out is None:
         return d
@@ -214,19 +225,21 @@ def _config_text(config: object) -> str:
 _WEIGHT = "Tensor[] weight, str format, str layout, int n, int k"
 _parse_format = functools.cache(WeightFormat.parse)
 
-torch.library.define("w4gemm::linear", f"(Tensor x, {_WEIGHT}, Tensor? bias, str config) -> Tensor")
+torch.library.define(
+    "w4gemm::linear", f"(Tensor x, {_WEIGHT}, Tensor? bias, str config, bool batch_invariant) -> Tensor"
+)
 torch.library.define("w4gemm::linear_dx", f"(Tensor grad, {_WEIGHT}) -> Tensor")
 
 
 @torch.library.impl("w4gemm::linear", ("cpu", "cuda"))
-def _linear_op(x, weight, format, layout, n, k, bias, config):  # type: ignore[no-untyped-def]
+def _linear_op(x, weight, format, layout, n, k, bias, config, batch_invariant):  # type: ignore[no-untyped-def]
     out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    _run(x, tuple(weight), _parse_format(format), layout, out, bias, config)
+    _run(x, tuple(weight), _parse_format(format), layout, out, bias, config, batch_invariant)
     return out
 
 
 @torch.library.register_fake("w4gemm::linear")
-def _linear_fake(x, weight, format, layout, n, k, bias, config):  # type: ignore[no-untyped-def]
+def _linear_fake(x, weight, format, layout, n, k, bias, config, batch_invariant):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], n))
 
 
@@ -251,12 +264,13 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
     weight = list(ctx.saved_tensors)
     dx = torch.ops.w4gemm.linear_dx(grad, weight, *ctx.names) if ctx.needs_input_grad[0] else None
     dbias = grad.sum(0) if ctx.needs_input_grad[6] else None
-    return dx, [None] * len(weight), None, None, None, None, dbias, None
+    return dx, [None] * len(weight), None, None, None, None, dbias, None, None
 
 
 def _linear_dx_backward(ctx, grad):  # type: ignore[no-untyped-def]
     weight = list(ctx.saved_tensors)
-    return torch.ops.w4gemm.linear(grad, weight, *ctx.names, None, ""), [None] * len(weight), None, None, None, None
+    dgrad = torch.ops.w4gemm.linear(grad, weight, *ctx.names, None, "", False)
+    return dgrad, [None] * len(weight), None, None, None, None
 
 
 torch.library.register_autograd("w4gemm::linear", _linear_backward, setup_context=_save_weight)

@@ -61,7 +61,8 @@ H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448, 60 * 2**20)
 class GemmProblem:
     """d (m, n) = x (m, k) @ w (n, k).T, plus the epilogue, on a device.
 
-    ``dtype`` is that of x and d. ``layout`` names the pack layout that the weight lies in.
+    ``dtype`` is that of x and d. ``layout`` names the pack layout that the weight lies in. ``batch_invariant``: whether
+    the bits of a row of d must depend on that row of x alone, not even on m.
     """
 
     m: int
@@ -72,8 +73,10 @@ class GemmProblem:
     layout: str
     bias: bool = False
     device: Device = field(default=H200)
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         bias = " + bias" if self.bias else ""
-        return f"m {self.m}, n {self.n}, k {self.k}, {dtype} x {self.format}{bias} ({self.layout} layout)"
+        invariant = ", batch invariant" if self.batch_invariant else ""
+        return f"m {self.m}, n {self.n}, k {self.k}, {dtype} x {self.format}{bias} ({self.layout} layout){invariant}"

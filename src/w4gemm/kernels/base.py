@@ -72,7 +72,13 @@ class Kernel(Protocol):
         ...
 
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        """About how many microseconds a launch takes, by a model; dispatch ranks the configs of all kernels by it."""
+        """About how many microseconds (more than 0) a launch takes, by a model; dispatch ranks the configs of all
+        kernels by it."""
+        ...
+
+    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
+        """The order in which a result's products are added up, for ``batch_invariant``: configs of equal orders give
+        equal bits, for any m and whatever the other rows hold. None if a row's bits depend on the other rows."""
         ...
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:

@@ -56,7 +56,11 @@ class CpuMixedGemm:
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         """Of no CPU in particular: only which way is the faster one is known."""
         few = problem.m <= _SUM_TOKENS
-        return float((config.tile_m == 1) != few)
+        return 1.0 if (config.tile_m == 1) == few else 2.0
+
+    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
+        """"sum" takes token by token; how matmul adds up depends on the number of rows, and where each one lies."""
+        return (self.name, config.tile_k) if config.tile_m == 1 else None
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         if config.tile_m == 1:

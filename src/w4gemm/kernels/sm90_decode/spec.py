@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from w4gemm.config import GemmConfig
@@ -36,6 +36,11 @@ class Sm90Decode(Sm90Kernel):
 
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         return predicted_us(problem, config)
+
+    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
+        """The warps of all CTAs take k blocks in turn, and their sums are added in a fixed order."""
+        variant = Variant.of(problem, config)
+        return self.name, variant.warps, variant.parked_warps, config.split_k
 
 
 @functools.cache

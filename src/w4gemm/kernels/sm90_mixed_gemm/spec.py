@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from w4gemm.config import GemmConfig
@@ -41,6 +41,13 @@ class Sm90MixedGemm(Sm90Kernel):
 
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         return predicted_us(problem, config)
+
+    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
+        """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several
+        sets or CTAs cut k at multiples of tile_k."""
+        sets = Variant.of(problem, config).k_sets
+        alone = sets == 1 and config.split_k == 1
+        return self.name, sets, config.split_k, 0 if alone else config.tile_k
 
 
 @functools.cache

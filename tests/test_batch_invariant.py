@@ -1,0 +1,194 @@
+"""batch_invariant=True: a row's bits depend on that row alone. And what it rests on: configs whose kernel declares one
+reduction order give equal bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import w4gemm
+from conformance.cases import (
+    FEW_FORMATS,
+    Target,
+    assert_close,
+    compile_ahead,
+    job,
+    random_weight,
+    supported_here,
+    targets,
+)
+from w4gemm import UnsupportedError, W4Linear, WeightFormat, dispatch
+from w4gemm.config import GemmConfig
+from w4gemm.problem import H200, Device, GemmProblem
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+H200_PROBLEM = GemmProblem(16, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90", device=H200, batch_invariant=True)
+CPU_PROBLEM = replace(H200_PROBLEM, n=130, k=576, dtype=torch.float32, layout="cpu", device=Device("cpu"))
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=FEW_FORMATS, ids=str)
+def w(request, device) -> w4gemm.QuantizedWeight:
+    return random_weight(request.param, 130, 576).to(device).repack()
+
+
+def dtypes(w: w4gemm.QuantizedWeight) -> tuple[torch.dtype, ...]:
+    """On a GPU only one format also with float16, since each is compiled."""
+    if w.device.type == "cpu":
+        return torch.bfloat16, torch.float16, torch.float32
+    return (torch.bfloat16, torch.float16) if w.format == WeightFormat() else (torch.bfloat16,)
+
+
+def randn(w: w4gemm.QuantizedWeight, m: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(m, w.k, generator=torch.Generator().manual_seed(m)).to(w.device, dtype)
+
+
+def bias_of(w: w4gemm.QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    return torch.linspace(-1, 1, w.n).to(w.device, dtype)
+
+
+def invariant(x: torch.Tensor, w: w4gemm.QuantizedWeight) -> torch.Tensor:
+    return w4gemm.linear(x, w, bias_of(w, x.dtype), batch_invariant=True)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_alone_and_among_others(w):
+    """Every row of one m as a batch of its own, and every prefix that ends beside a tile's or an interval's bound."""
+    for dtype in dtypes(w):
+        x = randn(w, 300, dtype)
+        whole = invariant(x, w)
+        assert_close(whole, x, w, bias_of(w, dtype))
+        rows = range(300) if dtype == torch.bfloat16 else range(0, 300, 37)
+        assert all(torch.equal(invariant(x[i : i + 1], w)[0], whole[i]) for i in rows)
+        for m in (2, 7, 8, 9, 16, 17, 33, 63, 64, 65, 127, 129, 191, 193, 255, 256, 257, 299):
+            assert torch.equal(invariant(x[:m], w), whole[:m]), m
+            assert torch.equal(invariant(x[-m:], w), whole[-m:]), m
+
+
+@pytest.mark.parametrize("m", [2, 9, 64, 300])
+def test_permuted_rows(w, m):
+    for dtype in dtypes(w):
+        x = randn(w, m, dtype)
+        order = torch.randperm(m, generator=torch.Generator().manual_seed(0)).to(w.device)
+        assert torch.equal(invariant(x[order], w), invariant(x, w)[order])
+
+
+def test_what_the_other_rows_hold(w):
+    x = randn(w, 70, torch.bfloat16)
+    whole = invariant(x, w)
+    for value in (0.0, 1e30, float("nan"), float("inf")):
+        others = x.clone()
+        others[torch.arange(70) != 33] = value
+        assert torch.equal(invariant(others, w)[33], whole[33])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k", [(2048, 2048), (8192, 8192), (136, 8192), (6144, 4096)])
+def test_large_on_a_gpu(n, k):
+    """From decode to prefill: every interval of m, with whatever each of them chooses."""
+    w = random_weight(WeightFormat(), n, k).to("cuda").repack()
+    x = randn(w, 9000, torch.bfloat16)
+    whole, chosen = invariant(x, w), set()
+    for m in dispatch.BOUNDS:
+        call = dispatch.Call(dispatch.interval(m), n, k, x.dtype, w.format, w.layout, True, w.device, "", True)
+        chosen.add(str(dispatch.plan_for(call)))
+        for part in (slice(m), slice(9000 - m, 9000), slice(11, 11 + m - m // 5)):
+            assert torch.equal(invariant(x[part], w), whole[part]), (m, part)
+    assert len(chosen) > 1, "one config alone would show nothing"
+
+
+# --- the declared orders ---------------------------------------------------------------------------------------------
+
+
+def same_order(target: Target, n: int, k: int, format: WeightFormat) -> dict[object, list[str]]:
+    """Configs by their reduction order."""
+    found: dict[object, list[str]] = {}
+    for name in target.configs(n, k, format):
+        config = GemmConfig.parse(name.rpartition("/")[2])
+        order = target.kernel.reduction_order(target.problem(64, n, k, format), config)
+        if order is not None:
+            found.setdefault(order, []).append(name)
+    return found
+
+
+@pytest.mark.parametrize("target", [p for p in targets() if "bfloat16" in p.id])
+def test_configs_of_one_order_give_equal_bits(target):
+    supported_here(target)
+    format = WeightFormat.parse("int4_g64_zint_fp16")  # that of the conformance suite's run over all configs
+    if target.device == "cuda":
+        compile_ahead(job(target, 200, 1152, format, config) for config in target.configs(200, 1152, format))
+    for n, k in ((200, 1152), (136, 4096)):
+        w, x = target.weight(format, n, k), target.randn(300, k)
+        for order, configs in same_order(target, n, k, format).items():
+            first = w4gemm.linear(x, w, config=configs[0])
+            for config in configs:
+                assert torch.equal(w4gemm.linear(x, w, config=config), first), (order, config)
+                assert torch.equal(w4gemm.linear(x[9:20], w, config=config), first[9:20]), (order, config)
+
+
+# --- what is chosen --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", [H200_PROBLEM, replace(H200_PROBLEM, n=512, k=28672), CPU_PROBLEM], ids=str)
+def test_one_order_for_every_m(problem):
+    kernels = {kernel.name: kernel for kernel in dispatch.KERNELS}
+    rankings = [dispatch.explain(replace(problem, m=m)).ranking for m in (*dispatch.BOUNDS, 10**5)]
+    orders = {kernels[name].reduction_order(problem, c) for ranking in rankings for _, name, c in ranking}
+    assert len(orders) == 1 and None not in orders
+    free = [dispatch.explain(replace(problem, m=m, batch_invariant=False)).ranking for m in dispatch.BOUNDS]
+    assert all(len(a) < len(b) for a, b in zip(rankings, free, strict=False))
+
+
+def test_a_forced_config_must_be_of_the_order():
+    w = random_weight(WeightFormat(), 130, 576).repack()
+    x = torch.randn(3, 576)
+    ((_, _, config),) = dispatch.explain(CPU_PROBLEM).ranking
+    forced = w4gemm.linear(x, w, bias_of(w, x.dtype), config=config, batch_invariant=True)
+    assert torch.equal(forced, invariant(x, w))
+    other = next(c for _, _, c in dispatch.explain(replace(CPU_PROBLEM, batch_invariant=False)).ranking if c != config)
+    with pytest.raises(ValueError, match=rf"config: {other} is not legal .* batch invariant; nearest are .*{config}"):
+        w4gemm.linear(x, w, config=other, batch_invariant=True)
+
+
+def test_unsupported_says_why_and_what_helps():
+    w = random_weight(WeightFormat(), 130, 576)
+    with pytest.raises(UnsupportedError, match=r"(?s)batch invariant on cpu.*rows here.*w.repack\(\) gives cpu"):
+        invariant(torch.randn(3, 576), w)
+    explanation = dispatch.explain(replace(CPU_PROBLEM, layout="canonical"))
+    assert not explanation.ranking and "depend on the other rows" in str(explanation)
+
+
+def test_bad_argument(w):
+    with pytest.raises(TypeError, match="batch_invariant: wanted a bool, got int 1"):
+        w4gemm.linear(randn(w, 2, torch.bfloat16), w, batch_invariant=1)
+
+
+# --- around it -------------------------------------------------------------------------------------------------------
+
+
+def test_under_compile_autograd_and_empty(w):
+    torch.compiler.reset()
+    x = randn(w, 20, torch.bfloat16)
+    expected = invariant(x, w)
+    f = torch.compile(lambda x: invariant(x, w), fullgraph=True, backend="aot_eager")
+    assert torch.equal(f(x), expected) and torch.equal(f(x[:3]), expected[:3])
+    assert torch.equal(invariant(x.requires_grad_(), w), expected)
+    assert invariant(x[:0], w).shape == (0, w.n)
+
+
+def test_layer(w):
+    layer = W4Linear.from_weight(w, bias_of(w, torch.bfloat16))
+    assert not layer.batch_invariant and "batch_invariant" not in repr(layer)
+    layer.batch_invariant = True
+    x = randn(w, 40, torch.bfloat16)
+    assert torch.equal(layer(x)[7:8], layer(x[7:8])) and torch.equal(layer(x), invariant(x, w))
+    assert "batch_invariant=True" in repr(layer)
+    assert W4Linear(64, 64, batch_invariant=True).batch_invariant
