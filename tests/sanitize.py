@@ -1,0 +1,46 @@
+"""Launches for compute-sanitizer: a few configs of every GPU kernel on small shapes that walk over tiles, wrap their
+rings, and end raggedly.
+
+    for tool in memcheck racecheck synccheck; do
+        compute-sanitizer --tool $tool --kernel-name-exclude kernel_substring=at:: python tests/sanitize.py
+    done
+"""
+
+from __future__ import annotations
+
+import torch
+
+import w4gemm
+from w4gemm import WeightFormat
+
+CASES = {
+    "sm90_decode/8x64x128_1x1x1_coop": (5, 200, 4096),
+    "sm90_decode/8x64x128_1x1x1_pingpong": (8, 20000, 256),
+    "sm90_decode/16x32x128_1x1x1_coop_k2": (13, 130, 2112),
+    "sm90_decode/16x128x128_1x1x1_pingpong": (16, 300, 2048),
+    "sm90_mixed_gemm/64x128x128_1x1x1_coop": (100, 20000, 384),
+    "sm90_mixed_gemm/64x128x256_1x1x1_coop_k2": (64, 200, 4224),
+    "sm90_mixed_gemm/32x64x512_1x1x1_coop": (20, 130, 4096),
+    "sm90_mixed_gemm/128x128x128_1x2x1_coop": (260, 9000, 640),
+    "sm90_mixed_gemm/64x64x128_1x1x1_pingpong_k2": (64, 200, 2048),
+    "sm90_mixed_gemm/256x64x128_1x1x1_pingpong": (600, 6000, 512),
+    "sm90_mixed_gemm/256x64x128_1x2x1_pingpong": (600, 9000, 512),
+}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for format in (WeightFormat(128), WeightFormat(32, "float", "fp16")):
+        for config, (m, n, k) in CASES.items():
+            w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack()
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            got = w4gemm.linear(x, w, config=config).float()
+            wanted = x.float() @ w.dequantize().T
+            error = ((got - wanted).norm() / wanted.norm()).item()
+            assert error < 4e-3, f"{config} {format}: {error}"
+    torch.cuda.synchronize()
+    print(f"{2 * len(CASES)} launches, all right")
+
+
+if __name__ == "__main__":
+    main()
