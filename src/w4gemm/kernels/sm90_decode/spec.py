@@ -8,7 +8,6 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.sm90 import Sm90Kernel
-from w4gemm.kernels.sm90_decode.heuristic import predicted_us
 from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.problem import GemmProblem
 
@@ -33,9 +32,6 @@ class Sm90Decode(Sm90Kernel):
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         return list(_fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes))
-
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        return predicted_us(problem, config)
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """The warps of all CTAs take k blocks in turn, and their sums are added in a fixed order."""

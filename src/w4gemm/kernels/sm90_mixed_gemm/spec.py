@@ -9,7 +9,6 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.sm90 import Sm90Kernel
-from w4gemm.kernels.sm90_mixed_gemm.heuristic import predicted_us
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import GemmProblem
 
@@ -38,9 +37,6 @@ class Sm90MixedGemm(Sm90Kernel):
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
         return list(_fitting(block_bytes))
-
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        return predicted_us(problem, config)
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several
