@@ -12,8 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conformance.cases import assert_close, random_weight
-from w4gemm import FormatError, QuantizedWeight, W4Linear, WeightFormat, linear
+from sass import disassemble
+from w4gemm import FormatError, GemmConfig, QuantizedWeight, W4Linear, WeightFormat, linear
+from w4gemm.gather import gather_columns
+from w4gemm.jit import object_code
+from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.layouts import LAYOUTS
+from w4gemm.problem import GemmProblem
 
 N, K = 130, 576
 FORMATS = ["int4_g32", "int4_g64_zint_fp16", "int4_g128_zfloat", "int4_g256_zint"]  # 128 and 256: a short last group
@@ -257,6 +262,41 @@ def test_cuda_graph_and_another_stream(m):
         other = linear(x, w)
     stream.synchronize()
     assert torch.equal(other, d)
+
+
+# --- the gather ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [8, 136, 577, 4096, 8200, 28672, 116192, 116200])
+def test_gather_columns(device, k):
+    perm = torch.randperm(k, generator=torch.Generator().manual_seed(0)).int().to(device)
+    for m, dtype in ((0, torch.bfloat16), (1, torch.float16), (3, torch.bfloat16), (300, torch.bfloat16)):
+        x = torch.randn(m, k + 8, device=device).to(dtype)
+        for part in (
+            x[:, :k],
+            x[:, 3 : k + 3],
+            x[:, :k].contiguous(),
+            x.T.contiguous().T[:, :k],
+            x[:1, :k].expand(m, k),
+        ):
+            got = gather_columns(part, perm)
+            assert got.is_contiguous() and torch.equal(got, part.index_select(1, perm))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1024, 1025, 5001])
+def test_gather_columns_of_many_rows(m):
+    perm = torch.randperm(4104).int().cuda()
+    x = torch.randn(m, 4104, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(gather_columns(x, perm), x.index_select(1, perm))
+
+
+def test_gather_compiles():
+    pytest.importorskip("cutlass")
+    problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90")
+    sass = disassemble(object_code(ColumnGather(), problem, GemmConfig(1, 1, 1)))
+    assert sass.stack == 0 and sass.registers <= 64, "eight CTAs of 256 threads must fit a multiprocessor"
+    assert sass.count("UBLKCP") == 1 and sass.count("LDS") >= 8
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------

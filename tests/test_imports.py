@@ -21,7 +21,7 @@ LEVELS = (
     ("act_order", "dequantize", "weight", "quantization", "reference"),
     ("kernels",),
     ("jit",),
-    ("workspace", "tuning", "dispatch"),
+    ("workspace", "tuning", "dispatch", "gather"),
     ("ops",),
     ("nn", "checkpoints"),
     ("integrations",),

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from w4gemm import dispatch
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
+from w4gemm.gather import gather_columns
 from w4gemm.kernels import Operands
 from w4gemm.weight import QuantizedWeight
 
@@ -46,7 +47,8 @@ def linear(
             bias. Not together with gradients.
         config: forces a kernel's config, as :func:`w4gemm.dispatch.plan` takes it; for tests and measurements.
         batch_invariant: whether a row of the result must have the same bits whatever the other rows hold and however
-            many there are. One order of additions then serves every m, which costs speed where another is faster.
+            many there are. One order of additions then serves every m, which costs speed where another is faster (see
+            docs/measured.md). Gradients are not covered.
 
     Returns:
         (..., n) of x's dtype; ``out`` if given. Gradients flow to x and bias, never to w.
@@ -66,7 +68,7 @@ def linear(
         return _linear_dispatched(x, w, bias, out, config, batch_invariant)
     rows = x if x.dim() == 2 else x.reshape(-1, w.k)
     if w.perm is not None:
-        rows = rows.index_select(1, w.perm)
+        rows = gather_columns(rows, w.perm)
     if out is None:
         d = torch.empty((rows.shape[0], w.n), dtype=x.dtype, device=x.device)
         _run(rows, w.tensors, w.format, w.layout, d, bias, config, batch_invariant)
@@ -133,7 +135,7 @@ def _linear_dispatched(
     if not torch.compiler.is_compiling() and _is_dual(x):
         raise NotImplementedError("x: forward-mode derivatives of a 4-bit linear are not implemented; use backward")
     rows = x.reshape(-1, w.k)
-    if w.perm is not None:  # outside the operator, so that autograd undoes it and a compiler may fuse it
+    if w.perm is not None:  # an operator that autograd undoes, and that a compiler may fuse with what made x
         rows = rows.index_select(1, w.perm)
     names = (w.format.name, w.layout, w.n, w.k)
     d = torch.ops.w4gemm.linear(rows, list(w.tensors), *names, bias, config, batch_invariant)

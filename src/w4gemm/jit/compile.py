@@ -17,7 +17,7 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.jit import disk
-from w4gemm.kernels.base import Kernel, Program
+from w4gemm.kernels.base import Compilable, Program
 from w4gemm.problem import GemmProblem
 
 _log = logging.getLogger("w4gemm.jit")
@@ -29,7 +29,7 @@ _memory: dict[Hashable, Callable[..., Any] | None] = {}
 _lock = threading.RLock()
 
 
-def compiled(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
+def compiled(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
     """What ``kernel.launch`` calls: takes the entry's run-time arguments by position, except the stream.
 
     It launches on torch's current stream of its tensors' device. Safe to call from several threads.
@@ -48,7 +48,7 @@ def compiled(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Callab
         return _memory[key]
 
 
-def object_code(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> bytes | None:
+def object_code(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> bytes | None:
     """The object with the kernel's host and device code, from disk or compiled and stored; None if it has none.
 
     Loads nothing, so a pool of processes can fill the disk cache with it.
@@ -61,7 +61,7 @@ def object_code(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> byt
     return _build(name, program) if code is None else code
 
 
-def _find(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
+def _find(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
     program = kernel.program(problem, config)
     if program is None:
         return None

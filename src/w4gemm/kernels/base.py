@@ -58,10 +58,22 @@ class Program:
     """Target such as ``"sm_90a"``."""
 
 
-class Kernel(Protocol):
-    """One way to compute a :class:`GemmProblem`."""
+class Compilable(Protocol):
+    """What ``w4gemm.jit`` needs of a kernel."""
 
     name: str
+
+    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
+        """What the compiled code depends on, as plain values: equal keys share one compiled object."""
+        ...
+
+    def program(self, problem: GemmProblem, config: GemmConfig) -> Program | None:
+        """What to compile for ``launch``; None where nothing needs compiling. Imports the DSL, needs no GPU."""
+        ...
+
+
+class Kernel(Compilable, Protocol):
+    """One way to compute a :class:`GemmProblem`."""
 
     def supports(self, problem: GemmProblem) -> Status:
         """Correctness limits only: what must hold for any config to give the right answer."""
@@ -83,14 +95,6 @@ class Kernel(Protocol):
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Device memory that a launch needs besides its operands."""
-        ...
-
-    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        """What the compiled code depends on, as plain values: equal keys share one compiled object."""
-        ...
-
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program | None:
-        """What to compile for ``launch``; None where nothing needs compiling. Imports the DSL, needs no GPU."""
         ...
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:

@@ -67,6 +67,16 @@ def store_shared_f32x4(address: Int32, values: Sequence[Float32]) -> None:
     asm("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", [], [address, *values])
 
 
+def load_shared_half(address: Int32) -> Int32:
+    """16 bits, the upper half zero."""
+    return asm("{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }", [Int32], [address])[0]
+
+
+def load_global_int32x4(address: Int64) -> tuple[Int32, ...]:
+    """Four consecutive words that nothing writes while the kernel runs."""
+    return asm("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", [Int32] * 4, [address])
+
+
 def store_matrix_transposed(address: Int32, registers: Sequence[Int32]) -> None:
     """``stmatrix`` of two or four transposed 8x8 matrices of 16-bit elements."""
     count = len(registers)
