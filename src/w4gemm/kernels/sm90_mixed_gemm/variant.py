@@ -41,9 +41,9 @@ class Variant(sm90.Variant):
         return self.row_groups * self.turns
 
     @property
-    def slot_warps(self) -> int:
-        """Consumer warps that read a slot."""
-        return 4 * self.row_groups * self.k_sets
+    def slot_threads(self) -> int:
+        """Consumer threads that read a slot."""
+        return 128 * self.row_groups * self.k_sets
 
     @property
     def occupancy(self) -> int:
