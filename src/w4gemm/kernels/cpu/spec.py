@@ -59,7 +59,7 @@ class CpuMixedGemm:
         return 1.0 if (config.tile_m == 1) == few else 2.0
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
-        """The method "sum" takes token by token; what matmul gives depends on the number of rows and on each one's place."""
+        """The method "sum" takes token by token; in a matmul a row's bits depend on where among how many it is."""
         return (self.name, config.tile_k) if config.tile_m == 1 else None
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
