@@ -56,6 +56,8 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
             schedule == "pingpong" and tile_m <= 128 and cluster_n > 1
         ):
             continue
+        if tile_k > 128 and tile_m > 128:  # ptxas serializes some of these, and none was ever the fastest
+            continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue
         config = GemmConfig(tile_m, tile_n, tile_k, 1, cluster_n, schedule, split_k)
