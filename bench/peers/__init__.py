@@ -1,0 +1,24 @@
+"""The implementations that are compared: one small adapter file each, and its line here."""
+
+from __future__ import annotations
+
+from bench.peers import cublas, humming, machete, marlin, quack, torch_int4, w4gemm
+from bench.peers.base import Peer, Prepared
+
+PEERS: tuple[Peer, ...] = tuple(m.PEER for m in (w4gemm, humming, machete, marlin, quack, torch_int4, cublas))
+
+
+def peers_named(text: str) -> tuple[Peer, ...]:
+    """The peers of comma-separated names, or ``all``.
+
+    Raises:
+        ValueError: for a name that there is not.
+    """
+    by_name = {peer.name: peer for peer in PEERS}
+    names = list(by_name) if text == "all" else text.split(",")
+    if unknown := [name for name in names if name not in by_name]:
+        raise ValueError(f"impl: wanted all or some of {', '.join(by_name)}, got {', '.join(unknown)}")
+    return tuple(by_name[name] for name in dict.fromkeys(names))
+
+
+__all__ = ["PEERS", "Peer", "Prepared", "peers_named"]

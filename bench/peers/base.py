@@ -1,0 +1,108 @@
+"""What an implementation is to the benchmark: :class:`Peer`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from w4gemm.formats import WeightFormat
+from w4gemm.weight import QuantizedWeight
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _nothing_to_choose(m: int) -> Sequence[str]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A weight in an implementation's own layout, and how to multiply by it."""
+
+    tensors: Tensors
+    """All that is read of the weight: the benchmark rotates over copies of them."""
+    run: Callable[[Tensors, torch.Tensor, torch.Tensor, str], torch.Tensor]
+    """run(tensors, x (m, k), out (m, n), config) -> d (m, n), in ``out`` if the implementation can write there. A
+    config is one of ``configs``, or the empty string for what users get unasked. Works in a CUDA graph."""
+    chosen: Callable[[int], str] = lambda m: ""
+    """The config that runs unasked for m tokens, or the empty string if it does not say."""
+    configs: Callable[[int], Sequence[str]] = _nothing_to_choose
+    """Every config that can be asked for at m tokens."""
+
+
+class Peer(Protocol):
+    """An implementation of d = x @ w.T with a 4-bit weight (or, for comparison, the same weight in 16 bits)."""
+
+    name: str
+
+    def version(self) -> str: ...
+
+    def available(self) -> str:
+        """Why it cannot run on this machine, or the empty string. Imports nothing heavy."""
+        ...
+
+    def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
+        """Why it cannot run this problem, or the empty string."""
+        ...
+
+    def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
+        """Repack the weight's codes and scales, bit for bit, for activations of ``dtype``."""
+        ...
+
+
+# --- what adapters share -------------------------------------------------------------------------------------------
+
+
+def missing_gpu() -> str:
+    return "" if torch.cuda.is_available() else "no CUDA GPU"
+
+
+def missing_package(package: str, module: str) -> str:
+    """Why ``module`` of the package cannot be imported, or the empty string; without importing it."""
+    return "" if importlib.util.find_spec(module) else f"{package} is not installed"
+
+
+def package_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def unsupported(
+    n: int,
+    k: int,
+    format: WeightFormat,
+    dtype: torch.dtype,
+    *,
+    groups: Sequence[int],
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16),
+    n_multiple: int = 1,
+    k_multiple: int = 1,
+) -> str:
+    """The usual limits of a symmetric 4-bit kernel, as a reason or the empty string. Group -1: per column."""
+    if dtype not in dtypes:
+        return f"no activations of {dtype}"
+    if format.has_zero:
+        return "this adapter covers symmetric formats"
+    if format.group_size not in groups:
+        return f"groups of {', '.join(map(str, groups))} only"
+    if n % n_multiple or k % k_multiple:
+        return f"wants n % {n_multiple} == 0 and k % {k_multiple} == 0"
+    if format.group_size > 0 and k % format.group_size:
+        return "no partial group at the end of k"
+    return ""
+
+
+def gptq_words(codes: torch.Tensor) -> torch.Tensor:
+    """codes (n, k) as int32 (n, k / 8), eight along k in a word, the first in the lowest bits."""
+    n, k = codes.shape
+    words = torch.zeros((n, k // 8), dtype=torch.int32, device=codes.device)
+    for i in range(8):
+        words |= codes[:, i::8].int() << (4 * i)
+    return words

@@ -1,0 +1,45 @@
+"""Humming, just-in-time compiled CUDA C++; its configs as its heuristic chooses them."""
+
+from __future__ import annotations
+
+import torch
+from bench.peers.base import Prepared, Tensors, gptq_words, missing_gpu, missing_package, package_version, unsupported
+
+from w4gemm.formats import WeightFormat
+from w4gemm.weight import QuantizedWeight
+
+
+class Humming:
+    name = "humming"
+
+    def version(self) -> str:
+        return package_version("humming-kernels")
+
+    def available(self) -> str:
+        return missing_gpu() or missing_package("humming-kernels", "humming")
+
+    def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
+        return unsupported(n, k, format, dtype, groups=(-1, 32, 64, 128, 256), n_multiple=64, k_multiple=64)
+
+    def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
+        from humming.forward import humming_forward
+        from humming.layer import HummingLayer
+
+        codes, scales, _ = weight.parts()
+        group = max(0, weight.format.group_size)
+        layer = HummingLayer(weight.n, weight.k, {"dtype": "int4", "group_size": group}, torch_dtype=dtype).to(
+            codes.device
+        )
+        layer.load_from_tensors({"weight": gptq_words(codes), "weight_scale": scales.to(dtype)})
+        layer.transform()
+        config, zero_point = layer.humming_config, getattr(layer, "zero_point", None)
+
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, _: str) -> torch.Tensor:
+            w, s, locks = tensors
+            humming_forward(config, x, w, s, zero_point, outputs=out, locks=locks)
+            return out
+
+        return Prepared((layer.weight.data, layer.weight_scale.data, layer.locks), run)
+
+
+PEER = Humming()

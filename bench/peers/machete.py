@@ -1,0 +1,44 @@
+"""Machete, vLLM's mixed-input GEMM for Hopper: by default as its heuristic chooses, or with a schedule asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from bench.peers import vllm_ops
+from bench.peers.base import Prepared, Tensors, gptq_words, unsupported
+
+from w4gemm.formats import WeightFormat
+from w4gemm.weight import QuantizedWeight
+
+
+class Machete:
+    name = "machete"
+
+    def version(self) -> str:
+        return vllm_ops.version()
+
+    def available(self) -> str:
+        return vllm_ops.missing("machete_mm")
+
+    def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
+        return unsupported(n, k, format, dtype, groups=(-1, 64, 128), n_multiple=128, k_multiple=64)
+
+    def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
+        ops, kind = vllm_ops.operators(), vllm_ops.UINT4_MINUS_8
+        codes, scales, _ = weight.parts()
+        group = weight.format.group_size
+        packed = ops.machete_prepack_B(gptq_words(codes).t(), dtype, kind, dtype)
+        group_scales = scales.to(dtype).t().contiguous()
+
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+            b, s = tensors
+            return ops.machete_mm(x, b, kind, dtype, s, None, group, None, None, config or None)
+
+        def schedules(m: int) -> Sequence[str]:
+            return ops.machete_supported_schedules(dtype, kind, dtype, None, None, None, dtype)
+
+        return Prepared((packed, group_scales), run, configs=schedules)
+
+
+PEER = Machete()

@@ -1,0 +1,132 @@
+"""Measure layers with every implementation in one process: ``python -m bench.run --shapes layers --m 1,16,256``.
+
+The protocol: random weights and activations; a CUDA graph calls an implementation once on each of several copies of the
+weight, over 400 MB together, so that none is found in L2, with two activations in turn; the graphs of all
+implementations are replayed in turn, and the median is reported. Every output is checked against the float32 product
+with the dequantized weight before it is timed. Rows go to bench/results/times.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.peers import PEERS, Peer, Prepared, peers_named
+from bench.shapes import parse_layers, parse_tokens
+
+from w4gemm import QuantizedWeight, WeightFormat
+from w4gemm.tuning import record
+from w4gemm.tuning.timing import time_graphs
+
+RESULTS = Path(__file__).parent / "results/times.jsonl"
+_ROTATED_BYTES = 400e6
+_MAX_ERROR = 1e-2
+_MANY_TOKENS = 512
+"""Beyond these a few copies do: the product takes longer than its weight."""
+
+Entry = tuple[Peer, Prepared, list[tuple[torch.Tensor, ...]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m bench.run", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--shapes", default="layers", help="names of bench/shapes.py and sizes like 8192x4096 (n x k)")
+    parser.add_argument("--m", default="all", help="numbers of tokens like 1,16,256, or all, or awkward")
+    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser.add_argument("--impl", default="all", help=f"all, or some of {','.join(p.name for p in PEERS)}")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    args = parser.parse_args()
+    facts = record.facts()
+    peers = []
+    for peer in peers_named(args.impl):
+        reason = peer.available()
+        print(f"{peer.name} {peer.version()}{': ' + reason if reason else ''}", flush=True)
+        peers += [] if reason else [peer]
+    format = WeightFormat.parse(args.format)
+    for n, k in parse_layers(args.shapes):
+        weight = random_weight(n, k, format)
+        entries = prepare(peers, weight)
+        for m in parse_tokens(args.m):
+            rows = measure(entries, weight, m)
+            common = {"kind": "time", "run": record.run_name(facts), "work": "w4a16", "m": m, "n": n, "k": k}
+            common |= {"experts": 0, "routing": "balanced", "format": str(format), "dtype": "bfloat16"}
+            record.append(args.out, *(common | row | facts for row in rows))
+            print(line(m, n, k, rows), flush=True)
+
+
+def random_weight(n: int, k: int, format: WeightFormat) -> QuantizedWeight:
+    g = torch.Generator(device="cuda").manual_seed(1)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda", generator=g)
+    scales = torch.rand(n, format.groups(k), device="cuda", generator=g) * 0.01 + 0.005
+    zeros = None
+    if format.zero_dtype is not None:
+        zeros = (torch.rand(scales.shape, device="cuda", generator=g) * (15 if format.zero == "int" else 0.1)).to(
+            format.zero_dtype
+        )
+    return QuantizedWeight.from_codes(format, codes, scales.to(format.scale_dtype), zeros)
+
+
+def prepare(peers: list[Peer], weight: QuantizedWeight) -> list[Entry]:
+    """Each peer's own form of the weight, in copies to rotate over. What one cannot do is said, not dropped."""
+    entries: list[Entry] = []
+    for peer in peers:
+        reason = peer.supports(weight.n, weight.k, weight.format, torch.bfloat16)
+        if reason:
+            print(f"  {peer.name}: {reason}", flush=True)
+            continue
+        try:
+            prepared = peer.prepare(weight, torch.bfloat16)
+        except Exception as e:  # a peer's failure is a result, not the end of the run
+            print(f"  {peer.name}: {e!r:.200}", flush=True)
+            continue
+        size = sum(t.numel() * t.element_size() for t in prepared.tensors)
+        count = max(2, math.ceil(_ROTATED_BYTES / size))
+        copies = [tuple(t.clone() for t in prepared.tensors) for _ in range(count - 1)]
+        entries.append((peer, prepared, [prepared.tensors, *copies]))
+    return entries
+
+
+def measure(entries: list[Entry], weight: QuantizedWeight, m: int) -> list[dict[str, Any]]:
+    """A row for each peer whose output is right."""
+    xs = [torch.randn(m, weight.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    out = torch.empty(m, weight.n, device="cuda", dtype=torch.bfloat16)
+    wanted = xs[0].float() @ weight.dequantize().T
+    rows, graphs = [], []
+    for peer, prepared, copies in entries:
+        try:
+            d = prepared.run(copies[0], xs[0], out, "").float()
+            error = ((d - wanted).norm() / wanted.norm()).item()
+        except Exception as e:
+            print(f"  {peer.name}, m {m}: {e!r:.200}", flush=True)
+            continue
+        if not error < _MAX_ERROR:
+            print(f"  {peer.name}, m {m}: relative error {error:.3g}, not timed", flush=True)
+            continue
+        used = copies if m <= _MANY_TOKENS else copies[:4]
+        graphs.append(
+            [lambda r=prepared.run, t=t, x=xs[i % 2]: r(t, x, out, "") for i, t in enumerate(used)]  # type: ignore[misc]
+        )
+        rows.append(
+            {
+                "impl": peer.name,
+                "impl_version": peer.version(),
+                "config": prepared.chosen(m),
+                "rel_error": round(error, 6),
+            }
+        )
+    for row, time in zip(rows, time_graphs(graphs, replays=11 if m <= 1024 else 5), strict=True):
+        row |= {"us_p20": round(time.p20, 2), "us_p50": round(time.p50, 2), "us_p80": round(time.p80, 2)}
+    return rows
+
+
+def line(m: int, n: int, k: int, rows: list[dict[str, Any]]) -> str:
+    us = {row["impl"]: row["us_p50"] for row in rows}
+    others = [t for name, t in us.items() if name != "w4gemm"]
+    ratio = f"best peer / w4gemm {min(others) / us['w4gemm']:.2f}; " if others and "w4gemm" in us else ""
+    return f"{n}x{k}, m {m}: {ratio}" + ", ".join(f"{name} {t:.1f}" for name, t in us.items()) + " us"
+
+
+if __name__ == "__main__":
+    main()

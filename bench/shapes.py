@@ -1,0 +1,61 @@
+"""Named sets of layers, and the numbers of tokens to measure them at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+Layer = tuple[int, int]
+"""(n, k): output and input features."""
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+AWKWARD_TOKENS = (13, 257, 4090)
+
+LAYERS: tuple[Layer, ...] = ((6144, 4096), (8192, 8192), (28672, 4096), (8192, 28672))
+"""The four layers of the main table."""
+
+MODELS: dict[str, tuple[Layer, ...]] = {
+    "llama-3-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "llama-3-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+    "qwen2.5-7b": ((4608, 3584), (37888, 3584), (3584, 18944)),
+    "qwen2.5-32b": ((7168, 5120), (55296, 5120), (5120, 27648)),
+    "qwen2.5-72b": ((8192, 29568),),
+    "deepseek-coder-v2-lite": ((576, 2048), (2048, 10944), (2048, 1408)),
+}
+
+AWKWARD: tuple[Layer, ...] = ((4096, 2752), (8192, 3696), (4096, 8256), (576, 2048))
+"""Sizes that do not divide well; 8256 is a multiple of 64 only."""
+
+SETS: dict[str, tuple[Layer, ...]] = {
+    "layers": LAYERS,
+    **MODELS,
+    "models": tuple(dict.fromkeys(layer for layers in MODELS.values() for layer in layers)),
+    "awkward": AWKWARD,
+}
+
+
+def parse_layers(text: str) -> tuple[Layer, ...]:
+    """Layers of comma-separated names of ``SETS`` and sizes like ``8192x4096`` (n x k), each once.
+
+    Raises:
+        ValueError: for a name that there is not.
+    """
+    found: list[Layer] = []
+    for part in text.split(","):
+        size = re.fullmatch(r"(\d+)x(\d+)", part)
+        if size:
+            found.append((int(size[1]), int(size[2])))
+        elif part in SETS:
+            found += SETS[part]
+        else:
+            raise ValueError(f"shapes: wanted {', '.join(SETS)} or sizes like 8192x4096 (n x k), got {part!r}")
+    return tuple(dict.fromkeys(found))
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """Numbers of tokens from ``1,16,256``, ``all`` or ``awkward``."""
+    named: dict[str, Iterable[int]] = {"all": TOKENS, "awkward": AWKWARD_TOKENS}
+    try:
+        return tuple(dict.fromkeys(named[text] if text in named else map(int, text.split(","))))
+    except ValueError:
+        raise ValueError(f"m: wanted numbers like 1,16,256, or all, or awkward, got {text!r}") from None

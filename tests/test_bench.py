@@ -1,0 +1,58 @@
+"""The benchmark's parts that need no GPU: shapes, roofline, report, and peers that say why they cannot run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import report  # noqa: E402
+from bench.peers import PEERS, peers_named  # noqa: E402
+from bench.shapes import LAYERS, parse_layers, parse_tokens  # noqa: E402
+
+from w4gemm import WeightFormat  # noqa: E402
+
+
+def test_shapes_by_name_and_by_size():
+    assert parse_layers("layers,8192x8192,96x64") == (*LAYERS, (96, 64))
+    assert parse_tokens("1,16") == (1, 16) and 4090 in parse_tokens("awkward")
+    with pytest.raises(ValueError, match="shapes: wanted layers.*got 'layer'"):
+        parse_layers("layer")
+    with pytest.raises(ValueError, match="m: wanted numbers"):
+        parse_tokens("1,two")
+
+
+def test_peers_by_name():
+    assert [p.name for p in peers_named("quack,w4gemm")] == ["quack", "w4gemm"]
+    with pytest.raises(ValueError, match="got machette"):
+        peers_named("machette")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is no GPU")
+@pytest.mark.parametrize("peer", PEERS, ids=lambda p: p.name)
+def test_peers_say_why_they_cannot_run(peer):
+    assert peer.available()
+
+
+def test_roofline_is_bytes_then_operations():
+    assert report.roofline_us((8192, 8192, 1)) == pytest.approx(7.7, abs=0.1)
+    assert report.roofline_us((8192, 8192, 4096)) == pytest.approx(695.9, abs=0.5)
+
+
+def test_the_recorded_table_is_whole_and_its_report_is_true(tmp_path, monkeypatch):
+    rows = [json.loads(line) for line in (ROOT / "bench/results/times.jsonl").read_text().splitlines()]
+    assert all(row["rel_error"] < 1e-2 and row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
+    times: report.Times = {}
+    for row in rows:
+        if row["run"] == rows[-1]["run"]:
+            times.setdefault((row["n"], row["k"], row["m"]), {})[row["impl"]] = row["us_p50"]
+    text = report.text(rows[-1], times, {row["impl"]: row["impl_version"] for row in rows})
+    assert text == (ROOT / "docs/benchmarks.md").read_text(), "run python -m bench.report"
+    assert all("w4gemm" in us and len(us) > 1 for us in times.values())
+    assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]
