@@ -16,6 +16,8 @@ _TILE_M = (8, 16, 32, 64, 128, 192, 256)
 _TILE_N = (64, 128, 256)
 _TILE_K = (128, 256, 512)
 _CLUSTER_N_SPLIT_K = ((1, 1), (2, 1), (1, 2))
+_ONE_GROUP = 4224
+"""Bytes of a packed block with a single group of scales and no zero points."""
 _MAX_TILE_M = {"coop": {64: 256, 128: 256, 256: 64}, "pingpong": {64: 256, 128: 64}}
 """By schedule and tile_n, which fix the number of threads: what the accumulators leave room for in the registers."""
 
@@ -63,6 +65,11 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
         config = GemmConfig(tile_m, tile_n, tile_k, 1, cluster_n, schedule, split_k)
         v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, bias=True, vector=True)
         if tile_m > 128 and schedule == "pingpong" and split_k > 1:
+            continue
+        # Scales of many groups beside the codes of a block ahead leave too few registers: ptxas serializes the WGMMAs
+        # of slots with several blocks a set, or spills where two sets share half a multiprocessor.
+        crowded = v.blocks > v.k_sets or (schedule == "pingpong" and v.k_sets > 1 and tile_m > 32)
+        if crowded and block_bytes > _ONE_GROUP:
             continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)
