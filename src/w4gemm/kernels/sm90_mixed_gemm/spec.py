@@ -67,10 +67,10 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
         v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, vector=True)
         if tile_m > 128 and schedule == "pingpong" and split_k > 1:
             continue
-        # Scales of many groups beside the codes of a block ahead leave too few registers: ptxas serializes the WGMMAs
-        # of slots with several blocks a set, or spills where two sets share half a multiprocessor.
-        crowded = v.blocks > v.k_sets or (schedule == "pingpong" and v.k_sets > 1 and tile_m > 32)
-        if crowded and block_bytes > _ONE_GROUP:
+        if v.blocks > v.k_sets:  # ptxas serializes the WGMMAs of slots with several blocks a set
+            continue
+        # the scales of many groups spill where two sets share half a multiprocessor
+        if schedule == "pingpong" and v.k_sets > 1 and tile_m > 32 and block_bytes > _ONE_GROUP:
             continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)
