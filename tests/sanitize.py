@@ -1,5 +1,5 @@
-"""Launches for compute-sanitizer: a few configs of every GPU kernel on small shapes that walk over tiles, wrap their
-rings, and end raggedly.
+"""Launches for compute-sanitizer: a few configs of every GPU kernel, without and with an epilogue, on small shapes that
+walk over tiles, wrap their rings, and end raggedly.
 
     for tool in memcheck racecheck synccheck; do
         compute-sanitizer --tool $tool --kernel-name-exclude kernel_substring=at:: python tests/sanitize.py
@@ -12,6 +12,7 @@ import torch
 
 import w4gemm
 from w4gemm import WeightFormat
+from w4gemm.reference import linear_reference
 
 CASES = {
     "sm90_decode/8x64x128_1x1x1_coop": (5, 200, 4096),
@@ -28,18 +29,33 @@ CASES = {
 }
 
 
+def fused(i: int, m: int, n: int) -> dict:
+    """The i-th of the epilogues that are taken in turn."""
+
+    def residual(columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(m, columns, device="cuda").to(dtype)
+
+    return [
+        {"alpha": torch.tensor(1.5, device="cuda"), "activation": "gelu", "residual": residual(n, torch.bfloat16)},
+        {"activation": "silu_mul", "residual": residual(n // 2, torch.bfloat16)},
+        {"alpha": 0.5, "residual": residual(n, torch.float32), "out_dtype": torch.float32},
+    ][i % 3]
+
+
 def main() -> None:
     torch.manual_seed(0)
     for format in (WeightFormat(128), WeightFormat(32, "float", "fp16")):
-        for config, (m, n, k) in CASES.items():
+        for i, (config, (m, n, k)) in enumerate(CASES.items()):
             w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack()
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            got = w4gemm.linear(x, w, config=config).float()
-            wanted = x.float() @ w.dequantize().T
-            error = ((got - wanted).norm() / wanted.norm()).item()
-            assert error < 4e-3, f"{config} {format}: {error}"
+            for given in ({}, fused(i, m, n)):
+                got = w4gemm.linear(x, w, config=config, **given).double()
+                given.pop("out_dtype", None)
+                wanted = linear_reference(x, w, **given)
+                error = ((got - wanted).norm() / wanted.norm()).item()
+                assert error < 4e-3, f"{config} {format} {given}: {error}"
     torch.cuda.synchronize()
-    print(f"{2 * len(CASES)} launches, all right")
+    print(f"{4 * len(CASES)} launches, all right")
 
 
 if __name__ == "__main__":

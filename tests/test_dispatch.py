@@ -9,6 +9,7 @@ import torch
 import w4gemm
 from w4gemm import dispatch
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import KERNELS, kernel_named, ranked
@@ -26,7 +27,7 @@ def test_intervals_of_m():
 
 
 def call(m: int, **changes) -> dispatch.Call:
-    w = {"n": 130, "k": 96, "dtype": torch.float32, "format": FORMAT, "layout": "cpu", "bias": False}
+    w = {"n": 130, "k": 96, "dtype": torch.float32, "format": FORMAT, "layout": "cpu", "epilogue": Epilogue()}
     return dispatch.Call(dispatch.interval(m), **{**w, "device": torch.device("cpu"), "config": "", **changes})
 
 
@@ -42,7 +43,9 @@ def test_a_plan_is_resolved_once_an_interval(monkeypatch, caplog):
     assert dispatch.plan_for(call(10**5)).problem.m == 16384
 
 
-@pytest.mark.parametrize("change", [{"n": 131}, {"bias": True}, {"dtype": torch.float16}, {"layout": "canonical"}])
+@pytest.mark.parametrize(
+    "change", [{"n": 131}, {"epilogue": Epilogue(bias=True)}, {"dtype": torch.float16}, {"layout": "canonical"}]
+)
 def test_what_a_plan_depends_on(change):
     assert dispatch.plan_for(call(1)) is not dispatch.plan_for(call(1, **change))
 

@@ -16,12 +16,13 @@ PACKAGE = Path(w4gemm.__file__).parent
 # Each may import what stands before it, and what stands beside it on its own line.
 LEVELS = (
     ("errors", "environment"),
-    ("formats", "problem", "config"),
+    ("formats", "epilogue", "problem", "config"),
     ("layouts",),
     ("act_order", "dequantize", "weight", "quantization", "reference"),
     ("kernels",),
     ("jit",),
     ("workspace", "tuning", "dispatch", "gather"),
+    ("arguments",),
     ("ops",),
     ("nn", "checkpoints"),
     ("integrations",),

@@ -213,3 +213,17 @@ def test_bad_arguments():
     ):
         with pytest.raises(error, match=message):
             make()
+
+
+def test_activation():
+    x, dense = torch.randn(3, 64), torch.nn.Linear(64, 10)
+    layer = W4Linear.from_linear(dense, "int4_g32")
+    y = layer(x)
+    for activation in ("gelu", "silu_mul"):
+        layer.activation = activation
+        assert torch.equal(layer(x), w4gemm.linear(x, layer.weight, layer.bias, activation=activation))
+        assert f"activation={activation}" in repr(layer)
+    torch.testing.assert_close(layer(x), torch.nn.functional.silu(y[:, ::2]) * y[:, 1::2])
+    assert W4Linear(64, 10, activation="relu").activation == "relu"
+    with pytest.raises(ValueError, match="activation: silu_mul wants an even n"):
+        W4Linear(64, 9, activation="silu_mul")

@@ -11,11 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import w4gemm
 from conformance.cases import assert_close, random_weight
 from w4gemm import linear
+from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 
 N, K = 130, 96
 FORMAT = WeightFormat.parse("int4_g32_zint_fp16")
+NOT_FUSED = (None,) * 5
+"""The operator's arguments for a call without residual, alpha, activation and out_dtype."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -68,6 +71,49 @@ def test_bias_and_out(w, x, bias):
     assert linear(x, w, bias, out=out) is out
     assert_close(out, x, w, bias)
     assert torch.equal(out, linear(x, w, bias))
+
+
+def fused(x, w, activation="gelu") -> dict:
+    """One of each that an epilogue has."""
+    columns = w.n // 2 if activation == "silu_mul" else w.n
+    residual = torch.randn(*x.shape[:-1], columns, generator=torch.Generator().manual_seed(2)).to(x.device)
+    return {"alpha": 1.5, "activation": activation, "residual": residual, "out_dtype": torch.float32}
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_the_formula(w, x, activation):
+    """As PyTorch's functions say it, one after the other."""
+    functional = torch.nn.functional
+    y = 1.5 * (x.double() @ w.dequantize().double().T) - 1
+    wanted = {
+        None: y,
+        "relu": functional.relu(y),
+        "gelu": functional.gelu(y),
+        "gelu_tanh": functional.gelu(y, approximate="tanh"),
+        "silu": functional.silu(y),
+        "silu_mul": functional.silu(y[..., ::2]) * y[..., 1::2],
+    }[activation]
+    given = fused(x, w, activation)
+    got = linear(x, w, -torch.ones(N, dtype=x.dtype, device=x.device), **given)
+    # a GPU may round the weights to x's dtype
+    tolerance = 1e-5 if x.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), wanted + given["residual"], atol=tolerance, rtol=0)
+
+
+def test_neutral_epilogue(w, x, bias):
+    expected = linear(x, w, bias)
+    zeros, one = torch.zeros_like(expected), torch.ones(1, device=x.device)
+    for given in ({"alpha": 1}, {"alpha": one}, {"alpha": one[0]}, {"residual": zeros}, {"out_dtype": x.dtype}):
+        assert torch.equal(linear(x, w, bias, **given), expected)
+
+
+def test_over_the_residual(w, x, bias):
+    given = fused(x, w)
+    expected, out = linear(x, w, bias, **given), given["residual"]
+    assert linear(x, w, bias, out=out, **given) is out
+    assert torch.equal(out, expected)
+    empty = linear(x[:0], w, **(given | {"residual": out[:0]}))
+    assert empty.shape == (0, 3, N) and empty.dtype == torch.float32
 
 
 def test_one_column():
@@ -149,6 +195,35 @@ def test_bad_out(w, x, bias):
     assert linear(inside.copy_(x), w, out=beside) is beside
 
 
+def test_bad_epilogue(w, x, bias):
+    residual = x.new_empty(2, 3, N)
+    refused(TypeError, "alpha: wanted a number", "bool", x=x, w=w, alpha=True)
+    refused(TypeError, "alpha: wanted a number", "str", x=x, w=w, alpha="1")
+    for bad in (torch.ones(2), torch.ones((), dtype=torch.float64), torch.ones((), device="meta")):
+        refused(ValueError, "alpha: wanted a number or a torch.float32 tensor of one", x=x, w=w, alpha=bad)
+    refused(ValueError, "activation: wanted one of relu, gelu,", "'tanh'", x=x, w=w, activation="tanh")
+    refused(ValueError, "activation: wanted one of", "relu", x=x, w=w, activation=torch.relu)
+    refused(TypeError, "out_dtype: wanted torch.float32", "torch.int8", x=x, w=w, out_dtype=torch.int8)
+    refused(TypeError, "residual: wanted a tensor", "float", x=x, w=w, residual=1.0)
+    refused(TypeError, "residual: wanted", "like the result, got torch.float64", x=x, w=w, residual=residual.double())
+    refused(TypeError, "like the result", x=x, w=w, residual=residual, out_dtype=torch.float16)
+    refused(ValueError, "residual: wanted shape (2, 3, 130)", "(6, 130)", x=x, w=w, residual=residual.view(6, N))
+    refused(ValueError, "residual: wanted shape (2, 3, 65)", x=x, w=w, residual=residual, activation="silu_mul")
+    refused(ValueError, "residual: wanted x's device", "got meta", x=x, w=w, residual=residual.to("meta"))
+    refused(ValueError, "residual: wanted it contiguous", x=x, w=w, residual=x.new_empty(3, 2, N).transpose(0, 1))
+    half = {"out_dtype": torch.float16, "out": residual}
+    refused(TypeError, "out: wanted torch.float16 as out_dtype", x=x, w=w, **half)
+    refused(ValueError, "out: wanted shape (2, 3, 65)", x=x, w=w, out=residual, activation="silu_mul")
+    memory = x.new_empty(12 * N)
+    given = {"residual": memory[: 6 * N].view(2, 3, N), "out": memory[4 * N : 10 * N].view(2, 3, N)}
+    refused(ValueError, "out: wanted memory of its own or all of the residual's", x=x, w=w, **given)
+
+
+def test_gate_and_up_come_in_pairs(x):
+    odd = random_weight(FORMAT, 5, K).to(x.device).repack()
+    refused(ValueError, "activation: silu_mul wants an even n", "got n 5", x=x, w=odd, activation="silu_mul")
+
+
 def test_bad_config(w, x):
     refused(TypeError, "config: wanted a GemmConfig", "int 3", x=x, w=w, config=3)
     refused(ValueError, "config: wanted <tile_m>x", "'16'", x=x, w=w, config="16")
@@ -188,10 +263,46 @@ def test_opcheck(w, x, bias):
     names = (str(w.format), w.layout, w.n, w.k)
     rows, weight = x.view(-1, K), list(w.tensors)
     for part, b in ((rows, None), (rows[:0], bias), (rows[::2], bias)):
-        torch.library.opcheck(torch.ops.w4gemm.linear.default, (part, weight, *names, b, "", False))
-    tracked = (rows.clone().requires_grad_(), weight, *names, bias.clone().requires_grad_(), "", False)
+        torch.library.opcheck(torch.ops.w4gemm.linear.default, (part, weight, *names, b, *NOT_FUSED, "", False))
+    tracked = (rows.clone().requires_grad_(), weight, *names, bias.clone().requires_grad_(), *NOT_FUSED, "", False)
     torch.library.opcheck(torch.ops.w4gemm.linear.default, tracked)
     torch.library.opcheck(torch.ops.w4gemm.linear_dx.default, (linear(rows, w), weight, *names))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
+def test_opcheck_fused(w, x, bias, activation):
+    rows, given = x.view(-1, K), fused(x, w, activation)
+    weight = (list(w.tensors), str(w.format), w.layout, w.n, w.k)
+    residual = given["residual"].flatten(0, 1)
+    for alpha, scale in ((None, 1.5), (torch.ones(1, device=x.device), None)):
+        flat = (bias, residual, alpha, scale, activation, torch.float32)
+        torch.library.opcheck(torch.ops.w4gemm.linear.default, (rows, *weight, *flat, "", False))
+
+
+def test_the_operator_alone_has_no_fused_gradients(w, x):
+    rows = x.view(-1, K).clone().requires_grad_()
+    weight = (list(w.tensors), str(w.format), w.layout, w.n, w.k)
+    flat = (None, None, None, 2.0, None, None)
+    d = torch.ops.w4gemm.linear(rows, *weight, *flat, "", False)
+    with pytest.raises(NotImplementedError, match="call w4gemm.linear"):
+        d.sum().backward()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
+def test_compile_fused(w, x, bias, activation):
+    torch.compiler.reset()
+    given = fused(x, w, activation)
+
+    def f(x, residual, alpha):
+        return linear(x.relu(), w, bias, **(given | {"residual": residual, "alpha": alpha})) * 2
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for alpha in (1.5, torch.full((), 1.5, device=x.device)):
+        assert torch.equal(compiled(x, given["residual"], alpha), f(x, given["residual"], alpha))
+    tracked = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(f(tracked, given["residual"], 1.5).sum(), tracked)
+    (got,) = torch.autograd.grad(compiled(tracked, given["residual"], 1.5).sum(), tracked)
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -242,6 +353,23 @@ def test_gradients_flow_to_x_and_bias(w, x, bias):
         assert torch.equal(linear(x, w, bias), d)
 
 
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_gradients_of_every_argument(w, x, bias, activation):
+    """The same as of the formula on a dense weight, and the same result as without gradients."""
+    given = fused(x, w, activation) | {"alpha": torch.full((), 1.5, device=x.device)}
+    wanted_from = [t.float().requires_grad_() for t in (x, bias, given["alpha"], given["residual"])]
+    tracked = [t.clone().requires_grad_() for t in (x, bias, given["alpha"], given["residual"])]
+    d = linear(tracked[0], w, tracked[1], **(given | {"alpha": tracked[2], "residual": tracked[3]}))
+    sums = wanted_from[0] @ w.dequantize(x.dtype).float().T
+    dense = Epilogue(activation).apply(sums, wanted_from[2], wanted_from[1], wanted_from[3])
+    g = torch.randn_like(dense)
+    tolerance = 1e-5 if x.dtype == torch.float32 else 1e-1  # a rounding may change the side of relu's edge
+    for got, wanted in zip(torch.autograd.grad(d, tracked, g), torch.autograd.grad(dense, wanted_from, g), strict=True):
+        assert (got.float() - wanted).norm() <= tolerance * wanted.norm()
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x, w, bias, **given), d.detach())
+
+
 def test_second_derivative(w, x):
     x = x.requires_grad_()
     g = torch.ones_like(linear(x, w)).requires_grad_()
@@ -261,6 +389,12 @@ def test_gradients_through_compile(w, x):
 def test_out_and_gradients_do_not_mix(w, x):
     with pytest.raises(ValueError, match="out: wanted None where a gradient is needed"):
         linear(x.requires_grad_(), w, out=x.new_empty(2, 3, N))
+
+
+def test_no_forward_derivatives_of_the_residual(w, x):
+    given = fused(x, w)
+    with pytest.raises(NotImplementedError, match="residual: forward-mode"):
+        torch.func.jvp(lambda r: linear(x, w, **(given | {"residual": r})), (given["residual"],), (given["residual"],))
 
 
 @pytest.mark.parametrize("transform", ["vmap", "jvp"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sass import Sass, check, disassemble
 from tiny_kernel import TinyKernel
 from w4gemm import GemmConfig, WeightFormat
+from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel, kernel_named, ranked
 from w4gemm.problem import H200, GemmProblem
@@ -41,7 +45,7 @@ def test_every_kernel_that_compiles_is_checked():
 @pytest.mark.parametrize("name, dtype", CASES, ids=lambda v: str(v).removeprefix("torch."))
 @pytest.mark.parametrize("kernel", gpu_kernels(), ids=lambda k: k.name)
 def test_best_config(kernel, name, dtype, m):
-    p = problem(name, dtype, m, bias=m > 1)
+    p = problem(name, dtype, m, epilogue=Epilogue(bias=m > 1))
     _, _, config = ranked([kernel], p)[0]
     check(disassemble(object_code(kernel, p, config)), INSTRUCTION[kernel.name])
 
@@ -60,6 +64,29 @@ def all_configs() -> list:
 def test_every_config(kernel, config, name):
     code = object_code(kernel_named(kernel), problem(name), GemmConfig.parse(config))
     check(disassemble(code), INSTRUCTION[kernel])
+
+
+def configs_with_epilogues() -> list:
+    """Of the configs with as many threads, that with the most tokens, in turn with one of the epilogues that need the
+    most registers."""
+    epilogues = [
+        (Epilogue("gelu", "device", True, True), 8190),
+        (Epilogue("silu_mul", "host", True, True, torch.float32), 8192),
+        (Epilogue("gelu", "device", True), 8192),
+    ]
+    found = {}
+    for kernel in gpu_kernels():
+        configs = sorted(kernel.configs(problem("int4_g32_zfloat")), key=lambda c: c.tile_m)
+        for c in configs:
+            found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.split_k] = str(c)
+    cases = zip(found.items(), itertools.cycle(epilogues), strict=False)
+    return [pytest.param(key[0], config, *e, id=f"{key[0]}-{config}-{e[0]}") for (key, config), e in cases]
+
+
+@pytest.mark.parametrize("kernel, config, epilogue, n", configs_with_epilogues())
+def test_epilogues(kernel, config, epilogue, n):
+    p = replace(problem("int4_g32_zfloat", epilogue=epilogue), n=n)
+    check(disassemble(object_code(kernel_named(kernel), p, GemmConfig.parse(config))), INSTRUCTION[kernel])
 
 
 def test_the_checks_find_what_they_look_for():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from conformance.cases import random_weight
 from test_formats import ALL
 from test_layouts import assert_same, random_parts
 from w4gemm import FormatError, QuantizedWeight, WeightFormat
@@ -244,3 +245,21 @@ def test_constructor_refuses():
     for n, k, layout, tensors, message in cases:
         with pytest.raises(ValueError, match=message):
             QuantizedWeight(w.format, n, k, layout, tensors)
+
+
+@pytest.mark.parametrize("layout", ["canonical", "cpu", "sm90"])
+def test_interleave(layout):
+    gate, up = (random_weight(WeightFormat.parse("int4_g32_zint"), 11, 96, seed).repack(layout) for seed in (1, 2))
+    both = QuantizedWeight.interleave(gate, up)
+    assert (both.n, both.k, both.layout) == (22, 96, layout)
+    assert torch.equal(both.dequantize()[0::2], gate.dequantize())
+    assert torch.equal(both.dequantize()[1::2], up.dequantize())
+
+
+def test_interleave_refuses():
+    gate = random_weight(WeightFormat(32), 12, 96)
+    for up in (random_weight(WeightFormat(64), 12, 96), random_weight(WeightFormat(32), 10, 96), gate.to("meta")):
+        with pytest.raises(ValueError, match="up: wanted format, n, k, device and perm of gate"):
+            QuantizedWeight.interleave(gate, up)
+    with pytest.raises(TypeError, match="gate: wanted a QuantizedWeight, got Tensor"):
+        QuantizedWeight.interleave(gate.dequantize(), gate)

@@ -10,6 +10,7 @@ from bench.peers.base import Prepared, Tensors, missing_gpu
 
 import w4gemm
 from w4gemm import dispatch
+from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device, GemmProblem
@@ -41,7 +42,7 @@ class W4gemm:
         def chosen(m: int) -> str:
             interval = dispatch.interval(m)
             call = dispatch.Call(
-                interval, packed.n, packed.k, dtype, packed.format, packed.layout, False, packed.device, ""
+                interval, packed.n, packed.k, dtype, packed.format, packed.layout, PLAIN, packed.device, ""
             )
             return str(dispatch.plan_for(call))
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
@@ -84,7 +85,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     format: WeightFormat
     layout: str
-    bias: bool
+    epilogue: Epilogue
     device: torch.device
     config: str
     """A forced config as :func:`plan` takes it, or the empty string."""
@@ -103,9 +104,9 @@ def plan_for(call: Call) -> Plan:
     """The plan for every problem that looks like ``call``; resolved once. Errors as :func:`plan`."""
     found = _plans.get(call)
     if found is None:
-        interval, n, k, dtype, format, layout, bias, device, config, invariant = call
+        interval, n, k, dtype, format, layout, epilogue, device, config, invariant = call
         m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
-        problem = GemmProblem(m, n, k, dtype, format, layout, bias, Device.of(device), invariant)
+        problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant)
         found = _plans[call] = plan(problem, config or None)
         _log.debug("%s: %s, for m up to %d", problem, found, m)
     return found

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from w4gemm.act_order import PERM_DTYPE, is_permutation
+from w4gemm.arguments import check_activation
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import layout_named
 from w4gemm.ops import linear
@@ -19,7 +20,7 @@ _CANONICAL_NAMES = ("codes", "scales", "zeros")
 
 
 class W4Linear(torch.nn.Module):
-    """y = x @ weight.T + bias with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
+    """y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
 
     ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Its tensors are
     registered as buffers of integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias
@@ -27,12 +28,13 @@ class W4Linear(torch.nn.Module):
     act-order also ``perm``, and the format's name: the same bits whatever device wrote it.
 
     Args:
-        in_features, out_features: k and n.
+        in_features, out_features: k and n, the weight's columns and rows.
         bias: whether to add a bias (n); it starts at zero, without requires_grad.
         format: of the weight, which starts at zero: load a state dict, or use :meth:`from_linear` or
             :meth:`from_weight`.
         dtype: of the bias and of the activations to expect; ``dtype`` advertises it to frameworks.
-        batch_invariant: as for :func:`w4gemm.linear`; an attribute, which may also be set later.
+        activation, batch_invariant: as for :func:`w4gemm.linear`; attributes, which may also be set later. With
+            "silu_mul" y has out_features / 2 columns.
 
     Raises:
         TypeError, ValueError: for a bad size, format or dtype.
@@ -47,6 +49,7 @@ class W4Linear(torch.nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        activation: str | None = None,
         batch_invariant: bool = False,
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
@@ -59,13 +62,14 @@ class W4Linear(torch.nn.Module):
         w = QuantizedWeight(format, out_features, in_features, "canonical", tensors)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self._build(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, dtype)
-        self.batch_invariant = batch_invariant
+        check_activation(activation, out_features)
+        self.activation, self.batch_invariant = activation, batch_invariant
 
     def _build(self, w: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r}")
         super().__init__()
-        self.batch_invariant = False
+        self.activation, self.batch_invariant = None, False
         self.in_features, self.out_features, self.format, self.dtype = w.k, w.n, w.format, dtype
         self._set_weight(w)
         requires_grad = bias is not None and bias.requires_grad
@@ -107,11 +111,12 @@ class W4Linear(torch.nn.Module):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
+        return linear(x, self.weight, self.bias, activation=self.activation, batch_invariant=self.batch_invariant)
 
     def extra_repr(self) -> str:
         w = self.weight
         extra = ", act_order=True" if w.perm is not None else ""
+        extra += f", activation={self.activation}" if self.activation else ""
         extra += ", batch_invariant=True" if self.batch_invariant else ""
         return (
             f"in_features={w.k}, out_features={w.n}, bias={self.bias is not None}, format={w.format}, "

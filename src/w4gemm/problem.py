@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
 
 
@@ -59,10 +60,10 @@ H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448, 60 * 2**20)
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """d (m, n) = x (m, k) @ w (n, k).T, plus the epilogue, on a device.
+    """x (m, k) @ w (n, k).T and what ``epilogue`` makes of it, on a device.
 
-    ``dtype`` is that of x and d. ``layout`` names the pack layout that the weight lies in. ``batch_invariant``: whether
-    the bits of a row of d must depend on that row of x alone, not even on m.
+    ``dtype`` is that of x. ``layout`` names the pack layout that the weight lies in. ``batch_invariant``: whether the
+    bits of a row of d must depend on that row of x alone, not even on m.
     """
 
     m: int
@@ -71,12 +72,16 @@ class GemmProblem:
     dtype: torch.dtype
     format: WeightFormat
     layout: str
-    bias: bool = False
+    epilogue: Epilogue = PLAIN
     device: Device = field(default=H200)
     batch_invariant: bool = False
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.epilogue.out_dtype or self.dtype
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        bias = " + bias" if self.bias else ""
+        fused = "" if self.epilogue == PLAIN else f", {self.epilogue}"
         invariant = ", batch invariant" if self.batch_invariant else ""
-        return f"m {self.m}, n {self.n}, k {self.k}, {dtype} x {self.format}{bias} ({self.layout} layout){invariant}"
+        return f"m {self.m}, n {self.n}, k {self.k}, {dtype} x {self.format}{fused} ({self.layout} layout){invariant}"

@@ -112,6 +112,34 @@ class QuantizedWeight:
         tensors = layout_named("canonical").pack(Parts(codes.to(torch.uint8), scales, zeros), format)
         return cls(format, n, k, "canonical", tensors, perm)
 
+    @classmethod
+    def interleave(cls, gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
+        """One weight (2 n, k) of two (n, k), bit for bit: row 2 i is gate's row i, row 2 i + 1 is up's.
+
+        This is what ``linear(..., activation="silu_mul")`` takes. It lies in gate's layout and on its device. To split
+        it, or its two halves, along n for tensor parallelism gives the same.
+
+        Raises:
+            TypeError, ValueError: if they differ in format, n, k, device or order of columns.
+        """
+        for name, w in (("gate", gate), ("up", up)):
+            if not isinstance(w, QuantizedWeight):
+                raise TypeError(f"{name}: wanted a QuantizedWeight, got {type(w).__name__}")
+        perms = [w.perm for w in (gate, up) if w.perm is not None]
+        if (gate.format, gate.n, gate.k, gate.device) != (up.format, up.n, up.k, up.device) or (
+            len(perms) == 1 or (perms and not torch.equal(*perms))
+        ):
+            raise ValueError(f"up: wanted format, n, k, device and perm of gate, {gate}, got {up}")
+
+        def rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.stack((a, b), dim=1).flatten(0, 1)
+
+        a, b = gate.parts(), up.parts()
+        zeros = None if a.zeros is None or b.zeros is None else rows(a.zeros, b.zeros)
+        pairs = Parts(rows(a.codes, b.codes), rows(a.scales, b.scales), zeros)
+        tensors = layout_named(gate.layout).pack(pairs, gate.format)
+        return replace(gate, n=2 * gate.n, tensors=tensors)
+
     @property
     def device(self) -> torch.device:
         return self.tensors[0].device

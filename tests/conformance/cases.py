@@ -13,6 +13,7 @@ import torch
 
 import w4gemm
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel, ranked
@@ -40,9 +41,9 @@ class Target:
     layout: str
     dtype: torch.dtype
 
-    def problem(self, m: int, n: int, k: int, format: WeightFormat, bias: bool = False) -> GemmProblem:
+    def problem(self, m: int, n: int, k: int, format: WeightFormat, epilogue: Epilogue = PLAIN) -> GemmProblem:
         device = H200 if self.device == "cuda" and not torch.cuda.is_available() else Device.of(self.device)
-        return GemmProblem(m, n, k, self.dtype, format, self.layout, bias, device)
+        return GemmProblem(m, n, k, self.dtype, format, self.layout, epilogue, device)
 
     def configs(self, n: int, k: int, format: WeightFormat, m: int = 64) -> list[str]:
         """Every legal config in the form that ``linear`` takes, best guess for m first."""
@@ -106,17 +107,36 @@ def random_weight(format: WeightFormat, n: int, k: int, seed: int = 0) -> Quanti
     return QuantizedWeight.from_codes(format, codes, scales.to(format.scale_dtype), zeros)
 
 
-def assert_close(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+def assert_close(
+    d: torch.Tensor,
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **fused,
+) -> None:
     """d errs at most twice as much as a plain matmul of the dequantized weights in x's dtype (float32: four times, as
-    there the order of additions is all there is), plus the luck of a few results."""
-    assert d.dtype == x.dtype and torch.isfinite(d).all()
+    there the order of additions is all there is), plus the luck of a few results.
+
+    ``fused``: alpha, activation and residual. With them or an out_dtype the plain matmul is one in float32, and its
+    result is rounded once.
+    """
+    dtype = out_dtype or x.dtype
+    assert d.dtype == dtype and torch.isfinite(d).all()
     if d.numel() == 0:
         return
-    exact = linear_reference(x, w, bias)
-    plain = torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
+    exact = linear_reference(x, w, bias, **fused)
     size = (x.double().square() @ w.dequantize().double().square().T).mean().sqrt()
-    times, part = (4, 4) if x.dtype == torch.float32 else (2, 0.25)
-    bound = times * rms(plain - exact) + part * torch.finfo(x.dtype).eps * size
+    if fused or out_dtype:
+        sums = torch.nn.functional.linear(x.float(), w.dequantize(x.dtype).float())
+        alpha, residual = fused.get("alpha"), fused.get("residual")
+        plain = Epilogue(fused.get("activation")).apply(sums, alpha, bias, residual).to(dtype)
+        size = size * (1 if alpha is None else float(alpha)) + rms(exact)
+    else:
+        plain = torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
+    times, part = (4, 4) if dtype == torch.float32 else (2, 0.25)
+    bound = times * rms(plain - exact) + part * torch.finfo(dtype).eps * size
     assert rms(d - exact) <= bound, f"errs {rms(d - exact):.3g}, bound {bound:.3g}, plain {rms(plain - exact):.3g}"
 
 
@@ -124,12 +144,15 @@ def rms(t: torch.Tensor) -> float:
     return t.double().square().mean().sqrt().item()
 
 
-def linear_poisoned(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, config: str | None) -> torch.Tensor:
+def linear_poisoned(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, config: str | None, **fused
+) -> torch.Tensor:
     """``linear`` into a poisoned out: nothing of it is left, and nothing around it is written."""
-    guard, (m, n) = 1024, (x.shape[0], w.n)
-    buffer = torch.full((m * n + 2 * guard,), float("nan"), dtype=x.dtype, device=x.device)
+    guard, m, n = 1024, x.shape[0], Epilogue(fused.get("activation")).columns(w.n)
+    dtype = fused.get("out_dtype") or x.dtype
+    buffer = torch.full((m * n + 2 * guard,), float("nan"), dtype=dtype, device=x.device)
     out = buffer[guard : guard + m * n].view(m, n)
-    assert w4gemm.linear(x, w, bias, out=out, config=config) is out
+    assert w4gemm.linear(x, w, bias, out=out, config=config, **fused) is out
     assert not out.isnan().any(), "a part of out was not written"
     assert buffer[:guard].isnan().all() and buffer[guard + m * n :].isnan().all(), "memory around out was written"
     return out
@@ -138,9 +161,9 @@ def linear_poisoned(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | No
 Job = tuple[Kernel, GemmProblem, GemmConfig]
 
 
-def job(target: Target, n: int, k: int, format: WeightFormat, config: str, bias: bool = False) -> Job:
+def job(target: Target, n: int, k: int, format: WeightFormat, config: str, epilogue: Epilogue = PLAIN) -> Job:
     """What :func:`compile_ahead` takes."""
-    return target.kernel, target.problem(64, n, k, format, bias), GemmConfig.parse(config.rpartition("/")[2])
+    return target.kernel, target.problem(64, n, k, format, epilogue), GemmConfig.parse(config.rpartition("/")[2])
 
 
 def compile_ahead(jobs: Iterable[Job]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from w4gemm import dispatch
+from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import native_layout
 from w4gemm.nn import W4Linear
@@ -68,8 +69,8 @@ def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
 
 def _call(layer: W4Linear, m: int, dtype: torch.dtype) -> dispatch.Call:
     w = layer.weight
-    bias = layer.bias is not None
-    return dispatch.Call(dispatch.interval(m), w.n, w.k, dtype, w.format, w.layout, bias, w.device, "")
+    epilogue = Epilogue(layer.activation, bias=layer.bias is not None)
+    return dispatch.Call(dispatch.interval(m), w.n, w.k, dtype, w.format, w.layout, epilogue, w.device, "")
 
 
 def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:

@@ -23,7 +23,7 @@ from w4gemm import environment
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SOURCES = ("kernels", "layouts", "jit", "formats.py")
+_SOURCES = ("kernels", "layouts", "jit", "formats.py", "epilogue.py")
 _DIGEST = hashlib.sha256().digest_size
 
 

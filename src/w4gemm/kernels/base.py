@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,18 +34,19 @@ class Status:
 OK = Status(True)
 
 
-@dataclass(frozen=True)
-class Operands:
-    """The tensors of one launch, already validated.
+class Operands(NamedTuple):
+    """What one launch reads and writes, already validated, as the problem's epilogue says.
 
-    x (m, k), its last dimension contiguous; weight: the packed tensors; out (m, n) contiguous; bias (n) or None.
-    m >= 1.
+    x (m, k), its last dimension contiguous; weight: the packed tensors; out (m, columns) contiguous; alpha: a number or
+    a float32 tensor (1); bias (n); residual (m, columns) contiguous, the memory of out or apart from it. m >= 1.
     """
 
     x: torch.Tensor
     weight: tuple[torch.Tensor, ...]
     out: torch.Tensor
+    alpha: float | torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
 from w4gemm.kernels.base import OK, Operands, Program, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.sm90_model import predicted_us
@@ -20,6 +21,7 @@ SHARED_MEMORY = 232448
 """Bytes that one CTA may use on SM90."""
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_OUT_KIND = {torch.float32: "f32", **_KIND}
 _SCALE_KIND = {"fp16": "f16", "bf16": "bf16"}
 _MIN_DRIVER = (12, 0)
 
@@ -31,12 +33,12 @@ class Variant:
 
     Args:
         config: tile, cluster, schedule, split_k, stages (0 = as many as fit).
-        kind: "f16" or "bf16", the dtype of x and d.
+        kind: "f16" or "bf16", the dtype of x.
         scale_kind: dtype of the scales.
         zero: "none", "int" or "float".
         scale_group: elements of k that share a scale in the packed layout: 32, 64 or 128.
         block_bytes: one 64 x 128 block of the packed weight: codes, scales, zero points.
-        bias: whether a bias is added.
+        epilogue: what is done to the sums, its out_dtype given.
         vector: whether rows of d can be stored 16 bytes at a time.
     """
 
@@ -46,8 +48,13 @@ class Variant:
     zero: str
     scale_group: int
     block_bytes: int
-    bias: bool
+    epilogue: Epilogue
     vector: bool
+
+    @property
+    def out_kind(self) -> str:
+        """dtype of d: "f16", "bf16" or "f32"."""
+        return _OUT_KIND[self.epilogue.out_dtype or torch.float32]
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
@@ -58,8 +65,8 @@ class Variant:
             problem.format.zero,
             scale_group(problem.format),
             4 * (CODE_WORDS + scale_words(problem.format)),
-            bias=problem.bias,
-            vector=problem.n % 8 == 0,
+            epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
+            vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
         )
 
 
@@ -111,22 +118,38 @@ class Sm90Kernel(ABC):
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
         variant = self.variant.of(problem, config)
-        dtype = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}[variant.kind]
+        epilogue = variant.epilogue
+        dtypes = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16, "f32": cutlass.Float32}
+        dtype, out_dtype = dtypes[variant.kind], dtypes[variant.out_kind]
         m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        wide = 8 if variant.vector else 1
+        columns = cute.sym_int() if epilogue.gated else n
+        size = out_dtype.width // 8
+        wide = 16 // size if variant.vector else 1
         x = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
         words = (cute.sym_int(), cute.sym_int(), variant.block_bytes // 4)
         weight = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(2, 1, 0), assumed_align=16)
-        out = make_fake_tensor(dtype, (m, n), (cute.sym_int64(divisibility=wide), 1), assumed_align=2 * wide)
-        bias = make_fake_compact_tensor(dtype, (n,), assumed_align=2) if variant.bias else None
+        rows = (cute.sym_int64(divisibility=wide), 1)
+        out = make_fake_tensor(out_dtype, (m, columns), rows, assumed_align=size * wide)
+        alpha = {
+            None: None,
+            "host": cutlass.Float32(1.0),
+            "device": make_fake_compact_tensor(cutlass.Float32, (1,), assumed_align=4),
+        }[epilogue.alpha]
+        bias = make_fake_compact_tensor(dtype, (n,), assumed_align=2) if epilogue.bias else None
+        residual = None
+        if epilogue.residual:
+            residual = make_fake_tensor(out_dtype, (m, columns), rows, assumed_align=size * wide)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(self.entry()(variant), (x, weight, out, bias, 1, stream), "sm_90a")
+        return Program(self.entry()(variant), (x, weight, out, alpha, bias, residual, 1, stream), "sm_90a")
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         clusters = (
             self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
         )
-        compiled(_tma_readable(operands.x), operands.weight[0], operands.out, operands.bias, clusters)
+        x, weight, out, alpha, bias, residual = operands
+        if residual is not None and residual.data_ptr() % 16:
+            residual = residual.clone()
+        compiled(_tma_readable(x), weight[0], out, alpha, bias, residual, clusters)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The two methods of ``cpu_mixed_gemm``. x (m, k) and the packed weight to (m, n), without bias.
+"""The two methods of ``cpu_mixed_gemm``. x (m, k) and the packed weight to (m, n), without the epilogue.
 
 "sum", for one token x, with c the codes - 8, s scales and z zero points:
 
@@ -23,6 +23,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.dequantize import dequantize_parts, rounded_sum
+from w4gemm.epilogue import PLAIN
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
 from w4gemm.layouts import layout_named
 from w4gemm.layouts.cpu import CHUNK, ROW_BYTES
@@ -95,9 +96,11 @@ def dense_linear(
 ) -> torch.Tensor:
     """x (m, k) times a weight in any layout that runs of ``config.tile_n`` rows can be cut from, as (m, n).
 
-    float16 is multiplied in float32: PyTorch's float16 matmul is several times slower on most CPUs.
+    float16 is multiplied in float32: PyTorch's float16 matmul is several times slower on most CPUs. So is bfloat16
+    before an epilogue: PyTorch's matmul would round the sums.
     """
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    plain = problem.epilogue == PLAIN
+    dtype = x.dtype if plain and x.dtype != torch.float16 else torch.float32
     out = torch.empty(x.shape[0], problem.n, dtype=dtype)
     for first in range(0, problem.n, config.tile_n):
         last = min(first + config.tile_n, problem.n)

@@ -77,10 +77,9 @@ class CpuMixedGemm:
         method = kernel.sum_linear if config.tile_m == 1 else kernel.dense_linear
         for first in range(0, operands.x.shape[0], config.tile_m):
             tokens = slice(first, first + config.tile_m)
-            out = method(operands.x[tokens], operands.weight, problem, config)
-            if operands.bias is not None:
-                out = out + operands.bias
-            operands.out[tokens] = out
+            d = method(operands.x[tokens], operands.weight, problem, config)
+            residual = operands.residual if operands.residual is None else operands.residual[tokens]
+            operands.out[tokens] = problem.epilogue.apply(d, operands.alpha, operands.bias, residual)
 
 
 def _summed_together(format: WeightFormat, k: int) -> int:

@@ -1,8 +1,13 @@
-"""From float32 accumulators of d.T to 16-bit rows of d in global memory.
+"""From float32 accumulators of w @ x.T to rows of d in global memory.
 
 The accumulators of an m64nNk16 WGMMA hold the transpose of what is stored: thread (warp w, g, q) has, for each block of
-eight tokens, tokens 2q and 2q + 1 of features 16 w + g (values 0, 1) and 16 w + g + 8 (values 2, 3). ``stmatrix.trans``
-turns them into rows of 64 features in shared memory, from which every thread stores 16 contiguous bytes.
+eight tokens, tokens 2q and 2q + 1 of features 16 w + g (values 0, 1) and 16 w + g + 8 (values 2, 3). Two ways from
+there:
+
+    halves  d is 16-bit and an element needs nothing but its own sum and bias: rounded, ``stmatrix.trans`` turns the
+            accumulators of four warps into rows of 64 features, from which every thread stores 16 contiguous bytes
+    quads   otherwise: each warp turns a block of eight tokens as float32 into rows of its 16 features, and a thread
+            gets four features of a token, gates and ups together; residuals are loaded as d is stored
 """
 
 from __future__ import annotations
@@ -12,45 +17,56 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 
+from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.ptx import (
     load_shared,
     pack_half2,
-    store_global,
-    store_global_half,
     store_matrix_transposed,
+    store_shared_f32,
+    to_float,
 )
-from w4gemm.kernels.device.staging import ROW_BYTES
+from w4gemm.kernels.device.staging import QUAD_ROW_BYTES, ROW_BYTES
 
 
 @dataclass(frozen=True)
 class Epilogue:
     """Stores one warpgroup's accumulators: 64 features of ``tokens`` tokens.
 
-    ``kind`` is "f16" or "bf16". ``chunk`` tokens, a part of ``tokens``, fit the staging buffer. ``vector`` says that
-    every row of d starts at a multiple of 16 bytes and n is a multiple of 8.
+    ``chunk`` tokens, a part of ``tokens``, fit the staging buffer at a time as halves. As quads, a block of eight does,
+    and the residuals of ``ahead`` blocks are on their way.
     """
 
-    kind: str
+    formula: Formula
+    quads: bool
     tokens: int
     chunk: int
-    vector: bool
+    ahead: int
 
     @cute.jit
-    def store(self, acc: cute.Tensor, out: cute.Tensor, place: Any, staging: Int32, barrier: Int32):
-        """acc: flat float32 accumulators. place: (first token, first feature, thread of the warpgroup 0..127).
-        staging: this warpgroup's buffer. barrier: a named barrier of its own."""
+    def store(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, staging: Int32, barrier: Int32):
+        """acc: flat float32 accumulators. extras: see Formula. place: (first token, first feature, thread of the
+        warpgroup 0..127). staging: this warpgroup's buffer. barrier: a named barrier of its own."""
+        if const_expr(self.quads):
+            self.store_quads(acc, out, extras, place, staging)
+        else:
+            self.store_halves(acc, out, extras, place, staging, barrier)
+
+    @cute.jit
+    def store_halves(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, staging: Int32, barrier: Int32):
+        formula, chunk = self.formula, self.chunk
         token0, feature0, thread = place
         lane, warp = thread % 32, thread // 32
-        chunk = self.chunk
+        alpha = formula.load_alpha(extras)
+        biases = [formula.load_bias(extras, feature0 + warp * 16 + lane // 4 + 8 * half) for half in range(2)]
         for c in cutlass.range_constexpr(self.tokens // chunk):
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
             for pair in cutlass.range_constexpr((chunk + 15) // 16):
                 first = (c * chunk + pair * 16) // 8 * 4
                 count = 8 if chunk >= 16 else 4
-                values = [acc[first + i] for i in range(count)]
-                registers = [pack_half2(self.kind, values[i], values[i + 1]) for i in range(0, count, 2)]
+                values = [formula.feature_value(acc[first + i], alpha, biases[i // 2 % 2]) for i in range(count)]
+                registers = [pack_half2(formula.out_kind, values[i], values[i + 1]) for i in range(0, count, 2)]
                 row = pair * 16 + lane % 8 + (lane // 16 * 8 if count == 8 else 0)
                 store_matrix_transposed(staging + row * ROW_BYTES + warp * 32 + (lane // 8) % 2 * 16, registers)
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is filled
@@ -59,32 +75,32 @@ class Epilogue:
                 row = index // 8
                 if row < chunk:
                     words = load_shared(staging + row * ROW_BYTES + index % 8 * 16, 4)
-                    self.store_row(words, out, token0 + c * chunk + row, feature0 + index % 8 * 8)
+                    formula.store(words, out, token0 + c * chunk + row, feature0 + index % 8 * 8)
 
-    @cute.jit
-    def store_row(self, words: Any, out: cute.Tensor, token: Int32, feature: Int32):
-        """Eight features of one token, as far as they exist."""
-        m, n = out.shape
-        if token < m:
-            address = out.iterator.toint() + (Int64(token) * out.stride[0] + feature) * 2
-            if const_expr(self.vector):
-                if feature < n:
-                    store_global(address, words)
-            else:
-                for i in cutlass.range_constexpr(8):
-                    if feature + i < n:
-                        store_global_half(address + 2 * i, words[i // 2] >> (16 * (i % 2)))
+    def store_quads(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, staging: Int32) -> None:
+        formula, blocks = self.formula, self.tokens // 8
+        token0, feature0, thread = place
+        lane, warp = thread % 32, thread // 32
+        own = staging + warp * (8 * QUAD_ROW_BYTES)
+        write = own + lane % 4 * 2 * QUAD_ROW_BYTES + lane // 4 * 4
+        token, feature = token0 + lane // 4, feature0 + warp * 16 + lane % 4 * 4
+        alpha, biases = formula.load_alpha(extras), [formula.load_bias(extras, feature + i) for i in range(4)]
+        # always before d is stored over them
+        residuals = [formula.load_residual(extras, token + 8 * b, feature) for b in range(min(self.ahead, blocks))]
+        for b in range(blocks):
+            if b + self.ahead < blocks:
+                residuals.append(formula.load_residual(extras, token + 8 * (b + self.ahead), feature))
+            cute.arch.sync_warp()  # the buffer is read out
+            for i in range(4):
+                store_shared_f32(write + i % 2 * QUAD_ROW_BYTES + i // 2 * 32, acc[4 * b + i])
+            cute.arch.sync_warp()  # the buffer is filled
+            words = load_shared(own + lane // 4 * QUAD_ROW_BYTES + lane % 4 * 16, 4)
+            sums = [to_float("f32", word) for word in words]
+            formula.store_quad(sums, (alpha, biases, residuals[b]), out, token + 8 * b, feature)
 
-
-@cute.jit
-def add_bias(acc: cute.Tensor, bias: cute.Tensor, feature0: Int32, thread: Int32):
-    """Add bias[feature] to each token of a warpgroup's accumulators; features past the end are left alone."""
-    for half in cutlass.range_constexpr(2):
-        feature = feature0 + thread // 32 * 16 + thread % 32 // 4 + half * 8
-        value = Float32(0.0)
-        if feature < bias.shape[0]:
-            value = bias[feature].to(Float32)
-        for block in cutlass.range_constexpr(cute.size(acc) // 4):
-            for v in cutlass.range_constexpr(2):
-                i = block * 4 + half * 2 + v
-                acc[i] = acc[i] + value
+    def prefetch(self, extras: Any, place: Any) -> None:
+        """Bring the residuals of a tile into L2."""
+        token0, feature0, thread = place
+        for first in range(0, self.tokens, 128):
+            token = token0 + first + thread % min(128, self.tokens)
+            self.formula.prefetch_residual(extras, token, feature0, 64)

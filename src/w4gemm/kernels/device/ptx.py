@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
@@ -84,17 +84,65 @@ def store_matrix_transposed(address: Int32, registers: Sequence[Int32]) -> None:
     asm(f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [$0], {{{operands}}};", [], [address, *registers])
 
 
-def store_global(address: Int64, words: Sequence[Int32]) -> None:
-    """One or four consecutive 32-bit words."""
-    if len(words) == 1:
-        asm("st.global.b32 [$0], $1;", [], [address, *words])
-    else:
-        asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *words])
+def store_global(address: Int64, words: Sequence[Int32], exists: Boolean) -> None:
+    """1, 2 or 4 consecutive 32-bit words, where they exist."""
+    count = len(words)
+    vector = "" if count == 1 else f".v{count}"
+    registers = ", ".join(f"${i + 2}" for i in range(count))
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global{vector}.b32 [$0], {{{registers}}}; }}"
+    asm(text, [], [address, Int32(exists), *words])
 
 
-def store_global_half(address: Int64, word: Int32) -> None:
-    """The low 16 bits of ``word``."""
-    asm("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", [], [address, word])
+def store_global_half(address: Int64, word: Int32, exists: Boolean) -> None:
+    """The low 16 bits of ``word``, where they exist."""
+    asm("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.u16 [$0], $1; }", [], [address, word, Int32(exists)])
+
+
+def load_global(address: Int64, count: int, exists: Boolean) -> list[Int32]:
+    """1, 2 or 4 consecutive 32-bit words; 0, without an access, where they do not exist."""
+    vector = "" if count == 1 else f".v{count}"
+    registers = [f"${i}" for i in range(count)]
+    zeros = " ".join(f"mov.b32 {r}, 0;" for r in registers)
+    target = registers[0] if count == 1 else f"{{{', '.join(registers)}}}"
+    text = f"setp.ne.b32 p, ${count + 1}, 0; {zeros} @p ld.global{vector}.b32 {target}, [${count}];"
+    return list(asm(f"{{ .reg .pred p; {text} }}", [Int32] * count, [address, Int32(exists)], early=True))
+
+
+def load_global_half(address: Int64, exists: Boolean) -> Int32:
+    """16 bits in the lower half of a word; 0, without an access, where they do not exist."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u16 $0, [$1]; }"
+    return asm(text, [Int32], [address, Int32(exists)], early=True)[0]
+
+
+def prefetch_global(address: Int64, exists: Boolean) -> None:
+    """Bring the 128 bytes around an address into L2."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
+    asm(text, [], [address, Int32(exists)])
+
+
+def fma(x: Float32, y: Float32, z: Float32) -> Float32:
+    """x * y + z, rounded once."""
+    return asm("fma.rn.f32 $0, $1, $2, $3;", [Float32], [x, y, z], pure=True)[0]
+
+
+def exp2(x: Float32) -> Float32:
+    """2 ** x within two units in the last place; subnormals are zeros."""
+    return asm("ex2.approx.ftz.f32 $0, $1;", [Float32], [x], pure=True)[0]
+
+
+def reciprocal(x: Float32) -> Float32:
+    """1 / x within a unit in the last place; subnormals are zeros."""
+    return asm("rcp.approx.ftz.f32 $0, $1;", [Float32], [x], pure=True)[0]
+
+
+def maximum(x: Float32, y: Float32) -> Float32:
+    """The larger one; NaN if either is."""
+    return asm("max.NaN.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
+
+
+def capped_magnitude(x: Float32, limit: Float32) -> Float32:
+    """min(abs(x), limit), which is the limit for NaN."""
+    return asm("{ .reg .f32 a; abs.f32 a, $1; min.f32 $0, a, $2; }", [Float32], [x, limit], pure=True)[0]
 
 
 def bulk_copy(destination: Int32, source: Int64, size: Int32, barrier: Int32) -> None:
@@ -109,6 +157,16 @@ def bulk_copy(destination: Int32, source: Int64, size: Int32, barrier: Int32) ->
 def pack_half2(kind: str, low: Float32, high: Float32) -> Int32:
     """Two float32 rounded to ``kind`` ("f16" or "bf16") in the halves of one word."""
     return asm(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True)[0]
+
+
+def float_word(value: Float32) -> Int32:
+    """The bits of a float32."""
+    return asm("mov.b32 $0, $1;", [Int32], [value], pure=True)[0]
+
+
+def to_float(kind: str, bits: Int32, high: bool = False) -> Float32:
+    """The value with these bits, or, of a 16-bit kind, the lower or higher half of them: exactly."""
+    return asm("mov.b32 $0, $1;", [Float32], [bits], pure=True)[0] if kind == "f32" else half_to_float(kind, bits, high)
 
 
 def half_to_float(kind: str, word: Int32, high: bool) -> Float32:

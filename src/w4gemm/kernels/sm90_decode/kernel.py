@@ -36,6 +36,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from w4gemm.kernels.device.decode import Decoder
+from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
     cluster_address,
@@ -43,10 +44,7 @@ from w4gemm.kernels.device.ptx import (
     load_shared,
     load_shared_cluster,
     mma_m16n8k16,
-    pack_half2,
     shared_address,
-    store_global,
-    store_global_half,
     store_shared_f32,
     store_shared_f32x4,
 )
@@ -65,6 +63,7 @@ class Decode:
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
+        self.formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
 
     @cute.jit
     def __call__(
@@ -72,7 +71,9 @@ class Decode:
         x: cute.Tensor,
         weight: cute.Tensor,
         out: cute.Tensor,
+        alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
         max_clusters: Int32,
         stream: Any,
     ):
@@ -82,8 +83,8 @@ class Decode:
         x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, 2 * v.slots * v.warps), order=(0, 1, 2))
         box = cute.slice_(x_layout, (None, None, 0))
         tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (c.tile_m, 64))
-        tiles = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(out.shape[1], c.tile_n)
-        self.kernel(tma, tma_x, x_layout, weight, out, bias).launch(
+        tiles = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(self.features(out), c.tile_n)
+        self.kernel(tma, tma_x, x_layout, weight, out, alpha, bias, residual).launch(
             grid=[cutlass.min(tiles, max_clusters) * c.split_k, 1, 1],
             block=[v.warps * 32, 1, 1],
             cluster=[c.split_k, 1, 1],
@@ -101,9 +102,12 @@ class Decode:
         x_layout: cute.ComposedLayout,
         weight: cute.Tensor,
         out: cute.Tensor,
+        alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
+        extras = (alpha, bias, residual)
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.memory.SmemAllocator()
@@ -122,7 +126,7 @@ class Decode:
 
         cta = cute.arch.block_idx()[0]
         rank, cluster, clusters = cta % c.split_k, cta // c.split_k, cute.arch.grid_dim()[0] // c.split_k
-        m_tiles, n_tiles = cute.ceil_div(out.shape[0], c.tile_m), cute.ceil_div(out.shape[1], c.tile_n)
+        m_tiles, n_tiles = cute.ceil_div(out.shape[0], c.tile_m), cute.ceil_div(self.features(out), c.tile_n)
         # this warp's k blocks: first, first + W, ... of the CTA's range
         k_blocks = weight.shape[1]
         begin, end = k_blocks * rank // c.split_k, k_blocks * (rank + 1) // c.split_k
@@ -170,13 +174,18 @@ class Decode:
                     slot = Int32(0)
                     phase = phase ^ 1
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
+            addends = self.load_addends(extras, m_tile, n_tile, rank, thread)
             for i in cutlass.range_constexpr(len(v.folds)):
                 self.fold(acc, shared_address(s_sums), warp, thread % 32, v.folds[i])
             if warp < v.parked_warps:
                 self.park(acc, shared_address(s_sums), warp, thread % 32)
             self.tile_barrier()
-            self.finish(shared_address(s_sums), out, bias, m_tile, n_tile, rank, thread)
+            self.finish(shared_address(s_sums), out, addends, m_tile, n_tile, rank, thread)
             self.tile_barrier()  # the sums have been read, by the neighbours too
+
+    def features(self, out):
+        """n, of which d has a column each, or a column for two."""
+        return out.shape[1] * 2 if self.v.epilogue.gated else out.shape[1]
 
     @cute.jit
     def tile_barrier(self):
@@ -366,18 +375,37 @@ class Decode:
                     index = (warp * v.config.tile_m + token) * v.reduction_row + feature
                     store_shared_f32(s_sums + index * 4, acc[i, tb, rb])
 
+    @property
+    def turns(self) -> int:
+        """Quads, four features of one token, that a thread finishes."""
+        c = self.v.config
+        return -(-c.tile_n // c.split_k // 4 * c.tile_m // (self.v.warps * 32))
+
+    def quad(self, turn, rank, thread):
+        """(token, first feature) in the tile of a thread's turn-th quad; the last turn's may be none of the tile."""
+        share = self.v.config.tile_n // self.v.config.split_k
+        index = turn * (self.v.warps * 32) + thread
+        return index // (share // 4), rank * share + index % (share // 4) * 4
+
+    def load_addends(self, extras, m_tile, n_tile, rank, thread):
+        """(alpha, biases, residuals) of each of a thread's quads: on their way while the sums meet."""
+        c, formula = self.v.config, self.formula
+        alpha, found = formula.load_alpha(extras), []
+        for turn in range(self.turns):
+            token, feature = self.quad(turn, rank, thread)
+            row, feature = m_tile * c.tile_m + token, n_tile * c.tile_n + feature
+            biases = [formula.load_bias(extras, feature + i) for i in range(4)]
+            found.append((alpha, biases, formula.load_residual(extras, row, feature)))
+        return found
+
     @cute.jit
-    def finish(self, s_sums, out, bias, m_tile, n_tile, rank, thread):
+    def finish(self, s_sums, out, addends, m_tile, n_tile, rank, thread):
         """Sum over warps and ranks, four features of one token a thread; each rank stores its share of the features."""
         v, c = self.v, self.v.config
-        share = c.tile_n // c.split_k
-        quads = share // 4
-        threads = v.warps * 32
-        for turn in cutlass.range_constexpr((quads * c.tile_m + threads - 1) // threads):
-            index = turn * threads + thread
-            token, feature = index // quads, rank * share + index % quads * 4
+        for turn in cutlass.range_constexpr(self.turns):
+            token, feature = self.quad(turn, rank, thread)
             row, column = m_tile * c.tile_m + token, n_tile * c.tile_n + feature
-            if token < c.tile_m and row < out.shape[0] and column < out.shape[1]:
+            if token < c.tile_m and row < out.shape[0] and column < self.features(out):
                 sums = [Float32(0.0)] * 4
                 for r in cutlass.range_constexpr(c.split_k):
                     base = cluster_address(s_sums, Int32(r)) if const_expr(c.split_k > 1) else s_sums
@@ -385,26 +413,4 @@ class Decode:
                         at = base + ((w * c.tile_m + token) * v.reduction_row + feature) * 4
                         part = load_shared_cluster(at)
                         sums = [sums[i] + part[i] for i in range(4)]
-                self.store_quad(sums, out, bias, row, column)
-
-    @cute.jit
-    def store_quad(self, sums, out, bias, row, column):
-        """Four neighbouring features of one token, as far as they exist, with the bias."""
-        n = out.shape[1]
-        if const_expr(bias is not None):
-            values = cute.make_rmem_tensor((4,), Float32)
-            for i in cutlass.range_constexpr(4):
-                values[i] = sums[i]
-                if column + i < n:
-                    values[i] = sums[i] + bias[column + i].to(Float32)
-            sums = [values[i] for i in range(4)]
-        address = out.iterator.toint() + (Int64(row) * out.stride[0] + column) * 2
-        for i in cutlass.range_constexpr(2):
-            word = pack_half2(self.v.kind, sums[2 * i], sums[2 * i + 1])
-            if const_expr(self.v.vector):
-                if column + 2 * i < n:
-                    store_global(address + 4 * i, [word])
-            else:
-                for h in cutlass.range_constexpr(2):
-                    if column + 2 * i + h < n:
-                        store_global_half(address + 4 * i + 2 * h, word >> (16 * h))
+                self.formula.store_quad(sums, addends[turn], out, row, column)

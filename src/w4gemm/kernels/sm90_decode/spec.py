@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.sm90 import Sm90Kernel
 from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.problem import GemmProblem
@@ -48,7 +49,7 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
             for tile_n in _TILE_N:
                 for split_k in _SPLIT_K:
                     config = GemmConfig(tile_m, tile_n, 128, schedule=schedule, split_k=split_k)
-                    v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, bias=True, vector=True)
+                    v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, vector=True)
                     if v.warps:
                         found.append(config)
     return tuple(found)

@@ -54,7 +54,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from w4gemm.kernels.device.decode import Decoder
-from w4gemm.kernels.device.epilogue import Epilogue, add_bias
+from w4gemm.kernels.device.epilogue import Epilogue
+from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
     load_shared,
@@ -81,7 +82,10 @@ class MixedGemm:
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
-        self.epilogue = Epilogue(variant.kind, variant.stored_tokens, variant.staging_tokens, variant.vector)
+        formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
+        self.epilogue = Epilogue(
+            formula, variant.quads, variant.stored_tokens, variant.staging_tokens, variant.residuals_ahead
+        )
         self.chunks = variant.config.tile_k // 64  # steps of 64 along k in one slot
         self.cluster = variant.config.cluster_n * variant.config.split_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
@@ -92,12 +96,14 @@ class MixedGemm:
         x: cute.Tensor,
         weight: cute.Tensor,
         out: cute.Tensor,
+        alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
         max_clusters: Int32,
         stream: Any,
     ):
-        """x (m, k), weight int32 (n blocks, k blocks, words), out (m, n), bias (n) or None. max_clusters: how many
-        clusters of this kernel the device holds at once."""
+        """x (m, k), weight int32 (n blocks, k blocks, words), out and residual (m, columns), alpha a number or (1),
+        bias (n). max_clusters: how many clusters of this kernel the device holds at once."""
         c = self.v.config
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
@@ -121,7 +127,7 @@ class MixedGemm:
         clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(weight.shape[0], self.v.row_groups * c.cluster_n)
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
-        self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, bias).launch(
+        self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, alpha, bias, residual).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
@@ -141,9 +147,12 @@ class MixedGemm:
         box_layout: cute.ComposedLayout,
         weight: cute.Tensor,
         out: cute.Tensor,
+        alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
+        extras = (alpha, bias, residual)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
@@ -188,7 +197,7 @@ class MixedGemm:
         else:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(v.consumer_registers)
-            self.consume(mma, ring, work, rank, out, bias, shared_address(s_staging))
+            self.consume(mma, ring, work, rank, out, extras, shared_address(s_staging))
 
     @cute.jit
     def cluster_barrier(self):
@@ -217,7 +226,8 @@ class MixedGemm:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         stage, phase = Int32(0), Int32(1)
-        for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
+        end, step = self.walk(cluster, clusters, m_tiles * n_tiles)
+        for tile in cutlass.range(cluster, end, step, unroll=1):
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
             boxes = self.boxes_of(m_tile, m)
             for i in cutlass.range(slots, unroll=1):
@@ -281,7 +291,7 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------ consumers
 
     @cute.jit
-    def consume(self, mma, ring, work, rank, out, bias, s_staging):
+    def consume(self, mma, ring, work, rank, out, extras, s_staging):
         v, c = self.v, self.v.config
         full, empty, s_x, _ = ring
         cluster, clusters, m_tiles, n_tiles, _, slots = work
@@ -308,11 +318,14 @@ class MixedGemm:
             stage, phase = self.skip(turn * slots, stage, phase)
             if turn == 1:
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER, number_of_threads=256)
-        for tile in cutlass.range(cluster + turn * clusters, m_tiles * n_tiles, clusters * v.turns, unroll=1):
+        end, step = self.walk(cluster, clusters, m_tiles * n_tiles)
+        for tile in cutlass.range(cluster + turn * step, end, step * v.turns, unroll=1):
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
             if const_expr(c.cluster_n > 1):
                 n_tile = n_tile * c.cluster_n + rank
             acc.fill(0.0)
+            if const_expr(v.epilogue.residual and c.split_k == 1):
+                self.epilogue.prefetch(extras, (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t))
             if const_expr(v.turns > 1):
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
@@ -334,14 +347,19 @@ class MixedGemm:
             if const_expr(v.k_sets > 1):
                 self.fold(flat, shared_address(s_x.iterator), k_set, thread)
             if const_expr(c.split_k > 1):
-                self.reduce(flat, place, ring, rank, k_set, thread, out, bias, s_staging, wg)
+                self.reduce(flat, place, ring, rank, k_set, thread, out, extras, s_staging, wg)
             elif const_expr(v.k_sets == 1):
-                self.finish(flat, out, bias, place, s_staging, wg + turn)
+                self.finish(flat, out, extras, place, s_staging, wg + turn)
                 if const_expr(v.turns > 1):
                     stage, phase = self.skip(slots, stage, phase)
             else:
                 if k_set == 0:
-                    self.finish(flat, out, bias, place, s_staging, wg)
+                    self.finish(flat, out, extras, place, s_staging, wg)
+
+    def walk(self, cluster, clusters, tiles):
+        """(end, step) of the tiles of a cluster, from its own number on: a constant single one where the grid has a
+        cluster a tile, since what a loop needs to go on would take registers."""
+        return (tiles, clusters) if self.v.persistent else (cluster + 1, 1)
 
     @cute.jit
     def skip(self, slots, stage, phase):
@@ -369,7 +387,7 @@ class MixedGemm:
                         flat[4 * i + j] = flat[4 * i + j] + other[j]
 
     @cute.jit
-    def reduce(self, flat, place, ring, rank, k_set, thread, out, bias, s_staging, wg):
+    def reduce(self, flat, place, ring, rank, k_set, thread, out, extras, s_staging, wg):
         """Sum over the cluster and store this rank's share of the tokens."""
         v, c = self.v, self.v.config
         reduction = Reduction(c.tile_m, v.stored_tokens // 8, c.split_k, v.row_groups * 128)
@@ -383,7 +401,7 @@ class MixedGemm:
             first, mine = reduction.sum(flat, parked, rank)
             if mine:
                 share = cute.make_tensor(flat.iterator, cute.make_layout(v.stored_tokens // 2))
-                self.finish(share, out, bias, (place[0] + first, place[1], place[2]), s_staging, wg)
+                self.finish(share, out, extras, (place[0] + first, place[1], place[2]), s_staging, wg)
         self.cluster_barrier()  # the neighbours have read what this CTA parked
 
     @cute.jit
@@ -461,7 +479,5 @@ class MixedGemm:
                 cute.arch.mbarrier_arrive(empty + stage)
 
     @cute.jit
-    def finish(self, flat, out, bias, place, s_staging, wg):
-        if const_expr(bias is not None):
-            add_bias(flat, bias, place[1], place[2])
-        self.epilogue.store(flat, out, place, s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)
+    def finish(self, flat, out, extras, place, s_staging, wg):
+        self.epilogue.store(flat, out, extras, place, s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)

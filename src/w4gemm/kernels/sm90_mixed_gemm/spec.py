@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.sm90 import Sm90Kernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import GemmProblem
@@ -63,7 +64,7 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue
         config = GemmConfig(tile_m, tile_n, tile_k, 1, cluster_n, schedule, split_k)
-        v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, bias=True, vector=True)
+        v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, vector=True)
         if tile_m > 128 and schedule == "pingpong" and split_k > 1:
             continue
         if v.blocks > v.k_sets:  # ptxas serializes the WGMMAs of slots with several blocks a set

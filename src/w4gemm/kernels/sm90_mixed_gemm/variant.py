@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from w4gemm.kernels import sm90
-from w4gemm.kernels.device.staging import ROW_BYTES
+from w4gemm.kernels.device.staging import QUADS_BYTES, ROW_BYTES
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _RESERVED = 1024  # shared memory that the system takes for each CTA
@@ -91,7 +91,12 @@ class Variant(sm90.Variant):
     @property
     def staging_bytes(self) -> int:
         """The epilogue's staging buffer of one warpgroup."""
-        return self.staging_tokens * ROW_BYTES
+        return max(self.staging_tokens * ROW_BYTES, QUADS_BYTES if self.quads else 0)
+
+    @property
+    def quads(self) -> bool:
+        """Whether d is stored in quads, see kernels/device/epilogue.py."""
+        return self.epilogue.gated or self.epilogue.residual or self.out_kind == "f32"
 
     @property
     def stored_tokens(self) -> int:
@@ -103,6 +108,12 @@ class Variant(sm90.Variant):
         """Tokens that pass through the staging buffer at a time; 256 tokens leave no room for more than 16."""
         limit = 16 if self.config.tile_m > 192 else 32
         return next(c for c in (32, 16, 8) if c <= limit and self.stored_tokens % c == 0)
+
+    @property
+    def residuals_ahead(self) -> int:
+        """Blocks of eight tokens whose residuals are on their way: more where there are registers for them. Elsewhere
+        another CTA or more warps hide the latency."""
+        return 8 if 65536 // (self.threads * self.occupancy) > 128 else 1
 
     @property
     def tile_bytes(self) -> int:

@@ -1,0 +1,153 @@
+"""What users pass to :func:`w4gemm.linear`: checked here and nowhere below. Errors name the argument, what was wanted
+and what came."""
+
+from __future__ import annotations
+
+import torch
+
+from w4gemm.config import GemmConfig
+from w4gemm.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue
+from w4gemm.weight import QuantizedWeight, kind_of
+
+_DTYPES = {"cpu": (torch.float16, torch.bfloat16, torch.float32)}
+_GPU_DTYPES = (torch.float16, torch.bfloat16)
+_OUT_ALIGNMENT = 16
+
+Fused = tuple[float | torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""alpha, bias and residual, as kernels take them."""
+
+
+def check(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
+    """What every call has."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
+    if not isinstance(w, QuantizedWeight):
+        raise TypeError(
+            f"w: wanted a QuantizedWeight, got {type(w).__name__}; w4gemm.quantize(weight, format) makes one"
+        )
+    device, dtype = x.device, x.dtype
+    dtypes = _DTYPES.get(device.type, _GPU_DTYPES)
+    if dtype not in dtypes:
+        raise TypeError(f"x: wanted {' or '.join(map(str, dtypes))} on {device.type}, got {dtype}")
+    if x.dim() == 0 or x.shape[-1] != w.k:
+        raise ValueError(f"x: wanted shape (..., k) with k {w.k} like w, got {tuple(x.shape)}")
+    if device != w.tensors[0].device:
+        raise ValueError(f"x: wanted w's device {w.device}, got {device}; move one with .to(...)")
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias: wanted a tensor (n) or None, got {type(bias).__name__}")
+    if bias.dtype != dtype:
+        raise TypeError(f"bias: wanted {dtype} like x, got {bias.dtype}")
+    if bias.dim() != 1 or bias.shape[0] != w.n:
+        raise ValueError(f"bias: wanted shape ({w.n},), n of w, got {tuple(bias.shape)}")
+    if bias.device != device:
+        raise ValueError(f"bias: wanted x's device {device}, got {bias.device}")
+    if bias.stride(0) != 1 and w.n > 1:
+        raise ValueError(f"bias: wanted it contiguous, got stride {bias.stride(0)}; use bias.contiguous()")
+
+
+def check_activation(activation: str | None, n: int) -> None:
+    if activation is None:
+        return
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation: wanted one of {', '.join(ACTIVATIONS)} or None, got {activation!r}")
+    if activation == "silu_mul" and n % 2:
+        raise ValueError(f"activation: silu_mul wants an even n, pairs of gate and up rows in w, got n {n}")
+
+
+def fused(
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    given: Fused,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Epilogue, Fused]:
+    """The epilogue of a call that asks for more than a bias, and what it is made with. ``given``: alpha, bias (already
+    checked) and residual as they came."""
+    alpha, bias, residual = given
+    check_activation(activation, w.n)
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {out_dtype!r}")
+    kind = None
+    if alpha is not None:
+        kind, alpha = _alpha(alpha, x.device)
+    if out_dtype == x.dtype:
+        out_dtype = None
+    epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype)
+    if residual is not None:
+        _check_residual(residual, x, epilogue, w.n)
+        residual = residual.view(-1, residual.shape[-1])
+    return epilogue, (alpha, bias, residual)
+
+
+def _alpha(alpha: object, device: torch.device) -> tuple[str, float | torch.Tensor]:
+    if isinstance(alpha, torch.Tensor):
+        if alpha.dtype != torch.float32 or alpha.numel() != 1 or alpha.device != device:
+            wanted = f"a number or a torch.float32 tensor of one element on {device}"
+            raise ValueError(f"alpha: wanted {wanted}, got {kind_of(alpha)} on {alpha.device}")
+        return "device", alpha.view(1)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise TypeError(f"alpha: wanted a number or a tensor of one, got {type(alpha).__name__}")
+    return "host", float(alpha)
+
+
+def _check_residual(residual: torch.Tensor, x: torch.Tensor, epilogue: Epilogue, n: int) -> None:
+    shape, dtype = (*x.shape[:-1], epilogue.columns(n)), epilogue.out_dtype or x.dtype
+    if not isinstance(residual, torch.Tensor):
+        raise TypeError(f"residual: wanted a tensor or None, got {type(residual).__name__}")
+    if residual.dtype != dtype:
+        raise TypeError(f"residual: wanted {dtype} like the result, got {residual.dtype}")
+    if residual.shape != shape:
+        raise ValueError(f"residual: wanted shape {tuple(shape)} like the result, got {tuple(residual.shape)}")
+    if residual.device != x.device:
+        raise ValueError(f"residual: wanted x's device {x.device}, got {residual.device}")
+    if not residual.is_contiguous():
+        raise ValueError(f"residual: wanted it contiguous, got strides {residual.stride()}; use residual.contiguous()")
+
+
+def check_out(out: torch.Tensor, x: torch.Tensor, n: int, epilogue: Epilogue, fused: Fused) -> None:
+    shape, dtype = (*x.shape[:-1], epilogue.columns(n)), epilogue.out_dtype or x.dtype
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out: wanted a tensor or None, got {type(out).__name__}")
+    if out.dtype != dtype:
+        like = "like x" if epilogue.out_dtype is None else "as out_dtype"
+        raise TypeError(f"out: wanted {dtype} {like}, got {out.dtype}")
+    if out.shape != shape:
+        raise ValueError(f"out: wanted shape {tuple(shape)}, got {tuple(out.shape)}")
+    if out.device != x.device:
+        raise ValueError(f"out: wanted x's device {x.device}, got {out.device}")
+    if not out.is_contiguous():
+        raise ValueError(f"out: wanted it contiguous, got strides {out.stride()} for shape {tuple(out.shape)}")
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise ValueError("out: wanted a tensor without requires_grad, got one with")
+    if torch.compiler.is_compiling():  # there are no addresses yet; and the operator writes elsewhere first
+        return
+    if past := out.data_ptr() % _OUT_ALIGNMENT:
+        raise ValueError(f"out: wanted its data at a multiple of {_OUT_ALIGNMENT} bytes, got {past} past one")
+    alpha, bias, residual = fused
+    for name, other in (("x", x), ("alpha", alpha), ("bias", bias), ("residual", residual)):
+        if isinstance(other, torch.Tensor) and _overlap(out, other):
+            if name == "residual" and out.data_ptr() == other.data_ptr():
+                continue  # each element is read before it is written
+            also = " or all of the residual's" if name == "residual" else ""
+            raise ValueError(f"out: wanted memory of its own{also}, got memory shared with {name}")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the address ranges of two tensors meet."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+
+    def span(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+    (a_first, a_end), (b_first, b_end) = span(a), span(b)
+    return a_first < b_end and b_first < a_end
+
+
+def config_text(config: object) -> str:
+    if not isinstance(config, GemmConfig):
+        raise TypeError(f"config: wanted a GemmConfig, its string or None, got {type(config).__name__} {config!r}")
+    return str(config)

@@ -1,0 +1,83 @@
+"""What is done to x @ w.T before it is stored: :class:`Epilogue`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "silu_mul")
+"""relu, silu, gelu (with erf) and gelu_tanh (``approximate="tanh"``) as torch.nn.functional has them; silu_mul: see
+:class:`Epilogue`."""
+
+OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Epilogue(NamedTuple):
+    """d = act(alpha * (x @ w.T) + bias) + residual, computed in float32 and rounded once to d's dtype.
+
+    ``silu_mul`` takes the rows of w in pairs, gate and up, so that d has n / 2 columns:
+    d[:, i] = silu(y[:, 2 i]) * y[:, 2 i + 1] + residual[:, i], with y = alpha * (x @ w.T) + bias.
+
+    A value without tensors, part of a problem and of a compile key; a tuple, since every call looks its plan up by it.
+    """
+
+    activation: str | None = None
+    """One of :data:`ACTIVATIONS`."""
+    alpha: str | None = None
+    """``"host"``, a number that comes with the launch, or ``"device"``, a float32 read from device memory."""
+    bias: bool = False
+    """(n) of x's dtype."""
+    residual: bool = False
+    """Of d's shape and dtype; d may be written over it."""
+    out_dtype: torch.dtype | None = None
+    """Of d; None for that of x."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether two neighbouring features make one column of d."""
+        return self.activation == "silu_mul"
+
+    @property
+    def linear(self) -> bool:
+        """Whether there is at most a bias, so that the gradients are those of a plain linear layer."""
+        return self.activation is None and self.alpha is None and not self.residual
+
+    def columns(self, n: int) -> int:
+        """Columns of d for a weight of n rows."""
+        return n // 2 if self.gated else n
+
+    def apply(
+        self,
+        sums: torch.Tensor,
+        alpha: float | torch.Tensor | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The formula in PyTorch: x @ w.T (m, n) to d (m, columns), both in ``sums``'s dtype."""
+        d = sums if alpha is None else sums * alpha
+        d = d if bias is None else d + bias.to(d.dtype)
+        d = _activated(self.activation, d)
+        return d if residual is None else d + residual.to(d.dtype)
+
+    def __str__(self) -> str:
+        text = ("alpha * " if self.alpha else "") + "x @ w.T" + (" + bias" if self.bias else "")
+        text = f"{self.activation}({text})" if self.activation else text
+        text += " + residual" if self.residual else ""
+        return text if self.out_dtype is None else f"{text} as {str(self.out_dtype).removeprefix('torch.')}"
+
+
+PLAIN = Epilogue()
+"""x @ w.T and nothing else."""
+
+
+def _activated(activation: str | None, y: torch.Tensor) -> torch.Tensor:
+    if activation is None:
+        return y
+    if activation == "relu":
+        return y.relu()
+    if activation == "silu":
+        return torch.nn.functional.silu(y)
+    if activation == "silu_mul":
+        return torch.nn.functional.silu(y[..., 0::2]) * y[..., 1::2]
+    return torch.nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
