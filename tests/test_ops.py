@@ -365,7 +365,8 @@ def test_gradients_of_every_argument(w, x, bias, activation):
     g = torch.randn_like(dense)
     tolerance = 1e-5 if x.dtype == torch.float32 else 1e-1  # a rounding may change the side of relu's edge
     for got, wanted in zip(torch.autograd.grad(d, tracked, g), torch.autograd.grad(dense, wanted_from, g), strict=True):
-        assert (got.float() - wanted).norm() <= tolerance * wanted.norm()
+        # alpha's gradient is a sum of terms as large as g that may cancel
+        assert (got.float() - wanted).norm() <= tolerance * max(wanted.norm(), g.norm())
     with torch.no_grad():
         torch.testing.assert_close(linear(x, w, bias, **given), d.detach())
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
@@ -71,7 +71,7 @@ class Gather:
         while at < last:
             halves = [load_shared_half(s_row + columns[i] * 2) for i in range(8)]
             words = [halves[2 * i] | (halves[2 * i + 1] << 16) for i in range(4)]
-            store_global(out.iterator.toint() + (row * out.stride[0] + at * 8) * 2, words)
+            store_global(out.iterator.toint() + (row * out.stride[0] + at * 8) * 2, words, Boolean(True))
             at += _THREADS
             columns = self.read_perm(perm, at, last)
 
