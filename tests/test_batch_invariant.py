@@ -21,6 +21,7 @@ from conformance.cases import (
 )
 from w4gemm import UnsupportedError, W4Linear, WeightFormat, dispatch
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
 from w4gemm.problem import H200, Device, GemmProblem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -98,7 +99,9 @@ def test_large_on_a_gpu(n, k):
     x = randn(w, 9000, torch.bfloat16)
     whole, chosen = invariant(x, w), set()
     for m in dispatch.BOUNDS:
-        call = dispatch.Call(dispatch.interval(m), n, k, x.dtype, w.format, w.layout, True, w.device, "", True)
+        call = dispatch.Call(
+            dispatch.interval(m), n, k, x.dtype, w.format, w.layout, Epilogue(bias=True), w.device, "", True
+        )
         chosen.add(str(dispatch.plan_for(call)))
         for part in (slice(m), slice(9000 - m, 9000), slice(11, 11 + m - m // 5)):
             assert torch.equal(invariant(x[part], w), whole[part]), (m, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,10 @@ class Timing:
 def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int = 15) -> list[Timing]:
     """Time several variants interleaved, so that drifting clocks meet all of them alike.
 
+    A GPU at its power limit lowers its clock within milliseconds and raises it again after lighter work. So each timed
+    replay follows an untimed one of the same graph, and each round goes through the variants in another order: none
+    always runs after a cooler one.
+
     Args:
         variants: for each, the calls of one graph, each over operands of its own (together larger than L2).
         replays: timed replays of each graph.
@@ -29,8 +34,11 @@ def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int
         graph.replay()
     torch.cuda.synchronize()
     times: list[list[float]] = [[] for _ in variants]
+    order, shuffle = list(zip(graphs, variants, times, strict=True)), random.Random(0).shuffle
     for _ in range(replays):
-        for graph, calls, found in zip(graphs, variants, times, strict=True):
+        shuffle(order)
+        for graph, calls, found in order:
+            graph.replay()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

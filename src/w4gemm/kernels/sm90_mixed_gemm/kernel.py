@@ -65,10 +65,9 @@ from w4gemm.kernels.device.ptx import (
 )
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.device.split_k import Reduction
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import CODE_BYTES, Variant
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
-_CODE_BYTES = 4096  # of a 64 x 128 block; its scales follow
 _EPILOGUE_BARRIER = 2  # named barriers from here on, one per consumer warpgroup
 _CONSUMER_BARRIER = 1
 _TURN_BARRIER = 6  # and 7
@@ -89,6 +88,10 @@ class MixedGemm:
         self.chunks = variant.config.tile_k // 64  # steps of 64 along k in one slot
         self.cluster = variant.config.cluster_n * variant.config.split_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
+        # what a thread holds of a block, or of half a block, in registers: code words, and scales of so many groups
+        self.part_k = 64 if variant.halves else 128
+        self.code_words = self.part_k // 16
+        self.groups = max(1, self.part_k // variant.scale_group)
 
     @cute.jit
     def __call__(
@@ -182,6 +185,8 @@ class MixedGemm:
             extra = slots - share * c.split_k
             first_slot = rank * share + cutlass.min(rank, extra)
             slots = share + (1 if rank < extra else 0)
+        if const_expr(v.halves):
+            first_slot, slots = 2 * first_slot, 2 * slots
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
         n_tiles = cute.ceil_div(weight.shape[0], v.row_groups * c.cluster_n)
         work = (cta // self.cluster, cute.arch.grid_dim()[0] // self.cluster, m_tiles, n_tiles, first_slot, slots)
@@ -284,9 +289,17 @@ class MixedGemm:
                     k_block = slot * v.blocks + b
                     if const_expr(v.blocks > 1):
                         k_block = cutlass.min(k_block, weight.shape[1] - 1)
+                    if const_expr(v.halves):
+                        k_block = slot // 2
                     source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_block) * v.block_bytes
-                    target = s_weight + stage * v.weight_bytes + (wg * v.blocks + b) * v.block_bytes
-                    bulk_copy(target, source, Int32(v.block_bytes), barrier)
+                    target = s_weight + stage * v.weight_bytes + (wg * v.blocks + b) * v.part_bytes
+                    if const_expr(v.halves):
+                        codes, scales = CODE_BYTES // 2, v.part_bytes - CODE_BYTES // 2
+                        bulk_copy(target, source + slot % 2 * codes, Int32(codes), barrier)
+                        source = source + CODE_BYTES + (slot % 2 * scales if const_expr(v.scale_group < 128) else 0)
+                        bulk_copy(target + codes, source, Int32(scales), barrier)
+                    else:
+                        bulk_copy(target, source, Int32(v.block_bytes), barrier)
 
     # ------------------------------------------------------------------------------------------------ consumers
 
@@ -306,7 +319,7 @@ class MixedGemm:
         acc = cute.make_rmem_tensor(thr.partition_shape_C((c.tile_n, c.tile_m)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         fragment = cute.make_rmem_tensor(thr.partition_shape_A((c.tile_n, 128)), self.dtype)
-        packed = cute.make_rmem_tensor((8 + 128 // v.scale_group * self.decoder.words_per_scale,), Int32)
+        packed = cute.make_rmem_tensor((self.code_words + self.groups * self.decoder.words_per_scale,), Int32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(0)
@@ -330,14 +343,19 @@ class MixedGemm:
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
                 cute.arch.mbarrier_wait(full + stage, phase)
-                self.load_block(packed, ring, stage, 0, who)
-            for i in cutlass.range(slots, unroll=1):
-                current = stage
-                stage += 1
-                if stage == v.stages:
-                    stage = Int32(0)
-                    phase = phase ^ 1
-                self.multiply_slot(mma, ring, operands, (current, stage, phase, i > 0, i + 1 < slots), who)
+                self.load_part(packed, ring, stage, 0, who)
+            # a step takes fragments of both sets, so that their registers alternate: a slot, or two of halves
+            slots_per_step = 2 if const_expr(v.halves) else 1
+            for i in cutlass.range(slots // slots_per_step, unroll=1):
+                for part in cutlass.range_constexpr(slots_per_step):
+                    current = stage
+                    stage += 1
+                    if stage == v.stages:
+                        stage = Int32(0)
+                        phase = phase ^ 1
+                    has_previous = True if const_expr(part > 0) else i > 0
+                    has_next = True if const_expr(part + 1 < slots_per_step) else (i + 1) * slots_per_step < slots
+                    self.multiply_slot(mma, ring, operands, (current, stage, phase, has_previous, has_next), who, part)
             if const_expr(v.turns > 1):
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
             warpgroup.wait_group(0)
@@ -409,9 +427,10 @@ class MixedGemm:
         cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.v.warpgroups)
 
     @cute.jit
-    def multiply_slot(self, mma, ring, operands, state, who):
-        """acc += this slot's weights @ x.T, as far as this k set does it, and the first packed block of the next slot
-        into registers. Leaves the last step's wgmma in flight."""
+    def multiply_slot(self, mma, ring, operands, state, who, first_set):
+        """acc += this slot's weights @ x.T, as far as this k set does it, and the first packed part of the next slot
+        into registers. Leaves the last step's wgmma in flight. first_set: which of the two sets of fragment registers
+        the first step takes."""
         v = self.v
         full, empty, _, _ = ring
         acc, fragment, x_fragments, packed = operands
@@ -419,54 +438,60 @@ class MixedGemm:
         k_set = who[1]
         registers = cute.recast_tensor(fragment, Int32)
         blocks = v.blocks // v.k_sets
-        x_chunk = stage * self.chunks + k_set * (2 * blocks)
-        for chunk in cutlass.range_constexpr(2 * blocks):
-            self.decode_chunk(packed, registers, chunk % 2)
-            if const_expr(chunk % 2 == 1 and chunk < 2 * blocks - 1):
-                self.load_block(packed, ring, stage, chunk // 2 + 1, who)
+        chunks = self.chunks // v.k_sets
+        x_chunk = stage * self.chunks + k_set * chunks
+        for chunk in cutlass.range_constexpr(chunks):
+            fragments = (first_set + chunk) % 2
+            half = chunk * 64 % self.part_k // 64
+            self.decode_chunk(packed, registers, half, fragments)
+            if const_expr(half == 1 and chunk < 2 * blocks - 1):
+                self.load_part(packed, ring, stage, chunk // 2 + 1, who)
             warpgroup.fence()
             for step in cutlass.range_constexpr(4):
                 cute.gemm(
                     mma,
                     acc,
-                    fragment[(None, None, chunk % 2 * 4 + step)],
+                    fragment[(None, None, fragments * 4 + step)],
                     x_fragments[(None, None, step, x_chunk + chunk)],
                     acc,
                 )
             warpgroup.commit_group()
-            if const_expr(chunk == 2 * blocks - 1):
+            if const_expr(chunk == chunks - 1):
                 if has_next:  # its latency passes while the tensor cores work
                     cute.arch.mbarrier_wait(full + next_stage, next_phase)
-                    self.load_block(packed, ring, next_stage, 0, who)
+                    self.load_part(packed, ring, next_stage, 0, who)
             warpgroup.wait_group(1)
             if const_expr(chunk == 0):
                 if has_previous:
                     self.release(empty, (stage + v.stages - 1) % v.stages)
 
-    def load_block(self, packed, ring, stage, block, who):
-        """One of this k set's packed blocks into registers: eight code words, then the scale words."""
+    def load_part(self, packed, ring, stage, block, who):
+        """One of this k set's packed blocks, or half a block, into registers: code words, then scale words."""
         v = self.v
         wg, k_set, t = who
         width = self.decoder.words_per_scale
         index = wg * v.blocks + k_set * (v.blocks // v.k_sets) + block
-        address = ring[3] + stage * v.weight_bytes + index * v.block_bytes
+        address = ring[3] + stage * v.weight_bytes + index * v.part_bytes
         lane = (t // 32 * 8 + t % 32 // 4) * 4 * width
-        words = [*load_shared(address + t * 16, 4), *load_shared(address + 2048 + t * 16, 4)]
-        for group in range(128 // v.scale_group):
-            words += load_shared(address + _CODE_BYTES + group * self.scale_bytes + lane, width)
+        words = []
+        for half in range(self.part_k // 64):
+            words += load_shared(address + half * 2048 + t * 16, 4)
+        for group in range(self.groups):
+            words += load_shared(address + 512 * self.code_words + group * self.scale_bytes + lane, width)
         for i, word in enumerate(words):
             packed[i] = word
 
-    def decode_chunk(self, packed, registers, half):
-        """Half a packed block, 64 columns, into its half of the fragment registers."""
+    def decode_chunk(self, packed, registers, half, fragments):
+        """Half a packed block, 64 columns, into one of the two sets of fragment registers. half: of what is packed."""
         width = self.decoder.words_per_scale
         prepared: Any = None
         for step in range(4):
             group, rest = divmod(half * 64 + step * 16, self.v.scale_group)
             if step == 0 or rest == 0:
-                prepared = self.decoder.prepare(tuple(packed[8 + group * width + i] for i in range(width)))
+                first = self.code_words + group * width
+                prepared = self.decoder.prepare(tuple(packed[first + i] for i in range(width)))
             for r, value in enumerate(self.decoder.decode(packed[half * 4 + step], prepared)):
-                registers[(0, r % 2, r // 2), 0, half * 4 + step] = value
+                registers[(0, r % 2, r // 2), 0, fragments * 4 + step] = value
 
     @cute.jit
     def release(self, empty, stage):

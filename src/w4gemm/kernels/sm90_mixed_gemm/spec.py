@@ -15,7 +15,7 @@ from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
 _TILE_N = (64, 128, 256)
-_TILE_K = (128, 256, 512)
+_TILE_K = (64, 128, 256, 512)
 _CLUSTER_N_SPLIT_K = ((1, 1), (2, 1), (1, 2))
 _ONE_GROUP = 4224
 """Bytes of a packed block with a single group of scales and no zero points."""
@@ -60,6 +60,8 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
         ):
             continue
         if tile_k > 128 and tile_m > 128:  # ptxas serializes some of these, and none was ever the fastest
+            continue
+        if tile_k == 64 and (tile_m < 192 or schedule == "pingpong"):  # smaller steps gain where x fills the stages
             continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from w4gemm.kernels import sm90
 from w4gemm.kernels.device.staging import QUADS_BYTES, ROW_BYTES
 
+CODE_BYTES = 4096
+"""Of a 64 x 128 block; its scales follow."""
+
 _BARRIERS_AND_ALIGNMENT = 1536
 _RESERVED = 1024  # shared memory that the system takes for each CTA
 
@@ -63,11 +66,24 @@ class Variant(sm90.Variant):
     @property
     def blocks(self) -> int:
         """Weight blocks along k in one stage."""
-        return self.config.tile_k // 128
+        return max(1, self.config.tile_k // 128)
+
+    @property
+    def halves(self) -> bool:
+        """Whether a stage holds half a block along k: 64 columns, with the scales that they need."""
+        return self.config.tile_k == 64
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a block that a stage holds: all of them, or of half of it the codes and the scales."""
+        if not self.halves:
+            return self.block_bytes
+        scales = self.block_bytes - CODE_BYTES
+        return CODE_BYTES // 2 + (scales if self.scale_group == 128 else scales // 2)
 
     @property
     def weight_bytes(self) -> int:
-        return self.row_groups * self.blocks * self.block_bytes
+        return self.row_groups * self.blocks * self.part_bytes
 
     @property
     def x_bytes(self) -> int:
@@ -105,9 +121,10 @@ class Variant(sm90.Variant):
 
     @property
     def staging_tokens(self) -> int:
-        """Tokens that pass through the staging buffer at a time; 256 tokens leave no room for more than 16."""
-        limit = 16 if self.config.tile_m > 192 else 32
-        return next(c for c in (32, 16, 8) if c <= limit and self.stored_tokens % c == 0)
+        """Tokens that pass through the staging buffer at a time. 256 tokens leave no room for more than 16 beside three
+        whole blocks; beside halves, five stages and a large buffer do better than six and a small one."""
+        limit = 128 if self.halves else 16 if self.config.tile_m > 192 else 32
+        return next(c for c in (128, 96, 64, 32, 16, 8) if c <= limit and self.stored_tokens % c == 0)
 
     @property
     def residuals_ahead(self) -> int:
