@@ -26,6 +26,10 @@ CASES = {
     "sm90_mixed_gemm/64x64x128_1x1x1_pingpong_k2": (64, 200, 2048),
     "sm90_mixed_gemm/256x64x128_1x1x1_pingpong": (600, 6000, 512),
     "sm90_mixed_gemm/256x64x128_1x2x1_pingpong": (600, 9000, 512),
+    "sm90_mixed_gemm/256x128x64_1x1x1_coop": (600, 9000, 576),
+    "sm90_mixed_gemm/256x128x64_1x1x1_stream": (300, 1000, 1152),
+    "sm90_mixed_gemm/128x128x128_1x1x1_stream": (300, 5000, 1024),
+    "sm90_mixed_gemm/128x192x128_1x2x1_coop": (200, 7000, 640),
 }
 
 

@@ -50,7 +50,7 @@ def test_sizes_are_positive(name, value):
 def test_other_refusals():
     with pytest.raises(ValueError, match="config: stages wanted an int >= 0, got -1"):
         GemmConfig(64, 64, 64, stages=-1)
-    with pytest.raises(ValueError, match="config: schedule wanted one of coop, pingpong, got 'x'"):
+    with pytest.raises(ValueError, match="config: schedule wanted one of coop, pingpong, stream, got 'x'"):
         GemmConfig(64, 64, 64, schedule="x")
     with pytest.raises(ValueError, match="config: tile_m wanted a positive int, got 0"):
         GemmConfig.parse("0x64x64_1x1x1_coop")

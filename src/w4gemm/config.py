@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_SCHEDULES = ("coop", "pingpong")
+_SCHEDULES = ("coop", "pingpong", "stream")
 _CONFIG = re.compile(
     r"(?P<tile_m>\d+)x(?P<tile_n>\d+)x(?P<tile_k>\d+)_(?P<cluster_m>\d+)x(?P<cluster_n>\d+)x1_"
-    r"(?P<schedule>coop|pingpong)(_k(?P<split_k>\d+))?(_s(?P<stages>\d+))?"
+    r"(?P<schedule>coop|pingpong|stream)(_k(?P<split_k>\d+))?(_s(?P<stages>\d+))?"
 )
 
 
@@ -21,7 +21,8 @@ class GemmConfig:
     Args:
         tile_m, tile_n, tile_k: elements of m, n and k that one CTA works on at a time.
         cluster_m, cluster_n: CTAs along m (they share weights) and n (they share activations) in one cluster.
-        schedule: ``"coop"`` (the consumer warpgroups share one tile) or ``"pingpong"`` (each has its own).
+        schedule: ``"coop"`` (the consumer warpgroups share one tile), ``"pingpong"`` (each has its own) or ``"stream"``
+            (as coop, and CTAs share the k range of some tiles so that all have equal work: stream-k).
         split_k: CTAs (or warps, in a decode kernel) that share one tile's k range.
         stages: pipeline depth in tiles; 0 = as many as shared memory holds.
     """
@@ -62,8 +63,8 @@ class GemmConfig:
         found = _CONFIG.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             raise ValueError(
-                "config: wanted <tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<coop|pingpong>[_k<split_k>]"
-                f"[_s<stages>], for example 64x128x128_1x1x1_coop_k2, got {text!r}"
+                "config: wanted <tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<coop|pingpong|stream>"
+                f"[_k<split_k>][_s<stages>], for example 64x128x128_1x1x1_coop_k2, got {text!r}"
             )
         sizes = {name: int(found[name]) for name in ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n")}
         return cls(

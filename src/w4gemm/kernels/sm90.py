@@ -11,6 +11,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
+from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Program, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.sm90_model import predicted_us
@@ -139,17 +140,26 @@ class Sm90Kernel(ABC):
         residual = None
         if epilogue.residual:
             residual = make_fake_tensor(out_dtype, (m, columns), rows, assumed_align=size * wide)
+        partials = flags = None
+        if self.workspace_bytes(problem, config):
+            partials = make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),), assumed_align=16)
+            flags = make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(self.entry()(variant), (x, weight, out, alpha, bias, residual, 1, stream), "sm_90a")
+        arguments = (x, weight, out, alpha, bias, residual, partials, flags, 1, stream)
+        return Program(self.entry()(variant), arguments, "sm_90a")
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         clusters = (
             self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
         )
         x, weight, out, alpha, bias, residual = operands
+        partials = flags = None
+        size = self.workspace_bytes(problem, config)
+        if size:
+            partials, flags = workspace.partials_and_flags(x.device, size)
         if residual is not None and residual.data_ptr() % 16:
             residual = residual.clone()
-        compiled(_tma_readable(x), weight[0], out, alpha, bias, residual, clusters)
+        compiled(_tma_readable(x), weight[0], out, alpha, bias, residual, partials, flags, clusters)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:

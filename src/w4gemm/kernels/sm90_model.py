@@ -3,11 +3,13 @@
 A launch is waves of clusters that fill the GPU, the last one perhaps partly. In a wave every CTA goes through its slots
 of k and then stores its tile:
 
-    time = fixed + bound(sum over waves (slots * slot_us + tile_us), bytes / bandwidth)
+    time = fixed + bound(heat * sum over waves (slots * slot_us + tile_us), bytes / bandwidth)
 
-slot_us grows linearly from a config's time with the GPU to itself to its time with the GPU full, as CTAs share L2,
-memory and power. These three numbers of each config (alone, shared, tile_us) are measured: ``sm90_times.py``, made by
-``bench/fit.py`` from timings of all configs on eleven layers. bound is a smooth maximum.
+slot_us grows from a config's time with the GPU to itself to its time with the GPU full, as CTAs share L2, memory and
+power: alone + shared * contention. Of a stream (stream-k) all CTAs have equal work; they park and add up parts of tiles
+besides, the more the smaller a CTA's part of a tile is. These three numbers of each config (alone, shared, tile_us) are
+measured: ``sm90_times.py``, made by ``bench/fit.py`` from timings of all configs on eleven layers. heat: large products
+bring the GPU to its power limit, which lowers the clock. bound is a smooth maximum.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from w4gemm.problem import GemmProblem
 FIXED_US = 1.8
 BYTES_PER_US = 4.4e6
 _SHARPNESS = 8
+_HEAT, _HOT_OPERATIONS = 0.15, 1.4e11
 _UNKNOWN = (1e3, 0.0, 0.0)
 
 
@@ -38,10 +41,21 @@ def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times:
     fill = m_tiles * n_tiles / (problem.device.sms // cluster * ctas_per_sm)
     slots = -(-problem.k // (config.tile_k * config.split_k))
     full, part = int(fill), fill - int(fill)
-    busy = full * (slots * (alone + shared) + tile_us)
-    if part > 1e-9:
-        busy += slots * (alone + shared * part) + tile_us
+    if config.schedule == "stream":
+        busy = fill * slots * (alone + shared) + (fill + max(1, 1 / fill)) * tile_us
+    else:
+        busy = full * (slots * (alone + shared) + tile_us)
+        if part > 1e-9:
+            busy += slots * (alone + shared * _contention(part, ctas_per_sm)) + tile_us
+    busy *= 1 + _HEAT * min(1, 2 * problem.m * problem.n * problem.k / _HOT_OPERATIONS)
     return FIXED_US + (busy**_SHARPNESS + _bytes_us(problem) ** _SHARPNESS) ** (1 / _SHARPNESS)
+
+
+def _contention(part: float, ctas_per_sm: int) -> float:
+    """From 0 to 1, where ``part`` of the CTAs that the GPU holds run. Beyond half, some multiprocessors hold two."""
+    if ctas_per_sm > 1 and part > 0.5:
+        part = 0.5 + part / 2
+    return part**1.5
 
 
 def _bytes_us(problem: GemmProblem) -> float:

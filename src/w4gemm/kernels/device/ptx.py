@@ -77,6 +77,25 @@ def load_global_int32x4(address: Int64) -> tuple[Int32, ...]:
     return asm("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", [Int32] * 4, [address])
 
 
+def load_global_f32x4(address: Int64) -> tuple[Float32, ...]:
+    """Four consecutive float32 as L2 has them, which another CTA may have written."""
+    return asm("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])
+
+
+def store_global_f32x4(address: Int64, values: Sequence[Float32]) -> None:
+    asm("st.global.cg.v4.f32 [$0], {$1, $2, $3, $4};", [], [address, *values])
+
+
+def load_acquire(address: Int64) -> Int32:
+    """A word; what was written before the ``store_release`` that it comes from can then be read."""
+    return asm("ld.acquire.gpu.global.b32 $0, [$1];", [Int32], [address])[0]
+
+
+def store_release(address: Int64, value: Int32) -> None:
+    """After all that this thread, and those it met at a barrier, wrote before."""
+    asm("fence.acq_rel.gpu; st.release.gpu.global.b32 [$0], $1;", [], [address, value])
+
+
 def store_matrix_transposed(address: Int32, registers: Sequence[Int32]) -> None:
     """``stmatrix`` of two or four transposed 8x8 matrices of 16-bit elements."""
     count = len(registers)

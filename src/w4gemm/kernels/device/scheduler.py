@@ -1,8 +1,9 @@
-"""Which output tile a CTA works on, and in which order."""
+"""Which output tiles a CTA works on, in which order, and on which part of k."""
 
 from __future__ import annotations
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
 
 
@@ -17,3 +18,38 @@ def tile_coordinates(tile: Int32, m_tiles: Int32, n_tiles: Int32, group_m: int) 
     height = cutlass.min(m_tiles - band * group_m, group_m)
     n_tile = rest // height
     return band * group_m + rest - n_tile * height, n_tile
+
+
+@cute.jit
+def stream_share(cta: Int32, ctas: Int32, tiles: Int32, blocks: Int32):
+    """How ``tiles`` of ``blocks`` each, along k, are divided so that all CTAs do the same: (whole, rest, begin, end).
+
+    Every CTA takes ``whole`` tiles alone. The first ``rest`` tiles, between one and two for each CTA unless there are
+    fewer, are cut evenly: this CTA's blocks are begin .. end of theirs in a row.
+    """
+    whole = tiles // ctas
+    if whole * ctas != tiles and whole > 0:
+        whole = whole - 1
+    rest = tiles - whole * ctas
+    return whole, rest, cta * (rest * blocks) // ctas, (cta + 1) * (rest * blocks) // ctas
+
+
+@cute.jit
+def stream_segment(index: Int32, cta: Int32, ctas: Int32, blocks: Int32, share: tuple[Int32, Int32, Int32, Int32]):
+    """The ``index``-th piece of work of a CTA: (tile, its first block, the block behind its last). First come the
+    pieces of cut tiles, so that whoever waits for one does not wait long."""
+    _, rest, begin, end = share
+    tile = begin // blocks + index
+    first = cutlass.max(begin - tile * blocks, 0)
+    stop = cutlass.min(end - tile * blocks, blocks)
+    cut = stream_pieces(begin, end, blocks)
+    if index >= cut:
+        tile = rest + (index - cut) * ctas + cta
+        first = Int32(0)
+        stop = blocks
+    return tile, first, stop
+
+
+def stream_pieces(begin: Int32, end: Int32, blocks: Int32) -> Int32:
+    """Pieces of cut tiles among the blocks begin .. end; none if there are no blocks."""
+    return (end + blocks - 1) // blocks - begin // blocks

@@ -30,9 +30,10 @@ the drained pipeline, and each sums a share of the tokens over all of them in ra
 depend on timing.
 
 Schedules: ``coop``, all consumers at one tile; ``pingpong``, two tiles at a time, so that one is multiplied while the
-other is stored: two CTAs on a multiprocessor, or, for 256 tokens, two consumer warpgroups of one CTA that take turns.
-With tile_k of 256 and few tokens the consumers come in two (or four) sets along k, which take turns at the blocks of a
-slot; at the end the first set adds up.
+other is stored: two CTAs on a multiprocessor, or, for 256 tokens, two consumer warpgroups of one CTA that take turns;
+``stream``, as coop, but the tiles that do not fill a wave, and those of the wave before, are cut along k so that all
+CTAs have equal work (device/stream_k.py). With tile_k of 256 and few tokens the consumers come in two (or four) sets
+along k, which take turns at the blocks of a slot; at the end the first set adds up.
 
 The grid is persistent (a CTA walks over tiles) except with split_k or several sets: a cluster then has one tile, since
 its sums pass through the drained pipeline. Programmatic dependent
@@ -63,8 +64,9 @@ from w4gemm.kernels.device.ptx import (
     shared_address,
     store_shared_f32x4,
 )
-from w4gemm.kernels.device.scheduler import tile_coordinates
+from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
 from w4gemm.kernels.device.split_k import Reduction
+from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.sm90_mixed_gemm.variant import CODE_BYTES, Variant
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
@@ -86,6 +88,8 @@ class MixedGemm:
             formula, variant.quads, variant.stored_tokens, variant.staging_tokens, variant.residuals_ahead
         )
         self.chunks = variant.config.tile_k // 64  # steps of 64 along k in one slot
+        self.stream_sum = StreamSum(variant.config.tile_m, variant.row_groups)
+        self.slots_per_block = 2 if variant.halves else 1
         self.cluster = variant.config.cluster_n * variant.config.split_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
         # what a thread holds of a block, or of half a block, in registers: code words, and scales of so many groups
@@ -102,11 +106,14 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        flags: cute.Tensor | None,
         max_clusters: Int32,
         stream: Any,
     ):
         """x (m, k), weight int32 (n blocks, k blocks, words), out and residual (m, columns), alpha a number or (1),
-        bias (n). max_clusters: how many clusters of this kernel the device holds at once."""
+        bias (n). partials and flags, for schedule stream: see device/stream_k.py. max_clusters: how many clusters of
+        this kernel the device holds at once."""
         c = self.v.config
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
@@ -128,9 +135,11 @@ class MixedGemm:
         box = cute.slice_(box_layout, (None, None, 0))
         tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (self.v.box_tokens, 64), num_multicast=c.cluster_n)
         clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(weight.shape[0], self.v.row_groups * c.cluster_n)
+        if const_expr(self.v.stream):
+            clusters = clusters * weight.shape[1]  # a block of k for each CTA at least
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
-        self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, alpha, bias, residual).launch(
+        self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, alpha, bias, residual, partials, flags).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
@@ -153,6 +162,8 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        partials: cute.Tensor | None,
+        flags: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
         extras = (alpha, bias, residual)
@@ -185,11 +196,14 @@ class MixedGemm:
             extra = slots - share * c.split_k
             first_slot = rank * share + cutlass.min(rank, extra)
             slots = share + (1 if rank < extra else 0)
-        if const_expr(v.halves):
-            first_slot, slots = 2 * first_slot, 2 * slots
+        first_slot, slots = first_slot * self.slots_per_block, slots * self.slots_per_block
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
         n_tiles = cute.ceil_div(weight.shape[0], v.row_groups * c.cluster_n)
-        work = (cta // self.cluster, cute.arch.grid_dim()[0] // self.cluster, m_tiles, n_tiles, first_slot, slots)
+        cluster, clusters = cta // self.cluster, cute.arch.grid_dim()[0] // self.cluster
+        if const_expr(v.stream):
+            # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
+            cluster = clusters - 1 - cluster
+        work = (cluster, clusters, m_tiles, n_tiles, first_slot, slots)
         ring = (full, empty, s_x, shared_address(s_weight))
         if warp >= 4 * v.warpgroups:
             if const_expr(v.consumer_registers > 0):
@@ -202,7 +216,7 @@ class MixedGemm:
         else:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(v.consumer_registers)
-            self.consume(mma, ring, work, rank, out, extras, shared_address(s_staging))
+            self.consume(mma, ring, work, rank, out, extras, (partials, flags), shared_address(s_staging))
 
     @cute.jit
     def cluster_barrier(self):
@@ -215,7 +229,7 @@ class MixedGemm:
     def produce(self, tma, tma_x, box_layout, weight, m, ring, work, rank):
         v, c = self.v, self.v.config
         full, empty, s_x, s_weight = ring
-        cluster, clusters, m_tiles, n_tiles, first_slot, slots = work
+        m_tiles, n_tiles = work[2], work[3]
         share = rank if const_expr(c.cluster_n > 1) else 0
         g_x = cute.local_tile(tma_x, (v.box_tokens, 64), (None, None))
         s_boxes = cute.make_tensor(s_x.iterator, box_layout.outer)
@@ -223,21 +237,23 @@ class MixedGemm:
             tma, share, cute.make_layout(c.cluster_n), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_x, 0, 2)
         )
         mask = cutlass.Int16((1 << c.cluster_n) - 1)
+        count, stream = self.pieces(work)
+        tile, first_slot, slots = self.piece(Int32(0), work, stream)
         early = cutlass.min(slots, v.stages)
-        m_tile, n_tile = tile_coordinates(cluster, m_tiles, n_tiles, self.band)
+        m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
         boxes = self.boxes_of(m_tile, m)
         for i in cutlass.range(early, unroll=1):
             self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, (first_slot + i, i, boxes))
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         stage, phase = Int32(0), Int32(1)
-        end, step = self.walk(cluster, clusters, m_tiles * n_tiles)
-        for tile in cutlass.range(cluster, end, step, unroll=1):
+        for index in cutlass.range(count, unroll=1):
+            tile, first_slot, slots = self.piece(index, work, stream)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
             boxes = self.boxes_of(m_tile, m)
             for i in cutlass.range(slots, unroll=1):
                 slot = first_slot + i
-                if tile != cluster or i >= early:
+                if index > 0 or i >= early:
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, (slot, stage, boxes))
                 for chunk in cutlass.range_constexpr(self.chunks):
@@ -304,10 +320,10 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------ consumers
 
     @cute.jit
-    def consume(self, mma, ring, work, rank, out, extras, s_staging):
+    def consume(self, mma, ring, work, rank, out, extras, parked, s_staging):
         v, c = self.v, self.v.config
         full, empty, s_x, _ = ring
-        cluster, clusters, m_tiles, n_tiles, _, slots = work
+        m_tiles, n_tiles, slots = work[2], work[3], work[5]
         thread = cute.arch.thread_idx()[0]
         wg, t = cute.arch.make_warp_uniform(thread // 128 % v.row_groups), thread % 128
         k_set, turn = cute.arch.make_warp_uniform(thread // (128 * v.row_groups)), Int32(0)
@@ -331,8 +347,9 @@ class MixedGemm:
             stage, phase = self.skip(turn * slots, stage, phase)
             if turn == 1:
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER, number_of_threads=256)
-        end, step = self.walk(cluster, clusters, m_tiles * n_tiles)
-        for tile in cutlass.range(cluster + turn * step, end, step * v.turns, unroll=1):
+        count, stream = self.pieces(work)
+        for index in cutlass.range(turn, count, v.turns, unroll=1):
+            tile, first_slot, slots = self.piece(index, work, stream)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
             if const_expr(c.cluster_n > 1):
                 n_tile = n_tile * c.cluster_n + rank
@@ -345,17 +362,16 @@ class MixedGemm:
                 cute.arch.mbarrier_wait(full + stage, phase)
                 self.load_part(packed, ring, stage, 0, who)
             # a step takes fragments of both sets, so that their registers alternate: a slot, or two of halves
-            slots_per_step = 2 if const_expr(v.halves) else 1
-            for i in cutlass.range(slots // slots_per_step, unroll=1):
-                for part in cutlass.range_constexpr(slots_per_step):
+            for i in cutlass.range(slots // self.slots_per_block, unroll=1):
+                for part in cutlass.range_constexpr(self.slots_per_block):
                     current = stage
                     stage += 1
                     if stage == v.stages:
                         stage = Int32(0)
                         phase = phase ^ 1
-                    has_previous = True if const_expr(part > 0) else i > 0
-                    has_next = True if const_expr(part + 1 < slots_per_step) else (i + 1) * slots_per_step < slots
-                    self.multiply_slot(mma, ring, operands, (current, stage, phase, has_previous, has_next), who, part)
+                    done = i * self.slots_per_block + part
+                    state = (current, stage, phase, done > 0, done + 1 < slots)
+                    self.multiply_slot(mma, ring, operands, state, who, part)
             if const_expr(v.turns > 1):
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
             warpgroup.wait_group(0)
@@ -366,6 +382,13 @@ class MixedGemm:
                 self.fold(flat, shared_address(s_x.iterator), k_set, thread)
             if const_expr(c.split_k > 1):
                 self.reduce(flat, place, ring, rank, k_set, thread, out, extras, s_staging, wg)
+            elif const_expr(v.stream):
+                if first_slot > 0:
+                    self.stream_sum.park(flat, *parked, work[0], (wg, t), _EPILOGUE_BARRIER + wg)
+                else:
+                    if slots < work[5]:
+                        self.gather(flat, tile, work, stream, parked, (wg, t))
+                    self.finish(flat, out, extras, place, s_staging, wg)
             elif const_expr(v.k_sets == 1):
                 self.finish(flat, out, extras, place, s_staging, wg + turn)
                 if const_expr(v.turns > 1):
@@ -374,10 +397,41 @@ class MixedGemm:
                 if k_set == 0:
                     self.finish(flat, out, extras, place, s_staging, wg)
 
-    def walk(self, cluster, clusters, tiles):
-        """(end, step) of the tiles of a cluster, from its own number on: a constant single one where the grid has a
-        cluster a tile, since what a loop needs to go on would take registers."""
-        return (tiles, clusters) if self.v.persistent else (cluster + 1, 1)
+    @cute.jit
+    def pieces(self, work):
+        """How many pieces of work this cluster has: tiles, or parts of them; and what ``piece`` needs besides. One, a
+        constant, where the grid has a cluster a tile, since what a loop needs to go on would take registers."""
+        cluster, clusters, m_tiles, n_tiles, _, slots = work
+        tiles, stream = m_tiles * n_tiles, (Int32(0), Int32(0), Int32(0), Int32(0))
+        count = 1
+        if const_expr(self.v.stream):
+            blocks = slots // self.slots_per_block
+            stream = stream_share(cluster, clusters, tiles, blocks)
+            count = stream[0] + stream_pieces(stream[2], stream[3], blocks)
+        elif const_expr(self.v.persistent):
+            count = (tiles - cluster + clusters - 1) // clusters
+        return count, stream
+
+    @cute.jit
+    def piece(self, index, work, stream):
+        """(tile, first slot of k, slots) of this cluster's piece of work number ``index``."""
+        cluster, clusters, _, _, first_slot, slots = work
+        tile = cluster + index * clusters
+        if const_expr(self.v.stream):
+            blocks = slots // self.slots_per_block
+            tile, first, stop = stream_segment(index, cluster, clusters, blocks, stream)
+            first_slot, slots = first * self.slots_per_block, (stop - first) * self.slots_per_block
+        return tile, first_slot, slots
+
+    @cute.jit
+    def gather(self, flat, tile, work, stream, parked, place):
+        """Add what the next CTAs multiplied of this tile."""
+        cluster, clusters, slots = work[0], work[1], work[5]
+        blocks = slots // self.slots_per_block
+        other, cut = cluster + 1, stream[1] * blocks
+        while other * cut // clusters < (tile + 1) * blocks:
+            self.stream_sum.add(flat, *parked, other, place, _EPILOGUE_BARRIER + place[0])
+            other += 1
 
     @cute.jit
     def skip(self, slots, stage, phase):

@@ -14,12 +14,12 @@ from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
-_TILE_N = (64, 128, 256)
+_TILE_N = (64, 128, 192, 256)
 _TILE_K = (64, 128, 256, 512)
 _CLUSTER_N_SPLIT_K = ((1, 1), (2, 1), (1, 2))
 _ONE_GROUP = 4224
 """Bytes of a packed block with a single group of scales and no zero points."""
-_MAX_TILE_M = {"coop": {64: 256, 128: 256, 256: 64}, "pingpong": {64: 256, 128: 64}}
+_MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """By schedule and tile_n, which fix the number of threads: what the accumulators leave room for in the registers."""
 
 
@@ -41,9 +41,15 @@ class Sm90MixedGemm(Sm90Kernel):
         block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
         return list(_fitting(block_bytes))
 
-    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
+    def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
+        """The accumulators that every CTA of a stream may have to park."""
+        return problem.device.sms * config.tile_m * config.tile_n * 4 if config.schedule == "stream" else 0
+
+    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several
-        sets or CTAs cut k at multiples of tile_k."""
+        sets or CTAs cut k at multiples of tile_k; a stream cuts it where the number of tiles says."""
+        if config.schedule == "stream":
+            return None
         sets = Variant.of(problem, config).k_sets
         alone = sets == 1 and config.split_k == 1
         return self.name, sets, config.split_k, 0 if alone else config.tile_k
@@ -52,7 +58,7 @@ class Sm90MixedGemm(Sm90Kernel):
 @functools.cache
 def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
-    sizes = itertools.product(("coop", "pingpong"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_N_SPLIT_K)
+    sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_N_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_n, split_k) in sizes:
         if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (
@@ -62,6 +68,11 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
         if tile_k > 128 and tile_m > 128:  # ptxas serializes some of these, and none was ever the fastest
             continue
         if tile_k == 64 and (tile_m < 192 or schedule == "pingpong"):  # smaller steps gain where x fills the stages
+            continue
+        if tile_n == 192 and tile_m < 64:
+            continue
+        # a CTA of a stream walks over parts of tiles, which other sums through the drained pipeline do not allow
+        if schedule == "stream" and (tile_m not in (128, 256) or tile_k > 128 or cluster_n * split_k > 1):
             continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue

@@ -34,6 +34,11 @@ class Variant(sm90.Variant):
         return self.k_sets == 1 and self.config.split_k == 1
 
     @property
+    def stream(self) -> bool:
+        """Whether CTAs share the k range of tiles, see device/stream_k.py."""
+        return self.config.schedule == "stream"
+
+    @property
     def warpgroups(self) -> int:
         """Consumer warpgroups."""
         return self.row_groups * self.k_sets * self.turns
@@ -155,4 +160,4 @@ class Variant(sm90.Variant):
         """Registers a consumer thread asks for, 0 where the launch's own share is enough."""
         if self.occupancy == 2:
             return {1: 0, 2: 104}[self.warpgroups]
-        return {1: 0, 2: 240, 4: 112}[self.warpgroups]
+        return {1: 0, 2: 240, 3: 160, 4: 112}[self.warpgroups]

@@ -1,0 +1,50 @@
+"""Device memory of launches whose CTAs sum through global memory: partial sums, and flags that say which are there.
+
+Flags are down (0) before and after each launch, so they are zeroed once. Two launches that may run at the same time
+must not share them: each stream has its own, and each CUDA graph, whose replays may meet other work on any stream.
+Partial sums need no such care: they are allocated for a launch, in the order of its stream or in its graph's own pool.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_FLAGS = 512
+"""For a launch: two for each of 256 multiprocessors."""
+_POOL = 2048
+"""Launches at a time that one allocation serves."""
+
+_flags: dict[tuple[int, int, int], torch.Tensor] = {}
+_pools: dict[int, list[torch.Tensor]] = {}
+
+
+def partials_and_flags(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 partial sums of ``size`` bytes, uninitialized, and int32 flags, all down, for a launch on the current
+    stream of a CUDA device."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
+    key = device.index or 0, stream, capture
+    flags = _flags.get(key)
+    if flags is None:
+        flags = _flags[key] = _take(device, capture > 0)
+    return torch.empty(size // 4, dtype=torch.float32, device=device), flags
+
+
+def _take(device: torch.device, capturing: bool) -> torch.Tensor:
+    pool = _pools.setdefault(device.index or 0, [])
+    if not pool and capturing:
+        return torch.zeros(_FLAGS, dtype=torch.int32, device=device)  # part of the graph: zeroed by every replay
+    if not pool:
+        pool.extend(torch.zeros(_POOL * _FLAGS, dtype=torch.int32, device=device).split(_FLAGS))
+        torch.cuda.current_stream(device).synchronize()  # other streams take from it too
+    return pool.pop()
+
+
+def _capture(stream: int) -> int:
+    """The number of the capture that a stream is part of; none is used twice."""
+    from cuda.bindings import runtime  # a requirement of the DSL
+
+    status, _, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
+    if status != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"cudaStreamGetCaptureInfo: {status}")
+    return int(number)

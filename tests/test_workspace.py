@@ -1,0 +1,80 @@
+"""Launches that sum through global memory, at the same time on several streams and in several graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm.kernels import workspace
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = "sm90_mixed_gemm/128x128x128_1x1x1_stream"
+N, K, M = 2048, 4096, 300  # 48 tiles: each is cut for several CTAs
+
+
+@pytest.fixture
+def product():
+    """(x, weight, d) of products of one shape with different numbers."""
+
+    def make(seed: int):
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        w = w4gemm.quantize(torch.randn(N, K, generator=g, device="cuda")).repack("sm90")
+        x = torch.randn(M, K, generator=g, device="cuda").bfloat16()
+        d = w4gemm.linear(x, w, config=CONFIG)
+        wanted = x.float() @ w.dequantize(torch.float32).T
+        assert (d.float() - wanted).norm() < 4e-3 * wanted.norm()
+        return x, w, d
+
+    return make
+
+
+def test_flags_are_down_after_a_launch(product):
+    product(0)
+    torch.cuda.synchronize()
+    _, flags = workspace.partials_and_flags(torch.device("cuda", torch.cuda.current_device()), 4)
+    assert not flags.any()
+
+
+def test_a_stream_keeps_its_flags_and_shares_them_with_no_other():
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    found = []
+    for stream in streams * 2:
+        with torch.cuda.stream(stream):
+            found.append(workspace.partials_and_flags(device, 4)[1].data_ptr())
+    assert found[:3] == found[3:] and len(set(found)) == 3
+
+
+def test_streams_at_the_same_time(product):
+    products = [product(seed) for seed in range(3)]
+    streams = [torch.cuda.Stream() for _ in products]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(20):
+        for (x, w, _), stream in zip(products, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(w4gemm.linear(x, w, config=CONFIG))
+    torch.cuda.synchronize()
+    for i, d in enumerate(got):
+        assert torch.equal(d, products[i % 3][2]), i
+
+
+def test_graphs_at_the_same_time(product):
+    """Captured on one and the same stream, replayed on different ones."""
+    products, graphs, results = [product(seed) for seed in range(2)], [], []
+    for x, w, _ in products:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append([w4gemm.linear(x, w, config=CONFIG) for _ in range(4)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for ds, (_, _, wanted) in zip(results, products, strict=True):
+        assert all(torch.equal(d, wanted) for d in ds)
