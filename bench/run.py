@@ -2,14 +2,16 @@
 
 The protocol: random weights and activations; a CUDA graph calls an implementation once on each of several copies of the
 weight, over 400 MB together, so that none is found in L2, with two activations in turn; the graphs of all
-implementations are replayed in turn, and the median is reported. Every output is checked against the float32 product
-with the dequantized weight before it is timed. Rows go to bench/results/times.jsonl.
+implementations (and formats and dtypes, if several are named) are replayed in turn, in an order that changes, and the
+median is reported. Every output is checked against the float32 product with the dequantized weight before it is timed.
+Rows go to bench/results/times.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,24 @@ _MAX_ERROR = 1e-2
 _MANY_TOKENS = 512
 """Beyond these a few copies do: the product takes longer than its weight."""
 
-Entry = tuple[Peer, Prepared, list[tuple[torch.Tensor, ...]]]
+
+@dataclass(frozen=True)
+class Entry:
+    """What is measured beside others: an implementation with a weight in its own form, in copies to rotate over."""
+
+    peer: Peer
+    weight: QuantizedWeight
+    dtype: torch.dtype
+    prepared: Prepared
+    copies: list[tuple[torch.Tensor, ...]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.run", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--shapes", default="layers", help="names of bench/shapes.py and sizes like 8192x4096 (n x k)")
     parser.add_argument("--m", default="all", help="numbers of tokens like 1,16,256, or all, or awkward")
-    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser.add_argument("--format", default="int4_g128", help="one or several, comma-separated (default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="of activations, one or several (default: %(default)s)")
     parser.add_argument("--impl", default="all", help=f"all, or some of {','.join(p.name for p in PEERS)}")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args()
@@ -44,14 +56,19 @@ def main() -> None:
         reason = peer.available()
         print(f"{peer.name} {peer.version()}{': ' + reason if reason else ''}", flush=True)
         peers += [] if reason else [peer]
-    format = WeightFormat.parse(args.format)
+    formats = [WeightFormat.parse(text) for text in args.format.split(",")]
+    dtypes = [getattr(torch, text) for text in args.dtype.split(",")]
     for n, k in parse_layers(args.shapes):
-        weight = random_weight(n, k, format)
-        entries = prepare(peers, weight)
+        entries = [
+            entry
+            for weight in [random_weight(n, k, format) for format in formats]
+            for dtype in dtypes
+            for entry in prepare(peers, weight, dtype)
+        ]
         for m in parse_tokens(args.m):
-            rows = measure(entries, weight, m)
+            rows = measure(entries, m)
             common = {"kind": "time", "run": record.run_name(facts), "work": "w4a16", "m": m, "n": n, "k": k}
-            common |= {"experts": 0, "routing": "balanced", "format": str(format), "dtype": "bfloat16"}
+            common |= {"experts": 0, "routing": "balanced"}
             record.append(args.out, *(common | row | facts for row in rows))
             print(line(m, n, k, rows), flush=True)
 
@@ -68,51 +85,54 @@ def random_weight(n: int, k: int, format: WeightFormat) -> QuantizedWeight:
     return QuantizedWeight.from_codes(format, codes, scales.to(format.scale_dtype), zeros)
 
 
-def prepare(peers: list[Peer], weight: QuantizedWeight) -> list[Entry]:
-    """Each peer's own form of the weight, in copies to rotate over. What one cannot do is said, not dropped."""
+def prepare(peers: list[Peer], weight: QuantizedWeight, dtype: torch.dtype) -> list[Entry]:
+    """Each peer's own form of the weight. What one cannot do is said, not dropped."""
     entries: list[Entry] = []
     for peer in peers:
-        reason = peer.supports(weight.n, weight.k, weight.format, torch.bfloat16)
+        reason = peer.supports(weight.n, weight.k, weight.format, dtype)
         if reason:
             print(f"  {peer.name}: {reason}", flush=True)
             continue
         try:
-            prepared = peer.prepare(weight, torch.bfloat16)
+            prepared = peer.prepare(weight, dtype)
         except Exception as e:  # a peer's failure is a result, not the end of the run
             print(f"  {peer.name}: {e!r:.200}", flush=True)
             continue
         size = sum(t.numel() * t.element_size() for t in prepared.tensors)
         count = max(2, math.ceil(_ROTATED_BYTES / size))
         copies = [tuple(t.clone() for t in prepared.tensors) for _ in range(count - 1)]
-        entries.append((peer, prepared, [prepared.tensors, *copies]))
+        entries.append(Entry(peer, weight, dtype, prepared, [prepared.tensors, *copies]))
     return entries
 
 
-def measure(entries: list[Entry], weight: QuantizedWeight, m: int) -> list[dict[str, Any]]:
-    """A row for each peer whose output is right."""
-    xs = [torch.randn(m, weight.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    out = torch.empty(m, weight.n, device="cuda", dtype=torch.bfloat16)
-    wanted = xs[0].float() @ weight.dequantize().T
+def measure(entries: list[Entry], m: int) -> list[dict[str, Any]]:
+    """A row for each entry whose output is right."""
     rows, graphs = [], []
-    for peer, prepared, copies in entries:
+    for entry in entries:
+        if m > entry.prepared.most_tokens:
+            continue
+        weight, name, run = entry.weight, f"{entry.peer.name}, {entry.weight.format}, m {m}", entry.prepared.run
+        xs = [torch.randn(m, weight.k, device="cuda", dtype=entry.dtype) for _ in range(2)]
+        out = torch.empty(m, weight.n, device="cuda", dtype=entry.dtype)
+        wanted = xs[0].float() @ weight.dequantize().T
         try:
-            d = prepared.run(copies[0], xs[0], out, "").float()
+            d = run(entry.copies[0], xs[0], out, "").float()
             error = ((d - wanted).norm() / wanted.norm()).item()
         except Exception as e:
-            print(f"  {peer.name}, m {m}: {e!r:.200}", flush=True)
+            print(f"  {name}: {e!r:.200}", flush=True)
             continue
         if not error < _MAX_ERROR:
-            print(f"  {peer.name}, m {m}: relative error {error:.3g}, not timed", flush=True)
+            print(f"  {name}: relative error {error:.3g}, not timed", flush=True)
             continue
-        used = copies if m <= _MANY_TOKENS else copies[:4]
-        graphs.append(
-            [lambda r=prepared.run, t=t, x=xs[i % 2]: r(t, x, out, "") for i, t in enumerate(used)]  # type: ignore[misc]
-        )
+        used = entry.copies if m <= _MANY_TOKENS else entry.copies[:4]
+        graphs.append([lambda r=run, t=t, x=xs[i % 2], d=out: r(t, x, d, "") for i, t in enumerate(used)])  # type: ignore[misc]
         rows.append(
             {
-                "impl": peer.name,
-                "impl_version": peer.version(),
-                "config": prepared.chosen(m),
+                "format": str(weight.format),
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "impl": entry.peer.name,
+                "impl_version": entry.peer.version(),
+                "config": entry.prepared.chosen(m),
                 "rel_error": round(error, 6),
             }
         )
@@ -123,6 +143,8 @@ def measure(entries: list[Entry], weight: QuantizedWeight, m: int) -> list[dict[
 
 def line(m: int, n: int, k: int, rows: list[dict[str, Any]]) -> str:
     us = {row["impl"]: row["us_p50"] for row in rows}
+    if len(us) < len(rows):  # several formats or dtypes
+        us = {f"{row['impl']} {row['format']} {row['dtype']}": row["us_p50"] for row in rows}
     others = [t for name, t in us.items() if name != "w4gemm"]
     ratio = f"best peer / w4gemm {min(others) / us['w4gemm']:.2f}; " if others and "w4gemm" in us else ""
     return f"{n}x{k}, m {m}: {ratio}" + ", ".join(f"{name} {t:.1f}" for name, t in us.items()) + " us"

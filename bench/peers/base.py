@@ -33,6 +33,8 @@ class Prepared:
     """The config that runs unasked for m tokens, or the empty string if it does not say."""
     configs: Callable[[int], Sequence[str]] = _nothing_to_choose
     """Every config that can be asked for at m tokens."""
+    most_tokens: int = 2**31
+    """More are not measured: it takes so much longer than others there that the GPU cools down meanwhile."""
 
 
 class Peer(Protocol):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+_LONG_MS = 1.0
+_WARM_UP_MS = 30.0
 
 
 @dataclass(frozen=True)
@@ -22,30 +26,37 @@ def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int
     """Time several variants interleaved, so that drifting clocks meet all of them alike.
 
     A GPU at its power limit lowers its clock within milliseconds and raises it again after lighter work. So each timed
-    replay follows an untimed one of the same graph, and each round goes through the variants in another order: none
-    always runs after a cooler one.
+    replay follows untimed ones of the same graph, long enough where a graph runs for milliseconds, and each round goes
+    through the variants in another order: none always runs after a cooler one.
 
     Args:
         variants: for each, the calls of one graph, each over operands of its own (together larger than L2).
         replays: timed replays of each graph.
     """
     graphs = [_capture(calls) for calls in variants]
-    for graph in graphs:
-        graph.replay()
-    torch.cuda.synchronize()
+    warm_ups = [_warm_ups(_replay_ms(graph)) for graph in graphs]
     times: list[list[float]] = [[] for _ in variants]
-    order, shuffle = list(zip(graphs, variants, times, strict=True)), random.Random(0).shuffle
+    order, shuffle = list(zip(graphs, variants, warm_ups, times, strict=True)), random.Random(0).shuffle
     for _ in range(replays):
         shuffle(order)
-        for graph, calls, found in order:
-            graph.replay()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end) * 1e3 / len(calls))
+        for graph, calls, before, found in order:
+            for _ in range(before):
+                graph.replay()
+            found.append(_replay_ms(graph) * 1e3 / len(calls))
     return [_percentiles(found) for found in times]
+
+
+def _warm_ups(ms: float) -> int:
+    return max(1, math.ceil(_WARM_UP_MS / ms)) if ms > _LONG_MS else 1
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

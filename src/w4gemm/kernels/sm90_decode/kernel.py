@@ -143,7 +143,7 @@ class Decode:
         # stepped, not computed: integer divisions in the loop would cost a tenth of its instructions.
         early = cutlass.min(total, v.slots)
         ahead = self.start_tile(cluster, walk)
-        for i in cutlass.range(early, unroll=1):
+        for i in cutlass.range(cutlass.min(early, v.early_slots), unroll=1):
             self.load_weight(weight, ring, ahead, i)
             ahead = self.step(ahead, walk)
         cute.arch.griddepcontrol_wait()
@@ -154,6 +154,8 @@ class Decode:
         )
         ahead = self.start_tile(cluster, walk)
         for i in cutlass.range(early, unroll=1):
+            if i >= v.early_slots:
+                self.load_weight(weight, ring, ahead, i)
             self.load_x(tma, x_parts, ring, ahead, i)
             ahead = self.step(ahead, walk)
 

@@ -61,6 +61,12 @@ class Variant(sm90.Variant):
         return self.config.stages or _SLOTS
 
     @property
+    def early_slots(self) -> int:
+        """Slots of weights that a warp requests before x may be read. The first x queues up behind them, which costs
+        more than an early start gains where x is large, or no other CTA streams meanwhile."""
+        return 2 if self.config.tile_m == 8 and self.occupancy == 2 else 1
+
+    @property
     def reduction_row(self) -> int:
         """Floats of one token's row in the reduction buffer."""
         return self.config.tile_n + _PAD

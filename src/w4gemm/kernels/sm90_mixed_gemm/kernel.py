@@ -37,7 +37,7 @@ along k, which take turns at the blocks of a slot; at the end the first set adds
 
 The grid is persistent (a CTA walks over tiles) except with split_k or several sets: a cluster then has one tile, since
 its sums pass through the drained pipeline. Programmatic dependent
-launch: the weights of the first slots are requested before ``griddepcontrol.wait``. Nothing earlier in the stream may
+launch: the weights of the first slot are requested before ``griddepcontrol.wait``. Nothing earlier in the stream may
 therefore still be writing them, which holds because this kernel lets its successor start only after its own wait.
 
 Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 for the producer; for a
@@ -73,6 +73,7 @@ _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _EPILOGUE_BARRIER = 2  # named barriers from here on, one per consumer warpgroup
 _CONSUMER_BARRIER = 1
 _TURN_BARRIER = 6  # and 7
+_EARLY_SLOTS = 1  # of weights, requested before x may be read; with more, the first x would queue up behind them
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
 
 
@@ -239,7 +240,7 @@ class MixedGemm:
         mask = cutlass.Int16((1 << c.cluster_n) - 1)
         count, stream = self.pieces(work)
         tile, first_slot, slots = self.piece(Int32(0), work, stream)
-        early = cutlass.min(slots, v.stages)
+        early = cutlass.min(slots, _EARLY_SLOTS)
         m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
         boxes = self.boxes_of(m_tile, m)
         for i in cutlass.range(early, unroll=1):
