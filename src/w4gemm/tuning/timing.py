@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-_LONG_MS = 1.0
-_WARM_UP_MS = 30.0
+_LONG_CALL_US = 40.0
+_WARM_UP_MS = 20.0
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int
     """Time several variants interleaved, so that drifting clocks meet all of them alike.
 
     A GPU at its power limit lowers its clock within milliseconds and raises it again after lighter work. So each timed
-    replay follows untimed ones of the same graph, long enough where a graph runs for milliseconds, and each round goes
-    through the variants in another order: none always runs after a cooler one.
+    replay follows untimed ones of the same graph, 20 ms of them where calls are long, and each round goes through the
+    variants in another order: none always runs after a cooler one.
 
     Args:
         variants: for each, the calls of one graph, each over operands of its own (together larger than L2).
         replays: timed replays of each graph.
     """
     graphs = [_capture(calls) for calls in variants]
-    warm_ups = [_warm_ups(_replay_ms(graph)) for graph in graphs]
+    warm_ups = [_warm_ups(_replay_ms(graph), len(calls)) for graph, calls in zip(graphs, variants, strict=True)]
     times: list[list[float]] = [[] for _ in variants]
     order, shuffle = list(zip(graphs, variants, warm_ups, times, strict=True)), random.Random(0).shuffle
     for _ in range(replays):
@@ -46,8 +46,9 @@ def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int
     return [_percentiles(found) for found in times]
 
 
-def _warm_ups(ms: float) -> int:
-    return max(1, math.ceil(_WARM_UP_MS / ms)) if ms > _LONG_MS else 1
+def _warm_ups(ms: float, calls: int) -> int:
+    """Untimed replays before a timed one: more of calls that are long enough to be products of many tokens."""
+    return math.ceil(_WARM_UP_MS / ms) if ms * 1e3 / calls > _LONG_CALL_US else 1
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
