@@ -382,11 +382,12 @@ class Decode:
     @property
     def turns(self) -> int:
         """Quads, four features of one token, that a thread finishes."""
-        return -(-self.v.share // 4 * self.v.config.tile_m // (self.v.warps * 32))
+        c = self.v.config
+        return -(-c.tile_n // c.split_k // 4 * c.tile_m // (self.v.warps * 32))
 
     def quad(self, turn, rank, thread):
         """(token, first feature) in the tile of a thread's turn-th quad; the last turn's may be none of the tile."""
-        share = self.v.share
+        share = self.v.config.tile_n // self.v.config.split_k
         index = turn * (self.v.warps * 32) + thread
         return index // (share // 4), rank * share + index % (share // 4) * 4
 
@@ -408,10 +409,7 @@ class Decode:
         for turn in cutlass.range_constexpr(self.turns):
             token, feature = self.quad(turn, rank, thread)
             row, column = m_tile * c.tile_m + token, n_tile * c.tile_n + feature
-            exists = token < c.tile_m and row < out.shape[0] and column < self.features(out)
-            if const_expr(v.share * c.split_k > c.tile_n):
-                exists = exists and feature < c.tile_n
-            if exists:
+            if token < c.tile_m and row < out.shape[0] and column < self.features(out):
                 sums = [Float32(0.0)] * 4
                 for r in cutlass.range_constexpr(c.split_k):
                     base = cluster_address(s_sums, Int32(r)) if const_expr(c.split_k > 1) else s_sums

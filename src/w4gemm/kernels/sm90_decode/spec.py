@@ -14,7 +14,7 @@ from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16)
 _TILE_N = (16, 32, 64, 128)
-_SPLIT_K = (1, 2, 3)
+_SPLIT_K = (1, 2)
 
 
 class Sm90Decode(Sm90Kernel):
@@ -48,8 +48,6 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
         for tile_m in _TILE_M:
             for tile_n in _TILE_N:
                 for split_k in _SPLIT_K:
-                    if split_k == 3 and tile_n < 64:  # clusters of three fill the GPU where 5120 features leave it idle
-                        continue
                     config = GemmConfig(tile_m, tile_n, 128, schedule=schedule, split_k=split_k)
                     v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, vector=True)
                     if v.warps:

@@ -67,11 +67,6 @@ class Variant(sm90.Variant):
         return 2 if self.config.tile_m == 8 and self.occupancy == 2 else 1
 
     @property
-    def share(self) -> int:
-        """Features, in fours, that each CTA of a cluster sums up and stores; the last one's may be fewer."""
-        return -(-self.config.tile_n // 4 // self.config.split_k) * 4
-
-    @property
     def reduction_row(self) -> int:
         """Floats of one token's row in the reduction buffer."""
         return self.config.tile_n + _PAD

@@ -72,7 +72,7 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
         if tile_n == 192 and tile_m < 64:
             continue
         # a CTA of a stream walks over parts of tiles, which other sums through the drained pipeline do not allow
-        if schedule == "stream" and (tile_m in (8, 192) or tile_k > 128 or cluster_n * split_k > 1):
+        if schedule == "stream" and (tile_m not in (32, 64, 128, 256) or tile_k > 128 or cluster_n * split_k > 1):
             continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue
