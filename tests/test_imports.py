@@ -21,7 +21,7 @@ LEVELS = (
     ("act_order", "dequantize", "weight", "quantization", "reference"),
     ("kernels",),
     ("jit",),
-    ("workspace", "tuning", "dispatch", "gather"),
+    ("workspace", "tuning", "explanation", "dispatch", "gather"),
     ("arguments",),
     ("ops",),
     ("nn", "checkpoints"),
