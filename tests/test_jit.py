@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import w4gemm
 from sass import disassemble
 from tiny_kernel import TinyKernel
-import w4gemm
 from w4gemm import GemmConfig, WeightFormat, environment
 from w4gemm.jit import adopt, compiled, disk, object_code
 from w4gemm.jit import compile as jit

@@ -61,18 +61,21 @@ class Explanation:
         if not self.candidates:
             return ""
         best = self.candidates[0].us
-        lines = [_COLUMNS]
+        lines: list[tuple[str, ...]] = [_COLUMNS]
         for number, candidate in enumerate(self.candidates, 1):
             chosen = (candidate.kernel, candidate.config) == self.chosen
             if rows is not None and number > rows and not chosen:
                 continue
             lines.append((f"{'*' if chosen else ''}{number}", *_cells(candidate, best)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
-        left = _COLUMNS.index("kernel/config")
-        return "\n".join(
-            "  ".join(cell.ljust(w) if i == left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-            for line in lines
-        )
+        return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
+    """The name of the config to the left, numbers to the right."""
+    left = _COLUMNS.index("kernel/config")
+    cells = (c.ljust(w) if i == left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+    return "  ".join(cells)
 
 
 def _cells(candidate: Candidate, best: float) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import w4gemm
-from w4gemm.cli import generate, info
+from w4gemm.cli import cache, explain, gemm, generate, info, tune
 from w4gemm.environment import configure_logging
 from w4gemm.errors import UnsupportedError
 
-COMMANDS = (generate, info)
+COMMANDS = (generate, explain, gemm, tune, cache, info)
 USER_ERRORS = (
     ValueError,
     TypeError,

@@ -1,12 +1,13 @@
 """Compiled kernels on disk: one object file for each key.
 
 A file is an x86 or Arm object that holds host and device code, followed by the processor that the host code was made
-for and the SHA-256 of all that (ELF readers ignore what follows the sections, so ``nm`` and ``cuobjdump`` read it as it
-is). The DSL compiles host code for the very processor it runs on, AVX-512 and all, while a folder may be filled on
-another machine or shared by several: an object is taken only where its processor can do no more than this one. The checksum is looked at before loading,
-because loading half an object can end the process. Files are written beside their place and renamed, so readers never
-see half a one; whoever writes last wins, and all write the same. Whatever goes wrong on disk costs a compilation,
-never an answer.
+for and the SHA-256 of all that (ELF readers ignore what follows the sections, so ``nm`` and ``cuobjdump`` read it as
+it is). The DSL compiles host code for the very processor it runs on, AVX-512 and all, while a folder may be filled on
+another machine or shared by several: an object is taken only where its processor can do no more than this one.
+
+The checksum is looked at before loading, because loading half an object can end the process. Files are written beside
+their place and renamed, so readers never see half a one; whoever writes last wins, and all write the same. Whatever
+goes wrong on disk costs a compilation, never an answer.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ from w4gemm.problem import GemmProblem
 
 Job = tuple[Compilable, GemmProblem, GemmConfig]
 
-_CHILD = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from w4gemm.jit.pool import _serve; _serve()"
-)
+_CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from w4gemm.jit.pool import _serve; _serve()"
 
 
 class CompilePool:

@@ -165,6 +165,11 @@ def shipped_path(device: str) -> Path:
     return _TABLES / f"{re.sub('[^a-z0-9]+', '_', device.lower()).strip('_') or 'unknown'}.jsonl"
 
 
+def shipped_tables() -> list[Path]:
+    """Every table that comes with the package."""
+    return sorted(_TABLES.glob("*.jsonl"))
+
+
 def read(path: Path) -> tuple[Record, ...]:
     """A table's records in the order of their lines; none if there is no file."""
     try:
