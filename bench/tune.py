@@ -60,10 +60,8 @@ def main() -> None:
     for name, took in seconds.items():
         gain = [row["first_guess_us"] / row["us"] for row in rows if row["shapes"] == name]
         mean = math.exp(sum(map(math.log, gain)) / len(gain))
-        print(
-            f"{name}: {len(gain)} points in {took:.1f} s; first guess / choice, anew: geometric mean {mean:.3f}, "
-            f"worst {min(gain):.3f}, best {max(gain):.3f}"
-        )
+        over = f"geometric mean {mean:.3f}, worst {min(gain):.3f}, best {max(gain):.3f}"
+        print(f"{name}: {len(gain)} points in {took:.1f} s; first guess / choice, measured anew: {over}")
 
 
 def tune(name: str, args: argparse.Namespace) -> float:
