@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).parent / "results/tuning.jsonl"
 _REPLAYS = 15
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m bench.tune", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--shapes", default="llama-3-8b,layers", help="names of bench/shapes.py (default: %(default)s)")
     parser.add_argument("--m", default="1..", help="tokens, as of w4gemm tune (default: every interval)")
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--device", help="as of w4gemm tune")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     parser.add_argument("--table", type=Path, help="(default: the shipped one of this device)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     device, where = chosen_device(args.device)
     assert where is not None
     facts = record.facts()

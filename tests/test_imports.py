@@ -23,7 +23,7 @@ LEVELS = (
     ("jit",),
     ("workspace", "tuning", "explanation", "dispatch", "gather"),
     ("arguments",),
-    ("ops",),
+    ("ops", "runner"),
     ("nn", "checkpoints"),
     ("integrations",),
     ("cli",),

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import w4gemm
-from w4gemm.cli import cache, explain, gemm, generate, info, tune
+from w4gemm.cli import bench, cache, compile, explain, gemm, generate, info, tune
 from w4gemm.environment import configure_logging
 from w4gemm.errors import UnsupportedError
 
-COMMANDS = (generate, explain, gemm, tune, cache, info)
+COMMANDS = (generate, explain, gemm, tune, compile, cache, bench, info)
 USER_ERRORS = (
     ValueError,
     TypeError,

@@ -29,6 +29,8 @@ _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SOURCES = ("kernels", "layouts", "jit", "formats.py", "epilogue.py")
 _DIGEST = hashlib.sha256().digest_size
+# no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
+_ONLY_BY_NAME = {"avx512_vp2intersect", "avx512_fp16"}
 _SIZE = 4  # bytes of the processor's length
 
 
@@ -63,7 +65,8 @@ def processor() -> tuple[str, ...]:
     except OSError:  # not Linux
         found = None
     flags = found[1].split() if found else []
-    return (platform.machine(), *sorted(f for f in flags if f.startswith(("avx", "amx", "bmi", "fma", "sve"))))
+    used = (f for f in flags if f.startswith(("avx", "bmi", "fma", "sve")) and f not in _ONLY_BY_NAME)
+    return (platform.machine(), *sorted(used))
 
 
 def entry_name(kernel: str, key: Hashable, arch: str) -> str:

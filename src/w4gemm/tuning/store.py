@@ -28,7 +28,7 @@ from w4gemm.problem import Device, GemmProblem
 
 _log = logging.getLogger("w4gemm")
 _TABLES = Path(__file__).resolve().parent / "tables"
-_USER_FILE = "tuned.jsonl"
+USER_FILE = "tuned.jsonl"
 
 
 class Key(NamedTuple):
@@ -157,7 +157,7 @@ def find(problem: GemmProblem) -> Iterator[tuple[str, Record]]:
 def user_path() -> Path | None:
     """The user's table, whether or not it exists; None where nothing is kept."""
     folder = environment.cache_dir()
-    return None if folder is None else folder / _USER_FILE
+    return None if folder is None else folder / USER_FILE
 
 
 def shipped_path(device: str) -> Path:
@@ -243,11 +243,11 @@ def append(path: Path, records: Iterable[Record]) -> None:
 def replace_table(path: Path, records: Iterable[Record]) -> None:
     """Write a table anew; readers see the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(path):
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.writelines(record.line() for record in records)
-        os.replace(temporary, path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as f:
+        f.writelines(record.line() for record in records)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
 
 
 def clear() -> int:
