@@ -7,6 +7,7 @@ against a plain product, looked at briefly, and the best of them timed well. Eve
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -209,7 +210,7 @@ def _launcher(
         if (code := future.result()) is not None:
             adopt(*job, code)
     function = compiled(kernel, problem, config)
-    return lambda operands: kernel.launch(function, problem, config, operands)
+    return functools.partial(kernel.launch, function, problem, config)
 
 
 def _times(
