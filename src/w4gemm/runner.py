@@ -1,7 +1,8 @@
 """The kernels without the library around them, for engine authors: :class:`MixedGemm`.
 
 It takes packed tensors, of torch or of any framework that speaks DLPack (``__dlpack__``), such as JAX, CuPy or Paddle.
-On a GPU :meth:`MixedGemm.run` copies, allocates and synchronizes nothing, so it can be captured in a CUDA graph.
+On a GPU :meth:`MixedGemm.run` copies and synchronizes nothing, and allocates nothing but the workspace of the few
+configs that have one, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class MixedGemm:
         return dispatch.configs(self.problem(m, n, k))
 
     def workspace_bytes(self, m: int, n: int, k: int, config: str) -> int:
-        """Bytes of temporary memory of a launch. 0 on a GPU, where sums of split k meet in the cluster's shared memory;
-        on the CPU what PyTorch takes itself."""
+        """Bytes of device memory that a launch takes from PyTorch's allocator, in the order of its stream, and gives
+        back. 0 on a GPU, where sums of split k meet in the cluster's shared memory, but for stream-k."""
         name, _, _ = config.rpartition("/")
         problem = self.problem(m, n, k)
         chosen = dispatch.explain(problem, config).chosen
