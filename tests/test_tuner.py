@@ -153,6 +153,27 @@ def test_roofline():
     assert roofline_us(CPU) is None
 
 
+def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
+    """At the last m the second guess is twice as fast, at a ragged one four times slower."""
+    second = dispatch.configs(CPU)[1]
+
+    def time(self, launches, operands, replays):
+        m = operands[0].x.shape[0]
+        fast = {8: 50.0, 5: 400.0}[m]
+        return [Timing(0, fast if second.endswith(f"/{launch.args[2]}") else 100.0, 0) for launch in launches]
+
+    monkeypatch.setattr(Workload, "time", time)
+    (outcome,) = tuner.tune([CPU], "cpu")
+    assert next(iter(outcome.times)) == second
+    assert outcome.record.choice == outcome.first_guess and outcome.record.us == 100 and outcome.gain == 1
+
+
+@pytest.mark.parametrize("m", dispatch.BOUNDS)
+def test_a_ragged_m_is_inside_the_interval(m):
+    first, last = dispatch.interval_of(m)
+    assert first <= tuner._ragged(m) <= last and tuner._ragged(m) % 2
+
+
 @pytest.mark.gpu
 def test_on_the_gpu(folder):
     device = Device.of("cuda")

@@ -126,9 +126,11 @@ def plan_for(call: Call) -> Plan:
     return found
 
 
-def forget() -> None:
-    """Choose anew from now on: the tables may have changed."""
-    _plans.clear()
+def forget(n: int | None = None, k: int | None = None) -> None:
+    """Choose anew from now on, for weights (n, k) or for all: the tables have changed."""
+    for call in list(_plans):
+        if n is None or (call.n, call.k) == (n, k):
+            _plans.pop(call, None)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ configs that have one, so it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +63,8 @@ class MixedGemm:
 
     def weight_shapes(self, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         """dtype and shape of each tensor of b; all are contiguous."""
-        call = self._call(1, n, k, "")
-        return layout_named(call.layout).shapes(call.format, n, k)
+        assert isinstance(self.format, WeightFormat) and self.layout is not None
+        return _shapes(self.layout, self.format, n, k)
 
     def configs(self, m: int, n: int, k: int) -> list[str]:
         """Every config that :meth:`run` takes, best guess first; empty if nothing can run this, for which
@@ -126,7 +127,7 @@ class MixedGemm:
         if m == 0:
             return
         plan = dispatch.plan_for(self._call(m, n, k, config or ""))
-        if a.device.type != "cuda":
+        if a.device.type != "cuda" or (stream is None and a.device.index == torch.cuda.current_device()):
             plan.launch(operands)
             return
         if isinstance(stream, int):
@@ -138,14 +139,16 @@ class MixedGemm:
         if min(m, n, k) < 1:
             raise ValueError(f"m, n, k: wanted numbers from 1, got {m}, {n}, {k}")
         assert isinstance(self.format, WeightFormat) and self.layout is not None
-        device = torch.device(self.device)
+        device = self.device
+        assert isinstance(device, torch.device)
         rest = (self.layout, self.epilogue, device, config, self.batch_invariant)
         return dispatch.Call(dispatch.interval(m), n, k, self.dtype, self.format, *rest)
 
     def _check(self, operands: Operands) -> int:
         """Everything that a kernel takes for granted; gives n."""
         a, weight, out, alpha, bias, residual = operands
-        epilogue, device = self.epilogue, torch.device(self.device)
+        epilogue, device = self.epilogue, self.device
+        assert isinstance(device, torch.device)
         if a.dim() != 2 or out.dim() != 2 or a.shape[0] != out.shape[0]:
             raise ValueError(f"a, out: wanted (m, k) and (m, n), got {tuple(a.shape)} and {tuple(out.shape)}")
         n, k = out.shape[1] * (2 if epilogue.gated else 1), a.shape[1]
@@ -173,6 +176,11 @@ class MixedGemm:
         return n
 
 
+@functools.lru_cache(maxsize=1024)
+def _shapes(layout: str, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    return layout_named(layout).shapes(format, n, k)
+
+
 def _tensor(name: str, value: Any) -> torch.Tensor:
     """A view of the same memory as torch's."""
     if isinstance(value, torch.Tensor):
@@ -192,7 +200,7 @@ def _fits(
     rows: bool = False,
     alignment: int = _ALIGNMENT,
 ) -> None:
-    if t.dtype != dtype or tuple(t.shape) != shape or t.device != device:
+    if t.dtype != dtype or t.shape != shape or t.device != device:
         raise ValueError(f"{name}: wanted {dtype} {shape} on {device}, got {t.dtype} {tuple(t.shape)} on {t.device}")
     if t.data_ptr() % alignment:
         raise ValueError(f"{name}: wanted its data at a multiple of {alignment} bytes")

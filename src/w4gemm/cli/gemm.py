@@ -7,6 +7,7 @@ import argparse
 from w4gemm import dispatch
 from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line
 from w4gemm.cli.report import progress_bar
+from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import native_layout
 from w4gemm.problem import GemmProblem
@@ -50,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
             print(profile_text(outcome))
         return 0 if outcomes else 1
     # planned as linear does it, for the interval of m
-    at = GemmProblem(dispatch.representative(args.m), args.n, args.k, dtype, format, problem.layout, device=device)
-    plan = dispatch.plan(at, args.config)
+    rest = (format, problem.layout, PLAIN, where, args.config or "")
+    plan = dispatch.plan_for(dispatch.Call(dispatch.interval(args.m), args.n, args.k, dtype, *rest))
     workload = Workload(problem, where)
     operands = workload.operands(args.m)
     error = workload.error(plan.launch, operands[0])

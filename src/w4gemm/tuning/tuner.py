@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from w4gemm.problem import GemmProblem
 from w4gemm.tuning import store
 from w4gemm.tuning.revision import revision
 from w4gemm.tuning.timing import Timing
-from w4gemm.tuning.workload import Workload
+from w4gemm.tuning.workload import Launch, Workload
 
 _log = logging.getLogger("w4gemm")
 
@@ -37,8 +38,8 @@ _LOOKS, _REPLAYS = 2, 11
 _FINALISTS, _NEAR = 4, 1.25
 """At most so many configs are timed well, and only those that took at most so much of the fastest's time at a look."""
 _WORTH = 0.99
-"""A config replaces the first guess if it takes at most so much of its time: with less to gain, the choice was seen to
-lose as often as to win when both were measured again (H200, 2026-11-21)."""
+"""A config replaces the first guess if it takes at most so much of its time, in the geometric mean of two m: with less
+to gain, the choice was seen to lose as often as to win when both were measured again (H200, 2026-11-21)."""
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""
@@ -104,6 +105,7 @@ def tune(
             outcome = _measure(problem, found, objects, workload, step)
             if outcome is not None:
                 store.add([outcome.record])
+                dispatch.forget(problem.n, problem.k)
                 yield outcome
 
 
@@ -164,7 +166,7 @@ def _measure(
 ) -> Outcome | None:
     """Time the configs of one problem, with a step for each; None if none works, which is logged."""
     operands = workload.operands(problem.m)
-    launches: dict[str, Callable[[Operands], object]] = {}
+    launches: dict[str, Launch] = {}
     failed: dict[str, str] = {}
     for kernel, config in found:
         name = f"{kernel.name}/{config}"
@@ -186,7 +188,7 @@ def _measure(
     first = f"{found[0][0].name}/{found[0][1]}"
     times = _times(launches, operands, workload, first)
     best = next(iter(times))
-    if first in times and times[best].p50 > _WORTH * times[first].p50:
+    if first in times and best != first and not _wins(launches[best], launches[first], problem, workload):
         best = first
     kernel_name, _, config_text = best.rpartition("/")
     record = store.Record(
@@ -201,9 +203,23 @@ def _measure(
     return Outcome(problem, times, failed, first, record)
 
 
-def _launcher(
-    kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects: Objects
-) -> Callable[[Operands], object]:
+def _wins(best: Launch, first: Launch, problem: GemmProblem, workload: Workload) -> bool:
+    """Whether the best is worth replacing the first guess: both meet again alone, at the interval's last m and at one
+    inside it that no tile divides (tiles that reach past m cost some configs up to half as much again)."""
+    gain = 1.0
+    for m in dict.fromkeys((problem.m, _ragged(problem.m))):
+        ours, guess = workload.time([best, first], workload.operands(m), _REPLAYS)
+        gain *= guess.p50 / ours.p50
+    return math.sqrt(gain) > 1 / _WORTH
+
+
+def _ragged(m: int) -> int:
+    """About the middle of m's interval, and odd."""
+    first, last = dispatch.interval_of(m)
+    return (first + (last or m)) // 2 // 2 * 2 + 1
+
+
+def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects: Objects) -> Launch:
     made = objects.get(_object_key(kernel, problem, config))
     if made is not None:
         job, future = made
@@ -213,11 +229,8 @@ def _launcher(
     return functools.partial(kernel.launch, function, problem, config)
 
 
-def _times(
-    launches: dict[str, Callable[[Operands], object]], operands: list[Operands], workload: Workload, first: str
-) -> dict[str, Timing]:
-    """A look at all, the best of them and the first guess again and longer, then the best beside the first guess; what
-    was fastest before that comes first."""
+def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> dict[str, Timing]:
+    """A look at all, then the best of them and the first guess again and longer; fastest first."""
     names = list(launches)
     times = dict(zip(names, workload.time(list(launches.values()), operands, _LOOKS), strict=True))
     names.sort(key=lambda name: times[name].p50)
@@ -226,9 +239,4 @@ def _times(
     again = workload.time([launches[name] for name in finalists], operands, _REPLAYS)
     times |= dict(zip(finalists, again, strict=True))
     finalists.sort(key=lambda name: times[name].p50)
-    duel = list(dict.fromkeys((finalists[0], first)))
-    if first in launches and len(duel) == 2:
-        # a chip at its power limit slows down with what ran just before: these two meet again alone
-        again = workload.time([launches[name] for name in duel], operands, _REPLAYS)
-        times |= dict(zip(duel, again, strict=True))
     return {name: times[name] for name in (*finalists, *(n for n in names if n not in finalists))}
