@@ -221,6 +221,17 @@ except w4gemm.UnsupportedError as e:
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
+def test_bench_passes_arguments_on(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", "run", "--shapes", "layers", "--help"])
+    assert exit.value.code == 0 and "--impl" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert "bench run measures on a GPU" in run(capsys, "bench", "run", "--m", "1", code=1)[1]
+    with pytest.raises(SystemExit) as exit:
+        main(["info", "--impl", "x"])
+    assert exit.value.code == 2 and "unrecognized arguments: --impl x" in capsys.readouterr().err
+
+
 def test_bench_wants_a_checkout(monkeypatch, capsys, tmp_path):
     from w4gemm.cli import bench
 

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
+from w4gemm.errors import UnsupportedError
+
 NAME = "bench"
 HELP = "measure layers beside other implementations, and report it (in a checkout)"
 DESCRIPTION = (
@@ -24,11 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tune": "make the shipped table of this GPU, and record what it brings",
     }
     for name, text in what.items():
-        sub = actions.add_parser(name, help=text, add_help=False)
-        sub.add_argument("rest", nargs=argparse.REMAINDER)
+        actions.add_parser(name, help=text, add_help=False)
 
 
 def run(args: argparse.Namespace) -> int:
+    """``args.rest`` holds what is not read here: the module has a parser of its own."""
+    if args.action == "run" and not torch.cuda.is_available() and not {"-h", "--help"} & set(args.rest):
+        raise UnsupportedError("bench run measures on a GPU, and PyTorch sees none here")
     module(args.action).main(args.rest)
     return 0
 
