@@ -159,7 +159,7 @@ def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
 
     def time(self, launches, operands, replays):
         m = operands[0].x.shape[0]
-        fast = {8: 50.0, 5: 400.0}[m]
+        fast = {8: 50.0, 1: 400.0}[m]
         return [Timing(0, fast if second.endswith(f"/{launch.args[2]}") else 100.0, 0) for launch in launches]
 
     monkeypatch.setattr(Workload, "time", time)

@@ -214,9 +214,9 @@ def _wins(best: Launch, first: Launch, problem: GemmProblem, workload: Workload)
 
 
 def _ragged(m: int) -> int:
-    """About the middle of m's interval, and odd."""
+    """About the middle of m's interval, and odd; of the first, which serves decoding one token at a time, 1."""
     first, last = dispatch.interval_of(m)
-    return (first + (last or m)) // 2 // 2 * 2 + 1
+    return 1 if first == 1 else (first + (last or m)) // 2 // 2 * 2 + 1
 
 
 def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects: Objects) -> Launch:
