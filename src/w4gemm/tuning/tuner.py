@@ -35,6 +35,8 @@ TOP = 10
 fastest is among the first 6 guesses but for 0.3 % at most, and always among the first 8."""
 _MAX_ERROR = 2e-2
 _LOOKS, _REPLAYS = 2, 11
+_MANY_TOKENS, _FEW_LOOKS, _FEW_REPLAYS = 1024, 1, 4
+"""Beyond so many tokens the timer warms each replay up for long, and few do."""
 _FINALISTS, _NEAR = 4, 1.25
 """At most so many configs are timed well, and only those that took at most so much of the fastest's time at a look."""
 _WORTH = 0.99
@@ -208,9 +210,13 @@ def _wins(best: Launch, first: Launch, problem: GemmProblem, workload: Workload)
     inside it that no tile divides (tiles that reach past m cost some configs up to half as much again)."""
     gain = 1.0
     for m in dict.fromkeys((problem.m, _ragged(problem.m))):
-        ours, guess = workload.time([best, first], workload.operands(m), _REPLAYS)
+        ours, guess = workload.time([best, first], workload.operands(m), _replays(m))
         gain *= guess.p50 / ours.p50
     return math.sqrt(gain) > 1 / _WORTH
+
+
+def _replays(m: int) -> int:
+    return _REPLAYS if m <= _MANY_TOKENS else _FEW_REPLAYS
 
 
 def _ragged(m: int) -> int:
@@ -231,12 +237,13 @@ def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects:
 
 def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> dict[str, Timing]:
     """A look at all, then the best of them and the first guess again and longer; fastest first."""
-    names = list(launches)
-    times = dict(zip(names, workload.time(list(launches.values()), operands, _LOOKS), strict=True))
+    names, m = list(launches), operands[0].x.shape[0]
+    looks = _LOOKS if m <= _MANY_TOKENS else _FEW_LOOKS
+    times = dict(zip(names, workload.time(list(launches.values()), operands, looks), strict=True))
     names.sort(key=lambda name: times[name].p50)
     limit = _NEAR * times[names[0]].p50
     finalists = [n for i, n in enumerate(names) if n == first or (i < _FINALISTS and times[n].p50 <= limit)]
-    again = workload.time([launches[name] for name in finalists], operands, _REPLAYS)
+    again = workload.time([launches[name] for name in finalists], operands, _replays(m))
     times |= dict(zip(finalists, again, strict=True))
     finalists.sort(key=lambda name: times[name].p50)
     return {name: times[name] for name in (*finalists, *(n for n in names if n not in finalists))}
