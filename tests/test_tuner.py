@@ -168,6 +168,19 @@ def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
     assert outcome.record.choice == outcome.first_guess and outcome.record.us == 100 and outcome.gain == 1
 
 
+def test_a_cliff_inside_the_interval_is_avoided(monkeypatch):
+    """The first guess is 2 % faster at the last m and takes twice as long at a ragged one."""
+    first = dispatch.configs(CPU)[0]
+
+    def time(self, launches, operands, replays):
+        us = {8: 98.0, 1: 200.0}[operands[0].x.shape[0]]
+        return [Timing(0, us if first.endswith(f"/{launch.args[2]}") else 100.0, 0) for launch in launches]
+
+    monkeypatch.setattr(Workload, "time", time)
+    (outcome,) = tuner.tune([CPU], "cpu")
+    assert outcome.record.choice != first and outcome.gain == pytest.approx(1.4)
+
+
 @pytest.mark.parametrize("m", dispatch.BOUNDS)
 def test_a_ragged_m_is_inside_the_interval(m):
     first, last = dispatch.interval_of(m)

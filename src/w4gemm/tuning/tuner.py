@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,7 @@ _MANY_TOKENS, _FEW_LOOKS, _FEW_REPLAYS = 1024, 1, 4
 """Beyond so many tokens the timer warms each replay up for long, and few do."""
 _FINALISTS, _NEAR = 4, 1.25
 """At most so many configs are timed well, and only those that took at most so much of the fastest's time at a look."""
+_AS_FAST = 1.03
 _WORTH = 0.99
 """A config replaces the first guess if it takes at most so much of its time, in the geometric mean of two m: with less
 to gain, the choice was seen to lose as often as to win when both were measured again (H200, 2026-11-21)."""
@@ -54,6 +56,8 @@ class Outcome:
     problem: GemmProblem
     times: dict[str, Timing]
     """Of ``"<kernel>/<config>"``, about fastest first: the finalists with many replays, the others with few."""
+    ragged: dict[str, Timing]
+    """Of the finalists, at an m inside the interval that no tile divides."""
     failed: dict[str, str]
     """Configs that could not be compiled or gave a wrong result, and why."""
     first_guess: str
@@ -62,8 +66,12 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """The first guess's time over that of the choice."""
-        return self.times[self.first_guess].p50 / self.record.us if self.first_guess in self.times else 1.0
+        """The first guess's time over that of the choice, the geometric mean of both m."""
+        first, choice = self.first_guess, self.record.choice
+        if first not in self.ragged:
+            return 1.0
+        squared = [times[first].p50 / times[choice].p50 for times in (self.times, self.ragged)]
+        return math.sqrt(math.prod(squared))
 
 
 def tune(
@@ -188,10 +196,8 @@ def _measure(
     if not launches:
         return None
     first = f"{found[0][0].name}/{found[0][1]}"
-    times = _times(launches, operands, workload, first)
-    best = next(iter(times))
-    if first in times and best != first and not _wins(launches[best], launches[first], problem, workload):
-        best = first
+    times, ragged = _times(launches, operands, workload, first)
+    best = _best(times, ragged, first)
     kernel_name, _, config_text = best.rpartition("/")
     record = store.Record(
         store.key_of(problem),
@@ -202,21 +208,27 @@ def _measure(
         revision(kernel_name),
         datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     )
-    return Outcome(problem, times, failed, first, record)
+    return Outcome(problem, times, ragged, failed, first, record)
 
 
-def _wins(best: Launch, first: Launch, problem: GemmProblem, workload: Workload) -> bool:
-    """Whether the best is worth replacing the first guess: both meet again alone, at the interval's last m and at one
-    inside it that no tile divides (tiles that reach past m cost some configs up to half as much again)."""
-    gain = 1.0
-    for m in dict.fromkeys((problem.m, _ragged(problem.m))):
-        ours, guess = workload.time([best, first], workload.operands(m), _replays(m))
-        gain *= guess.p50 / ours.p50
-    return math.sqrt(gain) > 1 / _WORTH
+class _Times(NamedTuple):
+    last: dict[str, Timing]
+    """At the interval's last m; of all configs, fastest first."""
+    ragged: dict[str, Timing]
+    """Of the finalists, at an m inside that no tile divides: tiles that reach past m cost some configs up to half as
+    much again (m 96, n = k = 5120: 24.7 us where another takes 16.6, 16.0 and 16.3 at m 128; H200, 2026-11-21)."""
 
 
-def _replays(m: int) -> int:
-    return _REPLAYS if m <= _MANY_TOKENS else _FEW_REPLAYS
+def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> str:
+    """Of the finalists that are about as fast as any at the last m, the fastest at both; the first guess if that gains
+    too little."""
+
+    def both(name: str) -> float:
+        return math.sqrt(times[name].p50 * ragged[name].p50)
+
+    fastest = min(times[name].p50 for name in ragged)
+    best = min((name for name in ragged if times[name].p50 <= _AS_FAST * fastest), key=both)
+    return first if first in ragged and both(best) > _WORTH * both(first) else best
 
 
 def _ragged(m: int) -> int:
@@ -235,15 +247,21 @@ def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects:
     return functools.partial(kernel.launch, function, problem, config)
 
 
-def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> dict[str, Timing]:
-    """A look at all, then the best of them and the first guess again and longer; fastest first."""
+def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> _Times:
+    """A look at all at the interval's last m, then the best of them and the first guess again and longer, there and at
+    a ragged m; fastest at the last m first."""
     names, m = list(launches), operands[0].x.shape[0]
-    looks = _LOOKS if m <= _MANY_TOKENS else _FEW_LOOKS
-    times = dict(zip(names, workload.time(list(launches.values()), operands, looks), strict=True))
+    few = m > _MANY_TOKENS
+    times = dict(
+        zip(names, workload.time(list(launches.values()), operands, _FEW_LOOKS if few else _LOOKS), strict=True)
+    )
     names.sort(key=lambda name: times[name].p50)
     limit = _NEAR * times[names[0]].p50
     finalists = [n for i, n in enumerate(names) if n == first or (i < _FINALISTS and times[n].p50 <= limit)]
-    again = workload.time([launches[name] for name in finalists], operands, _replays(m))
-    times |= dict(zip(finalists, again, strict=True))
+    again, replays = [launches[name] for name in finalists], _FEW_REPLAYS if few else _REPLAYS
+    times |= dict(zip(finalists, workload.time(again, operands, replays), strict=True))
+    inside = workload.time(again, workload.operands(_ragged(m)), replays)
+    ragged = dict(zip(finalists, inside, strict=True))
     finalists.sort(key=lambda name: times[name].p50)
-    return {name: times[name] for name in (*finalists, *(n for n in names if n not in finalists))}
+    ordered = (*finalists, *(n for n in names if n not in finalists))
+    return _Times({name: times[name] for name in ordered}, ragged)
