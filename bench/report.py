@@ -1,24 +1,34 @@
-"""Tables and plots of one run of ``bench.run``: ``python -m bench.report [FILE]`` writes docs/benchmarks.md and
-docs/plots/. Only rows of one run are compared. Needs matplotlib."""
+"""Tables and plots of one run of ``bench.run``: ``python -m bench.report [FILE]`` writes docs/benchmarks.md,
+docs/benchmarks.html and docs/plots/. Only rows of one run are compared. Needs matplotlib."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import html
+
+from w4gemm.tuning import roofline
+
 ROOT = Path(__file__).parent.parent
 GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
-BYTES_PER_US, FLOP_PER_US = 4.5e6, 790e6
+RATES = BYTES_PER_US, FLOP_PER_US = roofline.RATES["NVIDIA H200"]
 
 Point = tuple[int, int, int]
 Times = dict[Point, dict[str, float]]
 
 
-def main(path: str) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.report", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument(
+        "file", nargs="?", default=str(ROOT / "bench/results/times.jsonl"), help="(default: %(default)s)"
+    )
+    path = parser.parse_args(argv).file
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "time" and row["run"] == rows[-1]["run"]]
     times: Times = defaultdict(dict)
@@ -27,6 +37,7 @@ def main(path: str) -> None:
     versions = {row["impl"]: row["impl_version"] for row in rows}
     plot(times, list(versions))
     (ROOT / "docs/benchmarks.md").write_text(text(rows[0], times, versions))
+    (ROOT / "docs/benchmarks.html").write_text(html.page(times, rows[0], versions, RATES, roofline_us, ratio))
 
 
 def roofline_us(point: Point) -> float:
@@ -102,4 +113,4 @@ def plot(times: Times, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(ROOT / "bench/results/times.jsonl"))
+    main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Entry:
     copies: list[tuple[torch.Tensor, ...]]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m bench.run", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--shapes", default="layers", help="names of bench/shapes.py and sizes like 8192x4096 (n x k)")
     parser.add_argument("--m", default="all", help="numbers of tokens like 1,16,256, or all, or awkward")
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of activations, one or several (default: %(default)s)")
     parser.add_argument("--impl", default="all", help=f"all, or some of {','.join(p.name for p in PEERS)}")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     facts = record.facts()
     peers = []
     for peer in peers_named(args.impl):

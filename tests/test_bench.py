@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import report  # noqa: E402
+from bench import html, report  # noqa: E402
 from bench.peers import PEERS, peers_named  # noqa: E402
 from bench.shapes import LAYERS, parse_layers, parse_tokens  # noqa: E402
 
@@ -52,7 +52,12 @@ def test_the_recorded_table_is_whole_and_its_report_is_true(tmp_path, monkeypatc
     for row in rows:
         if row["run"] == rows[-1]["run"]:
             times.setdefault((row["n"], row["k"], row["m"]), {})[row["impl"]] = row["us_p50"]
-    text = report.text(rows[-1], times, {row["impl"]: row["impl_version"] for row in rows})
+    versions = {row["impl"]: row["impl_version"] for row in rows}
+    text = report.text(rows[-1], times, versions)
     assert text == (ROOT / "docs/benchmarks.md").read_text(), "run python -m bench.report"
+    page = html.page(times, rows[-1], versions, report.RATES, report.roofline_us, report.ratio)
+    assert page == (ROOT / "docs/benchmarks.html").read_text(), "run python -m bench.report"
+    assert "src=" not in page and "href=" not in page, "self-contained"
+    assert page.count("<svg") == 1 + len({(n, k) for n, k, _ in times})
     assert all("w4gemm" in us and len(us) > 1 for us in times.values())
     assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]

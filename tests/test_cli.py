@@ -132,7 +132,20 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["w4gemm"] == w4gemm.__version__
     assert found["devices"][0]["kernels"]["cpu_mixed_gemm"] == ""
+    assert found["devices"][0]["config"].startswith("cpu_mixed_gemm/") and found["devices"][0]["source"]
+    assert {"cache", "objects", "tables", "environment", "platform", "driver_cuda"} <= set(found)
     assert "sm90_mixed_gemm" in found["devices"][0]["kernels"]
+
+
+def test_progress_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(report.time, "monotonic", lambda: now)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with report.progress_bar() as progress:
+        now = 130.0
+        progress(3, 12, "m 8")
+    err = capsys.readouterr().err
+    assert "[######..................] 3/12, 90 s left: m 8" in err and err.endswith("\x1b[K")
 
 
 def test_progress_line_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

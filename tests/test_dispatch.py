@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 
@@ -103,6 +104,32 @@ def test_repack_is_suggested_where_it_helps():
     with pytest.raises(UnsupportedError) as e:
         dispatch.plan(replace(PROBLEM, device=Device("mps")))
     assert "w.repack()" not in str(e.value)
+
+
+def test_a_cold_plan_is_logged_with_its_source(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_plans", {})
+    caplog.set_level(logging.DEBUG, "w4gemm")
+    forced = dispatch.configs(PROBLEM)[0]
+    for _ in range(2):
+        dispatch.plan_for(call(1))
+        dispatch.plan_for(call(1, config=forced))
+    lines = [r.message for r in caplog.records if "ready in" in r.message]
+    assert len(lines) == 2 and all(str(PROBLEM) in line and forced in line for line in lines)
+    assert [("(heuristic)" in line, "(forced)" in line) for line in lines] == [(True, False), (False, True)]
+
+
+def test_launches_are_named_for_a_profiler_only_if_asked(monkeypatch):
+    """W4GEMM_NVTX decides when the plan is made, so that other calls pay nothing."""
+    names = []
+    monkeypatch.setattr(dispatch, "compiled", lambda *a: None)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: names.append(name) or contextlib.nullcontext())
+    for value, type in (("", dispatch.Plan), ("0", dispatch.Plan), ("1", dispatch._NamedPlan)):
+        monkeypatch.setenv("W4GEMM_NVTX", value)
+        plan = dispatch.plan(H200_PROBLEM)
+        assert plan.__class__ is type
+        monkeypatch.setattr(plan.kernel.__class__, "launch", lambda *a: names.append("launch"))
+        plan.launch(None)
+    assert names == ["launch", "launch", f"w4gemm {plan}", "launch"]
 
 
 def test_explain():

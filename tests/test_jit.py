@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import w4gemm
 from sass import disassemble
 from tiny_kernel import TinyKernel
 from w4gemm import GemmConfig, WeightFormat, environment
+from w4gemm.jit import adopt, compiled, disk, object_code
 from w4gemm.jit import compile as jit
-from w4gemm.jit import compiled, disk, object_code
+from w4gemm.jit.pool import CompilePool
 from w4gemm.problem import GemmProblem
 
 pytest.importorskip("cutlass")
@@ -113,8 +115,7 @@ def test_damage_is_a_miss(folder, builds, monkeypatch, caplog, damage):
 def test_whole_but_unloadable_is_a_miss(folder, builds, monkeypatch, caplog):
     compiled(TinyKernel(), PROBLEM, CONFIG)
     (path,) = folder.iterdir()
-    junk = b"junk"
-    path.write_bytes(junk + hashlib.sha256(junk).digest())
+    disk.write(path.name, b"junk")
     forget(monkeypatch)
     assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
     assert len(builds) == 2 and "cannot load" in caplog.text
@@ -220,6 +221,65 @@ def test_log_level(monkeypatch):
     monkeypatch.setenv("W4GEMM_LOG", "loud")
     with pytest.raises(ValueError, match="W4GEMM_LOG: wanted debug.*got 'loud'"):
         environment.configure_logging()
+
+
+def test_an_object_of_another_processor(folder, builds, monkeypatch):
+    """It is taken if this processor can do all that it may use, and not if it may use more."""
+    here = disk.processor()
+    for features, taken in ((here[:-1], True), ((*here, "avx1024"), False), (("another", *here[1:]), False)):
+        for path in folder.glob("*"):
+            path.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "processor", lambda features=features: features)
+            object_code(TinyKernel(), PROBLEM, CONFIG)
+        before = len(builds)
+        forget(monkeypatch)
+        assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
+        assert len(builds) == before + (not taken)
+
+
+def test_compiling_can_be_forbidden(folder, builds, monkeypatch):
+    object_code(TinyKernel(), PROBLEM, CONFIG)
+    monkeypatch.setenv("W4GEMM_COMPILE", "off")
+    assert callable(compiled(TinyKernel(), PROBLEM, CONFIG)), "it is there"
+    with pytest.raises(w4gemm.UnsupportedError, match="W4GEMM_COMPILE=off forbids compiling, and tiny-sm_90a-"):
+        compiled(TinyKernel(3.0), PROBLEM, CONFIG)
+    monkeypatch.setenv("W4GEMM_COMPILE", "never")
+    with pytest.raises(ValueError, match="W4GEMM_COMPILE: wanted on or off, got 'never'"):
+        compiled(TinyKernel(4.0), PROBLEM, CONFIG)
+    assert len(builds) == 3 and len(list(folder.iterdir())) == 1
+
+
+def test_a_pool_compiles_in_other_processes(folder, builds, monkeypatch):
+    jobs = [(TinyKernel(factor), PROBLEM, CONFIG) for factor in (2.0, 3.0)]
+    with CompilePool(workers=2) as pool:
+        good = pool.submit(jobs)
+        (bad,) = pool.submit([(TinyKernel(arch="sm_1"), PROBLEM, CONFIG)])
+        (nothing,) = pool.submit([(TinyKernel(arch=None), PROBLEM, CONFIG)])
+        codes = [future.result(timeout=120) for future in good]
+        assert nothing.result(timeout=120) is None
+        with pytest.raises(RuntimeError, match="sm_1"):
+            bad.result(timeout=120)
+    assert len(set(codes)) == 2 and len(list(folder.iterdir())) == 2
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
+    adopt(*jobs[0], codes[0])
+    assert callable(compiled(*jobs[0])) and not builds
+
+
+def test_a_pool_survives_a_child(folder):
+    with CompilePool(workers=1) as pool:
+        (dead,) = pool.submit([(Deadly(), PROBLEM, CONFIG)])
+        (alive,) = pool.submit([(TinyKernel(), PROBLEM, CONFIG)])
+        with pytest.raises(RuntimeError, match="the compiling process ended"):
+            dead.result(timeout=120)
+        assert alive.result(timeout=120)
+
+
+class Deadly(TinyKernel):
+    """Its compiler ends the process, as a crash in native code does."""
+
+    def program(self, problem, config):
+        os._exit(1)
 
 
 @pytest.mark.gpu

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import w4gemm
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs/architecture.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs/architecture.md", ROOT / "docs/commands.md")
 
 
 def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +33,17 @@ def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         exec(compile(block, "README.md", "exec"), names)
     # the error that the README quotes
     assert "x: wanted shape (..., k) with k 1024 like w, got (2, 1000)" in capsys.readouterr().out
+
+
+def test_the_engines_block() -> None:
+    """docs/commands.md's block that stands alone."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/commands.md").read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if block.startswith("import"))
+    names: dict[str, Any] = {}
+    exec(compile(block, "commands.md", "exec"), names)
+    x, w, bias = (names[name] for name in ("a", "w", "bias"))
+    wanted = w4gemm.linear(torch.from_numpy(x), w, torch.from_numpy(bias))
+    assert torch.equal(torch.from_numpy(names["out"]), wanted)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

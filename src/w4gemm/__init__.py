@@ -1,23 +1,35 @@
 """4-bit-weight matrix multiplication for NVIDIA GPUs, from pure Python. Importing this touches no GPU."""
 
 from w4gemm.config import GemmConfig
+from w4gemm.dispatch import configs, explain
 from w4gemm.environment import configure_logging
+from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError, UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.nn import W4Linear
 from w4gemm.ops import linear
+from w4gemm.problem import Device, GemmProblem
 from w4gemm.quantization import quantize
+from w4gemm.runner import MixedGemm
+from w4gemm.tuning.tuner import autotune
 from w4gemm.weight import QuantizedWeight
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Device",
+    "Epilogue",
     "FormatError",
     "GemmConfig",
+    "GemmProblem",
+    "MixedGemm",
     "QuantizedWeight",
     "UnsupportedError",
     "W4Linear",
     "WeightFormat",
+    "autotune",
+    "configs",
+    "explain",
     "linear",
     "quantize",
 ]

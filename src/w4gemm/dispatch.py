@@ -1,7 +1,9 @@
 """From a problem to what runs it: :func:`plan` and :func:`plan_for`, which remembers; :func:`explain` says why.
 
 A plan is chosen for an interval of m, as if m were the interval's last value, so a call with another number of tokens
-rarely chooses or compiles anything.
+rarely chooses or compiles anything. The choice is the config that the caller forces, else one that was measured here
+(``tuned``) or that comes with the package (``shipped``), as long as it is legal and its kernel is what was measured,
+else the first by predicted time (``heuristic``).
 
 A batch-invariant problem is served by configs of one reduction order only, the same for every m: that which costs the
 least over all intervals, by the kernels' own predictions.
@@ -14,20 +16,26 @@ import difflib
 import functools
 import logging
 import math
-from collections.abc import Hashable, Iterable
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from w4gemm import environment
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
+from w4gemm.explanation import Candidate, Explanation
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import KERNELS, Kernel, Operands, Status, kernel_named, ranked
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device, GemmProblem
+from w4gemm.tuning import store
+from w4gemm.tuning.revision import revision
 
 _log = logging.getLogger("w4gemm")
 
@@ -46,6 +54,8 @@ class Plan:
     compiled: Any
     problem: GemmProblem
     """Of the interval: every field but m is that of the calls it serves."""
+    source: str = "forced"
+    """Where the choice came from: forced, tuned, shipped or heuristic."""
 
     def launch(self, operands: Operands) -> None:
         self.kernel.launch(self.compiled, self.problem, self.config, operands)
@@ -54,25 +64,12 @@ class Plan:
         return f"{self.kernel.name}/{self.config}"
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Why a problem is run as it is. ``str`` gives it as text."""
+class _NamedPlan(Plan):
+    """A plan whose launches show in a profiler as NVTX ranges, by its name."""
 
-    problem: GemmProblem
-    status: dict[str, Status]
-    """Every kernel's answer."""
-    ranking: tuple[tuple[float, str, GemmConfig], ...]
-    """(predicted microseconds, kernel, config) of all that can run it, best guess first; the first is chosen."""
-
-    def __str__(self) -> str:
-        lines = [str(self.problem)]
-        for name, status in self.status.items():
-            count = sum(kernel == name for _, kernel, _ in self.ranking)
-            lines.append(f"  {name}: {f'{count} configs' if status else status.reason}")
-        if self.ranking:
-            _, kernel, config = self.ranking[0]
-            lines.append(f"  chosen: {kernel}/{config}")
-        return "\n".join(lines)
+    def launch(self, operands: Operands) -> None:
+        with torch.cuda.nvtx.range(f"w4gemm {self}"):
+            super().launch(operands)
 
 
 class Call(NamedTuple):
@@ -97,7 +94,20 @@ def interval(m: int) -> int:
     return bisect.bisect_left(BOUNDS, m)
 
 
+def interval_of(m: int) -> tuple[int, int | None]:
+    """First and last m of m's interval; None for no end."""
+    i = interval(m)
+    return (BOUNDS[i - 1] + 1 if i else 1), (BOUNDS[i] if i < len(BOUNDS) else None)
+
+
+def representative(m: int) -> int:
+    """The m that stands for m's interval."""
+    i = interval(m)
+    return BOUNDS[i] if i < len(BOUNDS) else _LARGEST
+
+
 _plans: dict[Call, Plan] = {}
+_tuner: Callable[[GemmProblem], None] | None = None
 
 
 def plan_for(call: Call) -> Plan:
@@ -107,9 +117,32 @@ def plan_for(call: Call) -> Plan:
         interval, n, k, dtype, format, layout, epilogue, device, config, invariant = call
         m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
         problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant)
+        if _tuner is not None and not config:
+            _tuner(problem)
+        started = time.perf_counter()
         found = _plans[call] = plan(problem, config or None)
-        _log.debug("%s: %s, for m up to %d", problem, found, m)
+        ms = 1e3 * (time.perf_counter() - started)
+        _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, found, found.source, m, ms)
     return found
+
+
+def forget(n: int | None = None, k: int | None = None) -> None:
+    """Choose anew from now on, for weights (n, k) or for all: the tables have changed."""
+    for call in list(_plans):
+        if n is None or (call.n, call.k) == (n, k):
+            _plans.pop(call, None)
+
+
+@contextmanager
+def tuning_with(tuner: Callable[[GemmProblem], None]) -> Iterator[None]:
+    """Inside, ``tuner`` sees every problem that a plan is chosen for, before; plans so far are chosen anew."""
+    global _tuner
+    before, _tuner = _tuner, tuner
+    forget()
+    try:
+        yield
+    finally:
+        _tuner = before
 
 
 def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
@@ -125,17 +158,64 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
     """
     if config is None:
         _require_support(problem, KERNELS)
-        _, kernel, chosen = _ranked(KERNELS, problem)[0]
+        kernel, chosen, source = _chosen(problem, _ranked(KERNELS, problem))
     else:
         kernel, chosen = _forced(problem, config)
-    return Plan(kernel, chosen, compiled(kernel, problem, chosen), problem)
+        source = "forced"
+    made = _NamedPlan if environment.nvtx() and problem.device.kind == "cuda" else Plan
+    return made(kernel, chosen, compiled(kernel, problem, chosen), problem, source)
 
 
-def explain(problem: GemmProblem) -> Explanation:
-    """What each kernel says about ``problem`` and what would be chosen; compiles nothing, raises nothing."""
+def configs(problem: GemmProblem) -> list[str]:
+    """Every legal config of every kernel that supports ``problem`` as ``"<kernel>/<config>"``, best guess first."""
+    return [f"{kernel.name}/{config}" for _, kernel, config in _ranked(KERNELS, problem)]
+
+
+def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Explanation:
+    """What each kernel says about ``problem`` and what would be chosen for its m; compiles nothing.
+
+    Args:
+        config: to force one, as for :func:`plan`.
+
+    Raises:
+        ValueError, UnsupportedError: for a forced config, as :func:`plan`; else nothing.
+    """
     status = {kernel.name: _status(kernel, problem) for kernel in KERNELS}
-    ranking = tuple((us, kernel.name, config) for us, kernel, config in _ranked(KERNELS, problem))
-    return Explanation(problem, status, ranking)
+    ranked_configs = _ranked(KERNELS, problem)
+    candidates = tuple(Candidate(us, k.name, c, k.resources(problem, c)) for us, k, c in ranked_configs)
+    ranking = tuple((us, k.name, c) for us, k, c in ranked_configs)
+    if config is not None:
+        kernel, forced = _forced(problem, config)
+        return Explanation(problem, status, ranking, candidates, (kernel.name, forced), "forced")
+    if not ranking:
+        return Explanation(problem, status, ranking, candidates)
+    kernel, chosen, source = _chosen(problem, ranked_configs)
+    return Explanation(problem, status, ranking, candidates, (kernel.name, chosen), source)
+
+
+def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
+    """(``"tuned"`` or ``"shipped"``, record) that decides ``problem``; None if it is left to the heuristic."""
+    return _recorded(problem, configs(problem))
+
+
+def _recorded(problem: GemmProblem, legal: list[str]) -> tuple[str, store.Record] | None:
+    for source, record in store.find(problem):
+        if record.choice in legal and record.revision == revision(record.kernel):
+            return source, record
+    return None
+
+
+def _chosen(
+    problem: GemmProblem, ranked_configs: list[tuple[float, Kernel, GemmConfig]]
+) -> tuple[Kernel, GemmConfig, str]:
+    """The kernel, the config, and where the choice came from."""
+    named = {f"{kernel.name}/{config}": (kernel, config) for _, kernel, config in ranked_configs}
+    found = _recorded(problem, list(named))
+    if found is not None:
+        source, record = found
+        return *named[record.choice], source
+    _, kernel, config = ranked_configs[0]
+    return kernel, config, "heuristic"
 
 
 def _ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:

@@ -1,9 +1,11 @@
 """The environment variables that w4gemm reads; no other file reads any.
 
 ====================  ==================================================================================
-``W4GEMM_CACHE_DIR``  where compiled kernels are kept; ``off`` keeps none. Default: ``w4gemm`` under
+``W4GEMM_CACHE_DIR``  where compiled kernels and tuned configs are kept; ``off`` keeps none. Default: ``w4gemm`` under
                       ``XDG_CACHE_HOME``, or under ``~/.cache``.
 ``W4GEMM_LOG``        a level such as ``debug`` or ``info``: log to standard error from that level on.
+``W4GEMM_COMPILE``    ``off`` forbids compiling: what is not in the cache folder raises UnsupportedError.
+``W4GEMM_NVTX``       ``1`` shows each launch in a profiler as an NVTX range, named by its config.
 ``W4GEMM_COMMIT``     the commit that is recorded with results where git cannot be asked, ``-dirty`` at its
                       end for a changed tree.
 ====================  ==================================================================================
@@ -22,7 +24,7 @@ _HARMLESS_DSL = {"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CU
 
 
 def cache_dir() -> Path | None:
-    """Where compiled kernels are kept, whether or not it exists; None to keep none."""
+    """Where compiled kernels and tuned configs are kept, whether or not it exists; None to keep none."""
     value = os.environ.get("W4GEMM_CACHE_DIR", "")
     if value.lower() == "off":
         return None
@@ -38,6 +40,37 @@ def cache_dir() -> Path | None:
 def dsl_settings() -> tuple[tuple[str, str], ...]:
     """The CuTe DSL variables that change compiled code, sorted."""
     return tuple(sorted(v for v in os.environ.items() if v[0].startswith("CUTE_DSL_") and v[0] not in _HARMLESS_DSL))
+
+
+def may_compile() -> bool:
+    """Whether ``W4GEMM_COMPILE`` lets kernels be compiled.
+
+    Raises:
+        ValueError: if it is neither ``on`` nor ``off``.
+    """
+    return _switch("W4GEMM_COMPILE", True)
+
+
+def nvtx() -> bool:
+    """Whether ``W4GEMM_NVTX`` asks for ranges. Errors as :func:`may_compile`."""
+    return _switch("W4GEMM_NVTX", False)
+
+
+def _switch(name: str, default: bool) -> bool:
+    value = os.environ.get(name, "").lower()
+    if value not in ("", "0", "1", "off", "on"):
+        raise ValueError(f"{name}: wanted on or off, got {value!r}")
+    return value in ("1", "on") if value else default
+
+
+def settings() -> dict[str, str]:
+    """Every variable that is set of w4gemm's and CuTe DSL's, for a bug report."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(("W4GEMM_", "CUTE_DSL_", "CUDA_VISIBLE"))}
+
+
+def set_cache_dir(folder: Path) -> None:
+    """As if ``W4GEMM_CACHE_DIR`` named ``folder``, for this process and those that it starts."""
+    os.environ["W4GEMM_CACHE_DIR"] = str(folder)
 
 
 def commit() -> str | None:

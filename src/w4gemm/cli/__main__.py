@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import w4gemm
-from w4gemm.cli import generate, info
+from w4gemm.cli import bench, cache, compile, explain, gemm, generate, info, tune
 from w4gemm.environment import configure_logging
 from w4gemm.errors import UnsupportedError
 
-COMMANDS = (generate, info)
+COMMANDS = (generate, explain, gemm, tune, compile, cache, bench, info)
 USER_ERRORS = (
     ValueError,
     TypeError,
@@ -31,13 +31,17 @@ def make_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.HELP, description=command.DESCRIPTION)
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, passes_on=command is bench)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 after an error, or 2 for arguments that it cannot read."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    args.rest = rest
+    if rest and not args.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         configure_logging()
         return args.run(args)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import platform
 from typing import Any
 
 import torch
 
 import w4gemm
 from w4gemm import dispatch, environment
+from w4gemm.cli.cache import is_current
 from w4gemm.cli.report import typical_problem
+from w4gemm.jit import disk
+from w4gemm.kernels.device.requirements import driver_cuda_version
+from w4gemm.tuning import store
 from w4gemm.tuning.record import facts
 
 NAME = "info"
@@ -31,44 +36,74 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
+    """Everything that a bug report should say."""
     machine = facts()
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    cache = environment.cache_dir()
+    cuda = driver_cuda_version()
     return {
         "w4gemm": w4gemm.__version__,
+        "commit": machine["commit"] + ("-dirty" if machine["commit"] and machine["dirty"] else ""),
         "python": machine["python"],
+        "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "driver": machine["driver"],
-        "cache": str(cache) if cache else "",
+        "driver_cuda": ".".join(map(str, cuda)) if cuda else "",
+        "torch_cuda": torch.version.cuda or "",
+        "environment": environment.settings(),
+        **_cache(),
         "devices": [_device(name) for name in devices],
     }
 
 
 def as_text(found: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["packages"].items())
+    cuda = f" (CUDA {found['driver_cuda']}; torch was built for {found['torch_cuda']})" if found["driver_cuda"] else ""
+    tables = [f"{t['records']} {t['name']}" + f" ({t['stale']} stale)" * bool(t["stale"]) for t in found["tables"]]
     lines = [
-        f"w4gemm {found['w4gemm']}, Python {found['python']}",
+        f"w4gemm {found['w4gemm']}{' at ' + found['commit'][:12] if found['commit'] else ''}, Python {found['python']}",
+        found["platform"],
         packages,
-        f"NVIDIA driver: {found['driver'] or 'none'}",
-        f"compiled kernels: {found['cache'] or 'not kept'}",
+        f"NVIDIA driver: {found['driver'] or 'none'}{cuda}",
+        f"compiled kernels: {found['objects']} in {found['cache']}" if found["cache"] else "compiled kernels: not kept",
+        f"tuned configs: {', '.join(tables) or 'none'}",
+        *(f"{name}={value}" for name, value in found["environment"].items()),
     ]
     for device in found["devices"]:
         lines.append(f"{device['device']}{': ' + device['name'] if device['name'] else ''}, for {device['problem']}")
         lines += [f"  {name}: {answer or 'runs here'}" for name, answer in device["kernels"].items()]
+        if device["config"]:
+            lines.append(f"  chosen: {device['config']} ({device['source']})")
     return "\n".join(lines)
 
 
+def _cache() -> dict[str, Any]:
+    """What is kept on disk: the folder, compiled kernels, tables of tuned configs."""
+    folder, user = environment.cache_dir(), store.user_path()
+    tables = []
+    for path in (*((user,) if user else ()), *store.shipped_tables()):
+        records = store.effective(store.read(path))
+        stale = sum(not is_current(record) for record in records)
+        name = "tuned" if path == user else f"shipped for {path.stem}"
+        tables.append({"name": name, "file": str(path), "records": len(records), "stale": stale})
+    return {"cache": str(folder) if folder else "", "objects": len(disk.stored()), "tables": tables}
+
+
 def _device(name: str) -> dict[str, Any]:
-    """What every kernel says: the empty string if it runs there, else the reason why not."""
+    """What every kernel says: the empty string if it runs there, else the reason why not; and what would be chosen."""
     problem = typical_problem(name)
-    kernels = {kernel: status.reason for kernel, status in dispatch.explain(problem).status.items()}
+    found = dispatch.explain(problem)
     described = problem.device
+    on_gpu = described.kind == "cuda"
     return {
         "device": name,
-        "name": described.name,
-        "capability": list(described.capability) if described.kind == "cuda" else None,
+        "name": described.name if on_gpu else store.device_facts(described)[0],
+        "capability": list(described.capability) if on_gpu else None,
+        "multiprocessors": described.sms if on_gpu else None,
+        "memory": torch.cuda.get_device_properties(name).total_memory if on_gpu else None,
         "problem": str(problem),
-        "kernels": kernels,
+        "kernels": {kernel: status.reason for kernel, status in found.status.items()},
+        "config": "/".join(map(str, found.chosen)) if found.chosen else "",
+        "source": found.source,
     }
 
 

@@ -44,6 +44,20 @@ def progress_line() -> Iterator[Callable[[int, int, str], None]]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """As :func:`progress_line`, as a bar with an estimate of the time left."""
+    started = time.monotonic()
+    with progress_line() as line:
+
+        def progress(done: int, total: int, what: str) -> None:
+            left = (time.monotonic() - started) / max(done, 1) * (total - done)
+            full = 24 * done // max(total, 1)
+            line(0, 0, f"[{'#' * full}{'.' * (24 - full)}] {done}/{total}, {left:.0f} s left: {what}")
+
+        yield progress
+
+
 def quiet_transformers() -> None:
     """No progress bars and no advice from Hugging Face's libraries; their errors still show.
 

@@ -134,6 +134,26 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def linear_shapes(folder: str | Path) -> list[tuple[int, int, WeightFormat, bool]]:
+    """(n, k, format, whether it has a bias) of every layer that :func:`load` puts into 4 bits, of a folder with a dense
+    Hugging Face model; only its config.json is read.
+
+    Raises:
+        FormatError: if there is none.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(folder).expanduser()
+    if not (folder / "config.json").is_file():
+        raise FormatError(
+            f"path: {str(folder)!r} is neither a GGUF file nor a folder with a GGUF file or a config.json"
+        )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    layers = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] != "lm_head"]
+    return [(m.out_features, m.in_features, _default_format(m.in_features), m.bias is not None) for m in layers]
+
+
 def _default_format(k: int) -> WeightFormat:
     return WeightFormat(next((g for g in (128, 64) if k % g == 0), 32))
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
+from w4gemm import environment
 from w4gemm.config import GemmConfig
+from w4gemm.errors import UnsupportedError
 from w4gemm.jit import disk
 from w4gemm.kernels.base import Compilable, Program
 from w4gemm.problem import GemmProblem
@@ -36,8 +38,11 @@ def compiled(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Ca
 
     Returns:
         None if the kernel has nothing to compile.
+
+    Raises:
+        UnsupportedError: if it would have to be compiled and ``W4GEMM_COMPILE`` forbids that.
     """
-    key = (kernel.name, kernel.compile_key(problem, config), problem.device.capability)
+    key = _key(kernel, problem, config)
     try:
         return _memory[key]
     except KeyError:
@@ -48,24 +53,48 @@ def compiled(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Ca
         return _memory[key]
 
 
+def _key(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Hashable:
+    return kernel.name, kernel.compile_key(problem, config), problem.device.capability
+
+
+def is_ready(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> bool:
+    """Whether :func:`compiled` would compile nothing."""
+    if _key(kernel, problem, config) in _memory:
+        return True
+    program = kernel.program(problem, config)
+    return program is None or disk.read(_name(kernel, problem, config, program)) is not None
+
+
+def adopt(kernel: Compilable, problem: GemmProblem, config: GemmConfig, code: bytes) -> None:
+    """Take over what :func:`object_code` gave in another process, so that :func:`compiled` finds it."""
+    key = _key(kernel, problem, config)
+    with _lock:
+        if key not in _memory:
+            _memory[key] = _load(code)
+
+
 def object_code(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> bytes | None:
     """The object with the kernel's host and device code, from disk or compiled and stored; None if it has none.
 
-    Loads nothing, so a pool of processes can fill the disk cache with it.
+    Loads nothing, so a pool of processes can fill the disk cache with it. Errors as :func:`compiled`.
     """
     program = kernel.program(problem, config)
     if program is None:
         return None
-    name = disk.entry_name(kernel.name, kernel.compile_key(problem, config), program.arch)
+    name = _name(kernel, problem, config, program)
     code = disk.read(name)
     return _build(name, program) if code is None else code
+
+
+def _name(kernel: Compilable, problem: GemmProblem, config: GemmConfig, program: Program) -> str:
+    return disk.entry_name(kernel.name, kernel.compile_key(problem, config), program.arch)
 
 
 def _find(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
     program = kernel.program(problem, config)
     if program is None:
         return None
-    name = disk.entry_name(kernel.name, kernel.compile_key(problem, config), program.arch)
+    name = _name(kernel, problem, config, program)
     started = time.perf_counter()
     code = disk.read(name)
     if code is not None:
@@ -83,6 +112,11 @@ def _find(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Calla
 
 def _build(name: str, program: Program) -> bytes:
     """Compile ``program`` to an object and store it."""
+    if not environment.may_compile():
+        raise UnsupportedError(
+            f"W4GEMM_COMPILE=off forbids compiling, and {name} is not in {environment.cache_dir() or 'any folder'}: "
+            "`w4gemm compile` puts it there, run with this version of w4gemm and of CuTe DSL"
+        )
     import cutlass.cute as cute
 
     with _lock, tempfile.TemporaryDirectory(prefix="w4gemm-") as folder:

@@ -1,16 +1,20 @@
 """Compiled kernels on disk: one object file for each key.
 
-A file is an x86 or Arm object that holds host and device code, followed by the SHA-256 of all that (ELF readers ignore
-what follows the sections, so ``nm`` and ``cuobjdump`` read it as it is). The checksum is looked at before loading,
-because loading half an object can end the process. Files are written beside their place and renamed, so readers never
-see half a one; whoever writes last wins, and all write the same. Whatever goes wrong on disk costs a compilation,
-never an answer.
+A file is an x86 or Arm object that holds host and device code, followed by the processor that the host code was made
+for and the SHA-256 of all that (ELF readers ignore what follows the sections, so ``nm`` and ``cuobjdump`` read it as
+it is). The DSL compiles host code for the very processor it runs on, AVX-512 and all, while a folder may be filled on
+another machine or shared by several: an object is taken only where its processor can do no more than this one.
+
+The checksum is looked at before loading, because loading half an object can end the process. Files are written beside
+their place and renamed, so readers never see half a one; whoever writes last wins, and all write the same. Whatever
+goes wrong on disk costs a compilation, never an answer.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -25,6 +29,9 @@ _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SOURCES = ("kernels", "layouts", "jit", "formats.py", "epilogue.py")
 _DIGEST = hashlib.sha256().digest_size
+# no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
+_ONLY_BY_NAME = {"avx512_vp2intersect", "avx512_fp16"}
+_SIZE = 4  # bytes of the processor's length
 
 
 def source_hash(*parts: str) -> str:
@@ -40,52 +47,63 @@ def source_hash(*parts: str) -> str:
 
 @functools.cache
 def fingerprint() -> tuple[Hashable, ...]:
-    """What compiled code depends on besides a kernel's key: our sources, the compiler's versions, the host's processor.
-
-    Not the Python version: the object holds no Python.
+    """What compiled code depends on besides a kernel's key and the host's processor: our sources, the compiler's
+    versions. Not the Python version: the object holds no Python.
     """
     import cutlass
     import tvm_ffi
 
     versions = (cutlass.__version__, str(getattr(cutlass, "CUDA_VERSION", "")), tvm_ffi.__version__)
-    return (source_hash(*_SOURCES), *versions, *_processor(), environment.dsl_settings())
+    return (source_hash(*_SOURCES), *versions, environment.dsl_settings())
 
 
-def _processor() -> tuple[str, ...]:
-    """What the host half of an object may use: the DSL compiles it for this very processor, AVX-512 and all, while a
-    cache may lie in a home directory that several machines share."""
+@functools.cache
+def processor() -> tuple[str, ...]:
+    """The host's architecture, and what the host half of an object may use of it."""
     try:
         found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:  # not Linux
         found = None
     flags = found[1].split() if found else []
-    return (platform.machine(), *sorted(f for f in flags if f.startswith(("avx", "amx", "bmi", "fma", "sve"))))
+    used = (f for f in flags if f.startswith(("avx", "bmi", "fma", "sve")) and f not in _ONLY_BY_NAME)
+    return (platform.machine(), *sorted(used))
 
 
 def entry_name(kernel: str, key: Hashable, arch: str) -> str:
-    """File name of a compiled kernel: its name, and a hash of everything that its code depends on."""
+    """File name of a compiled kernel: its name, a hash of everything that its code depends on, and one of the
+    processor."""
     text = repr((kernel, key, arch, fingerprint()))
     assert " at 0x" not in text, f"{kernel}: the compile key's repr differs between processes: {key!r}"
-    return f"{kernel}-{arch}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.o"
+    digests = (hashlib.sha256(t.encode()).hexdigest() for t in (text, " ".join(processor())))
+    return f"{kernel}-{arch}-{next(digests)[:24]}-{next(digests)[:8]}.o"
 
 
 def read(name: str) -> bytes | None:
-    """The object stored as ``name``; None if there is none, it cannot be read, or it is not whole."""
+    """The object stored as ``name``, or made for a processor that can do no more than this one; None if there is none,
+    it cannot be read, or it is not whole."""
     folder = environment.cache_dir()
     if folder is None:
         return None
+    others = sorted(path for path in folder.glob(f"{name.rpartition('-')[0]}-*.o") if path.name != name)
+    return next((code for path in (folder / name, *others) if (code := _read(path)) is not None), None)
+
+
+def _read(path: Path) -> bytes | None:
     try:
-        data = (folder / name).read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as e:
-        _log.warning("cannot read the compiled kernel %s (%s): compiling it again", folder / name, e)
+        _log.warning("cannot read the compiled kernel %s (%s): compiling it again", path, e)
         return None
-    code, digest = data[:-_DIGEST], data[-_DIGEST:]
-    if hashlib.sha256(code).digest() != digest:
-        _log.warning("the compiled kernel %s is damaged: compiling it again", folder / name)
+    body, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if hashlib.sha256(body).digest() != digest:
+        _log.warning("the compiled kernel %s is damaged: compiling it again", path)
         return None
-    return code
+    size = int.from_bytes(body[-_SIZE:], "little")
+    code, made_for = body[: -_SIZE - size], json.loads(body[-_SIZE - size : -_SIZE])
+    machine, *features = processor()
+    return code if made_for[0] == machine and set(made_for[1:]) <= set(features) else None
 
 
 def write(name: str, code: bytes) -> None:
@@ -98,7 +116,9 @@ def write(name: str, code: bytes) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
         with os.fdopen(handle, "wb") as f:
-            f.write(code + hashlib.sha256(code).digest())
+            made_for = json.dumps(processor()).encode()
+            body = code + made_for + len(made_for).to_bytes(_SIZE, "little")
+            f.write(body + hashlib.sha256(body).digest())
         os.replace(temporary, folder / name)
     except OSError as e:
         if temporary is not None:
@@ -110,3 +130,9 @@ def write(name: str, code: bytes) -> None:
 @functools.cache
 def _warn_unwritable(folder: str, reason: str) -> None:
     _log.warning("cannot store compiled kernels in %s (%s); set W4GEMM_CACHE_DIR to a folder that can", folder, reason)
+
+
+def stored() -> list[Path]:
+    """Every object in the cache folder, of whatever version."""
+    folder = environment.cache_dir()
+    return sorted(folder.glob("*-sm_*-*.o")) if folder is not None else []

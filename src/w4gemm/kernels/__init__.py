@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from w4gemm.kernels.base import Kernel, Operands, Program, Status, ranked
+from w4gemm.kernels.base import Kernel, Operands, Program, Resources, Status, ranked
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
@@ -22,4 +22,4 @@ def kernel_named(name: str) -> Kernel:
     raise ValueError(f"kernel: wanted one of {', '.join(k.name for k in KERNELS)}, got {name!r}")
 
 
-__all__ = ["KERNELS", "Kernel", "Operands", "Program", "Status", "kernel_named", "ranked"]
+__all__ = ["KERNELS", "Kernel", "Operands", "Program", "Resources", "Status", "kernel_named", "ranked"]

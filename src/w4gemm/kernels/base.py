@@ -49,6 +49,23 @@ class Operands(NamedTuple):
     residual: torch.Tensor | None = None
 
 
+class Resources(NamedTuple):
+    """What a launch takes of its device, to be shown; None for what there is not."""
+
+    memory: int
+    """Bytes of shared memory a CTA; on the CPU of temporary memory."""
+    ctas: int | None = None
+    """Tiles times split_k: the CTAs of the launch, or, of a persistent one, their tiles."""
+    waves: float | None = None
+    """CTAs over those that the device holds at once."""
+    threads: int | None = None
+    """Of a CTA."""
+    registers: int | None = None
+    """That each thread of a math warp may use."""
+    stages: int | None = None
+    """Slots of the pipeline."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What ``w4gemm.jit`` compiles: a ``cute.jit`` entry and stand-ins for its arguments (dtypes, symbolic shapes)."""
@@ -96,6 +113,10 @@ class Kernel(Compilable, Protocol):
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Device memory that a launch needs besides its operands."""
+        ...
+
+    def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
+        """What a launch takes of the device."""
         ...
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:

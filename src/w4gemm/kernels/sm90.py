@@ -12,7 +12,7 @@ import torch
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.kernels import workspace
-from w4gemm.kernels.base import OK, Operands, Program, Status
+from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.sm90_model import predicted_us
 from w4gemm.layouts.sm90 import CODE_WORDS, scale_group, scale_words
@@ -56,6 +56,11 @@ class Variant:
     def out_kind(self) -> str:
         """dtype of d: "f16", "bf16" or "f32"."""
         return _OUT_KIND[self.epilogue.out_dtype or torch.float32]
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a consumer thread asks for, 0 where the launch's own share is enough."""
+        return 0
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
@@ -109,6 +114,21 @@ class Sm90Kernel(ABC):
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         return 0
+
+    def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
+        variant = self.variant.of(problem, config)
+        m_tiles = -(-problem.m // (config.tile_m * config.cluster_m)) * config.cluster_m
+        n_tiles = -(-problem.n // (config.tile_n * config.cluster_n)) * config.cluster_n
+        ctas, per_sm = m_tiles * n_tiles * config.split_k, self.ctas_per_sm(config)
+        even = min(255, 65536 // (variant.threads * per_sm) // 8 * 8)
+        return Resources(
+            variant.shared_bytes,
+            ctas,
+            round(ctas / (problem.device.sms * per_sm), 2),
+            variant.threads,
+            variant.consumer_registers or even,
+            variant.stages,
+        )
 
     def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         return self.variant.of(problem, config)

@@ -1,9 +1,10 @@
-"""The one timer: CUDA-graph replays over operands that rotate, so that no weight is found in L2."""
+"""The one timer: CUDA-graph replays over operands that rotate, so that no weight is in L2; plain calls on the CPU."""
 
 from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,20 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+def time_calls(variants: Sequence[Sequence[Callable[[], object]]], replays: int = 5) -> list[Timing]:
+    """As :func:`time_graphs`, on the CPU: the calls of each variant one after the other, by the clock."""
+    for calls in variants:
+        calls[0]()
+    times: list[list[float]] = [[] for _ in variants]
+    for _ in range(replays):
+        for calls, found in zip(variants, times, strict=True):
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            found.append((time.perf_counter() - start) * 1e6 / len(calls))
+    return [_percentiles(found) for found in times]
 
 
 def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

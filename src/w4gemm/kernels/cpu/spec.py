@@ -18,7 +18,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels.base import OK, Operands, Program, Status
+from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.cpu import kernel
 from w4gemm.layouts.cpu import CHUNK
 from w4gemm.problem import GemmProblem
@@ -66,6 +66,9 @@ class CpuMixedGemm:
         if config.tile_m == 1:
             return 4 * problem.n * -(-problem.k // config.tile_k) + 8 * problem.k * -(-problem.n // CHUNK)
         return 8 * min(problem.n, config.tile_n) * problem.k
+
+    def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
+        return Resources(self.workspace_bytes(problem, config))
 
     def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         return (self.name,)

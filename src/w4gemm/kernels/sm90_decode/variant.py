@@ -116,3 +116,17 @@ class Variant(sm90.Variant):
     def accumulators(self) -> int:
         """Accumulator registers of a thread."""
         return 4 * self.row_blocks * self.token_blocks
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def stages(self) -> int:
+        return self.slots
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, alignment included."""
+        rings = self.warps * self.slots * (self.weight_bytes + self.x_bytes)
+        return rings + self.reduction_bytes + _BARRIERS_AND_ALIGNMENT

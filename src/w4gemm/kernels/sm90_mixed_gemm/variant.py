@@ -156,6 +156,12 @@ class Variant(sm90.Variant):
         return min(self.config.stages, fit) if self.config.stages else fit
 
     @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, alignment included."""
+        staging = self.staging_buffers * self.staging_bytes
+        return self.stages * self.stage_bytes + staging + _BARRIERS_AND_ALIGNMENT
+
+    @property
     def consumer_registers(self) -> int:
         """Registers a consumer thread asks for, 0 where the launch's own share is enough."""
         if self.occupancy == 2:

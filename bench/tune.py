@@ -1,0 +1,101 @@
+"""Make the table that ships for this GPU, and record what it brings: ``python -m bench.tune``.
+
+Runs ``w4gemm tune`` for each set of layers in a process of its own with an empty cache, so that its time is what a user
+waits. Then every choice is measured again beside the heuristic's first guess, since the fastest of several noisy
+timings flatters itself. Writes src/w4gemm/tuning/tables/ and appends a row of ``{"kind": "tuning", ...}`` for each
+point to bench/results/tuning.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.shapes import SETS
+
+from w4gemm import dispatch, environment
+from w4gemm.cli.problems import chosen_device, parse_tokens
+from w4gemm.formats import WeightFormat
+from w4gemm.layouts import native_layout
+from w4gemm.problem import GemmProblem
+from w4gemm.tuning import record, store
+from w4gemm.tuning.workload import Workload
+
+RESULTS = Path(__file__).parent / "results/tuning.jsonl"
+_REPLAYS = 15
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.tune", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--shapes", default="llama-3-8b,layers", help="names of bench/shapes.py (default: %(default)s)")
+    parser.add_argument("--m", default="1..", help="tokens, as of w4gemm tune (default: every interval)")
+    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser.add_argument("--device", help="as of w4gemm tune")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    parser.add_argument("--table", type=Path, help="(default: the shipped one of this device)")
+    args = parser.parse_args(argv)
+    device, where = chosen_device(args.device)
+    assert where is not None
+    facts = record.facts()
+    with tempfile.TemporaryDirectory() as folder:
+        environment.set_cache_dir(Path(folder))
+        seconds = {name: tune(name, args) for name in args.shapes.split(",")}
+        path = store.user_path()
+        assert path is not None
+        records = store.effective(store.read(path))
+        rows: list[dict[str, Any]] = []
+        for name in seconds:
+            rows += gains(name, args, device, where)
+    for row in rows:
+        row |= {"tune_s": round(seconds[row["shapes"]], 1), **facts, "run": record.run_name(facts)}
+    record.append(args.out, *rows)
+    store.replace_table(args.table or store.shipped_path(store.device_facts(device)[0]), records)
+    for name, took in seconds.items():
+        gain = [row["first_guess_us"] / row["us"] for row in rows if row["shapes"] == name]
+        mean = math.exp(sum(map(math.log, gain)) / len(gain))
+        over = f"geometric mean {mean:.3f}, worst {min(gain):.3f}, best {max(gain):.3f}"
+        print(f"{name}: {len(gain)} points in {took:.1f} s; first guess / choice, measured anew: {over}")
+
+
+def tune(name: str, args: argparse.Namespace) -> float:
+    """Seconds that ``w4gemm tune`` takes."""
+    sizes = ",".join(f"{n}x{k}" for n, k in SETS[name])
+    command = [sys.executable, "-m", "w4gemm.cli", "tune", "--shapes", sizes, "--m", args.m, "--format", args.format]
+    started = time.perf_counter()
+    subprocess.run(command + (["--device", args.device] if args.device else []), check=True)
+    return time.perf_counter() - started
+
+
+def gains(name: str, args: argparse.Namespace, device: Any, where: torch.device) -> list[dict[str, Any]]:
+    """A row for each point: its choice and the first guess, interleaved."""
+    rows = []
+    dtype = torch.float32 if device.kind == "cpu" else torch.bfloat16
+    format = WeightFormat.parse(args.format)
+    for n, k in SETS[name]:
+        workload = None
+        for m in parse_tokens(args.m):
+            problem = GemmProblem(m, n, k, dtype, format, native_layout(device), device=device)
+            workload = workload or Workload(problem, where)
+            plan = dispatch.plan(problem)
+            _, kernel, config = dispatch.explain(problem).ranking[0]
+            guess = dispatch.plan(problem, f"{kernel}/{config}")
+            launches = [plan.launch] if str(plan) == str(guess) else [plan.launch, guess.launch]
+            times = workload.time(launches, workload.operands(m), _REPLAYS if m <= 1024 else _REPLAYS // 3)
+            us, first = times[0].p50, times[-1].p50
+            what = {"kind": "tuning", "shapes": name, "m": m, "n": n, "k": k, "format": str(format)}
+            what |= {"dtype": str(dtype).removeprefix("torch."), "config": str(plan), "first_guess": str(guess)}
+            rows.append({**what, "source": plan.source, "us": round(us, 3), "first_guess_us": round(first, 3)})
+            print(f"  m {m}, n {n}, k {k}: {plan} {us:.1f} us, first guess {guess} {first:.1f}", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""``w4gemm bench``: measure layers beside the peers, and report; the ``bench`` folder of a checkout does the work."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from w4gemm.errors import UnsupportedError
+
+NAME = "bench"
+HELP = "measure layers beside other implementations, and report it (in a checkout)"
+DESCRIPTION = (
+    "Measure layers beside every other implementation that is installed, or make the tables and plots of a run."
+)
+_CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
+    what = {
+        "run": "measure layers with every implementation in one process",
+        "report": "make docs/benchmarks.md, the plots and docs/benchmarks.html from a run's rows",
+        "tune": "make the shipped table of this GPU, and record what it brings",
+    }
+    for name, text in what.items():
+        actions.add_parser(name, help=text, add_help=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """``args.rest`` holds what is not read here: the module has a parser of its own."""
+    if args.action == "run" and not torch.cuda.is_available() and not {"-h", "--help"} & set(args.rest):
+        raise UnsupportedError("bench run measures on a GPU, and PyTorch sees none here")
+    module(args.action).main(args.rest)
+    return 0
+
+
+def module(name: str) -> ModuleType:
+    """``bench.<name>`` of the checkout that this package is used from.
+
+    Raises:
+        FileNotFoundError: if it is installed without one.
+    """
+    if not (_CHECKOUT / "bench" / f"{name}.py").is_file():
+        raise FileNotFoundError("bench is not part of the installed package: run w4gemm from a checkout")
+    if str(_CHECKOUT) not in sys.path:
+        sys.path.insert(0, str(_CHECKOUT))
+    return importlib.import_module(f"bench.{name}")

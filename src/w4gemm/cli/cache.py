@@ -1,0 +1,101 @@
+"""``w4gemm cache``: what is kept on disk, compiled kernels and tuned configs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from w4gemm import environment
+from w4gemm.cli.report import say
+from w4gemm.jit import disk
+from w4gemm.tuning import store
+from w4gemm.tuning.revision import revision
+
+NAME = "cache"
+HELP = "list, clear, export or import what is kept on disk"
+DESCRIPTION = "What is kept on disk: compiled kernels and tuned configs."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
+    actions.add_parser("path", help="print the folder")
+    actions.add_parser("list", help="count the compiled kernels, and print every tuned config")
+    clear = actions.add_parser("clear", help="delete both, or only one")
+    clear.add_argument("--only", choices=("compiled", "tuned"))
+    export = actions.add_parser("export", help="print the tuned configs as JSON lines, or write them to a file")
+    export.add_argument("file", nargs="?", metavar="FILE")
+    taken = actions.add_parser("import", help="add the tuned configs of a file")
+    taken.add_argument("file", metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = environment.cache_dir()
+    if folder is None and args.action != "list":
+        raise ValueError("W4GEMM_CACHE_DIR is off: nothing is kept")
+    actions = {"path": _path, "list": _list, "clear": _clear, "export": _export, "import": _import}
+    actions[args.action](args)
+    return 0
+
+
+def _path(args: argparse.Namespace) -> None:
+    print(environment.cache_dir())
+
+
+def _list(args: argparse.Namespace) -> None:
+    objects = disk.stored()
+    size = sum(path.stat().st_size for path in objects)
+    print(f"{environment.cache_dir() or 'nothing is kept'}: {len(objects)} compiled kernels, {size / 2**20:.1f} MiB")
+    for name, path in (("tuned", store.user_path()), *(("shipped", path) for path in store.shipped_tables())):
+        records = store.effective(store.read(path)) if path else []
+        print(f"{name}: {path}, {len(records)} configs")
+        for record in records:
+            print(f"  {_line(record)}")
+
+
+def _line(record: store.Record) -> str:
+    key, (first, last) = record.key, record.m
+    fused = f", {key.epilogue}" * bool(key.epilogue) + ", batch invariant" * key.batch_invariant
+    what = f"{key.device}, {key.dtype} x {key.format}, n {key.n}, k {key.k}, m {first} to {last or 'any'}{fused}"
+    stale = "" if is_current(record) else " (stale)"
+    return f"{what}: {record.choice}, {record.us:.1f} us, {record.date}{stale}"
+
+
+def is_current(record: store.Record) -> bool:
+    """Whether its kernel is what was measured."""
+    try:
+        return record.revision == revision(record.kernel)
+    except ValueError:  # the kernel is gone
+        return False
+
+
+def _clear(args: argparse.Namespace) -> None:
+    if args.only != "tuned":
+        objects = disk.stored()
+        for path in objects:
+            path.unlink(missing_ok=True)
+        say(f"deleted {len(objects)} compiled kernels")
+    if args.only != "compiled":
+        say(f"deleted {store.clear()} tuned configs")
+
+
+def _export(args: argparse.Namespace) -> None:
+    path = store.user_path()
+    records = store.effective(store.read(path)) if path else []
+    text = "".join(record.line() for record in records)
+    if args.file:
+        Path(args.file).write_text(text)
+        say(f"wrote {len(records)} tuned configs to {args.file}")
+    else:
+        sys.stdout.write(text)
+
+
+def _import(args: argparse.Namespace) -> None:
+    path = store.user_path()
+    assert path is not None
+    records, bad = store.parse_lines(Path(args.file).read_text().splitlines())
+    store.append(path, records)
+    say(f"added {len(records)} tuned configs to {path}")
+    if bad:
+        number, reason = bad[0]
+        raise ValueError(f"{args.file}: skipped {len(bad)} unreadable lines; line {number}: {reason}")

@@ -1,0 +1,101 @@
+"""``w4gemm compile``: fill a folder with the compiled kernels that a model needs, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from w4gemm import dispatch, environment
+from w4gemm.cli.generate import DTYPES
+from w4gemm.cli.problems import add_layer_arguments, device_line, parse_layers, parse_tokens, problems
+from w4gemm.cli.report import progress_bar, say
+from w4gemm.config import GemmConfig
+from w4gemm.errors import UnsupportedError
+from w4gemm.jit.pool import CompilePool, Job
+from w4gemm.kernels import kernel_named
+from w4gemm.kernels.column_gather.spec import ColumnGather
+from w4gemm.problem import H200, GemmProblem
+from w4gemm.tuning import store
+
+NAME = "compile"
+HELP = "compile ahead of time what a model needs, without a GPU"
+DESCRIPTION = (
+    "Compile what linear will choose for a model's layers into a folder, with the tuned configs that decided. On the "
+    "GPU machine set W4GEMM_CACHE_DIR to the folder, which may be read-only, and W4GEMM_COMPILE=off to make sure that "
+    "nothing is compiled there. Both machines need the same versions of w4gemm and of CuTe DSL."
+)
+ARCHS = {"sm_90a": H200}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_layer_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="the folder, made if needed")
+    parser.add_argument("--arch", choices=ARCHS, default="sm_90a", help="(default: %(default)s)")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="its exact name, by which tuned configs are found (default: H200's)"
+    )
+    parser.add_argument(
+        "--sms", type=int, metavar="N", help="its multiprocessors (default: 132, as an H100 SXM or H200)"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default: %(default)s)")
+    parser.add_argument(
+        "--top", type=int, default=1, metavar="N", help="also the N best guesses (default: %(default)s)"
+    )
+    parser.add_argument("--act-order", action="store_true", help="also the gather of weights in act-order")
+    parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a processor)")
+
+
+def run(args: argparse.Namespace) -> int:
+    device = ARCHS[args.arch]
+    device = replace(device, name=args.gpu or device.name, sms=args.sms or device.sms)
+    layers, dtype = parse_layers(args), DTYPES[args.dtype]
+    wanted = problems(layers, parse_tokens(args.m), device, dtype, args.batch_invariant)
+    say(f"{device_line(device)}; {len(wanted)} problems")
+    jobs, records = choices(wanted, args.top)
+    if args.act_order:
+        gather = ColumnGather()
+        for problem in wanted:
+            jobs[gather.name, gather.compile_key(problem, _NO_CONFIG)] = (gather, problem, _NO_CONFIG)
+    environment.set_cache_dir(args.output)
+    args.output.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    size = 0
+    with CompilePool(args.workers) as pool, progress_bar() as progress:
+        for done, future in enumerate(pool.submit(jobs.values())):
+            progress(done, len(jobs), "compiling")
+            size += len(future.result() or b"")
+    if records:
+        store.replace_table(args.output / store.USER_FILE, records)
+    seconds = time.perf_counter() - started
+    print(
+        f"{args.output}: {len(jobs)} kernels, {size / 2**20:.1f} MiB, in {seconds:.1f} s; {len(records)} tuned configs"
+    )
+    return 0
+
+
+_NO_CONFIG = GemmConfig(1, 1, 1)
+
+
+def choices(wanted: Iterable[GemmProblem], top: int) -> tuple[dict[object, Job], list[store.Record]]:
+    """What to compile, each object once, and the user's records that decided.
+
+    Raises:
+        UnsupportedError: if nothing runs one of the problems.
+    """
+    jobs: dict[object, Job] = {}
+    records = []
+    for problem in wanted:
+        found = dispatch.explain(problem)
+        if found.chosen is None:
+            raise UnsupportedError(str(found))
+        for name, config in dict.fromkeys((found.chosen, *((name, c) for _, name, c in found.ranking[: top - 1]))):
+            kernel = kernel_named(name)
+            jobs[name, kernel.compile_key(problem, config)] = (kernel, problem, config)
+        decided = dispatch.recorded(problem)
+        if decided is not None and decided[0] == "tuned":
+            records.append(decided[1])
+    return jobs, records

@@ -1,0 +1,58 @@
+"""``w4gemm explain``: what each kernel says about a problem, every config, and which one runs and why."""
+
+from __future__ import annotations
+
+import argparse
+
+from w4gemm import dispatch
+from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line
+from w4gemm.epilogue import ACTIVATIONS, Epilogue
+from w4gemm.formats import WeightFormat
+from w4gemm.layouts import native_layout
+from w4gemm.problem import GemmProblem
+from w4gemm.tuning.roofline import roofline_us
+
+NAME = "explain"
+HELP = "say which configs can run a problem, which one does, and why"
+DESCRIPTION = "What each kernel says about a problem, every config with its predicted time, and which one runs and why."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, what in (("m", "tokens"), ("n", "output features"), ("k", "input features")):
+        parser.add_argument(f"--{name}", type=int, required=True, help=what)
+    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    add_device_arguments(parser, simulated=True)
+    parser.add_argument("--config", help="as if this one were forced")
+    parser.add_argument("--activation", choices=ACTIVATIONS)
+    parser.add_argument("--residual", action="store_true")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--rows", type=int, metavar="N", help="only the N best guesses (default: all)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if min(args.m, args.n, args.k) < 1:
+        raise ValueError(f"--m, --n, --k: wanted numbers from 1, got {args.m}, {args.n}, {args.k}")
+    device, _ = chosen_device(args.device)
+    problem = GemmProblem(
+        dispatch.representative(args.m),
+        args.n,
+        args.k,
+        chosen_dtype(args.dtype, device),
+        WeightFormat.parse(args.format),
+        native_layout(device),
+        Epilogue(args.activation, residual=args.residual),
+        device,
+        args.batch_invariant,
+    )
+    found = dispatch.explain(problem, args.config)
+    print(device_line(device))
+    print(found)
+    if device.kind == "cpu":
+        print("  predicted times only order the configs here: nothing is known of this CPU")
+    elif (least := roofline_us(problem)) is not None:
+        print(f"  roofline: {least:.1f} us")
+    first, last = dispatch.interval_of(args.m)
+    print(f"  chosen once for m {first} to {last}" if last else f"  chosen once for m from {first}")
+    if found.candidates:
+        print(f"\n{found.table(args.rows)}")
+    return 0

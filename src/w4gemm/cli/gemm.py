@@ -1,0 +1,88 @@
+"""``w4gemm gemm``: run one product, check it, time it; or measure every config of it."""
+
+from __future__ import annotations
+
+import argparse
+
+from w4gemm import dispatch
+from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line
+from w4gemm.cli.report import progress_bar
+from w4gemm.epilogue import PLAIN
+from w4gemm.formats import WeightFormat
+from w4gemm.layouts import native_layout
+from w4gemm.problem import GemmProblem
+from w4gemm.tuning.roofline import Work, roofline_us
+from w4gemm.tuning.tuner import Outcome, tune
+from w4gemm.tuning.workload import Workload
+
+NAME = "gemm"
+HELP = "run one product of random numbers, check and time it; --profile measures every config"
+DESCRIPTION = (
+    "Multiply random activations (M, K) by a random 4-bit weight (N, K), check the result and time it, the weight "
+    "never in a cache. --profile measures every config and keeps the fastest for later calls."
+)
+_REPLAYS = 15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, what in (("m", "tokens"), ("n", "output features"), ("k", "input features")):
+        parser.add_argument(name, metavar=name.upper(), type=int, help=what)
+    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    add_device_arguments(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--config", help="force one, as `w4gemm explain` names them")
+    which.add_argument("--profile", action="store_true", help="measure every config, and keep the fastest")
+    parser.add_argument("--top", type=int, metavar="N", help="with --profile: only the N best guesses")
+
+
+def run(args: argparse.Namespace) -> int:
+    if min(args.m, args.n, args.k) < 1:
+        raise ValueError(f"M, N, K: wanted numbers from 1, got {args.m}, {args.n}, {args.k}")
+    device, where = chosen_device(args.device)
+    assert where is not None
+    format = WeightFormat.parse(args.format)
+    dtype = chosen_dtype(args.dtype, device)
+    problem = GemmProblem(args.m, args.n, args.k, dtype, format, native_layout(device), device=device)
+    print(f"{device_line(device)}\n{problem}")
+    if args.profile:
+        with progress_bar() as progress:
+            outcomes = list(tune([problem], where, top=args.top, force=True, progress=progress))
+        for outcome in outcomes:
+            print(profile_text(outcome))
+        return 0 if outcomes else 1
+    # planned as linear does it, for the interval of m
+    rest = (format, problem.layout, PLAIN, where, args.config or "")
+    plan = dispatch.plan_for(dispatch.Call(dispatch.interval(args.m), args.n, args.k, dtype, *rest))
+    workload = Workload(problem, where)
+    operands = workload.operands(args.m)
+    error = workload.error(plan.launch, operands[0])
+    (time,) = workload.time([plan.launch], operands, _REPLAYS)
+    print(f"{plan} ({plan.source}): {speed(problem, time.p50)}; relative error {error:.1e}")
+    return 0
+
+
+def speed(problem: GemmProblem, us: float) -> str:
+    """Time, and what it comes to."""
+    work = Work.of(problem)
+    text = f"{us:.1f} us, {work.operations / us / 1e6:.3g} TFLOP/s, {work.bytes / us / 1e6:.3g} TB/s"
+    least = roofline_us(problem)
+    if least is not None:
+        return f"{text}, {100 * least / us:.0f} % of the roofline ({least:.1f} us)"
+    return f"{text} (no roofline is known for this device)"
+
+
+def profile_text(outcome: Outcome, rows: int = 10) -> str:
+    """The fastest configs, where the heuristic's first guess stands, and what was kept."""
+    problem, times = outcome.problem, outcome.times
+    lines = [f"measured at m {problem.m}, which stands for its interval: {len(times)} configs"]
+    guesses = dispatch.configs(problem)
+    for rank, (name, time) in enumerate(list(times.items())[:rows], 1):
+        lines.append(f"{rank:3}  {name}: {speed(problem, time.p50)}; guess {guesses.index(name) + 1}")
+    if outcome.first_guess in times:
+        rank = list(times).index(outcome.first_guess) + 1
+        lines.append(f"the heuristic's first guess, {outcome.first_guess}, is number {rank} of {len(times)}")
+    lines += [f"left out: {name}: {reason}" for name, reason in outcome.failed.items()]
+    first, last = outcome.record.m
+    span = f"m {first} to {last}" if last else f"m from {first}"
+    lines.append(f"kept for {span}: {outcome.record.choice}, {outcome.gain:.2f} times as fast as the first guess")
+    return "\n".join(lines)

@@ -1,0 +1,170 @@
+"""What several commands take: a device, a dtype, a format, layers, numbers of tokens."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from w4gemm import dispatch
+from w4gemm.checkpoints import find_checkpoint
+from w4gemm.checkpoints.gguf import INT4_FORMATS, GGUFCheckpoint
+from w4gemm.cli.generate import DTYPES, choose_device
+from w4gemm.cli.report import say
+from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.errors import FormatError
+from w4gemm.formats import WeightFormat
+from w4gemm.layouts import native_layout
+from w4gemm.problem import H200, Device, GemmProblem
+
+SIMULATED = {"h200": H200}
+"""Devices that need not be there, for what only chooses and compiles."""
+_RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer: n output and k input features, and whether it adds a bias."""
+
+    n: int
+    k: int
+    format: WeightFormat
+    bias: bool = False
+
+
+def add_device_arguments(parser: argparse.ArgumentParser, simulated: bool = False) -> None:
+    also = ", or h200, which need not be there" if simulated else ""
+    parser.add_argument("--device", help=f"cpu, cuda or cuda:N{also} (default: cuda if a kernel runs there, else cpu)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
+    )
+
+
+def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", metavar="PATH", help="a GGUF file, or a folder with one or a Hugging Face model")
+    which.add_argument(
+        "--shapes",
+        metavar="FILE",
+        help="lines of N K [FORMAT] [bias] (output features, input features); or sizes like 6144x4096,4096x4096",
+    )
+    parser.add_argument("--format", help="of layers that say none (default: int4_g128)")
+    parser.add_argument(
+        "--m",
+        default="1..8192",
+        metavar="M",
+        help="tokens: numbers and ranges like 1..64,512 or 1.. (default: %(default)s)",
+    )
+
+
+def chosen_device(name: str | None) -> tuple[Device, torch.device | None]:
+    """The device to choose for, and to run on if it is there.
+
+    Raises:
+        ValueError: for a name that is none, or of a device that is not there.
+    """
+    if name in SIMULATED:
+        return SIMULATED[name], None
+    device, note = choose_device(name)
+    if note:
+        say(note)
+    return Device.of(device), device
+
+
+def chosen_dtype(name: str | None, device: Device) -> torch.dtype:
+    return DTYPES[name or ("float32" if device.kind == "cpu" else "bfloat16")]
+
+
+def device_line(device: Device) -> str:
+    if device.kind != "cuda":
+        return "the CPU" if device.kind == "cpu" else device.kind
+    capability = ".".join(map(str, device.capability))
+    return f"{device.name}, compute capability {capability}, {device.sms} multiprocessors"
+
+
+def problems(
+    layers: list[Layer], tokens: list[int], device: Device, dtype: torch.dtype, batch_invariant: bool = False
+) -> list[GemmProblem]:
+    """One for each layer and interval of m."""
+    layout = native_layout(device)
+    return [
+        GemmProblem(m, layer.n, layer.k, dtype, layer.format, layout, epilogue, device, batch_invariant)
+        for layer in layers
+        for epilogue in (Epilogue(bias=True) if layer.bias else PLAIN,)
+        for m in tokens
+    ]
+
+
+def parse_tokens(text: str) -> list[int]:
+    """The numbers of tokens that stand for the intervals of ``1..64,512``, or ``4096..`` without an end.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first = int(match[1]) if match else 0
+        if match is None or first < 1:
+            raise ValueError(f"--m: wanted numbers from 1 and ranges like 1..64,512 or 1.., got {text!r}")
+        last = first if match[2] is None else int(match[3]) if match[3] else dispatch.BOUNDS[-1] + 1
+        if last < first:
+            raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
+        intervals = range(dispatch.interval(first), dispatch.interval(last) + 1)
+        found |= {dispatch.representative(dispatch.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
+    return sorted(found)
+
+
+def parse_layers(args: argparse.Namespace) -> list[Layer]:
+    """The layers of ``--model`` or ``--shapes``, each once.
+
+    Raises:
+        FileNotFoundError, FormatError, ValueError: if they cannot be read.
+    """
+    format = WeightFormat.parse(args.format) if args.format else WeightFormat()
+    if args.model is not None:
+        found = _layers_of_model(args.model)
+    elif Path(args.shapes).is_file():
+        found = [
+            _parse_line(line, f"{args.shapes}:{number}", format)
+            for number, text in enumerate(Path(args.shapes).read_text().splitlines(), 1)
+            if (line := text.partition("#")[0].strip())
+        ]
+    else:
+        found = [_parse_size(part, format) for part in args.shapes.split(",")]
+    if not found:
+        raise FormatError(f"{args.model or args.shapes}: no 4-bit layers")
+    return list(dict.fromkeys(found))
+
+
+def _layers_of_model(path: str) -> list[Layer]:
+    found = find_checkpoint(path)
+    if found is None:
+        from w4gemm.integrations.transformers import linear_shapes
+
+        return [Layer(*shape) for shape in linear_shapes(path)]
+    checkpoint = GGUFCheckpoint(found[1])
+    return [
+        Layer(*info.shape, INT4_FORMATS[info.type], name.removesuffix("weight") + "bias" in checkpoint.tensors)
+        for name, info in checkpoint.tensors.items()
+        if checkpoint.is_int4(name) and len(info.shape) == 2
+    ]
+
+
+def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
+    words = line.split()
+    bias = words[-1] == "bias"
+    words = words[: len(words) - bias]
+    if len(words) not in (2, 3) or not all(word.isdigit() and int(word) for word in words[:2]):
+        raise ValueError(f"{where}: wanted N K [FORMAT] [bias], got {line!r}")
+    return Layer(int(words[0]), int(words[1]), WeightFormat.parse(words[2]) if len(words) == 3 else format, bias)
+
+
+def _parse_size(text: str, format: WeightFormat) -> Layer:
+    size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if size is None:
+        raise FileNotFoundError(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {text!r}")
+    return Layer(int(size[1]), int(size[2]), format)

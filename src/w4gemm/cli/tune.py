@@ -1,0 +1,75 @@
+"""``w4gemm tune``: measure the likeliest configs of a model's layers, and keep the fastest."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+
+from w4gemm.cli.problems import (
+    add_device_arguments,
+    add_layer_arguments,
+    chosen_device,
+    chosen_dtype,
+    device_line,
+    parse_layers,
+    parse_tokens,
+    problems,
+)
+from w4gemm.cli.report import progress_bar, say
+from w4gemm.tuning import store
+from w4gemm.tuning.tuner import TOP, Outcome, tune
+
+NAME = "tune"
+HELP = "measure the likeliest configs of a model's layers and keep the fastest"
+DESCRIPTION = (
+    "For each layer and interval of m: compile the configs that should be fastest, measure them, and keep the fastest "
+    "in the cache folder, where every later process finds it. What has a record already is not measured again, so an "
+    "interrupted run goes on where it stopped."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_layer_arguments(parser)
+    add_device_arguments(parser)
+    parser.add_argument(
+        "--top", type=int, default=TOP, metavar="N", help="configs to measure of each (default: %(default)s)"
+    )
+    parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
+    parser.add_argument("--force", action="store_true", help="also what has a record already")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that compile (default: one a processor)")
+
+
+def run(args: argparse.Namespace) -> int:
+    device, where = chosen_device(args.device)
+    assert where is not None
+    dtype = chosen_dtype(args.dtype, device)
+    wanted = problems(parse_layers(args), parse_tokens(args.m), device, dtype, args.batch_invariant)
+    say(f"{device_line(device)}; {len(wanted)} problems")
+    started = time.perf_counter()
+    outcomes: list[Outcome] = []
+    try:
+        with progress_bar() as progress:
+            options = {"top": args.top, "force": args.force, "workers": args.workers}
+            for outcome in tune(wanted, where, **options, progress=progress):
+                outcomes.append(outcome)
+                print(line(outcome), flush=True)
+    finally:
+        seconds = time.perf_counter() - started
+        say(f"{len(outcomes)} of {len(wanted)} measured in {seconds:.0f} s{summary(outcomes)}")
+        say(f"kept in {store.user_path() or 'no file: W4GEMM_CACHE_DIR is off'}")
+    return 0
+
+
+def line(outcome: Outcome) -> str:
+    problem, record = outcome.problem, outcome.record
+    gain = "the first guess" if record.choice == outcome.first_guess else f"{outcome.gain:.2f} x the first guess"
+    return f"m {problem.m}, n {problem.n}, k {problem.k}: {record.choice}, {record.us:.1f} us, {gain}"
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """What tuning brought over the heuristic."""
+    if not outcomes:
+        return "; the others have records already (--force measures them again)"
+    mean = math.exp(sum(math.log(o.gain) for o in outcomes) / len(outcomes))
+    return f"; over the first guesses {mean:.3f} x in the geometric mean, at most {max(o.gain for o in outcomes):.2f} x"

@@ -1,0 +1,90 @@
+"""Why a problem is run as it is: :class:`Explanation`, made by :func:`w4gemm.dispatch.explain`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from w4gemm.config import GemmConfig
+from w4gemm.kernels import Resources, Status
+from w4gemm.problem import GemmProblem
+
+_COLUMNS = ("#", "us", "score", "kernel/config", "CTAs", "waves", "threads", "registers", "shared", "stages")
+
+
+class Candidate(NamedTuple):
+    """One config that can run the problem."""
+
+    us: float
+    """Predicted microseconds."""
+    kernel: str
+    config: GemmConfig
+    resources: Resources
+
+    def __str__(self) -> str:
+        return f"{self.kernel}/{self.config}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a problem is run as it is. ``str`` gives it in a few lines, :meth:`table` with every config."""
+
+    problem: GemmProblem
+    status: dict[str, Status]
+    """Every kernel's answer."""
+    ranking: tuple[tuple[float, str, GemmConfig], ...]
+    """(predicted microseconds, kernel, config) of all that can run it, best guess first."""
+    candidates: tuple[Candidate, ...] = ()
+    """The same, with what each takes of the device."""
+    chosen: tuple[str, GemmConfig] | None = None
+    """(kernel, config) that runs; None if nothing can."""
+    source: str = ""
+    """Where the choice came from: forced, tuned, shipped or heuristic."""
+
+    def __str__(self) -> str:
+        lines = [str(self.problem)]
+        for name, status in self.status.items():
+            count = sum(kernel == name for _, kernel, _ in self.ranking)
+            lines.append(f"  {name}: {f'{count} configs' if status else status.reason}")
+        if self.chosen is not None:
+            kernel, config = self.chosen
+            lines.append(f"  chosen: {kernel}/{config} ({self.source})")
+        return "\n".join(lines)
+
+    def table(self, rows: int | None = None) -> str:
+        """Every config, best guess first: predicted time, score (the best prediction over this one), launch and
+        resources. The chosen one is marked with ``*``.
+
+        Args:
+            rows: how many at most, besides the chosen one; None for all.
+        """
+        if not self.candidates:
+            return ""
+        best = self.candidates[0].us
+        lines: list[tuple[str, ...]] = [_COLUMNS]
+        for number, candidate in enumerate(self.candidates, 1):
+            chosen = (candidate.kernel, candidate.config) == self.chosen
+            if rows is not None and number > rows and not chosen:
+                continue
+            lines.append((f"{'*' if chosen else ''}{number}", *_cells(candidate, best)))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+        return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
+    """The name of the config to the left, numbers to the right."""
+    left = _COLUMNS.index("kernel/config")
+    cells = (c.ljust(w) if i == left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+    return "  ".join(cells)
+
+
+def _cells(candidate: Candidate, best: float) -> tuple[str, ...]:
+    found = candidate.resources
+    return (
+        f"{candidate.us:.1f}",
+        f"{best / candidate.us:.2f}",
+        str(candidate),
+        *("-" if value is None else str(value) for value in (found.ctas, found.waves, found.threads, found.registers)),
+        f"{found.memory / 1024:.0f} KiB",
+        "-" if found.stages is None else str(found.stages),
+    )

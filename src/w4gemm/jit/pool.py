@@ -1,0 +1,135 @@
+"""Compiling in several processes: :class:`CompilePool`.
+
+The DSL compiles in global state, one kernel at a time and process. The processes are plain children that answer over a
+pipe, not ``multiprocessing``: that would run a caller's unguarded script again, and forking is not allowed once CUDA
+runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from w4gemm.config import GemmConfig
+from w4gemm.jit.compile import object_code
+from w4gemm.kernels.base import Compilable
+from w4gemm.problem import GemmProblem
+
+Job = tuple[Compilable, GemmProblem, GemmConfig]
+
+_CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from w4gemm.jit.pool import _serve; _serve()"
+
+
+class CompilePool:
+    """Compiles :data:`Job`s in child processes, in the order in which they come. A context manager.
+
+    Args:
+        workers: how many processes; None for as many as there are processors for this process.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self.workers = workers or usable_processors()
+        self._jobs: queue.SimpleQueue[tuple[Future[bytes | None], Job] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._closed = False
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Drop what has not begun and end the children."""
+        self._closed = True
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                child.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def submit(self, jobs: Iterable[Job]) -> list[Future[bytes | None]]:
+        """A future for each job: the object's bytes, which are also in the cache folder, or None where there is nothing
+        to compile. Its exception is a RuntimeError with the child's message."""
+        futures: list[Future[bytes | None]] = []
+        for job in jobs:
+            future: Future[bytes | None] = Future()
+            self._jobs.put((future, job))
+            futures.append(future)
+        for _ in range(min(self.workers - len(self._threads), len(futures))):
+            self._threads.append(threading.Thread(target=self._feed, daemon=True))
+            self._threads[-1].start()
+        return futures
+
+    def _feed(self) -> None:
+        """One thread for one child: hands it jobs until there are no more."""
+        child: subprocess.Popen[bytes] | None = None
+        while (work := self._jobs.get()) is not None and not self._closed:
+            future, job = work
+            if child is None:
+                child = _start()
+                self._children.append(child)
+            try:
+                code, error = _ask(child, job)
+            except (OSError, EOFError, pickle.UnpicklingError) as e:  # the compiler took the child with it
+                child.kill()
+                child, code, error = None, None, f"the compiling process ended ({e or 'no answer'})"
+            if error:
+                future.set_exception(RuntimeError(error))
+            else:
+                future.set_result(code)
+        if child is not None:
+            child.kill()
+            child.wait()
+
+
+def usable_processors() -> int:
+    """Processors that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # the DSL prints what it has to say: nothing of it may get between the answers
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert child.stdin is not None
+    pickle.dump(sys.path, child.stdin)
+    child.stdin.flush()
+    return child
+
+
+def _ask(child: subprocess.Popen[bytes], job: Job) -> tuple[bytes | None, str]:
+    assert child.stdin is not None and child.stdout is not None
+    pickle.dump(job, child.stdin)
+    child.stdin.flush()
+    answer: tuple[bytes | None, str] = pickle.load(child.stdout)
+    return answer
+
+
+def _serve() -> None:
+    """In a child: answer every job on standard input with (object, error) on standard output."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            job: Any = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer: tuple[bytes | None, str] = (object_code(*job), "")
+        except Exception as e:  # whatever the compiler raises: the caller goes on without this config
+            answer = (None, f"{type(e).__name__}: {e}")
+        pickle.dump(answer, answers)
+        answers.flush()

@@ -1,0 +1,275 @@
+"""Measured choices, kept between processes: :class:`Record`, one JSON line each.
+
+Two tables: the user's, ``tuned.jsonl`` in the cache folder, over the shipped one, ``tables/<device>.jsonl`` in this
+package. In a table later lines go before earlier ones. A line is appended in one write under a lock, so that many
+processes can tune at once and an interrupted one loses nothing; what cannot be read is skipped with a warning. Whether
+a record may be used, its config still legal and its kernel the same, is dispatch's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm import environment
+from w4gemm.config import GemmConfig
+from w4gemm.problem import Device, GemmProblem
+
+_log = logging.getLogger("w4gemm")
+_TABLES = Path(__file__).resolve().parent / "tables"
+USER_FILE = "tuned.jsonl"
+
+
+class Key(NamedTuple):
+    """What a measured choice holds for, besides an interval of m."""
+
+    device: str
+    """The exact name; of a CPU, its model."""
+    sms: int
+    """Multiprocessors; of a CPU, PyTorch's threads."""
+    format: str
+    dtype: str
+    """Of x."""
+    layout: str
+    n: int
+    k: int
+    epilogue: str
+    """What of the epilogue changes the time: see :func:`epilogue_kind`."""
+    batch_invariant: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """``choice`` was the fastest of the configs that were measured, ``us`` microseconds a call."""
+
+    key: Key
+    m: tuple[int, int | None]
+    """First and last m that it holds for; None for no end. Measured at the last."""
+    kernel: str
+    config: str
+    us: float
+    revision: str
+    """Of the kernel's device code: :func:`w4gemm.tuning.revision.revision`."""
+    date: str
+
+    @property
+    def choice(self) -> str:
+        return f"{self.kernel}/{self.config}"
+
+    def holds_for(self, m: int) -> bool:
+        first, last = self.m
+        return first <= m and (last is None or m <= last)
+
+    def line(self) -> str:
+        rest = {name: getattr(self, name) for name in _VALUES}
+        return json.dumps({**self.key._asdict(), **rest}) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> Record:
+        """Inverse of :meth:`line`.
+
+        Raises:
+            ValueError: if the line is not a record.
+        """
+        row = json.loads(line)
+        wanted = (*Key._fields, *_VALUES)
+        if not isinstance(row, dict) or set(row) != set(wanted):
+            raise ValueError(f"wanted an object with {', '.join(wanted)}")
+        first, last = row["m"]
+        ok = isinstance(first, int) and (last is None or isinstance(last, int)) and isinstance(row["us"], (int, float))
+        if not ok or not isinstance(row["n"], int) or not isinstance(row["k"], int):
+            raise ValueError("wanted m [first, last or null], n, k and us as numbers")
+        GemmConfig.parse(row["config"])
+        key = Key(*(row.pop(name) for name in Key._fields))
+        return cls(key, (first, last), *(row[name] for name in _VALUES[1:]))
+
+
+_VALUES = ("m", "kernel", "config", "us", "revision", "date")
+
+
+def key_of(problem: GemmProblem) -> Key:
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return Key(
+        *device_facts(problem.device),
+        str(problem.format),
+        dtype,
+        problem.layout,
+        problem.n,
+        problem.k,
+        epilogue_kind(problem),
+        problem.batch_invariant,
+    )
+
+
+def epilogue_kind(problem: GemmProblem) -> str:
+    """``silu_mul``, ``residual`` and ``float32``, as far as they are asked for: other bytes move, and d is stored in
+    another way. alpha, a bias and the other activations cost too little to choose by."""
+    asked = {
+        "silu_mul": problem.epilogue.gated,
+        "residual": problem.epilogue.residual,
+        "float32": problem.out_dtype == torch.float32 != problem.dtype,
+    }
+    return "+".join(name for name, wanted in asked.items() if wanted)
+
+
+def device_facts(device: Device) -> tuple[str, int]:
+    """The name and the number of multiprocessors that records are kept by."""
+    return (device.name, device.sms) if device.kind == "cuda" else (_processor(), torch.get_num_threads())
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        found = None
+    return found[1].strip() if found else "CPU"
+
+
+# --- looking up ------------------------------------------------------------------------------------------------------
+
+_session: list[Record] = []
+"""What this process tuned and could not write."""
+
+
+def find(problem: GemmProblem) -> Iterator[tuple[str, Record]]:
+    """(``"tuned"`` or ``"shipped"``, record) of all that were made for ``problem``, those to prefer first."""
+    key = key_of(problem)
+    path = user_path()
+    user = (*(read(path) if path else ()), *_session)
+    for source, records in (("tuned", user), ("shipped", read(shipped_path(key.device)))):
+        for record in reversed(records):
+            if record.key == key and record.holds_for(problem.m):
+                yield source, record
+
+
+def user_path() -> Path | None:
+    """The user's table, whether or not it exists; None where nothing is kept."""
+    folder = environment.cache_dir()
+    return None if folder is None else folder / USER_FILE
+
+
+def shipped_path(device: str) -> Path:
+    """The table of a device that comes with the package, whether or not there is one."""
+    return _TABLES / f"{re.sub('[^a-z0-9]+', '_', device.lower()).strip('_') or 'unknown'}.jsonl"
+
+
+def shipped_tables() -> list[Path]:
+    """Every table that comes with the package."""
+    return sorted(_TABLES.glob("*.jsonl"))
+
+
+def read(path: Path) -> tuple[Record, ...]:
+    """A table's records in the order of their lines; none if there is no file."""
+    try:
+        about = path.stat()
+    except OSError:
+        return ()
+    return _read(path, about.st_mtime_ns, about.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, changed: int, size: int) -> tuple[Record, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as e:
+        _log.warning("cannot read the tuned configs in %s (%s): going without", path, e)
+        return ()
+    records, bad = parse_lines(lines)
+    if bad:
+        _log.warning("%s: skipped %d unreadable lines; line %d: %s", path, len(bad), *bad[0])
+    return tuple(records)
+
+
+def parse_lines(lines: Iterable[str]) -> tuple[list[Record], list[tuple[int, str]]]:
+    """The records of a table, and (line number, reason) of each line that is none."""
+    records: list[Record] = []
+    bad: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                records.append(Record.parse(line))
+        except (ValueError, TypeError, KeyError) as e:
+            bad.append((number, str(e)))
+    return records, bad
+
+
+def effective(records: Iterable[Record]) -> list[Record]:
+    """Without those that a later record of the same key and interval replaces."""
+    return list({(r.key, r.m): r for r in records}.values())
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def add(records: Iterable[Record]) -> None:
+    """Use records from now on, and append them to the user's table. Where it cannot be written, says so in the log."""
+    records = list(records)
+    path = user_path()
+    if path is None:
+        _session.extend(records)
+        return
+    try:
+        append(path, records)
+    except OSError as e:
+        _session.extend(records)
+        _log.warning("cannot keep tuned configs in %s (%s); set W4GEMM_CACHE_DIR to a folder that can", path, e)
+
+
+def append(path: Path, records: Iterable[Record]) -> None:
+    """Append to a table, which is made if needed, in one write under a lock."""
+    text = "".join(record.line() for record in records)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path), open(path, "a+b") as f:
+        f.seek(0, os.SEEK_END)
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            if f.read(1) != b"\n":  # a line that was cut short must not swallow ours
+                text = "\n" + text
+        f.write(text.encode())
+
+
+def replace_table(path: Path, records: Iterable[Record]) -> None:
+    """Write a table anew; readers see the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as f:
+        f.writelines(record.line() for record in records)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+
+
+def clear() -> int:
+    """Forget every record of the user's table, and say how many there were."""
+    _session.clear()
+    path = user_path()
+    if path is None or not path.exists():
+        return 0
+    with _lock(path):
+        count = len(read(path))
+        path.unlink()
+    return count
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[Any]:
+    """One writer at a time, in all processes."""
+    try:
+        import fcntl
+    except ImportError:  # not POSIX: a single write is all the care there is
+        yield None
+        return
+    with open(path.with_name(f".{path.name}.lock"), "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield f

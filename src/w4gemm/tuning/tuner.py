@@ -1,0 +1,267 @@
+"""Measure the likeliest configs of problems and keep the fastest: :func:`tune`, and :func:`autotune` around any code.
+
+For each problem the best guesses of the model are compiled, by several processes while others are measured, checked
+against a plain product, looked at briefly, and the best of them timed well. Every outcome is stored when it is known.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from w4gemm import dispatch
+from w4gemm.config import GemmConfig
+from w4gemm.jit import adopt, compiled, is_ready
+from w4gemm.jit.pool import CompilePool, Job
+from w4gemm.kernels import Kernel, Operands, kernel_named
+from w4gemm.problem import GemmProblem
+from w4gemm.tuning import store
+from w4gemm.tuning.revision import revision
+from w4gemm.tuning.timing import Timing
+from w4gemm.tuning.workload import Launch, Workload
+
+_log = logging.getLogger("w4gemm")
+
+TOP = 10
+"""Configs that are measured of a problem, by prediction. Of those in bench/results/configs.jsonl (H200, 2026-11-21) the
+fastest is among the first 6 guesses but for 0.3 % at most, and always among the first 8."""
+_MAX_ERROR = 2e-2
+_LOOKS, _REPLAYS = 2, 11
+_MANY_TOKENS, _FEW_LOOKS, _FEW_REPLAYS = 1024, 1, 4
+"""Beyond so many tokens the timer warms each replay up for long, and few do."""
+_FINALISTS, _NEAR = 4, 1.25
+"""At most so many configs are timed well, and only those that took at most so much of the fastest's time at a look."""
+_AS_FAST = 1.03
+_WORTH = 0.99
+"""A config replaces the first guess if it takes at most so much of its time, in the geometric mean of two m: with less
+to gain, the choice was seen to lose as often as to win when both were measured again (H200, 2026-11-21)."""
+
+Progress = Callable[[int, int, str], None]
+"""Called as ``progress(done, total, what)``."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured of one problem."""
+
+    problem: GemmProblem
+    times: dict[str, Timing]
+    """Of ``"<kernel>/<config>"``, about fastest first: the finalists with many replays, the others with few."""
+    ragged: dict[str, Timing]
+    """Of the finalists, at an m inside the interval that no tile divides."""
+    failed: dict[str, str]
+    """Configs that could not be compiled or gave a wrong result, and why."""
+    first_guess: str
+    """What the heuristic would have chosen."""
+    record: store.Record
+
+    @property
+    def gain(self) -> float:
+        """The first guess's time over that of the choice, the geometric mean of both m."""
+        first, choice = self.first_guess, self.record.choice
+        if first not in self.ragged:
+            return 1.0
+        squared = [times[first].p50 / times[choice].p50 for times in (self.times, self.ragged)]
+        return math.sqrt(math.prod(squared))
+
+
+def tune(
+    problems: Iterable[GemmProblem],
+    device: torch.device | str,
+    *,
+    top: int | None = TOP,
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Outcome]:
+    """Measure problems on a device; yields each outcome when its record is stored, those of one weight together.
+
+    Args:
+        problems: their m stands for its interval. What no kernel supports is skipped with a warning.
+        top: how many configs to measure of each, by prediction; None for all.
+        force: also problems that have a record of this device and kernel already.
+        workers: processes that compile; None for as many as there are processors.
+        progress: called as ``progress(configs done, configs, what)``.
+    """
+    device = torch.device(device)
+    todo = [replace(p, m=dispatch.representative(p.m)) for p in problems]
+    todo = sorted(dict.fromkeys(todo), key=lambda p: (p.n, p.k, str(p.format), str(p.dtype), str(p.epilogue), p.m))
+    guesses = {p: _guesses(p, top) for p in todo if force or not _is_tuned(p)}
+    guesses = {p: found for p, found in guesses.items() if found}
+    workload: Workload | None = None
+    with CompilePool(workers) as pool:
+        objects = _compile(pool, guesses)
+        done, total = 0, sum(map(len, guesses.values()))
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(done, total, f"m {problem.m}, n {problem.n}, k {problem.k}")
+
+        for problem, found in guesses.items():
+            if workload is None or not workload.serves(problem):
+                workload = None  # give its memory back first
+                workload = Workload(problem, device)
+            outcome = _measure(problem, found, objects, workload, step)
+            if outcome is not None:
+                store.add([outcome.record])
+                dispatch.forget(problem.n, problem.k)
+                yield outcome
+
+
+def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
+    """``with w4gemm.autotune(): model(x)`` measures every problem that is met inside and has no record yet.
+
+    Each takes from a tenth of a second to some, more where kernels are compiled, and memory for copies of its weight.
+    Nothing is tuned outside, or while a CUDA graph is captured. The records stay: see ``w4gemm cache``.
+    """
+
+    def see(problem: GemmProblem) -> None:
+        kind = problem.device.kind
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _log.warning("%s: not tuned, since a CUDA graph is being captured; run it once before", problem)
+            return
+        for outcome in tune([problem], device, top=top):
+            _log.info("%s: tuned, %s, %.2f times as fast", problem, outcome.record.choice, outcome.gain)
+
+    return dispatch.tuning_with(see)
+
+
+def _is_tuned(problem: GemmProblem) -> bool:
+    found = dispatch.recorded(problem)
+    return found is not None and found[0] == "tuned"
+
+
+def _guesses(problem: GemmProblem, top: int | None) -> list[tuple[Kernel, GemmConfig]]:
+    ranking = dispatch.explain(problem).ranking
+    if not ranking:
+        _log.warning("%s: not tuned, no kernel supports it", problem)
+    return [(kernel_named(name), config) for _, name, config in ranking[:top]]
+
+
+Objects = dict[object, "tuple[Job, Future[bytes | None]]"]
+
+
+def _compile(pool: CompilePool, guesses: dict[GemmProblem, list[tuple[Kernel, GemmConfig]]]) -> Objects:
+    """Begin to compile whatever is not ready, each object once."""
+    wanted: dict[object, Job] = {}
+    for problem, found in guesses.items():
+        for kernel, config in found:
+            wanted.setdefault(_object_key(kernel, problem, config), (kernel, problem, config))
+    jobs = {key: job for key, job in wanted.items() if not is_ready(*job)}
+    return dict(zip(jobs, zip(jobs.values(), pool.submit(jobs.values()), strict=True), strict=True))
+
+
+def _object_key(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> object:
+    return kernel.name, kernel.compile_key(problem, config)
+
+
+def _measure(
+    problem: GemmProblem,
+    found: list[tuple[Kernel, GemmConfig]],
+    objects: Objects,
+    workload: Workload,
+    step: Callable[[], None],
+) -> Outcome | None:
+    """Time the configs of one problem, with a step for each; None if none works, which is logged."""
+    operands = workload.operands(problem.m)
+    launches: dict[str, Launch] = {}
+    failed: dict[str, str] = {}
+    for kernel, config in found:
+        name = f"{kernel.name}/{config}"
+        step()
+        try:
+            launch = _launcher(kernel, problem, config, objects)
+            error = workload.error(launch, operands[0])
+        except RuntimeError as e:  # of the compiler or of CUDA
+            failed[name] = str(e)
+            continue
+        if error < _MAX_ERROR:
+            launches[name] = launch
+        else:
+            failed[name] = f"relative error {error:.3g}"
+    for name, reason in failed.items():
+        _log.warning("%s: %s is left out: %s", problem, name, reason)
+    if not launches:
+        return None
+    first = f"{found[0][0].name}/{found[0][1]}"
+    times, ragged = _times(launches, operands, workload, first)
+    best = _best(times, ragged, first)
+    kernel_name, _, config_text = best.rpartition("/")
+    record = store.Record(
+        store.key_of(problem),
+        dispatch.interval_of(problem.m),
+        kernel_name,
+        config_text,
+        round(times[best].p50, 3),
+        revision(kernel_name),
+        datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    )
+    return Outcome(problem, times, ragged, failed, first, record)
+
+
+class _Times(NamedTuple):
+    last: dict[str, Timing]
+    """At the interval's last m; of all configs, fastest first."""
+    ragged: dict[str, Timing]
+    """Of the finalists, at an m inside that no tile divides: tiles that reach past m cost some configs up to half as
+    much again (m 96, n = k = 5120: 24.7 us where another takes 16.6, 16.0 and 16.3 at m 128; H200, 2026-11-21)."""
+
+
+def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> str:
+    """Of the finalists that are about as fast as any at the last m, the fastest at both; the first guess if that gains
+    too little."""
+
+    def both(name: str) -> float:
+        return math.sqrt(times[name].p50 * ragged[name].p50)
+
+    fastest = min(times[name].p50 for name in ragged)
+    best = min((name for name in ragged if times[name].p50 <= _AS_FAST * fastest), key=both)
+    return first if first in ragged and both(best) > _WORTH * both(first) else best
+
+
+def _ragged(m: int) -> int:
+    """About the middle of m's interval, and odd; of the first, which serves decoding one token at a time, 1."""
+    first, last = dispatch.interval_of(m)
+    return 1 if first == 1 else (first + (last or m)) // 2 // 2 * 2 + 1
+
+
+def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects: Objects) -> Launch:
+    made = objects.get(_object_key(kernel, problem, config))
+    if made is not None:
+        job, future = made
+        if (code := future.result()) is not None:
+            adopt(*job, code)
+    function = compiled(kernel, problem, config)
+    return functools.partial(kernel.launch, function, problem, config)
+
+
+def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> _Times:
+    """A look at all at the interval's last m, then the best of them and the first guess again and longer, there and at
+    a ragged m; fastest at the last m first."""
+    names, m = list(launches), operands[0].x.shape[0]
+    few = m > _MANY_TOKENS
+    times = dict(
+        zip(names, workload.time(list(launches.values()), operands, _FEW_LOOKS if few else _LOOKS), strict=True)
+    )
+    names.sort(key=lambda name: times[name].p50)
+    limit = _NEAR * times[names[0]].p50
+    finalists = [n for i, n in enumerate(names) if n == first or (i < _FINALISTS and times[n].p50 <= limit)]
+    again, replays = [launches[name] for name in finalists], _FEW_REPLAYS if few else _REPLAYS
+    times |= dict(zip(finalists, workload.time(again, operands, replays), strict=True))
+    inside = workload.time(again, workload.operands(_ragged(m)), replays)
+    ragged = dict(zip(finalists, inside, strict=True))
+    finalists.sort(key=lambda name: times[name].p50)
+    ordered = (*finalists, *(n for n in names if n not in finalists))
+    return _Times({name: times[name] for name in ordered}, ragged)

@@ -1,0 +1,95 @@
+"""Random operands to measure and check a problem with: :class:`Workload`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels import Operands
+from w4gemm.problem import GemmProblem
+from w4gemm.tuning.timing import Timing, time_calls, time_graphs
+from w4gemm.weight import QuantizedWeight
+
+_ROTATED_BYTES = {"cuda": 400e6, "cpu": 64e6}
+"""Copies of the weight hold so much together, so that none is found in a cache."""
+_MOST_COPIES = {"cuda": 64, "cpu": 4}
+_MANY_TOKENS = 512
+"""Beyond these four copies do: the product takes longer than its weight."""
+_CHECKED_ROWS = 128
+
+Launch = Callable[[Operands], object]
+
+
+class Workload:
+    """A random weight in copies to rotate over, and activations of any m.
+
+    Args:
+        problem: what to measure; its m does not matter.
+        device: where.
+    """
+
+    def __init__(self, problem: GemmProblem, device: torch.device) -> None:
+        self.problem, self.device = problem, device
+        self.weight = random_weight(problem.n, problem.k, problem.format, device).repack(problem.layout)
+        size = sum(t.numel() * t.element_size() for t in self.weight.tensors)
+        count = max(2, min(_MOST_COPIES[device.type], math.ceil(_ROTATED_BYTES[device.type] / size)))
+        self._copies = [self.weight.tensors]
+        self._copies += [tuple(t.clone() for t in self.weight.tensors) for _ in range(count - 1)]
+
+    def serves(self, problem: GemmProblem) -> bool:
+        """Whether only m differs from this workload's problem."""
+        return replace(problem, m=self.problem.m) == self.problem
+
+    @functools.cached_property
+    def _dense(self) -> torch.Tensor:
+        return self.weight.dequantize(torch.float32)
+
+    def operands(self, m: int) -> list[Operands]:
+        """One launch's operands for each copy of the weight, two activations in turn."""
+        problem, epilogue = self.problem, self.problem.epilogue
+        columns = epilogue.columns(problem.n)
+
+        def random(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
+            return torch.randn(*shape, dtype=dtype, device=self.device)
+
+        xs = [random(m, problem.k) for _ in range(2)]
+        out = torch.empty(m, columns, dtype=problem.out_dtype, device=self.device)
+        alpha: float | torch.Tensor | None = 0.5 if epilogue.alpha == "host" else None
+        if epilogue.alpha == "device":
+            alpha = torch.full((1,), 0.5, device=self.device)
+        bias = random(problem.n) if epilogue.bias else None
+        residual = random(m, columns, dtype=problem.out_dtype) if epilogue.residual else None
+        copies = self._copies if m <= _MANY_TOKENS else self._copies[:4]
+        return [Operands(xs[i % 2], w, out, alpha, bias, residual) for i, w in enumerate(copies)]
+
+    def error(self, launch: Launch, operands: Operands) -> float:
+        """|d - wanted| / |wanted| over the first rows, of the float32 product with the dequantized weight."""
+        operands.out.fill_(float("nan"))
+        launch(operands)
+        x, _, out, alpha, bias, residual = operands
+        rows = slice(0, _CHECKED_ROWS)
+        sums = x[rows].float() @ self._dense.T
+        wanted = self.problem.epilogue.apply(sums, alpha, bias, None if residual is None else residual[rows])
+        return ((out[rows].float() - wanted).norm() / wanted.norm()).item()
+
+    def time(self, launches: list[Launch], operands: list[Operands], replays: int) -> list[Timing]:
+        """Microseconds a launch, of several interleaved."""
+        variants = [[functools.partial(launch, o) for o in operands] for launch in launches]
+        return (time_graphs if self.device.type == "cuda" else time_calls)(variants, replays)
+
+
+def random_weight(n: int, k: int, format: WeightFormat, device: torch.device) -> QuantizedWeight:
+    """Uniform codes, scales around 0.01: the same numbers each time on one kind of device."""
+    g = torch.Generator(device=device).manual_seed(1)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
+    scales = torch.rand(n, format.groups(k), device=device, generator=g) * 0.01 + 0.005
+    zeros = None
+    if format.zero_dtype is not None:
+        zeros = torch.rand(scales.shape, device=device, generator=g) * (15 if format.zero == "int" else 0.1)
+        zeros = zeros.to(format.zero_dtype)
+    return QuantizedWeight.from_codes(format, codes, scales.to(format.scale_dtype), zeros)

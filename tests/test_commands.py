@@ -1,0 +1,239 @@
+"""The commands around choosing: explain, gemm, tune, cache, compile, bench."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm import dispatch
+from w4gemm.cli import problems
+from w4gemm.cli.__main__ import main
+from w4gemm.kernels import KERNELS
+from w4gemm.tuning import store
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_session", [])
+    monkeypatch.setattr(dispatch, "_plans", {})
+    return tmp_path / "cache"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    assert main(arguments) == code
+    return capsys.readouterr()
+
+
+def test_explain_a_gpu_that_is_not_there(capsys):
+    out, _ = run(capsys, "explain", "--m", "500", "--n", "1024", "--k", "1024", "--device", "h200")
+    problem = w4gemm.GemmProblem(512, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
+    assert out.startswith("NVIDIA H200, compute capability 9.0, 132 multiprocessors\nm 512, n 1024, k 1024")
+    assert "chosen once for m 385 to 512" in out and "roofline: 1.4 us" in out
+    found = w4gemm.explain(problem)
+    assert f"chosen: {found.chosen[0]}/{found.chosen[1]} ({found.source})" in out
+    rows = out.split("\n\n")[1].splitlines()
+    assert len(rows) == 1 + len(w4gemm.configs(problem)) and sum(row.lstrip().startswith("*") for row in rows) == 1
+    for kernel in KERNELS:
+        assert f"  {kernel.name}: " in out
+
+
+def test_explain_forced_and_shortened(capsys):
+    arguments = ("explain", "--m", "16", "--n", "1024", "--k", "1024", "--device", "h200", "--rows", "2")
+    last = w4gemm.configs(w4gemm.GemmProblem(16, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90"))[-1]
+    out, _ = run(capsys, *arguments, "--config", last)
+    assert f"chosen: {last} (forced)" in out
+    assert len(out.split("\n\n")[1].splitlines()) == 4, "the header, two, and the chosen one"
+    _, err = run(capsys, *arguments, "--config", "1x1x1_1x1x1_coop", code=1)
+    assert "is not legal" in err
+    out, _ = run(capsys, "explain", "--m", "8", "--n", "64", "--k", "64", "--device", "cpu")
+    assert "only order the configs here" in out
+
+
+def test_resources_fit_the_device():
+    for m in (1, 64, 4096):
+        problem = w4gemm.GemmProblem(m, 6144, 4096, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
+        for candidate in w4gemm.explain(problem).candidates:
+            found, per_sm = candidate.resources, 2 if candidate.config.schedule == "pingpong" else 1
+            assert 0 < found.memory <= problem.device.shared_memory
+            assert found.threads <= 1024 and found.threads % 32 == 0 and found.registers <= 255
+            assert found.stages >= 1 and found.ctas >= 1
+            assert found.waves in (
+                pytest.approx(found.ctas / (132 * per_sm), abs=0.01),
+                pytest.approx(found.ctas / 132, abs=0.01),
+            )
+
+
+def test_gemm(capsys, folder):
+    out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu")
+    assert "(heuristic): " in out and "relative error" in out and "no roofline is known" in out
+    other = dispatch.configs(dispatch.explain(_cpu_problem()).problem)[1]
+    out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--config", other)
+    assert f"{other} (forced): " in out
+    out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--profile")
+    assert "2 configs" in out and "the heuristic's first guess" in out and "kept for m 1 to 8" in out
+    assert len((folder / store.USER_FILE).read_text().splitlines()) == 1
+    out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu")
+    assert "(tuned): " in out
+    _, err = run(capsys, "gemm", "0", "96", "64", code=1)
+    assert "M, N, K: wanted numbers from 1, got 0, 96, 64" in err
+
+
+def _cpu_problem() -> w4gemm.GemmProblem:
+    return w4gemm.GemmProblem(8, 96, 64, torch.float32, w4gemm.WeightFormat(), "cpu", device=w4gemm.Device("cpu"))
+
+
+def test_tune_and_cache(capsys, folder, tmp_path):
+    shapes = tmp_path / "shapes.txt"
+    shapes.write_text("# two layers\n96 64\n\n64 96 int4_g32_zint bias  # with a bias\n")
+    arguments = ("tune", "--shapes", str(shapes), "--m", "1..16", "--device", "cpu")
+    out, err = run(capsys, *arguments)
+    assert len(out.splitlines()) == 4 and "m 16, n 64, k 96: cpu_mixed_gemm/" in out
+    assert "4 of 4 measured" in err and "geometric mean" in err and str(folder) in err
+    out, err = run(capsys, *arguments)
+    assert not out and "0 of 4 measured" in err
+
+    out, _ = run(capsys, "cache", "path")
+    assert out == f"{folder}\n"
+    out, _ = run(capsys, "cache", "list")
+    assert "0 compiled kernels" in out and "tuned.jsonl, 4 configs" in out and "(stale)" not in out.split("shipped")[0]
+    exported, _ = run(capsys, "cache", "export")
+    assert exported == (folder / store.USER_FILE).read_text()
+    run(capsys, "cache", "export", str(tmp_path / "out.jsonl"))
+    _, err = run(capsys, "cache", "clear")
+    assert "deleted 4 tuned configs" in err and not (folder / store.USER_FILE).exists()
+    _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
+    assert "added 4 tuned configs" in err and store.read(folder / store.USER_FILE)
+    (tmp_path / "out.jsonl").write_text("what\n" + exported)
+    _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"), code=1)
+    assert "skipped 1 unreadable lines; line 1" in err
+    stale = json.loads(exported.splitlines()[0]) | {"revision": "0" * 12}
+    (folder / store.USER_FILE).write_text(json.dumps(stale) + "\n")
+    assert "(stale)" in run(capsys, "cache", "list")[0]
+
+
+def test_nothing_is_kept(capsys, monkeypatch):
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
+    assert "nothing is kept" in run(capsys, "cache", "list")[0]
+    assert "nothing is kept" in run(capsys, "cache", "path", code=1)[1]
+
+
+def test_layers_of_a_gguf_file(tmp_path):
+    pytest.importorskip("gguf")
+    from tiny_model import write_gguf
+
+    args = problems.argparse.Namespace(model=str(write_gguf(tmp_path / "tiny.gguf")), shapes=None, format=None)
+    layers = problems.parse_layers(args)
+    assert len(layers) == len(set(layers)) > 1
+    assert {str(layer.format) for layer in layers} == {"int4_g32_zfloat_fp16"}
+
+
+def test_layers_of_a_hugging_face_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    transformers.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=32).save_pretrained(tmp_path)
+    args = problems.argparse.Namespace(model=str(tmp_path), shapes=None, format=None)
+    found = {(layer.n, layer.k, str(layer.format), layer.bias) for layer in problems.parse_layers(args)}
+    g64, g32 = "int4_g64", "int4_g32"
+    assert found == {
+        (64, 64, g64, True),
+        (32, 64, g64, True),
+        (64, 64, g64, False),
+        (96, 64, g64, False),
+        (64, 96, g32, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("1..8192", dispatch.BOUNDS), ("1..", (*dispatch.BOUNDS, 16384)), ("5,20", (8, 32)), ("9..17", (16, 32))],
+)
+def test_tokens(text, wanted):
+    assert problems.parse_tokens(text) == list(wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shapes", "nowhere.txt"), "--shapes: wanted a file or sizes like 6144x4096"),
+        (("--shapes", "96x64", "--m", "0..3"), "--m: wanted numbers from 1"),
+        (("--shapes", "96x64", "--m", "9..3"), "--m: wanted ranges that go up"),
+        (("--shapes", "96x64", "--format", "int3"), "format: wanted int4_g"),
+        (("--model", "nowhere.gguf"), "no file or folder 'nowhere.gguf'"),
+    ],
+)
+def test_mistakes(arguments, message, capsys):
+    _, err = run(capsys, "tune", "--device", "cpu", *arguments, code=1)
+    assert err.startswith("w4gemm: error: ") and message in err
+
+
+def test_a_bad_line_is_named(tmp_path, capsys):
+    (tmp_path / "s.txt").write_text("96 64\n96\n")
+    _, err = run(capsys, "tune", "--shapes", str(tmp_path / "s.txt"), code=1)
+    assert f"{tmp_path / 's.txt'}:2: wanted N K [FORMAT] [bias], got '96'" in err
+
+
+def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path, capsys, monkeypatch):
+    """In a fresh process, where cute.compile would raise, and that leaves the folder as it is."""
+    pytest.importorskip("cutlass")
+    output = tmp_path / "kernels"
+    problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
+    # a tuned config that the heuristic would not choose goes along
+    kernel, _, config = dispatch.configs(problem)[3].rpartition("/")
+    from w4gemm.tuning.revision import revision
+
+    tuned = store.Record(store.key_of(problem), (9, 16), kernel, config, 1.0, revision(kernel), "2026-11-21")
+    store.add([tuned])
+    out, _ = run(capsys, "compile", "--shapes", "1536x1024", "--m", "1..16", "--act-order", "-o", str(output))
+    assert f"{output}: 3 kernels" in out and "1 tuned configs" in out
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    script = f"""
+import sys; sys.path[:] = {sys.path!r}
+import cutlass.cute as cute
+def forbidden(*a, **k): raise AssertionError("compiled")
+cute.compile = forbidden
+from dataclasses import replace
+import torch, w4gemm
+from w4gemm import dispatch
+problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
+for m in (8, 16):
+    plan = dispatch.plan(replace(problem, m=m))
+    assert callable(plan.compiled)
+    print(plan, plan.source)
+try:
+    dispatch.plan(replace(problem, m=4096))
+except w4gemm.UnsupportedError as e:
+    print(e)
+"""
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(output))
+    monkeypatch.setenv("W4GEMM_COMPILE", "off")
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    first, second, refused = child.stdout.splitlines()
+    assert first.endswith(" heuristic") and second == f"{tuned.choice} tuned"
+    assert refused.startswith("W4GEMM_COMPILE=off forbids compiling")
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_bench_passes_arguments_on(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", "run", "--shapes", "layers", "--help"])
+    assert exit.value.code == 0 and "--impl" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert "bench run measures on a GPU" in run(capsys, "bench", "run", "--m", "1", code=1)[1]
+    with pytest.raises(SystemExit) as exit:
+        main(["info", "--impl", "x"])
+    assert exit.value.code == 2 and "unrecognized arguments: --impl x" in capsys.readouterr().err
+
+
+def test_bench_wants_a_checkout(monkeypatch, capsys, tmp_path):
+    from w4gemm.cli import bench
+
+    monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
+    assert "run w4gemm from a checkout" in run(capsys, "bench", "report", code=1)[1]

@@ -1,0 +1,129 @@
+"""The runner for engine authors: the same bits as linear, DLPack, no surprises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import w4gemm
+from w4gemm import Epilogue, MixedGemm, dispatch
+from w4gemm.kernels import KERNELS
+
+M, N, K = 5, 48, 64
+
+
+@pytest.fixture
+def weight() -> w4gemm.QuantizedWeight:
+    return w4gemm.quantize(torch.randn(N, K), "int4_g32_fp16").repack()
+
+
+def test_the_bits_of_linear(weight):
+    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu")
+    x, out = torch.randn(M, K), torch.empty(M, N)
+    configs = gemm.configs(M, N, K)
+    assert configs == dispatch.configs(gemm.problem(M, N, K)) and len(configs) > 1
+    assert gemm.weight_shapes(N, K) == tuple((t.dtype, tuple(t.shape)) for t in weight.tensors)
+    for config in (None, *configs):
+        out.fill_(float("nan"))
+        assert gemm.run(x, weight.tensors, out, config=config) is None
+        assert torch.equal(out, w4gemm.linear(x, weight, config=config))
+        assert gemm.prepare(M, N, K, config) == (config or configs[0])
+    kernel = KERNELS[-1]
+    for config in configs:
+        wanted = kernel.workspace_bytes(gemm.problem(M, N, K), w4gemm.GemmConfig.parse(config.split("/")[1]))
+        assert gemm.workspace_bytes(M, N, K, config) == wanted > 0
+
+
+def test_the_whole_epilogue(weight):
+    epilogue = Epilogue("silu_mul", "host", bias=True, residual=True)
+    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=epilogue)
+    x, bias, d = torch.randn(M, K), torch.randn(N), torch.randn(M, N // 2)
+    wanted = w4gemm.linear(x, weight, bias, alpha=0.5, activation="silu_mul", residual=d)
+    gemm.run(x, weight.tensors, d, alpha=0.5, bias=bias, residual=d)
+    assert torch.equal(d, wanted)
+
+
+def test_other_frameworks_by_dlpack(weight):
+    """NumPy stands for them: its arrays have __dlpack__ and are no torch tensors."""
+    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu")
+    x, out = np.random.default_rng(0).standard_normal((M, K), np.float32), np.zeros((M, N), np.float32)
+    gemm.run(x, [t.numpy() for t in weight.tensors], out)
+    assert np.array_equal(out, w4gemm.linear(torch.from_numpy(x), weight).numpy())
+    with pytest.raises(TypeError, match="a: wanted a tensor of torch or one with __dlpack__, got list"):
+        gemm.run([[1.0]], weight.tensors, out)
+
+
+def test_no_tokens(weight):
+    MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(torch.empty(0, K), weight.tensors, torch.empty(0, N))
+
+
+def test_a_family_is_a_value():
+    a, b = (MixedGemm("int4_g32_fp16", torch.float32, "cpu") for _ in range(2))
+    assert a == b and hash(a) == hash(b) and a.layout == "cpu"
+
+
+def test_nothing_for_it_is_explained():
+    gemm = MixedGemm("int4_g128", torch.float32, "cpu", layout="sm90")
+    assert gemm.configs(M, N, K) == []
+    with pytest.raises(w4gemm.UnsupportedError, match="reads weights in the layouts"):
+        gemm.prepare(M, N, K)
+
+
+MISTAKES = {
+    "dtype": ({"a": torch.zeros(M, K, dtype=torch.float16)}, "a: wanted torch.float32"),
+    "columns": ({"a": torch.zeros(K, M).T}, "a: wanted rows at multiples of 16 bytes"),
+    "rows": ({"a": torch.zeros(M, K + 1)[:, :K]}, "a: wanted rows at multiples of 16 bytes"),
+    "alignment": ({"a": torch.zeros(M * K + 1)[1:].view(M, K)}, "a: wanted its data at a multiple of 16"),
+    "k": ({"a": torch.zeros(M, 2 * K)}, "b.0.: wanted torch.uint8"),
+    "m": ({"out": torch.zeros(M + 1, N)}, "a, out: wanted"),
+    "out dtype": ({"out": torch.zeros(M, N, dtype=torch.float16)}, "out: wanted torch.float32"),
+    "out strides": ({"out": torch.zeros(M, 2 * N)[:, :N]}, "out: wanted it contiguous"),
+    "a missing tensor": ({"b": ()}, "b: wanted 2 tensors in the cpu layout, got 0"),
+    "a bias too many": ({"bias": torch.zeros(N)}, "bias: the epilogue .* wants none"),
+    "an alpha too many": ({"alpha": 2.0}, "alpha: the epilogue .* wants none, got host"),
+    "config": ({"config": "1x2x3_1x1x1_coop"}, "config: 1x2x3_1x1x1_coop is not legal"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(weight, changes, message):
+    arguments = {"a": torch.zeros(M, K), "b": weight.tensors, "out": torch.zeros(M, N)} | changes
+    with pytest.raises((ValueError, TypeError), match=message):
+        MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(**arguments)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_without_allocating_or_synchronizing():
+    m, n, k = 24, 1536, 1024
+    w = w4gemm.quantize(torch.randn(n, k, device="cuda")).repack()
+    epilogue = Epilogue("gelu", "device", bias=True, residual=True)
+    gemm = MixedGemm("int4_g128", torch.bfloat16, epilogue=epilogue)
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    bias, residual = (torch.randn(*s, dtype=torch.bfloat16, device="cuda") for s in ((n,), (m, n)))
+    alpha, out = torch.full((1,), 0.5, device="cuda"), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    fused = {"alpha": alpha, "bias": bias, "residual": residual}
+    configs = gemm.configs(m, n, k)
+    assert {bool(gemm.workspace_bytes(m, n, k, c)) for c in configs if "_stream" in c} == {True}
+    for config in [c for c in configs if gemm.workspace_bytes(m, n, k, c) == 0][:3]:
+        gemm.prepare(m, n, k, config)
+        wanted = w4gemm.linear(x, w, bias, alpha=alpha, activation="gelu", residual=residual, config=config)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            gemm.run(x, w.tensors, out.zero_(), config=config, **fused)
+            gemm.run(x, w.tensors, out, config=config, stream=stream.cuda_stream, **fused)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gemm.run(x, w.tensors, out, config=config, **fused)
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, wanted)

@@ -1,0 +1,188 @@
+"""Tuned configs on disk and their place in the choice: whole lines or none, the user's before the shipped, never an
+illegal one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from w4gemm import dispatch
+from w4gemm.epilogue import Epilogue
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.problem import H200, Device, GemmProblem
+from w4gemm.tuning import store
+from w4gemm.tuning.revision import _imported, revision
+
+PROBLEM = GemmProblem(64, 6144, 4096, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty user's table and no shipped one."""
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_TABLES", tmp_path / "tables")
+    monkeypatch.setattr(store, "_session", [])
+    return tmp_path / "cache"
+
+
+def record(problem: GemmProblem = PROBLEM, nth: int = 7, **changes) -> store.Record:
+    """One that names the nth guess."""
+    _, kernel, config = dispatch.explain(problem).ranking[nth]
+    made = store.Record(
+        store.key_of(problem), dispatch.interval_of(problem.m), kernel, str(config), 9.5, revision(kernel), "2026-11-21"
+    )
+    return replace(made, **changes)
+
+
+def chosen(problem: GemmProblem = PROBLEM) -> tuple[str, str]:
+    found = dispatch.explain(problem)
+    return "/".join(map(str, found.chosen)), found.source
+
+
+def test_a_line_is_a_record():
+    for made in (record(), record(m=(8193, None)), record(replace(PROBLEM, batch_invariant=True), nth=0)):
+        assert store.Record.parse(made.line()) == made
+    fields = set(json.loads(record().line()))
+    assert {"device", "sms", "format", "dtype", "n", "k", "m", "kernel", "config", "us", "revision", "date"} <= fields
+
+
+def test_user_over_shipped_over_heuristic():
+    first = dispatch.configs(PROBLEM)[0]
+    assert chosen() == (first, "heuristic")
+    shipped, tuned, later = record(nth=3), record(nth=5), record(nth=6)
+    store.append(store.shipped_path(H200.name), [shipped])
+    assert chosen() == (shipped.choice, "shipped")
+    store.add([tuned])
+    assert chosen() == (tuned.choice, "tuned")
+    store.add([later])
+    assert chosen() == (later.choice, "tuned"), "a later line replaces an earlier one"
+    assert dispatch.explain(PROBLEM, first).source == "forced"
+    assert store.clear() == 2
+    assert chosen() == (shipped.choice, "shipped")
+
+
+OTHERS = {
+    "another GPU": replace(PROBLEM, device=replace(H200, name="NVIDIA H100 80GB HBM3")),
+    "fewer multiprocessors": replace(PROBLEM, device=replace(H200, sms=114)),
+    "n": replace(PROBLEM, n=6145),
+    "k": replace(PROBLEM, k=4097),
+    "m": replace(PROBLEM, m=65),
+    "dtype": replace(PROBLEM, dtype=torch.float16),
+    "format": replace(PROBLEM, format=WeightFormat(64)),
+    "batch invariance": replace(PROBLEM, batch_invariant=True),
+    "float32 output": replace(PROBLEM, epilogue=Epilogue(out_dtype=torch.float32)),
+    "a residual": replace(PROBLEM, epilogue=Epilogue(residual=True)),
+    "gates": replace(PROBLEM, epilogue=Epilogue("silu_mul")),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_what_a_record_does_not_hold_for(other):
+    store.add([record()])
+    assert chosen(other)[1] == "heuristic"
+
+
+@pytest.mark.parametrize("m", [33, 50, 64])
+def test_what_a_record_holds_for(m):
+    made = record()
+    store.add([made])
+    same = (PROBLEM, replace(PROBLEM, epilogue=Epilogue("gelu", alpha="host", bias=True)))
+    for problem in same:
+        assert chosen(replace(problem, m=m)) == (made.choice, "tuned")
+
+
+def test_the_last_interval_has_no_end():
+    at = replace(PROBLEM, m=dispatch.representative(10**6))
+    store.add([record(at)])
+    assert chosen(replace(at, m=8193))[1] == chosen(replace(at, m=10**7))[1] == "tuned"
+    assert chosen(replace(at, m=8192))[1] == "heuristic"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"config": "8x64x64_1x1x1_coop"}, {"revision": "0123456789ab"}, {"kernel": "sm70_mixed_gemm"}],
+    ids=["a config that is no longer legal", "older device code", "a kernel that is gone"],
+)
+def test_what_cannot_be_used_is_passed_over(change):
+    store.add([record(nth=4), record(**change)])
+    assert chosen() == (record(nth=4).choice, "tuned"), "the one before still counts"
+
+
+def test_batch_invariance_is_kept():
+    """Not even a record that was made for it may bring another order of additions."""
+    invariant = replace(PROBLEM, batch_invariant=True)
+    legal = dispatch.configs(invariant)
+    outside = next(c for c in dispatch.configs(PROBLEM) if c not in legal)
+    kernel, _, config = outside.rpartition("/")
+    store.add([record(invariant, nth=1), record(invariant, nth=0, kernel=kernel, config=config)])
+    assert chosen(invariant) == (legal[1], "tuned")
+
+
+def test_unreadable_lines_are_skipped_with_one_warning(folder, caplog):
+    good = record()
+    folder.mkdir()
+    lines = ["not json", good.line().strip()[:-20], '{"n": 1}', good.line().strip(), "[]", "\0\xff"]
+    (folder / store.USER_FILE).write_bytes("\n".join(lines).encode("latin-1"))
+    with caplog.at_level(logging.WARNING, "w4gemm"):
+        assert chosen() == (good.choice, "tuned")
+        chosen()
+    assert caplog.text.count("skipped 5 unreadable lines; line 1") == 1
+    store.add([record(nth=2)])
+    assert chosen() == (record(nth=2).choice, "tuned"), "a line that was cut short does not swallow the next"
+
+
+def test_a_table_that_cannot_be_written(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    for value in (str(tmp_path / "file" / "cache"), "off"):
+        monkeypatch.setattr(store, "_session", [])
+        monkeypatch.setenv("W4GEMM_CACHE_DIR", value)
+        store.add([record()])
+        assert chosen()[1] == "tuned", "this process knows it all the same"
+    assert caplog.text.count("cannot keep tuned configs") == 1
+
+
+def test_many_processes_append_whole_lines(folder):
+    script = f"""
+import sys; sys.path[:] = {sys.path!r}
+from test_store import record
+from w4gemm.tuning import store
+for i in range(60):
+    store.add([record(us=float(int(sys.argv[1]) * 1000 + i))])
+"""
+    children = [subprocess.Popen([sys.executable, "-c", script, str(i)]) for i in range(4)]
+    assert [child.wait() for child in children] == [0] * 4
+    records, bad = store.parse_lines((folder / store.USER_FILE).read_text().splitlines())
+    assert not bad and sorted(r.us for r in records) == sorted(i * 1000.0 + j for i in range(4) for j in range(60))
+    assert len(store.effective(records)) == 1
+
+
+def test_revisions_follow_the_device_code():
+    found = {kernel.name: revision(kernel.name) for kernel in KERNELS}
+    assert len(set(found.values())) == len(KERNELS)
+    folder = Path(sys.modules[type(kernel_named("sm90_mixed_gemm")).__module__].__file__).parent
+    imported = {f.name for f in _imported(folder / "kernel.py")}
+    assert {"variant.py", "decode.py"} <= imported and "spec.py" not in imported
+    with pytest.raises(ValueError, match="kernel: wanted one of"):
+        revision("nope")
+
+
+def test_cpus_are_told_apart_by_model_and_threads():
+    name, threads = store.device_facts(Device("cpu"))
+    assert name and threads == torch.get_num_threads()
+
+
+def test_the_shipped_tables_can_be_read(monkeypatch):
+    monkeypatch.undo()
+    for path in store.shipped_tables():
+        records, bad = store.parse_lines(path.read_text().splitlines())
+        assert records and not bad
+        assert {store.shipped_path(r.key.device) for r in records} == {path}
+        assert len(store.effective(records)) == len(records)

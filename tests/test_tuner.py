@@ -1,0 +1,201 @@
+"""The tuner, on the CPU kernel: what it measures, keeps and leaves alone; and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm import dispatch
+from w4gemm.epilogue import Epilogue
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels import kernel_named
+from w4gemm.problem import H200, Device, GemmProblem
+from w4gemm.tuning import store, tuner
+from w4gemm.tuning.roofline import Work, roofline_us
+from w4gemm.tuning.timing import Timing
+from w4gemm.tuning.workload import Workload
+
+CPU = GemmProblem(8, 96, 64, torch.float32, WeightFormat(32), "cpu", device=Device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "_TABLES", tmp_path / "tables")
+    monkeypatch.setattr(store, "_session", [])
+    monkeypatch.setattr(dispatch, "_plans", {})
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def favourite(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The second guess, which the clock is made to find ten times as fast."""
+    _, second = dispatch.configs(CPU)
+
+    def time(self, launches, operands, replays):
+        found = []
+        for launch in launches:
+            launch(operands[0])
+            us = 10.0 if second.endswith(f"/{launch.args[2]}") else 100.0
+            found.append(Timing(us, us, us))
+        return found
+
+    monkeypatch.setattr(Workload, "time", time)
+    return second
+
+
+def test_the_fastest_is_kept_and_chosen(favourite, folder):
+    steps = []
+    outcomes = list(tuner.tune([CPU, replace(CPU, m=5)], "cpu", progress=lambda *step: steps.append(step)))
+    assert len(outcomes) == 1, "both m are of one interval"
+    (outcome,) = outcomes
+    assert outcome.record.choice == favourite != outcome.first_guess
+    assert outcome.gain == 10 and outcome.record.m == (1, 8) and not outcome.failed
+    assert steps == [(1, 2, "m 8, n 96, k 64"), (2, 2, "m 8, n 96, k 64")]
+    assert (folder / store.USER_FILE).read_text() == outcome.record.line()
+    assert str(dispatch.plan(CPU)) == favourite and dispatch.plan(CPU).source == "tuned"
+    assert not list(tuner.tune([CPU], "cpu")), "it has a record"
+    assert len(list(tuner.tune([CPU], "cpu", force=True))) == 1
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(favourite):
+    problems = [replace(CPU, m=m) for m in (8, 16, 32)]
+    run = tuner.tune(problems, "cpu")
+    next(run), next(run)
+    run.close()
+    assert [o.problem.m for o in tuner.tune(problems, "cpu")] == [32]
+
+
+def test_a_wrong_or_broken_config_is_left_out(favourite, monkeypatch, caplog):
+    kernel = kernel_named("cpu_mixed_gemm")
+    launch = type(kernel).launch
+
+    def broken(self, compiled, problem, config, operands):
+        launch(self, compiled, problem, config, operands)
+        if f"{kernel.name}/{config}" == favourite:
+            operands.out[0, 0] += 1000
+
+    monkeypatch.setattr(type(kernel), "launch", broken)
+    with caplog.at_level(logging.WARNING, "w4gemm"):
+        (outcome,) = tuner.tune([CPU], "cpu")
+    assert outcome.record.choice == outcome.first_guess and list(outcome.failed) == [favourite]
+    assert f"{favourite} is left out: relative error" in caplog.text
+
+
+def test_a_small_gain_keeps_the_first_guess(monkeypatch):
+    monkeypatch.setattr(
+        Workload,
+        "time",
+        lambda self, launches, operands, replays: [Timing(0, 100 - i * 0.5, 0) for i in range(len(launches))],
+    )
+    (outcome,) = tuner.tune([CPU], "cpu")
+    assert outcome.record.choice == outcome.first_guess
+
+
+def test_what_nothing_supports_is_skipped(caplog):
+    assert not list(tuner.tune([replace(CPU, layout="sm90")], "cpu"))
+    assert "no kernel supports it" in caplog.text
+
+
+def test_autotune_tunes_inside_and_only_there(favourite, folder):
+    w = w4gemm.quantize(torch.randn(96, 64), CPU.format).repack()
+    x = torch.randn(3, 64)
+    before = w4gemm.linear(x, w)
+    assert not (folder / store.USER_FILE).exists(), "never by surprise"
+    with w4gemm.autotune():
+        inside = w4gemm.linear(x, w)
+        w4gemm.linear(x[:2], w)
+    after = w4gemm.linear(x, w)
+    w4gemm.linear(torch.randn(9, 64), w)
+    (record,) = store.read(folder / store.USER_FILE)
+    assert record.choice == favourite and record.m == (1, 8)
+    assert torch.equal(inside, after)
+    assert torch.allclose(before, after, atol=1e-4)
+    assert dispatch._tuner is None
+
+
+def test_a_warm_call_looks_nothing_up(monkeypatch):
+    w = w4gemm.quantize(torch.randn(96, 64), CPU.format).repack()
+    x = torch.randn(3, 64)
+    w4gemm.linear(x, w)
+    monkeypatch.setattr(store, "find", lambda problem: pytest.fail("a warm call asked the tables"))
+    w4gemm.linear(x, w)
+
+
+@pytest.mark.parametrize(
+    "epilogue",
+    [Epilogue(), Epilogue("silu_mul", bias=True), Epilogue("gelu", "device", residual=True, out_dtype=torch.float16)],
+    ids=str,
+)
+def test_the_workload_checks_what_it_times(epilogue):
+    problem = replace(CPU, epilogue=epilogue, m=3)
+    workload = Workload(problem, torch.device("cpu"))
+    operands = workload.operands(3)
+    assert len({id(o.weight) for o in operands}) == len(operands) > 1
+    plan = dispatch.plan(problem)
+    assert workload.error(plan.launch, operands[0]) < 1e-3
+    assert workload.error(lambda o: o.out.zero_(), operands[0]) == pytest.approx(1, abs=0.2)
+    assert workload.error(lambda o: None, operands[0]) != workload.error(plan.launch, operands[0]), "nothing ran"
+    (time,) = workload.time([plan.launch], operands, 2)
+    assert 0 < time.p20 <= time.p50 <= time.p80
+
+
+def test_roofline():
+    problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+    assert Work.of(problem).bytes == 8192 * 8192 // 2 + 2 * 8192 * 64 + 4 * 8192
+    assert roofline_us(problem) == pytest.approx(7.7, abs=0.1)
+    assert roofline_us(replace(problem, m=4096)) == pytest.approx(695.9, abs=0.5)
+    assert roofline_us(CPU) is None
+
+
+def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
+    """At the last m the second guess is twice as fast, at a ragged one four times slower."""
+    second = dispatch.configs(CPU)[1]
+
+    def time(self, launches, operands, replays):
+        m = operands[0].x.shape[0]
+        fast = {8: 50.0, 1: 400.0}[m]
+        return [Timing(0, fast if second.endswith(f"/{launch.args[2]}") else 100.0, 0) for launch in launches]
+
+    monkeypatch.setattr(Workload, "time", time)
+    (outcome,) = tuner.tune([CPU], "cpu")
+    assert next(iter(outcome.times)) == second
+    assert outcome.record.choice == outcome.first_guess and outcome.record.us == 100 and outcome.gain == 1
+
+
+def test_a_cliff_inside_the_interval_is_avoided(monkeypatch):
+    """The first guess is 2 % faster at the last m and takes twice as long at a ragged one."""
+    first = dispatch.configs(CPU)[0]
+
+    def time(self, launches, operands, replays):
+        us = {8: 98.0, 1: 200.0}[operands[0].x.shape[0]]
+        return [Timing(0, us if first.endswith(f"/{launch.args[2]}") else 100.0, 0) for launch in launches]
+
+    monkeypatch.setattr(Workload, "time", time)
+    (outcome,) = tuner.tune([CPU], "cpu")
+    assert outcome.record.choice != first and outcome.gain == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize("m", dispatch.BOUNDS)
+def test_a_ragged_m_is_inside_the_interval(m):
+    first, last = dispatch.interval_of(m)
+    assert first <= tuner._ragged(m) <= last and tuner._ragged(m) % 2
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(folder):
+    device = Device.of("cuda")
+    problems = [
+        GemmProblem(m, 1536, 1024, torch.bfloat16, WeightFormat(), "sm90", epilogue, device)
+        for m in (8, 64)
+        for epilogue in (Epilogue(), Epilogue("silu_mul"))
+    ]
+    outcomes = list(tuner.tune(problems, "cuda", top=4))
+    assert len(outcomes) == 4 and not any(o.failed for o in outcomes)
+    for outcome in outcomes:
+        assert len(outcome.times) == 4 and dispatch.plan(outcome.problem).source == "tuned"
