@@ -88,7 +88,7 @@ def gains(name: str, args: argparse.Namespace, device: Any, where: torch.device)
             _, kernel, config = dispatch.explain(problem).ranking[0]
             guess = dispatch.plan(problem, f"{kernel}/{config}")
             launches = [plan.launch] if str(plan) == str(guess) else [plan.launch, guess.launch]
-            times = workload.time(launches, workload.operands(m), _REPLAYS if m <= 1024 else _REPLAYS // 3)
+            times = workload.time(launches, workload.operands(m), _REPLAYS if m <= 128 else _REPLAYS // 3)
             us, first = times[0].p50, times[-1].p50
             what = {"kind": "tuning", "shapes": name, "m": m, "n": n, "k": k, "format": str(format)}
             what |= {"dtype": str(dtype).removeprefix("torch."), "config": str(plan), "first_guess": str(guess)}

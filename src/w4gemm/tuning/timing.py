@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-_LONG_CALL_US = 40.0
+LONG_CALL_US = 40.0
+"""Longer calls are warmed up for before each replay, so that few replays do."""
 _WARM_UP_MS = 20.0
 
 
@@ -49,7 +50,7 @@ def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int
 
 def _warm_ups(ms: float, calls: int) -> int:
     """Untimed replays before a timed one: more of calls that are long enough to be products of many tokens."""
-    return math.ceil(_WARM_UP_MS / ms) if ms * 1e3 / calls > _LONG_CALL_US else 1
+    return math.ceil(_WARM_UP_MS / ms) if ms * 1e3 / calls > LONG_CALL_US else 1
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:

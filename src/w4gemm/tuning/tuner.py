@@ -26,7 +26,7 @@ from w4gemm.kernels import Kernel, Operands, kernel_named
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning import store
 from w4gemm.tuning.revision import revision
-from w4gemm.tuning.timing import Timing
+from w4gemm.tuning.timing import LONG_CALL_US, Timing
 from w4gemm.tuning.workload import Launch, Workload
 
 _log = logging.getLogger("w4gemm")
@@ -35,9 +35,8 @@ TOP = 10
 """Configs that are measured of a problem, by prediction. Of those in bench/results/configs.jsonl (H200, 2026-11-21) the
 fastest is among the first 6 guesses but for 0.3 % at most, and always among the first 8."""
 _MAX_ERROR = 2e-2
-_LOOKS, _REPLAYS = 2, 11
-_MANY_TOKENS, _FEW_LOOKS, _FEW_REPLAYS = 1024, 1, 4
-"""Beyond so many tokens the timer warms each replay up for long, and few do."""
+_LOOKS, _REPLAYS, _FEW_REPLAYS = 1, 11, 3
+"""At first; of the finalists; of those with long calls on a GPU, which the timer warms up for."""
 _FINALISTS, _NEAR = 4, 1.25
 """At most so many configs are timed well, and only those that took at most so much of the fastest's time at a look."""
 _AS_FAST = 1.03
@@ -251,14 +250,12 @@ def _times(launches: dict[str, Launch], operands: list[Operands], workload: Work
     """A look at all at the interval's last m, then the best of them and the first guess again and longer, there and at
     a ragged m; fastest at the last m first."""
     names, m = list(launches), operands[0].x.shape[0]
-    few = m > _MANY_TOKENS
-    times = dict(
-        zip(names, workload.time(list(launches.values()), operands, _FEW_LOOKS if few else _LOOKS), strict=True)
-    )
+    times = dict(zip(names, workload.time(list(launches.values()), operands, _LOOKS), strict=True))
     names.sort(key=lambda name: times[name].p50)
     limit = _NEAR * times[names[0]].p50
     finalists = [n for i, n in enumerate(names) if n == first or (i < _FINALISTS and times[n].p50 <= limit)]
-    again, replays = [launches[name] for name in finalists], _FEW_REPLAYS if few else _REPLAYS
+    long = workload.device.type == "cuda" and times[names[0]].p50 > LONG_CALL_US
+    again, replays = [launches[name] for name in finalists], _FEW_REPLAYS if long else _REPLAYS
     times |= dict(zip(finalists, workload.time(again, operands, replays), strict=True))
     inside = workload.time(again, workload.operands(_ragged(m)), replays)
     ragged = dict(zip(finalists, inside, strict=True))
