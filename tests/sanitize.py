@@ -30,6 +30,8 @@ CASES = {
     "sm90_mixed_gemm/256x128x64_1x1x1_stream": (300, 1000, 1152),
     "sm90_mixed_gemm/128x128x128_1x1x1_stream": (300, 5000, 1024),
     "sm90_mixed_gemm/128x192x128_1x2x1_coop": (200, 7000, 640),
+    "sm90_mixed_gemm/128x128x128_2x1x1_coop": (300, 9000, 640),
+    "sm90_mixed_gemm/256x128x64_2x2x1_coop": (700, 6000, 576),
 }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int16, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
@@ -170,6 +170,16 @@ def bulk_copy(destination: Int32, source: Int64, size: Int32, barrier: Int32) ->
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
         [],
         [destination, source, size, barrier],
+    )
+
+
+def bulk_copy_multicast(destination: Int32, source: Int64, size: Int32, barrier: Int32, mask: Int16) -> None:
+    """As ``bulk_copy``, to the same place in every CTA of the cluster whose bit is set, each with its own barrier."""
+    asm(
+        "{ .reg .b16 m; cvt.u16.u32 m, $4; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [$0], [$1], $2, [$3], m; }",
+        [],
+        [destination, source, size, barrier, Int32(mask)],
     )
 
 

@@ -25,9 +25,10 @@ One set would not do: the next step's decode would overwrite registers that an a
 released one step after its last wgmma was issued, when that wgmma is known to be done.
 
 With cluster_n > 1 the CTAs of a cluster work on neighbouring features of the same tokens; each fetches a part of x and
-multicasts it. With split_k > 1 they work on parts of k of the same tile, park their accumulators in shared memory over
-the drained pipeline, and each sums a share of the tokens over all of them in rank order, so that the result does not
-depend on timing.
+multicasts it. With cluster_m > 1 they work on neighbouring tokens of the same features and share the weights alike.
+With split_k > 1 they work on parts of k of the same tile, park their accumulators in shared memory over the drained
+pipeline, and each sums a share of the tokens over all of them in rank order, so that the result does not depend on
+timing.
 
 Schedules: ``coop``, all consumers at one tile; ``pingpong``, two tiles at a time, so that one is multiplied while the
 other is stored: two CTAs on a multiprocessor, or, for 256 tokens, two consumer warpgroups of one CTA that take turns;
@@ -59,6 +60,7 @@ from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
+    bulk_copy_multicast,
     load_shared,
     load_shared_cluster,
     shared_address,
@@ -91,7 +93,7 @@ class MixedGemm:
         self.chunks = variant.config.tile_k // 64  # steps of 64 along k in one slot
         self.stream_sum = StreamSum(variant.config.tile_m, variant.row_groups)
         self.slots_per_block = 2 if variant.halves else 1
-        self.cluster = variant.config.cluster_n * variant.config.split_k
+        self.cluster = variant.config.cluster_m * variant.config.cluster_n * variant.config.split_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
         # what a thread holds of a block, or of half a block, in registers: code words, and scales of so many groups
         self.part_k = 64 if variant.halves else 128
@@ -135,7 +137,8 @@ class MixedGemm:
         )
         box = cute.slice_(box_layout, (None, None, 0))
         tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (self.v.box_tokens, 64), num_multicast=c.cluster_n)
-        clusters = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(weight.shape[0], self.v.row_groups * c.cluster_n)
+        m_tiles, n_tiles = self.tiles(x.shape[0], weight.shape[0])
+        clusters = m_tiles * n_tiles
         if const_expr(self.v.stream):
             clusters = clusters * weight.shape[1]  # a block of k for each CTA at least
         if const_expr(self.v.persistent):
@@ -179,7 +182,7 @@ class MixedGemm:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(v.stages):
                     cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, v.slot_threads * c.cluster_n)
+                    cute.arch.mbarrier_init(empty + i, v.slot_threads * v.sharers)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
@@ -198,8 +201,7 @@ class MixedGemm:
             first_slot = rank * share + cutlass.min(rank, extra)
             slots = share + (1 if rank < extra else 0)
         first_slot, slots = first_slot * self.slots_per_block, slots * self.slots_per_block
-        m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        n_tiles = cute.ceil_div(weight.shape[0], v.row_groups * c.cluster_n)
+        m_tiles, n_tiles = self.tiles(out.shape[0], weight.shape[0])
         cluster, clusters = cta // self.cluster, cute.arch.grid_dim()[0] // self.cluster
         if const_expr(v.stream):
             # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
@@ -219,6 +221,16 @@ class MixedGemm:
                 cute.arch.setmaxregister_increase(v.consumer_registers)
             self.consume(mma, ring, work, rank, out, extras, (partials, flags), shared_address(s_staging))
 
+    def tiles(self, m, row_blocks):
+        """(tiles along m, along n) of the problem, each as large as a cluster."""
+        c = self.v.config
+        return cute.ceil_div(m, c.tile_m * c.cluster_m), cute.ceil_div(row_blocks, self.v.row_groups * c.cluster_n)
+
+    def place_in_cluster(self, rank):
+        """(along m, along n) of a CTA's tile among those of its cluster; (0, 0) where all work on one."""
+        c = self.v.config
+        return (0, 0) if c.split_k > 1 else (rank // c.cluster_n, rank % c.cluster_n)
+
     @cute.jit
     def cluster_barrier(self):
         cute.arch.cluster_arrive()
@@ -231,32 +243,37 @@ class MixedGemm:
         v, c = self.v, self.v.config
         full, empty, s_x, s_weight = ring
         m_tiles, n_tiles = work[2], work[3]
-        share = rank if const_expr(c.cluster_n > 1) else 0
+        rank_m, rank_n = self.place_in_cluster(rank)
         g_x = cute.local_tile(tma_x, (v.box_tokens, 64), (None, None))
         s_boxes = cute.make_tensor(s_x.iterator, box_layout.outer)
         t_s, t_g = cpasync.tma_partition(
-            tma, share, cute.make_layout(c.cluster_n), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_x, 0, 2)
+            tma, rank_n, cute.make_layout(c.cluster_n), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_x, 0, 2)
         )
-        mask = cutlass.Int16((1 << c.cluster_n) - 1)
+        # those who get the same x, and those who get the same weights
+        x_mask = cutlass.Int16(Int32((1 << c.cluster_n) - 1) << (rank_m * c.cluster_n))
+        weight_mask = cutlass.Int16(Int32(sum(1 << i * c.cluster_n for i in range(c.cluster_m))) << rank_n)
+        cast = (rank_m, weight_mask)
         count, stream = self.pieces(work)
         tile, first_slot, slots = self.piece(Int32(0), work, stream)
         early = cutlass.min(slots, _EARLY_SLOTS)
         m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+        m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
         boxes = self.boxes_of(m_tile, m)
         for i in cutlass.range(early, unroll=1):
-            self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, (first_slot + i, i, boxes))
+            self.load_weight(weight, s_weight, full, n_tile, (first_slot + i, i, boxes), cast)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(count, unroll=1):
             tile, first_slot, slots = self.piece(index, work, stream)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+            m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
             boxes = self.boxes_of(m_tile, m)
             for i in cutlass.range(slots, unroll=1):
                 slot = first_slot + i
                 if index > 0 or i >= early:
                     cute.arch.mbarrier_wait(empty + stage, phase)
-                    self.load_weight(weight, s_weight, full, n_tile * c.cluster_n + share, (slot, stage, boxes))
+                    self.load_weight(weight, s_weight, full, n_tile, (slot, stage, boxes), cast)
                 for chunk in cutlass.range_constexpr(self.chunks):
                     for b in cutlass.range_constexpr(v.boxes):
                         if b < boxes:
@@ -265,13 +282,13 @@ class MixedGemm:
                                 t_g[(None, m_tile * v.boxes + b, slot * self.chunks + chunk)],
                                 t_s[(None, (stage * self.chunks + chunk) * v.boxes + b)],
                                 tma_bar_ptr=full + stage,
-                                mcast_mask=mask,
+                                mcast_mask=x_mask,
                             )
                 stage += 1
                 if stage == v.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
-        if const_expr(c.cluster_n > 1):
+        if const_expr(v.sharers > 1):
             # Stay until the neighbours have consumed all that was sent to this CTA and by it: one round over the whole
             # ring from its oldest slot on. Slots that were never filled let the wait pass.
             for _ in cutlass.range(v.stages, unroll=1):
@@ -283,18 +300,21 @@ class MixedGemm:
 
     @property
     def band(self) -> int:
-        return max(1, _TOKENS_PER_BAND // self.v.config.tile_m)
+        return max(1, _TOKENS_PER_BAND // (self.v.config.tile_m * self.v.config.cluster_m))
 
     def boxes_of(self, m_tile, m):
         """Boxes of a tile that hold any token; the others keep what they held, which reaches no stored result."""
         v = self.v
-        return cutlass.min(cute.ceil_div(m - m_tile * v.config.tile_m, v.box_tokens), v.boxes)
+        boxes = cutlass.min(cute.ceil_div(m - m_tile * v.config.tile_m, v.box_tokens), v.boxes)
+        return cutlass.max(boxes, 0) if const_expr(v.config.cluster_m > 1) else boxes
 
     @cute.jit
-    def load_weight(self, weight, s_weight, full, n_tile, place):
-        """A slot's weight blocks. place: (slot of k, stage of the ring, boxes of x that will come with it)."""
+    def load_weight(self, weight, s_weight, full, n_tile, place, cast):
+        """A slot's weight blocks, or this CTA's part of them for all that share them. place: (slot of k, stage of the
+        ring, boxes of x that will come with it). cast: (place along m in the cluster, mask of those who share)."""
         v = self.v
         slot, stage, boxes = place
+        rank_m, mask = cast
         with cute.arch.elect_one():
             barrier = shared_address(full + stage)
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.weight_bytes + boxes * (v.x_bytes // v.boxes))
@@ -303,20 +323,33 @@ class MixedGemm:
                 row = cutlass.min(n_tile * v.row_groups + wg, weight.shape[0] - 1)
                 for b in cutlass.range_constexpr(v.blocks):
                     # past the last k block: that block again, which meets the zeros that TMA puts past the end of x
-                    k_block = slot * v.blocks + b
+                    k_block = slot // 2 if const_expr(v.halves) else slot * v.blocks + b
                     if const_expr(v.blocks > 1):
                         k_block = cutlass.min(k_block, weight.shape[1] - 1)
-                    if const_expr(v.halves):
-                        k_block = slot // 2
                     source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_block) * v.block_bytes
                     target = s_weight + stage * v.weight_bytes + (wg * v.blocks + b) * v.part_bytes
-                    if const_expr(v.halves):
-                        codes, scales = CODE_BYTES // 2, v.part_bytes - CODE_BYTES // 2
-                        bulk_copy(target, source + slot % 2 * codes, Int32(codes), barrier)
-                        source = source + CODE_BYTES + (slot % 2 * scales if const_expr(v.scale_group < 128) else 0)
-                        bulk_copy(target + codes, source, Int32(scales), barrier)
+                    if const_expr(v.config.cluster_m == 1):
+                        self.load_part_of_slot(target, source, slot, barrier, None)
                     else:
-                        bulk_copy(target, source, Int32(v.block_bytes), barrier)
+                        if wg % v.config.cluster_m == rank_m:
+                            self.load_part_of_slot(target, source, slot, barrier, mask)
+
+    def load_part_of_slot(self, target, source, slot, barrier, mask):
+        """A block, or half of it. mask: of the CTAs that get it, None for this one alone."""
+        v = self.v
+        pieces = [(target, source, v.block_bytes)]
+        if v.halves:
+            codes, scales = CODE_BYTES // 2, v.part_bytes - CODE_BYTES // 2
+            half = slot % 2
+            pieces = [
+                (target, source + half * codes, codes),
+                (target + codes, source + CODE_BYTES + (half * scales if v.scale_group < 128 else 0), scales),
+            ]
+        for to, start, size in pieces:
+            if mask is None:
+                bulk_copy(to, start, Int32(size), barrier)
+            else:
+                bulk_copy_multicast(to, start, Int32(size), barrier, mask)
 
     # ------------------------------------------------------------------------------------------------ consumers
 
@@ -340,7 +373,8 @@ class MixedGemm:
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(0)
-        who = (wg, k_set, t)
+        rank_m, rank_n = self.place_in_cluster(rank)
+        who = (wg, k_set, t, rank)
         operands = (acc, fragment, x_fragments, packed)
         if const_expr(v.turns > 1):
             # A warpgroup must not wait for a slot more than one round ahead, whose parity looks like one that is past:
@@ -352,8 +386,7 @@ class MixedGemm:
         for index in cutlass.range(turn, count, v.turns, unroll=1):
             tile, first_slot, slots = self.piece(index, work, stream)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
-            if const_expr(c.cluster_n > 1):
-                n_tile = n_tile * c.cluster_n + rank
+            m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
             acc.fill(0.0)
             if const_expr(v.epilogue.residual and c.split_k == 1):
                 self.epilogue.prefetch(extras, (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t))
@@ -377,7 +410,7 @@ class MixedGemm:
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
             warpgroup.wait_group(0)
             if slots > 0:
-                self.release(empty, (stage + v.stages - 1) % v.stages)
+                self.release(empty, (stage + v.stages - 1) % v.stages, rank)
             place = (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t)
             if const_expr(v.k_sets > 1):
                 self.fold(flat, shared_address(s_x.iterator), k_set, thread)
@@ -490,7 +523,7 @@ class MixedGemm:
         full, empty, _, _ = ring
         acc, fragment, x_fragments, packed = operands
         stage, next_stage, next_phase, has_previous, has_next = state
-        k_set = who[1]
+        k_set, rank = who[1], who[3]
         registers = cute.recast_tensor(fragment, Int32)
         blocks = v.blocks // v.k_sets
         chunks = self.chunks // v.k_sets
@@ -518,12 +551,12 @@ class MixedGemm:
             warpgroup.wait_group(1)
             if const_expr(chunk == 0):
                 if has_previous:
-                    self.release(empty, (stage + v.stages - 1) % v.stages)
+                    self.release(empty, (stage + v.stages - 1) % v.stages, rank)
 
     def load_part(self, packed, ring, stage, block, who):
         """One of this k set's packed blocks, or half a block, into registers: code words, then scale words."""
         v = self.v
-        wg, k_set, t = who
+        wg, k_set, t, _ = who
         width = self.decoder.words_per_scale
         index = wg * v.blocks + k_set * (v.blocks // v.k_sets) + block
         address = ring[3] + stage * v.weight_bytes + index * v.part_bytes
@@ -549,14 +582,19 @@ class MixedGemm:
                 registers[(0, r % 2, r // 2), 0, fragments * 4 + step] = value
 
     @cute.jit
-    def release(self, empty, stage):
-        """Every lane arrives for its own reads, at every CTA that this slot's x came from. One lane for its warp would
-        need a barrier of the warp first, and measured 1 to 5 % slower."""
-        for r in cutlass.range_constexpr(self.v.config.cluster_n):
-            if const_expr(self.v.config.cluster_n > 1):
-                cute.arch.mbarrier_arrive(empty + stage, Int32(r))
-            else:
-                cute.arch.mbarrier_arrive(empty + stage)
+    def release(self, empty, stage, rank):
+        """Every lane arrives for its own reads, at every CTA that this slot's x or weights came from. One lane for its
+        warp would need a barrier of the warp first, and measured 1 to 5 % slower."""
+        c = self.v.config
+        if const_expr(self.v.sharers == 1):
+            cute.arch.mbarrier_arrive(empty + stage)
+        else:
+            rank_m, rank_n = self.place_in_cluster(rank)
+            for i in cutlass.range_constexpr(c.cluster_n):
+                cute.arch.mbarrier_arrive(empty + stage, Int32(rank_m * c.cluster_n + i))
+            for i in cutlass.range_constexpr(1, c.cluster_m):
+                other = (rank_m + i) % c.cluster_m
+                cute.arch.mbarrier_arrive(empty + stage, Int32(other * c.cluster_n + rank_n))
 
     @cute.jit
     def finish(self, flat, out, extras, place, s_staging, wg):

@@ -16,7 +16,8 @@ from w4gemm.problem import GemmProblem
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
 _TILE_N = (64, 128, 192, 256)
 _TILE_K = (64, 128, 256, 512)
-_CLUSTER_N_SPLIT_K = ((1, 1), (2, 1), (1, 2))
+_CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
+"""(cluster_m, cluster_n, split_k)."""
 _ONE_GROUP = 4224
 """Bytes of a packed block with a single group of scales and no zero points."""
 _MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
@@ -58,9 +59,9 @@ class Sm90MixedGemm(Sm90Kernel):
 @functools.cache
 def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
-    sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_N_SPLIT_K)
+    sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
-    for schedule, tile_n, tile_m, tile_k, (cluster_n, split_k) in sizes:
+    for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (
             schedule == "pingpong" and tile_m <= 128 and cluster_n > 1
         ):
@@ -71,12 +72,15 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
             continue
         if tile_n == 192 and tile_m < 64:
             continue
+        # weights are worth sharing where many tokens meet them; each of two CTAs fetches one of two row blocks
+        if cluster_m > 1 and (tile_n != 128 or tile_m < 128 or schedule != "coop"):
+            continue
         # a CTA of a stream walks over parts of tiles, which other sums through the drained pipeline do not allow
         if schedule == "stream" and (tile_m not in (32, 64, 128, 256) or tile_k > 128 or cluster_n * split_k > 1):
             continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue
-        config = GemmConfig(tile_m, tile_n, tile_k, 1, cluster_n, schedule, split_k)
+        config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
         v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, vector=True)
         if tile_m > 128 and schedule == "pingpong" and split_k > 1:
             continue

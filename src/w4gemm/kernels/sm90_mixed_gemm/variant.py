@@ -54,6 +54,11 @@ class Variant(sm90.Variant):
         return 128 * self.row_groups * self.k_sets
 
     @property
+    def sharers(self) -> int:
+        """CTAs of a cluster that share x or weights with one of them, itself included."""
+        return self.config.cluster_m + self.config.cluster_n - 1
+
+    @property
     def occupancy(self) -> int:
         """CTAs on one multiprocessor."""
         return 2 if self.config.schedule == "pingpong" and self.turns == 1 else 1
