@@ -12,7 +12,7 @@ import torch
 
 import w4gemm
 from w4gemm import WeightFormat
-from w4gemm.reference import linear_reference
+from w4gemm.reference import grouped_reference, linear_reference
 
 CASES = {
     "sm90_decode/8x64x128_1x1x1_coop": (5, 200, 4096),
@@ -33,6 +33,36 @@ CASES = {
     "sm90_mixed_gemm/128x128x128_2x1x1_coop": (300, 9000, 640),
     "sm90_mixed_gemm/256x128x64_2x2x1_coop": (700, 6000, 576),
 }
+
+
+GROUPED = {
+    "sm90_decode/8x64x128_1x1x1_coop": (130, 640),
+    "sm90_decode/16x32x128_1x1x1_pingpong_k2": (130, 2112),
+    "sm90_mixed_gemm/64x128x128_1x1x1_coop": (3000, 384),
+    "sm90_mixed_gemm/32x64x512_1x1x1_coop": (3000, 1100),
+    "sm90_mixed_gemm/32x128x256_1x1x1_coop": (3000, 640),
+    "sm90_mixed_gemm/128x128x128_1x2x1_coop": (3000, 640),
+    "sm90_mixed_gemm/64x64x128_1x1x1_pingpong": (3000, 384),
+    "sm90_mixed_gemm/256x64x128_1x1x1_pingpong": (3000, 384),
+    "sm90_mixed_gemm/256x128x64_1x1x1_coop": (3000, 384),
+}
+COUNTS = (5, 0, 70, 300, 1, 0, 40)
+"""Rows of the experts of GROUPED."""
+
+
+def grouped(format: WeightFormat) -> None:
+    ends = torch.tensor(COUNTS).cumsum(0)
+    offsets = torch.cat((torch.zeros(1), ends)).to("cuda", torch.int32)
+    for i, (config, (n, k)) in enumerate(GROUPED.items()):
+        each = [w4gemm.quantize(torch.randn(n, k), format).to("cuda") for _ in COUNTS]
+        w = w4gemm.QuantizedWeight.stack(each)
+        x = torch.randn(sum(COUNTS), k, device="cuda", dtype=torch.bfloat16)
+        for given in ({}, fused(i, len(x), n)):
+            got = w4gemm.grouped_linear(x, w, offsets, config=config, **given).double()
+            given.pop("out_dtype", None)
+            wanted = grouped_reference(x, w, offsets, **given)
+            error = ((got - wanted).norm() / wanted.norm()).item()
+            assert error < 4e-3, f"{config} {format} {given}: {error}"
 
 
 def fused(i: int, m: int, n: int) -> dict:
@@ -60,8 +90,9 @@ def main() -> None:
                 wanted = linear_reference(x, w, **given)
                 error = ((got - wanted).norm() / wanted.norm()).item()
                 assert error < 4e-3, f"{config} {format} {given}: {error}"
+        grouped(format)
     torch.cuda.synchronize()
-    print(f"{4 * len(CASES)} launches, all right")
+    print(f"{4 * len(CASES) + 4 * len(GROUPED)} launches, all right")
 
 
 if __name__ == "__main__":

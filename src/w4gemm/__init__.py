@@ -6,10 +6,12 @@ from w4gemm.environment import configure_logging
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError, UnsupportedError
 from w4gemm.formats import WeightFormat
-from w4gemm.nn import W4Linear
+from w4gemm.grouped import grouped_linear, masked_linear
+from w4gemm.nn import W4Experts, W4Linear
 from w4gemm.ops import linear
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.quantization import quantize
+from w4gemm.routing import Routing, combine, route
 from w4gemm.runner import MixedGemm
 from w4gemm.tuning.tuner import autotune
 from w4gemm.weight import QuantizedWeight
@@ -24,14 +26,20 @@ __all__ = [
     "GemmProblem",
     "MixedGemm",
     "QuantizedWeight",
+    "Routing",
     "UnsupportedError",
+    "W4Experts",
     "W4Linear",
     "WeightFormat",
     "autotune",
+    "combine",
     "configs",
     "explain",
+    "grouped_linear",
     "linear",
+    "masked_linear",
     "quantize",
+    "route",
 ]
 
 configure_logging()

@@ -25,6 +25,14 @@ def check(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> Non
         raise TypeError(
             f"w: wanted a QuantizedWeight, got {type(w).__name__}; w4gemm.quantize(weight, format) makes one"
         )
+    if w.experts:
+        raise ValueError(f"w: wanted a single weight, got one of {w.experts} experts; grouped_linear takes that")
+    _check_x(x, w)
+    if bias is not None:
+        _check_bias(bias, x, (w.n,))
+
+
+def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
     device, dtype = x.device, x.dtype
     dtypes = _DTYPES.get(device.type, _GPU_DTYPES)
     if dtype not in dtypes:
@@ -33,18 +41,53 @@ def check(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> Non
         raise ValueError(f"x: wanted shape (..., k) with k {w.k} like w, got {tuple(x.shape)}")
     if device != w.tensors[0].device:
         raise ValueError(f"x: wanted w's device {w.device}, got {device}; move one with .to(...)")
-    if bias is None:
-        return
+
+
+def _check_bias(bias: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """shape: (n), or (experts, n)."""
     if not isinstance(bias, torch.Tensor):
         raise TypeError(f"bias: wanted a tensor (n) or None, got {type(bias).__name__}")
-    if bias.dtype != dtype:
-        raise TypeError(f"bias: wanted {dtype} like x, got {bias.dtype}")
-    if bias.dim() != 1 or bias.shape[0] != w.n:
-        raise ValueError(f"bias: wanted shape ({w.n},), n of w, got {tuple(bias.shape)}")
-    if bias.device != device:
-        raise ValueError(f"bias: wanted x's device {device}, got {bias.device}")
-    if bias.stride(0) != 1 and w.n > 1:
+    if bias.dtype != x.dtype:
+        raise TypeError(f"bias: wanted {x.dtype} like x, got {bias.dtype}")
+    if bias.shape != shape:
+        which = "n of w" if len(shape) == 1 else "(experts, n) of w"
+        raise ValueError(f"bias: wanted shape {shape}, {which}, got {tuple(bias.shape)}")
+    if bias.device != x.device:
+        raise ValueError(f"bias: wanted x's device {x.device}, got {bias.device}")
+    if not bias.is_contiguous():
         raise ValueError(f"bias: wanted it contiguous, got stride {bias.stride(0)}; use bias.contiguous()")
+
+
+def check_grouped(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
+    """What every call with experts has, but for where they have their rows."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
+    if not isinstance(w, QuantizedWeight):
+        raise TypeError(
+            f"w: wanted a QuantizedWeight, got {type(w).__name__}; QuantizedWeight.stack makes one of several"
+        )
+    if not w.experts:
+        raise ValueError("w: wanted a weight of several experts (QuantizedWeight.stack makes one), got a single one")
+    _check_x(x, w)
+    if bias is not None:
+        _check_bias(bias, x, (w.experts, w.n))
+
+
+def check_counts(name: str, t: torch.Tensor, size: int, x: torch.Tensor) -> None:
+    """m_offsets or counts: their dtype, shape and device. Their values only the device knows."""
+    if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
+        raise TypeError(f"{name}: wanted torch.int32 ({size}), got {kind_of(t)}")
+    if t.shape != (size,) or not t.is_contiguous():
+        raise ValueError(f"{name}: wanted a contiguous tensor of shape ({size},), got {tuple(t.shape)}")
+    if t.device != x.device:
+        raise ValueError(f"{name}: wanted x's device {x.device}, got {t.device}")
+
+
+def check_indices(indices: torch.Tensor, x: torch.Tensor) -> None:
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
+        raise TypeError(f"indices: wanted int32 or int64 (total_m), got {kind_of(indices)}")
+    if indices.device != x.device:
+        raise ValueError(f"indices: wanted x's device {x.device}, got {indices.device}")
 
 
 def check_activation(activation: str | None, n: int) -> None:

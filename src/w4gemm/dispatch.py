@@ -87,6 +87,8 @@ class Call(NamedTuple):
     config: str
     """A forced config as :func:`plan` takes it, or the empty string."""
     batch_invariant: bool = False
+    experts: int = 0
+    """Of a grouped problem, whose interval is that of the tokens an expert has on average."""
 
 
 def interval(m: int) -> int:
@@ -114,9 +116,10 @@ def plan_for(call: Call) -> Plan:
     """The plan for every problem that looks like ``call``; resolved once. Errors as :func:`plan`."""
     found = _plans.get(call)
     if found is None:
-        interval, n, k, dtype, format, layout, epilogue, device, config, invariant = call
+        interval, n, k, dtype, format, layout, epilogue, device, config, invariant, experts = call
         m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
-        problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant)
+        m *= max(1, experts)
+        problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant, experts)
         if _tuner is not None and not config:
             _tuner(problem)
         started = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Layers: :class:`W4Linear`, which takes the place of ``torch.nn.Linear``."""
+"""Layers: :class:`W4Linear`, which takes the place of ``torch.nn.Linear``; :class:`W4Experts`, of a mixture of experts
+behind its router."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import torch
 from w4gemm.act_order import PERM_DTYPE, is_permutation
 from w4gemm.arguments import check_activation
 from w4gemm.formats import WeightFormat
+from w4gemm.grouped import grouped_linear
 from w4gemm.layouts import layout_named
 from w4gemm.ops import linear
 from w4gemm.quantization import quantize
+from w4gemm.routing import combine, route
 from w4gemm.weight import QuantizedWeight
 
 _CANONICAL_NAMES = ("codes", "scales", "zeros")
@@ -39,6 +42,9 @@ class W4Linear(torch.nn.Module):
     Raises:
         TypeError, ValueError: for a bad size, format or dtype.
     """
+
+    grouped = False
+    """Whether the weight is one of several experts."""
 
     def __init__(
         self,
@@ -96,12 +102,15 @@ class W4Linear(torch.nn.Module):
         """
         if not isinstance(w, QuantizedWeight):
             raise TypeError(f"w: wanted a QuantizedWeight, got {type(w).__name__}")
+        if bool(w.experts) != cls.grouped:
+            raise ValueError(f"w: wanted {'several experts' if cls.grouped else 'a single weight'}, got {w!r}")
+        shape = (w.experts, w.n) if w.experts else (w.n,)
         if bias is not None:
             if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
                 came = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
                 raise TypeError(f"bias: wanted a floating-point tensor (n) or None, got {came}")
-            if tuple(bias.shape) != (w.n,):
-                raise ValueError(f"bias: wanted shape ({w.n},), n of w, got {tuple(bias.shape)}")
+            if tuple(bias.shape) != shape:
+                raise ValueError(f"bias: wanted shape {shape}, n of w, got {tuple(bias.shape)}")
             if bias.device != w.device:
                 raise ValueError(f"bias: wanted w's device {w.device}, got {bias.device}")
         if dtype is None:
@@ -115,7 +124,8 @@ class W4Linear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         w = self.weight
-        extra = ", act_order=True" if w.perm is not None else ""
+        extra = f", experts={w.experts}" if w.experts else ""
+        extra += ", act_order=True" if w.perm is not None else ""
         extra += f", activation={self.activation}" if self.activation else ""
         extra += ", batch_invariant=True" if self.batch_invariant else ""
         return (
@@ -184,6 +194,8 @@ class W4Linear(torch.nn.Module):
         )
         w = self.weight
         shapes = layout_named("canonical").shapes(self.format, w.n, w.k)
+        if w.experts:
+            shapes = tuple((dtype, (w.experts, *shape)) for dtype, shape in shapes)
         keys = [prefix + name for name in _CANONICAL_NAMES[: len(shapes)]]
         if prefix + "perm" in state_dict:  # only a weight in act-order has one
             shapes, keys = (*shapes, (PERM_DTYPE, (w.k,))), [*keys, prefix + "perm"]
@@ -206,7 +218,50 @@ class W4Linear(torch.nn.Module):
         if perm is not None and perm.device.type != "meta" and not is_permutation(perm):
             error_msgs.append(f"{keys[-1]}: wanted each of 0..{w.k - 1} once")
             return
-        self._set_weight(QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors), perm))
+        self._set_weight(QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors), perm, w.experts))
+
+
+class W4GroupedLinear(W4Linear):
+    """:func:`w4gemm.grouped_linear` as a layer: x (total_m, k) sorted by expert and m_offsets (experts + 1) to
+    (total_m, n). Made with :meth:`from_weight`; the bias is (experts, n)."""
+
+    grouped = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("W4GroupedLinear: made with from_weight alone")
+
+    def forward(self, x: torch.Tensor, m_offsets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grouped_linear(x, self.weight, m_offsets, self.bias, activation=self.activation)
+
+
+class W4Experts(torch.nn.Module):
+    """The experts of a mixture, each with 4-bit weights: down @ (silu(gate @ x) * (up @ x)), weighted and added up.
+
+    Everything stays on the device and takes the same launches whatever the router chose, so that a CUDA graph may hold
+    it; the terms of a token are added in the order of its choices. Inference only.
+
+    Args:
+        gate_up: (2 * hidden, features) of each expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`.
+        down: (features, hidden) of each expert.
+    """
+
+    def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.gate_up = W4GroupedLinear.from_weight(gate_up, dtype=dtype)
+        self.down = W4GroupedLinear.from_weight(down, dtype=dtype)
+        if (down.experts, down.n, 2 * down.k) != (gate_up.experts, gate_up.k, gate_up.n):
+            raise ValueError(
+                f"down: wanted {gate_up.experts} experts with n {gate_up.k} and k {gate_up.n / 2:g} for {gate_up!r}, "
+                f"got {down!r}"
+            )
+        self.gate_up.activation = "silu_mul"
+
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+        """x (tokens, features); expert_ids int32 or int64 and expert_weights floating point (tokens, top k), what the
+        router chose: (tokens, features). Ids of experts that are not here add nothing."""
+        routing = route(expert_ids, self.gate_up.weight.experts)
+        hidden = self.gate_up(x.index_select(0, routing.tokens), routing.m_offsets)
+        return combine(self.down(hidden, routing.m_offsets), routing.places, expert_weights)
 
 
 def _format(format: WeightFormat | str) -> WeightFormat:

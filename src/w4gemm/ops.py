@@ -116,8 +116,22 @@ def _run(
     if column != 1 or (row < k and m > 1):  # rows that overlap, as after expand, are no matrix to a kernel
         operands = operands._replace(x=torch.empty((m, k), dtype=x.dtype, device=x.device).copy_(x))
     device = x.device
+    tokens, experts = m, 0
+    if operands.rows is not None:
+        experts = operands.rows[0].shape[0]
+        tokens = -(-m // experts)
     call = dispatch.Call(
-        dispatch.interval(m), w.n, k, x.dtype, w.format, w.layout, epilogue, device, config, batch_invariant
+        dispatch.interval(tokens),
+        w.n,
+        k,
+        x.dtype,
+        w.format,
+        w.layout,
+        epilogue,
+        device,
+        config,
+        batch_invariant,
+        experts,
     )
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

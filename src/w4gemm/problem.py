@@ -60,7 +60,8 @@ H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448, 60 * 2**20)
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """x (m, k) @ w (n, k).T and what ``epilogue`` makes of it, on a device.
+    """x (m, k) @ w (n, k).T and what ``epilogue`` makes of it, on a device. With ``experts`` > 0 there are so many w,
+    each for some of the m rows of x: how many, only the device knows.
 
     ``dtype`` is that of x. ``layout`` names the pack layout that the weight lies in. ``batch_invariant``: whether the
     bits of a row of d must depend on that row of x alone, not even on m.
@@ -75,6 +76,7 @@ class GemmProblem:
     epilogue: Epilogue = PLAIN
     device: Device = field(default=H200)
     batch_invariant: bool = False
+    experts: int = 0
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -83,5 +85,7 @@ class GemmProblem:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         fused = "" if self.epilogue == PLAIN else f", {self.epilogue}"
+        experts = f", {self.experts} experts" if self.experts else ""
         invariant = ", batch invariant" if self.batch_invariant else ""
-        return f"m {self.m}, n {self.n}, k {self.k}, {dtype} x {self.format}{fused} ({self.layout} layout){invariant}"
+        sizes = f"m {self.m}, n {self.n}, k {self.k}, {dtype} x {self.format}{experts}"
+        return f"{sizes}{fused} ({self.layout} layout){invariant}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from w4gemm.epilogue import Epilogue
@@ -20,3 +22,23 @@ def linear_reference(
     """act(alpha * (x @ w.T) + bias) + residual as float64, with the weights of ``w.dequantize(torch.float32)``."""
     d = x.double() @ w.dequantize(torch.float32).double().T
     return Epilogue(activation).apply(d, alpha, bias, residual)
+
+
+def grouped_reference(
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    m_offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    alpha: float | torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``linear_reference`` of each expert's rows; rows past the last offset are NaN."""
+    ends = m_offsets.tolist()
+    d = x.new_full((x.shape[0], Epilogue(activation).columns(w.n)), torch.nan, dtype=torch.float64)
+    for e, (first, last) in enumerate(itertools.pairwise(ends)):
+        rows, own = slice(first, last), None if bias is None else bias[e]
+        added = None if residual is None else residual[rows]
+        d[rows] = linear_reference(x[rows], w.expert(e), own, alpha=alpha, activation=activation, residual=added)
+    return d

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,12 +13,16 @@ from w4gemm.act_order import check_perm, in_original_order, is_permutation, sort
 from w4gemm.dequantize import dequantize_parts
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import Parts, layout_named, native_layout
+from w4gemm.layouts import PackLayout, Parts, layout_named, native_layout
 from w4gemm.problem import Device
 
 _FILE_KIND = "w4gemm.weight"
 _FILE_VERSION = "1"
 _PARTS = Parts._fields
+_ROWS = 128
+"""Rows of w that every layout keeps together in whole entries of its tensors' first dimension."""
+_ELEMENTS = 2**22
+"""Repacked at a time, so that what that takes beside the result stays small."""
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -32,6 +37,8 @@ class QuantizedWeight:
         n, k: output and input features, without any padding of the layout.
         layout: the name of the order in which the bits of ``tensors`` lie.
         tensors: the packed tensors, as ``layout_named(layout).shapes(format, n, k)`` says.
+        experts: 0; or the number of weights of this format, n and k that the tensors hold, each in an entry of a
+            leading dimension: see :meth:`stack` and :func:`w4gemm.grouped_linear`. Such a weight has no perm.
         perm: int32 (k), the order in which w's columns are packed: packed column j is column perm[j] of w. None for
             their own order; see :mod:`w4gemm.act_order`.
 
@@ -45,6 +52,7 @@ class QuantizedWeight:
     layout: str
     tensors: tuple[torch.Tensor, ...]
     perm: torch.Tensor | None = None
+    experts: int = 0
 
     def __post_init__(self) -> None:
         layout = layout_named(self.layout)
@@ -53,6 +61,10 @@ class QuantizedWeight:
         if self.n < 1 or self.k < 1:
             raise ValueError(f"n, k: wanted both >= 1, got n {self.n}, k {self.k}")
         wanted = layout.shapes(self.format, self.n, self.k)
+        if self.experts:
+            if not isinstance(self.experts, int) or self.experts < 0 or self.perm is not None:
+                raise ValueError(f"experts: wanted an int >= 0, and no perm beside it, got {self.experts!r}")
+            wanted = tuple((dtype, (self.experts, *shape)) for dtype, shape in wanted)
         if len(wanted) != len(self.tensors):
             raise ValueError(
                 f"tensors: {self.layout} {self.format} wants {len(wanted)} tensors, got {len(self.tensors)}"
@@ -134,11 +146,61 @@ class QuantizedWeight:
         def rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return torch.stack((a, b), dim=1).flatten(0, 1)
 
+        if gate.experts or up.experts:
+            if gate.experts != up.experts:
+                raise ValueError(f"up: wanted {gate.experts} experts like gate, got {up.experts}")
+            pairs_of_experts = (cls.interleave(gate.expert(e), up.expert(e)) for e in range(gate.experts))
+            return cls.stack(pairs_of_experts, gate.experts, gate.layout)
         a, b = gate.parts(), up.parts()
         zeros = None if a.zeros is None or b.zeros is None else rows(a.zeros, b.zeros)
         pairs = Parts(rows(a.codes, b.codes), rows(a.scales, b.scales), zeros)
         tensors = layout_named(gate.layout).pack(pairs, gate.format)
         return replace(gate, n=2 * gate.n, tensors=tensors)
+
+    @classmethod
+    def stack(
+        cls, weights: Iterable[QuantizedWeight], count: int | None = None, layout: str | None = None
+    ) -> QuantizedWeight:
+        """One weight of several experts, each repacked as it comes: of a generator that makes, loads or moves one after
+        the other, no more than the result and one expert need be in memory.
+
+        Args:
+            weights: of equal format, n, k and device, without perm and experts.
+            count: how many; may be left out where ``len(weights)`` says it.
+            layout: as for :meth:`repack`.
+
+        Raises:
+            TypeError, ValueError: if they differ, or are not as many.
+        """
+        if count is None:
+            if not isinstance(weights, Sequence):
+                raise TypeError("count: wanted the number of weights, since an iterable that is no sequence has none")
+            count = len(weights)
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"count: wanted at least 1 expert, got {count!r}")
+        found, first = 0, None
+        tensors: tuple[torch.Tensor, ...] = ()
+        for w in weights:
+            if not isinstance(w, cls) or w.experts or w.perm is not None:
+                raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {w!r}")
+            if first is None:
+                target = native_layout(Device.of(w.device)) if layout is None else layout_named(layout).name
+                first = (w.format, w.n, w.k, w.device)
+                shapes = layout_named(target).shapes(w.format, w.n, w.k)
+                tensors = tuple(torch.empty((count, *s), dtype=d, device=w.device) for d, s in shapes)
+            if (w.format, w.n, w.k, w.device) != first or found == count:
+                raise ValueError(f"weights: wanted {count} like the first, {first}, got as number {found + 1} {w!r}")
+            _repack_into(w, target, tuple(t[found] for t in tensors))
+            found += 1
+        if first is None or found < count:
+            raise ValueError(f"weights: wanted {count}, got {found}")
+        return cls(*first[:3], target, tensors, experts=count)
+
+    def expert(self, index: int) -> QuantizedWeight:
+        """One of the experts, sharing this weight's memory."""
+        if not 0 <= index < self.experts:
+            raise ValueError(f"index: wanted one of {self.experts} experts, got {index}")
+        return replace(self, tensors=tuple(t[index] for t in self.tensors), experts=0)
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +216,13 @@ class QuantizedWeight:
         """Codes uint8 (n, k), scales (n, groups) and zero points, unpacked from any layout.
 
         Columns are in packed order, so that group j // g holds column j: with ``perm``, that is column perm[j] of w.
+        Of experts, with a leading dimension each.
         """
+        if self.experts:
+            each = [self.expert(e).parts() for e in range(self.experts)]
+            zeros = [p.zeros for p in each if p.zeros is not None]
+            codes, scales = (torch.stack([p[i] for p in each]) for i in range(2))
+            return Parts(codes, scales, torch.stack(zeros) if zeros else None)
         return layout_named(self.layout).unpack(self.tensors, self.format, self.n, self.k)
 
     def repack(self, layout: str | None = None) -> QuantizedWeight:
@@ -168,7 +236,13 @@ class QuantizedWeight:
             return self
         if reason := layout_named(target).supports(self.format):
             raise ValueError(f"layout: {target} cannot hold {self.format}: {reason}")
-        tensors = layout_named(target).pack(self.parts(), self.format)
+        shapes = layout_named(target).shapes(self.format, self.n, self.k)
+        leading = (self.experts,) if self.experts else ()
+        tensors = tuple(torch.empty((*leading, *s), dtype=d, device=self.device) for d, s in shapes)
+        if not self.experts:
+            _repack_into(self, target, tensors)
+        for e in range(self.experts):
+            _repack_into(self.expert(e), target, tuple(t[e] for t in tensors))
         return replace(self, layout=target, tensors=tensors)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -176,6 +250,8 @@ class QuantizedWeight:
 
         The numbers are as :mod:`w4gemm.formats` says; 16-bit dtypes are rounded once from the exact value.
         """
+        if self.experts:
+            return torch.stack([self.expert(e).dequantize(dtype) for e in range(self.experts)])
         w = dequantize_parts(self.parts(), self.format, dtype)
         return w if self.perm is None else in_original_order(w, self.perm)
 
@@ -196,6 +272,9 @@ class QuantizedWeight:
         """
         if dim not in (0, 1):
             raise ValueError(f"dim: wanted 0 (n, output features) or 1 (k, input features), got {dim!r}")
+        if self.experts:
+            parts = (self.expert(e).shard(dim, index, count) for e in range(self.experts))
+            return QuantizedWeight.stack(parts, self.experts, self.layout)
         if count < 1 or not 0 <= index < count:
             raise ValueError(f"index, count: wanted 0 <= index < count, got index {index}, count {count}")
         if dim == 1 and count > 1 and self.perm is not None:
@@ -237,6 +316,7 @@ class QuantizedWeight:
         # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
         tensors = {name: t.cpu().clone() for name, t in canonical.named_tensors().items()}
         meta = {"kind": _FILE_KIND, "version": _FILE_VERSION, "format": str(self.format), "n": self.n, "k": self.k}
+        meta |= {"experts": self.experts} if self.experts else {}
         save_file(tensors, path, metadata={"w4gemm": json.dumps(meta)})
 
     @classmethod
@@ -266,8 +346,10 @@ class QuantizedWeight:
                 raise ValueError(f"it holds {kind!r} version {version!r}, wanted {_FILE_KIND!r} {_FILE_VERSION!r}")
             ordered = tuple(tensors[name] for name in _PARTS if name in tensors)
             perm = tensors.get("perm")
-            weight = cls(WeightFormat.parse(meta["format"]), meta["n"], meta["k"], "canonical", ordered, perm)
-            _check_range(weight.format, *weight.parts()[1:])
+            format, experts = WeightFormat.parse(meta["format"]), meta.get("experts", 0)
+            weight = cls(format, meta["n"], meta["k"], "canonical", ordered, perm, experts)
+            for w in [weight.expert(e) for e in range(experts)] or [weight]:
+                _check_range(format, *w.parts()[1:])
             if perm is not None and not is_permutation(perm):
                 raise ValueError(f"perm: wanted each of 0..{weight.k - 1} once")
         except (KeyError, TypeError, ValueError) as e:
@@ -276,10 +358,32 @@ class QuantizedWeight:
         return weight
 
     def __repr__(self) -> str:
+        experts = f"experts={self.experts}, " if self.experts else ""
         return (
-            f"QuantizedWeight({self.format}, n={self.n}, k={self.k}, layout={self.layout!r}, device={self.device}, "
-            f"{'' if self.perm is None else 'act-order, '}{self.nbytes / 2**20:.1f} MiB)"
+            f"QuantizedWeight({self.format}, {experts}n={self.n}, k={self.k}, layout={self.layout!r}, "
+            f"device={self.device}, {'' if self.perm is None else 'act-order, '}{self.nbytes / 2**20:.1f} MiB)"
         )
+
+
+def _repack_into(w: QuantizedWeight, layout: str, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Fill ``tensors`` with a weight without experts in another layout, a few rows at a time."""
+    source, target = layout_named(w.layout), layout_named(layout)
+    if reason := target.supports(w.format):
+        raise ValueError(f"layout: {layout} cannot hold {w.format}: {reason}")
+    step = max(_ROWS, _ELEMENTS // w.k // _ROWS * _ROWS)
+    for first in range(0, w.n, step):
+        last = min(first + step, w.n)
+        rows = tuple(_entries(t, source, w, first, last) for t in w.tensors)
+        packed = target.pack(source.unpack(rows, w.format, last - first, w.k), w.format)
+        for t, part in zip(tensors, packed, strict=True):
+            _entries(t, target, w, first, last).copy_(part)
+
+
+def _entries(t: torch.Tensor, layout: PackLayout, w: QuantizedWeight, first: int, last: int) -> torch.Tensor:
+    """What of a packed tensor holds the rows first .. last of w, first being a multiple of _ROWS."""
+    _, shape = layout.shapes(w.format, _ROWS, w.k)[0]
+    each = shape[0]
+    return t[first // _ROWS * each : -(-last // _ROWS) * each]
 
 
 def kind_of(value: object) -> str:

@@ -39,6 +39,10 @@ class Operands(NamedTuple):
 
     x (m, k), its last dimension contiguous; weight: the packed tensors; out (m, columns) contiguous; alpha: a number or
     a float32 tensor (1); bias (n); residual (m, columns) contiguous, the memory of out or apart from it. m >= 1.
+
+    Of a grouped problem, with experts > 0: weight and bias with a leading dimension (experts), and rows: (starts,
+    ends), int32 (experts) each: expert e multiplies the rows starts[e] .. ends[e] of x, which may be none; rows of out
+    that no expert has are not written. Only the device knows these numbers, 0 <= starts <= ends <= m.
     """
 
     x: torch.Tensor
@@ -47,6 +51,7 @@ class Operands(NamedTuple):
     alpha: float | torch.Tensor | None = None
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Resources(NamedTuple):

@@ -21,6 +21,9 @@ from w4gemm.problem import GemmProblem
 SHARED_MEMORY = 232448
 """Bytes that one CTA may use on SM90."""
 
+MAX_EXPERTS = 512
+"""Of a grouped product: a power of two, whose table of tiles stays small beside the pipeline."""
+
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16"}
 _OUT_KIND = {torch.float32: "f32", **_KIND}
 _SCALE_KIND = {"fp16": "f16", "bf16": "bf16"}
@@ -41,6 +44,7 @@ class Variant:
         block_bytes: one 64 x 128 block of the packed weight: codes, scales, zero points.
         epilogue: what is done to the sums, its out_dtype given.
         vector: whether rows of d can be stored 16 bytes at a time.
+        grouped: whether there are several weights, experts, each for some of x's rows.
     """
 
     config: GemmConfig
@@ -51,6 +55,12 @@ class Variant:
     block_bytes: int
     epilogue: Epilogue
     vector: bool
+    grouped: bool = False
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory of the table of experts, see kernels/device/groups.py."""
+        return 4 * MAX_EXPERTS if self.grouped else 0
 
     @property
     def out_kind(self) -> str:
@@ -73,6 +83,7 @@ class Variant:
             4 * (CODE_WORDS + scale_words(problem.format)),
             epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
             vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
+            grouped=problem.experts > 0,
         )
 
 
@@ -102,6 +113,8 @@ class Sm90Kernel(ABC):
             return Status.no(f"needs fp16 or bf16 activations, got {problem.dtype}")
         if problem.layout != "sm90":
             return Status.no(f"reads the sm90 layout, the weight lies in {problem.layout}; call w.repack('sm90')")
+        if problem.experts > MAX_EXPERTS:
+            return Status.no(f"takes at most {MAX_EXPERTS} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(_MIN_DRIVER)
         return Status.no(reason) if reason else OK
 
@@ -147,6 +160,7 @@ class Sm90Kernel(ABC):
         size = out_dtype.width // 8
         wide = 16 // size if variant.vector else 1
         x = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+        # the blocks of all experts in a row
         words = (cute.sym_int(), cute.sym_int(), variant.block_bytes // 4)
         weight = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(2, 1, 0), assumed_align=16)
         rows = (cute.sym_int64(divisibility=wide), 1)
@@ -156,7 +170,13 @@ class Sm90Kernel(ABC):
             "host": cutlass.Float32(1.0),
             "device": make_fake_compact_tensor(cutlass.Float32, (1,), assumed_align=4),
         }[epilogue.alpha]
-        bias = make_fake_compact_tensor(dtype, (n,), assumed_align=2) if epilogue.bias else None
+        starts = ends = bias = None
+        if variant.grouped:
+            experts = cute.sym_int()
+            starts, ends = (make_fake_compact_tensor(cutlass.Int32, (experts,), assumed_align=4) for _ in range(2))
+        if epilogue.bias:
+            shape, order = ((experts, n), (1, 0)) if variant.grouped else ((n,), (0,))
+            bias = make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=2)
         residual = None
         if epilogue.residual:
             residual = make_fake_tensor(out_dtype, (m, columns), rows, assumed_align=size * wide)
@@ -165,21 +185,23 @@ class Sm90Kernel(ABC):
             partials = make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),), assumed_align=16)
             flags = make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        arguments = (x, weight, out, alpha, bias, residual, partials, flags, 1, stream)
+        arguments = (x, weight, out, alpha, bias, residual, starts, ends, partials, flags, 1, stream)
         return Program(self.entry()(variant), arguments, "sm_90a")
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         clusters = (
             self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
         )
-        x, weight, out, alpha, bias, residual = operands
+        x, weight, out, alpha, bias, residual, rows = operands
+        starts, ends = (None, None) if rows is None else rows
         partials = flags = None
         size = self.workspace_bytes(problem, config)
         if size:
             partials, flags = workspace.partials_and_flags(x.device, size)
         if residual is not None and residual.data_ptr() % 16:
             residual = residual.clone()
-        compiled(_tma_readable(x), weight[0], out, alpha, bias, residual, partials, flags, clusters)
+        blocks = weight[0] if rows is None else weight[0].flatten(0, 1)
+        compiled(_tma_readable(x), blocks, out, alpha, bias, residual, starts, ends, partials, flags, clusters)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:

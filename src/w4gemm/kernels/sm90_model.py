@@ -36,7 +36,7 @@ def predicted_us(problem: GemmProblem, kernel: str, config: GemmConfig, ctas_per
 def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times: tuple[float, float, float]) -> float:
     alone, shared, tile_us = times
     cluster = config.cluster_m * config.cluster_n * config.split_k
-    m_tiles = -(-problem.m // (config.tile_m * config.cluster_m))
+    m_tiles = _m_tiles(problem, config.tile_m * config.cluster_m)
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
     fill = m_tiles * n_tiles / (problem.device.sms // cluster * ctas_per_sm)
     slots = -(-problem.k // (config.tile_k * config.split_k))
@@ -51,6 +51,12 @@ def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times:
     return FIXED_US + (busy**_SHARPNESS + _bytes_us(problem) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 
+def _m_tiles(problem: GemmProblem, tile_m: int) -> int:
+    """Of a grouped product: as if every expert had as many tokens."""
+    experts = min(max(1, problem.experts), problem.m)
+    return experts * -(-problem.m // (experts * tile_m))
+
+
 def _contention(part: float, ctas_per_sm: int) -> float:
     """From 0 to 1, where ``part`` of the CTAs that the GPU holds run. Beyond half, some multiprocessors hold two."""
     if ctas_per_sm > 1 and part > 0.5:
@@ -61,5 +67,5 @@ def _contention(part: float, ctas_per_sm: int) -> float:
 def _bytes_us(problem: GemmProblem) -> float:
     """Every byte once: packed blocks, x and d."""
     blocks = -(-problem.n // BLOCK_N) * -(-problem.k // BLOCK_K)
-    weight = 4 * (CODE_WORDS + scale_words(problem.format)) * blocks
+    weight = 4 * (CODE_WORDS + scale_words(problem.format)) * blocks * min(max(1, problem.experts), problem.m)
     return (weight + 2 * problem.m * (problem.n + problem.k)) / BYTES_PER_US

@@ -77,6 +77,16 @@ class CpuMixedGemm:
         return None
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+        if operands.rows is None:
+            return self._multiply(problem, config, operands)
+        x, weight, out, alpha, bias, residual, _ = operands
+        bounds = zip(*(t.tolist() for t in operands.rows), strict=True)
+        for e, (first, last) in enumerate(bounds):
+            r = slice(first, last)
+            own = tuple(t[e] for t in weight), out[r], alpha, None if bias is None else bias[e]
+            self._multiply(problem, config, Operands(x[r], *own, None if residual is None else residual[r]))
+
+    def _multiply(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         method = kernel.sum_linear if config.tile_m == 1 else kernel.dense_linear
         for first in range(0, operands.x.shape[0], config.tile_m):
             tokens = slice(first, first + config.tile_m)

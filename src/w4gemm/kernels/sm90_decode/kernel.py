@@ -23,7 +23,8 @@ At the end of a tile the warps' accumulators meet in shared memory and are summe
 with split_k over the CTAs of the cluster through distributed shared memory. The rings run on meanwhile: the grid is
 persistent, and a warp has already requested its first blocks of the next tile.
 
-Programmatic dependent launch: weights are requested before ``griddepcontrol.wait``, see sm90_mixed_gemm/kernel.py.
+Programmatic dependent launch: weights are requested before ``griddepcontrol.wait``, see sm90_mixed_gemm/kernel.py, as
+is what grouped means.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.formula import Formula
+from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
     cluster_address,
@@ -49,6 +51,7 @@ from w4gemm.kernels.device.ptx import (
     store_shared_f32x4,
 )
 from w4gemm.kernels.device.scheduler import tile_coordinates
+from w4gemm.kernels.sm90 import MAX_EXPERTS
 from w4gemm.kernels.sm90_decode.variant import Variant
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
@@ -63,6 +66,7 @@ class Decode:
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
+        self.experts = Groups(variant.config.tile_m)
         self.formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
 
     @cute.jit
@@ -74,6 +78,8 @@ class Decode:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        starts: cute.Tensor | None,
+        ends: cute.Tensor | None,
         partials: None,
         flags: None,
         max_clusters: Int32,
@@ -85,8 +91,11 @@ class Decode:
         x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, 2 * v.slots * v.warps), order=(0, 1, 2))
         box = cute.slice_(x_layout, (None, None, 0))
         tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (c.tile_m, 64))
-        tiles = cute.ceil_div(x.shape[0], c.tile_m) * cute.ceil_div(self.features(out), c.tile_n)
-        self.kernel(tma, tma_x, x_layout, weight, out, alpha, bias, residual).launch(
+        m_tiles = cute.ceil_div(x.shape[0], c.tile_m)
+        if const_expr(v.grouped):
+            m_tiles = most_tiles(x.shape[0], starts.shape[0], c.tile_m)
+        tiles = m_tiles * cute.ceil_div(self.features(out), c.tile_n)
+        self.kernel(tma, tma_x, x_layout, weight, out, alpha, bias, residual, starts, ends).launch(
             grid=[cutlass.min(tiles, max_clusters) * c.split_k, 1, 1],
             block=[v.warps * 32, 1, 1],
             cluster=[c.split_k, 1, 1],
@@ -107,6 +116,8 @@ class Decode:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        starts: cute.Tensor | None,
+        ends: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
         extras = (alpha, bias, residual)
@@ -125,10 +136,20 @@ class Decode:
 
         if warp == 0:
             cpasync.prefetch_descriptor(tma)
+        groups = None
+        if const_expr(v.grouped):
+            groups = (smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends))
+            cute.arch.griddepcontrol_wait()
+            if warp == 0:
+                self.experts.fill(*groups)
+            cute.arch.sync_threads()
 
         cta = cute.arch.block_idx()[0]
         rank, cluster, clusters = cta % c.split_k, cta // c.split_k, cute.arch.grid_dim()[0] // c.split_k
         m_tiles, n_tiles = cute.ceil_div(out.shape[0], c.tile_m), cute.ceil_div(self.features(out), c.tile_n)
+        n_blocks = weight.shape[0]
+        if const_expr(v.grouped):
+            m_tiles, n_blocks = groups[0][starts.shape[0] - 1], n_blocks // starts.shape[0]
         # this warp's k blocks: first, first + W, ... of the CTA's range
         k_blocks = weight.shape[1]
         begin, end = k_blocks * rank // c.split_k, k_blocks * (rank + 1) // c.split_k
@@ -137,25 +158,25 @@ class Decode:
         tiles = (m_tiles * n_tiles - cluster + clusters - 1) // clusters
         total = units * tiles
         ring = (full, s_x, shared_address(s_weight) + warp * (v.slots * v.weight_bytes), warp)
-        walk = (clusters, m_tiles, n_tiles, first, units)
+        walk = (clusters, m_tiles, n_tiles, first, units, groups, n_blocks)
 
-        # The cursor runs ahead of the multiplication by the depth of the ring: (tile, its m and n tile, k block). It is
-        # stepped, not computed: integer divisions in the loop would cost a tenth of its instructions.
+        # The cursor runs ahead of the multiplication by the depth of the ring: (tile, its m tile or, grouped, its first
+        # token, its n tile, k block, k blocks left, expert). It is stepped, not computed: integer divisions in the loop
+        # would cost a tenth of its instructions.
         early = cutlass.min(total, v.slots)
         ahead = self.start_tile(cluster, walk)
         for i in cutlass.range(cutlass.min(early, v.early_slots), unroll=1):
-            self.load_weight(weight, ring, ahead, i)
+            self.load_weight(weight, n_blocks, ring, ahead, i)
             ahead = self.step(ahead, walk)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        g_x = cute.local_tile(tma_x, (c.tile_m, 64), (None, None))
-        x_parts = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
-        )
+        x_parts = tma_x, s_x
+        if const_expr(not v.grouped):
+            x_parts = self.partition(tma, *x_parts)
         ahead = self.start_tile(cluster, walk)
         for i in cutlass.range(early, unroll=1):
             if i >= v.early_slots:
-                self.load_weight(weight, ring, ahead, i)
+                self.load_weight(weight, n_blocks, ring, ahead, i)
             self.load_x(tma, x_parts, ring, ahead, i)
             ahead = self.step(ahead, walk)
 
@@ -178,13 +199,17 @@ class Decode:
                     slot = Int32(0)
                     phase = phase ^ 1
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
-            addends = self.load_addends(extras, m_tile, n_tile, rank, thread)
+            token0, own_out, own_extras = m_tile * c.tile_m, out, extras
+            if const_expr(v.grouped):
+                expert, token0, end = self.experts.find(*groups, m_tile)
+                own_out, own_extras = first_rows(out, end), extras_of(extras, expert, end)
+            addends = self.load_addends(own_extras, token0, n_tile, rank, thread)
             for i in cutlass.range_constexpr(len(v.folds)):
                 self.fold(acc, shared_address(s_sums), warp, thread % 32, v.folds[i])
             if warp < v.parked_warps:
                 self.park(acc, shared_address(s_sums), warp, thread % 32)
             self.tile_barrier()
-            self.finish(shared_address(s_sums), out, addends, m_tile, n_tile, rank, thread)
+            self.finish(shared_address(s_sums), own_out, addends, token0, n_tile, rank, thread)
             self.tile_barrier()  # the sums have been read, by the neighbours too
 
     def features(self, out):
@@ -204,43 +229,47 @@ class Decode:
     @cute.jit
     def start_tile(self, tile, walk):
         """The cursor at this warp's first unit of a tile."""
-        _, m_tiles, n_tiles, first, units = walk
+        _, m_tiles, n_tiles, first, units, groups, _ = walk
         m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
-        return tile, m_tile, n_tile, first, units
+        expert = Int32(0)
+        if const_expr(self.v.grouped):
+            expert, m_tile, _ = self.experts.find(*groups, m_tile)
+        return tile, m_tile, n_tile, first, units, expert
 
     @cute.jit
     def step(self, cursor, walk):
-        tile, m_tile, n_tile, k_block, left = cursor
+        tile, m_tile, n_tile, k_block, left, expert = cursor
         k_block += self.v.warps
         left -= 1
         if left == 0:
-            tile, m_tile, n_tile, k_block, left = self.start_tile(tile + walk[0], walk)
-        return tile, m_tile, n_tile, k_block, left
+            tile, m_tile, n_tile, k_block, left, expert = self.start_tile(tile + walk[0], walk)
+        return tile, m_tile, n_tile, k_block, left, expert
 
     @cute.jit
     def refill(self, tma, x_parts, weight, ring, walk, ahead, left, slot):
         """The slot has been read by all lanes: request what comes next into it."""
         cute.arch.sync_warp()
         if left > 0:
-            self.load_weight(weight, ring, ahead, slot)
+            self.load_weight(weight, walk[6], ring, ahead, slot)
             self.load_x(tma, x_parts, ring, ahead, slot)
             ahead = self.step(ahead, walk)
             left -= 1
         return ahead, left
 
     @cute.jit
-    def load_weight(self, weight, ring, cursor, slot):
+    def load_weight(self, weight, n_blocks, ring, cursor, slot):
         v, rows = self.v, self.v.config.tile_n
         full, _, s_weight, _ = ring
-        _, _, n_tile, k_block, _ = cursor
+        _, _, n_tile, k_block, _, expert = cursor
+        own = weight_of(weight, expert, n_blocks) if const_expr(v.grouped) else weight
         with cute.arch.elect_one():
             barrier = shared_address(full + slot)
             target = s_weight + slot * v.weight_bytes
             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, v.weight_bytes + v.x_bytes)
             for b in cutlass.range_constexpr(max(1, rows // 64)):
                 # a tile of several blocks may reach past the last one: then that one again, whose rows are not stored
-                block = cutlass.min(n_tile * rows // 64 + b, weight.shape[0] - 1)
-                source = weight.iterator.toint() + (Int64(block) * weight.shape[1] + k_block) * v.block_bytes
+                block = cutlass.min(n_tile * rows // 64 + b, own.shape[0] - 1)
+                source = own.iterator.toint() + (Int64(block) * weight.shape[1] + k_block) * v.block_bytes
                 if const_expr(rows >= 64):
                     bulk_copy(target + b * v.block_bytes, source, Int32(v.block_bytes), barrier)
                 else:
@@ -267,8 +296,12 @@ class Decode:
     @cute.jit
     def load_x(self, tma, x_parts, ring, cursor, slot):
         full, _, _, warp = ring
+        _, m_tile, _, k_block, _, _ = cursor
         t_s, t_g = x_parts
-        _, m_tile, _, k_block, _ = cursor
+        if const_expr(self.v.grouped):  # boxes from any token on
+            tma_x, s_x = x_parts
+            t_s, t_g = self.partition(tma, cute.domain_offset((m_tile, 0), tma_x), s_x)
+            m_tile = 0
         for h in cutlass.range_constexpr(2):
             cute.copy(
                 tma,
@@ -276,6 +309,12 @@ class Decode:
                 t_s[(None, (warp * self.v.slots + slot) * 2 + h)],
                 tma_bar_ptr=full + slot,
             )
+
+    def partition(self, tma, tma_x, s_x):
+        """The boxes of x in shared memory and, by (token tile, 64 columns), in global memory."""
+        g_x = cute.local_tile(tma_x, (self.v.config.tile_m, 64), (None, None))
+        group = cute.group_modes
+        return cpasync.tma_partition(tma, 0, cute.make_layout(1), group(s_x, 0, 2), group(g_x, 0, 2))
 
     def read_weight(self, ring, slot, part, lane):
         """The part-th 64 rows of a slot: code words [row block][8 steps], and a function of row block and group that
@@ -391,24 +430,24 @@ class Decode:
         index = turn * (self.v.warps * 32) + thread
         return index // (share // 4), rank * share + index % (share // 4) * 4
 
-    def load_addends(self, extras, m_tile, n_tile, rank, thread):
+    def load_addends(self, extras, token0, n_tile, rank, thread):
         """(alpha, biases, residuals) of each of a thread's quads: on their way while the sums meet."""
         c, formula = self.v.config, self.formula
         alpha, found = formula.load_alpha(extras), []
         for turn in range(self.turns):
             token, feature = self.quad(turn, rank, thread)
-            row, feature = m_tile * c.tile_m + token, n_tile * c.tile_n + feature
+            row, feature = token0 + token, n_tile * c.tile_n + feature
             biases = [formula.load_bias(extras, feature + i) for i in range(4)]
             found.append((alpha, biases, formula.load_residual(extras, row, feature)))
         return found
 
     @cute.jit
-    def finish(self, s_sums, out, addends, m_tile, n_tile, rank, thread):
+    def finish(self, s_sums, out, addends, token0, n_tile, rank, thread):
         """Sum over warps and ranks, four features of one token a thread; each rank stores its share of the features."""
         v, c = self.v, self.v.config
         for turn in cutlass.range_constexpr(self.turns):
             token, feature = self.quad(turn, rank, thread)
-            row, column = m_tile * c.tile_m + token, n_tile * c.tile_n + feature
+            row, column = token0 + token, n_tile * c.tile_n + feature
             if token < c.tile_m and row < out.shape[0] and column < self.features(out):
                 sums = [Float32(0.0)] * 4
                 for r in cutlass.range_constexpr(c.split_k):

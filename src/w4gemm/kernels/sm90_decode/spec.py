@@ -32,7 +32,7 @@ class Sm90Decode(Sm90Kernel):
         return 2 if config.schedule == "pingpong" else 1
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        return list(_fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes))
+        return list(_fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes, problem.experts > 0))
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """The warps of all CTAs take k blocks in turn, and their sums are added in a fixed order."""
@@ -41,7 +41,7 @@ class Sm90Decode(Sm90Kernel):
 
 
 @functools.cache
-def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
+def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose ring fits shared memory with at least four warps."""
     found = []
     for schedule in ("coop", "pingpong"):
@@ -49,7 +49,7 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
             for tile_n in _TILE_N:
                 for split_k in _SPLIT_K:
                     config = GemmConfig(tile_m, tile_n, 128, schedule=schedule, split_k=split_k)
-                    v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, vector=True)
+                    v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped)
                     if v.warps:
                         found.append(config)
     return tuple(found)

@@ -80,6 +80,7 @@ class Variant(sm90.Variant):
     def _warps(self) -> tuple[int, int]:
         """(warps, parked warps): as many as shared memory holds, (0, 0) if it holds no four."""
         room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
+        room -= self.table_bytes
         ring = self.slots * (self.weight_bytes + self.x_bytes)
         # two CTAs of eight warps leave 128 registers a thread, too few for the x fragments of 16 tokens
         for warps in (4,) if self.occupancy == 2 and self.config.tile_m > 8 else (8, 4):

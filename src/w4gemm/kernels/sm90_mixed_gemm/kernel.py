@@ -41,6 +41,10 @@ its sums pass through the drained pipeline. Programmatic dependent
 launch: the weights of the first slot are requested before ``griddepcontrol.wait``. Nothing earlier in the stream may
 therefore still be writing them, which holds because this kernel lets its successor start only after its own wait.
 
+Grouped (v.grouped), there are several weights, experts, each for some rows of x that only the device knows: a warp of
+each CTA counts all experts' tiles first (device/groups.py), after ``griddepcontrol.wait``. The boxes of x then start at
+any row; rows past the expert's last one are multiplied and not stored.
+
 Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 for the producer; for a
 consumer tile_m / 2 accumulators, 32 of fragments, about 40 more.
 """
@@ -58,6 +62,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
+from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
     bulk_copy_multicast,
@@ -69,6 +74,7 @@ from w4gemm.kernels.device.ptx import (
 from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
 from w4gemm.kernels.device.split_k import Reduction
 from w4gemm.kernels.device.stream_k import StreamSum
+from w4gemm.kernels.sm90 import MAX_EXPERTS
 from w4gemm.kernels.sm90_mixed_gemm.variant import CODE_BYTES, Variant
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
@@ -91,6 +97,7 @@ class MixedGemm:
             formula, variant.quads, variant.stored_tokens, variant.staging_tokens, variant.residuals_ahead
         )
         self.chunks = variant.config.tile_k // 64  # steps of 64 along k in one slot
+        self.experts = Groups(variant.config.tile_m)
         self.stream_sum = StreamSum(variant.config.tile_m, variant.row_groups)
         self.slots_per_block = 2 if variant.halves else 1
         self.cluster = variant.config.cluster_m * variant.config.cluster_n * variant.config.split_k
@@ -109,14 +116,17 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        starts: cute.Tensor | None,
+        ends: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
         max_clusters: Int32,
         stream: Any,
     ):
         """x (m, k), weight int32 (n blocks, k blocks, words), out and residual (m, columns), alpha a number or (1),
-        bias (n). partials and flags, for schedule stream: see device/stream_k.py. max_clusters: how many clusters of
-        this kernel the device holds at once."""
+        bias (n). Grouped: weight with the n blocks of all experts in a row, bias (experts, n), starts and ends of the
+        experts' rows, int32 (experts). partials and flags, for schedule stream: see device/stream_k.py. max_clusters:
+        how many clusters of this kernel the device holds at once."""
         c = self.v.config
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
@@ -137,13 +147,17 @@ class MixedGemm:
         )
         box = cute.slice_(box_layout, (None, None, 0))
         tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (self.v.box_tokens, 64), num_multicast=c.cluster_n)
-        m_tiles, n_tiles = self.tiles(x.shape[0], weight.shape[0])
+        experts = starts.shape[0] if const_expr(self.v.grouped) else 1
+        m_tiles, n_tiles = self.tiles(x.shape[0], weight.shape[0] // experts)
+        if const_expr(self.v.grouped):
+            m_tiles = most_tiles(x.shape[0], experts, c.tile_m)
         clusters = m_tiles * n_tiles
         if const_expr(self.v.stream):
             clusters = clusters * weight.shape[1]  # a block of k for each CTA at least
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
-        self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, alpha, bias, residual, partials, flags).launch(
+        extras, rows, parked = (alpha, bias, residual), (starts, ends), (partials, flags)
+        self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, *extras, *rows, *parked).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
@@ -166,6 +180,8 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        starts: cute.Tensor | None,
+        ends: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
     ):
@@ -178,6 +194,14 @@ class MixedGemm:
         s_staging = smem.allocate_array(Int32, v.staging_buffers * v.staging_bytes // 4, byte_alignment=128)
         full = smem.allocate_array(Int64, v.stages, byte_alignment=8)
         empty = smem.allocate_array(Int64, v.stages, byte_alignment=8)
+        groups, s_fold = None, s_x.iterator
+        if const_expr(v.grouped):
+            groups = (smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends))
+            cute.arch.griddepcontrol_wait()
+            if warp == 1:
+                self.experts.fill(*groups)
+        if const_expr(v.fold_bytes > 0):
+            s_fold = smem.allocate_array(Int32, v.fold_bytes // 4, byte_alignment=128)
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(v.stages):
@@ -201,7 +225,10 @@ class MixedGemm:
             first_slot = rank * share + cutlass.min(rank, extra)
             slots = share + (1 if rank < extra else 0)
         first_slot, slots = first_slot * self.slots_per_block, slots * self.slots_per_block
-        m_tiles, n_tiles = self.tiles(out.shape[0], weight.shape[0])
+        n_blocks = weight.shape[0] // starts.shape[0] if const_expr(v.grouped) else weight.shape[0]
+        m_tiles, n_tiles = self.tiles(out.shape[0], n_blocks)
+        if const_expr(v.grouped):
+            m_tiles = groups[0][starts.shape[0] - 1]
         cluster, clusters = cta // self.cluster, cute.arch.grid_dim()[0] // self.cluster
         if const_expr(v.stream):
             # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
@@ -212,14 +239,16 @@ class MixedGemm:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(24)
             if warp == 4 * v.warpgroups:
-                self.produce(tma, tma_x, box_layout, weight, out.shape[0], ring, work, rank)
+                self.produce(tma, tma_x, box_layout, weight, (out.shape[0], groups, n_blocks), ring, work, rank)
             if const_expr(c.split_k > 1):  # every thread of the cluster takes part in its barriers
                 self.cluster_barrier()
                 self.cluster_barrier()
         else:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(v.consumer_registers)
-            self.consume(mma, ring, work, rank, out, extras, (partials, flags), shared_address(s_staging))
+            self.consume(
+                mma, ring, work, rank, out, extras, (partials, flags), groups, shared_address(s_staging), s_fold
+            )
 
     def tiles(self, m, row_blocks):
         """(tiles along m, along n) of the problem, each as large as a cluster."""
@@ -239,28 +268,22 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------- producer
 
     @cute.jit
-    def produce(self, tma, tma_x, box_layout, weight, m, ring, work, rank):
+    def produce(self, tma, tma_x, box_layout, weight, tokens, ring, work, rank):
+        """tokens: (m, groups) as ``find`` takes them, and the n blocks of an expert."""
         v, c = self.v, self.v.config
         full, empty, s_x, s_weight = ring
         m_tiles, n_tiles = work[2], work[3]
         rank_m, rank_n = self.place_in_cluster(rank)
-        g_x = cute.local_tile(tma_x, (v.box_tokens, 64), (None, None))
         s_boxes = cute.make_tensor(s_x.iterator, box_layout.outer)
-        t_s, t_g = cpasync.tma_partition(
-            tma, rank_n, cute.make_layout(c.cluster_n), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_x, 0, 2)
-        )
+        x_parts = self.partition(tma, tma_x, s_boxes, rank_n)
         # those who get the same x, and those who get the same weights
         x_mask = cutlass.Int16(Int32((1 << c.cluster_n) - 1) << (rank_m * c.cluster_n))
         weight_mask = cutlass.Int16(Int32(sum(1 << i * c.cluster_n for i in range(c.cluster_m))) << rank_n)
         cast = (rank_m, weight_mask)
         count, stream = self.pieces(work)
-        tile, first_slot, slots = self.piece(Int32(0), work, stream)
-        early = cutlass.min(slots, _EARLY_SLOTS)
-        m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
-        m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
-        boxes = self.boxes_of(m_tile, m)
-        for i in cutlass.range(early, unroll=1):
-            self.load_weight(weight, s_weight, full, n_tile, (first_slot + i, i, boxes), cast)
+        early = 0
+        if const_expr(not v.grouped):
+            early = self.load_early(weight, s_weight, full, tokens[0], work, stream, rank_n, cast)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         stage, phase = Int32(0), Int32(1)
@@ -268,18 +291,23 @@ class MixedGemm:
             tile, first_slot, slots = self.piece(index, work, stream)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
             m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
-            boxes = self.boxes_of(m_tile, m)
+            expert, token, end = self.find(m_tile, *tokens[:2])
+            boxes = self.boxes_of(token, end)
+            own, (t_s, t_g), first_box = weight, x_parts, m_tile * v.boxes
+            if const_expr(v.grouped):
+                own, first_box = weight_of(weight, expert, tokens[2]), 0
+                t_s, t_g = self.partition(tma, cute.domain_offset((token, 0), tma_x), s_boxes, rank_n)
             for i in cutlass.range(slots, unroll=1):
                 slot = first_slot + i
                 if index > 0 or i >= early:
                     cute.arch.mbarrier_wait(empty + stage, phase)
-                    self.load_weight(weight, s_weight, full, n_tile, (slot, stage, boxes), cast)
+                    self.load_weight(own, s_weight, full, n_tile, (slot, stage, boxes), cast)
                 for chunk in cutlass.range_constexpr(self.chunks):
                     for b in cutlass.range_constexpr(v.boxes):
                         if b < boxes:
                             cute.copy(
                                 tma,
-                                t_g[(None, m_tile * v.boxes + b, slot * self.chunks + chunk)],
+                                t_g[(None, first_box + b, slot * self.chunks + chunk)],
                                 t_s[(None, (stage * self.chunks + chunk) * v.boxes + b)],
                                 tma_bar_ptr=full + stage,
                                 mcast_mask=x_mask,
@@ -298,15 +326,42 @@ class MixedGemm:
                     stage = Int32(0)
                     phase = phase ^ 1
 
+    @cute.jit
+    def load_early(self, weight, s_weight, full, m, work, stream, rank_n, cast):
+        """The weights of the first slots: of how many."""
+        c = self.v.config
+        tile, first_slot, slots = self.piece(Int32(0), work, stream)
+        early = cutlass.min(slots, _EARLY_SLOTS)
+        m_tile, n_tile = tile_coordinates(tile, work[2], work[3], self.band)
+        m_tile, n_tile = m_tile * c.cluster_m + cast[0], n_tile * c.cluster_n + rank_n
+        boxes = self.boxes_of(m_tile * c.tile_m, m)
+        for i in cutlass.range(early, unroll=1):
+            self.load_weight(weight, s_weight, full, n_tile, (first_slot + i, i, boxes), cast)
+        return early
+
     @property
     def band(self) -> int:
         return max(1, _TOKENS_PER_BAND // (self.v.config.tile_m * self.v.config.cluster_m))
 
-    def boxes_of(self, m_tile, m):
+    def boxes_of(self, token, end):
         """Boxes of a tile that hold any token; the others keep what they held, which reaches no stored result."""
         v = self.v
-        boxes = cutlass.min(cute.ceil_div(m - m_tile * v.config.tile_m, v.box_tokens), v.boxes)
+        boxes = cutlass.min(cute.ceil_div(end - token, v.box_tokens), v.boxes)
         return cutlass.max(boxes, 0) if const_expr(v.config.cluster_m > 1) else boxes
+
+    def partition(self, tma, tma_x, s_boxes, share):
+        """The boxes of x in shared memory and, by (token box, chunk of k), in global memory."""
+        g_x = cute.local_tile(tma_x, (self.v.box_tokens, 64), (None, None))
+        group, cluster = cute.group_modes, cute.make_layout(self.v.config.cluster_n)
+        return cpasync.tma_partition(tma, share, cluster, group(s_boxes, 0, 2), group(g_x, 0, 2))
+
+    @cute.jit
+    def find(self, m_tile, m, groups):
+        """(expert, first token, end of the tokens that are stored) of a token tile."""
+        expert, token, end = Int32(0), m_tile * self.v.config.tile_m, m
+        if const_expr(self.v.grouped):
+            expert, token, end = self.experts.find(*groups, m_tile)
+        return expert, token, end
 
     @cute.jit
     def load_weight(self, weight, s_weight, full, n_tile, place, cast):
@@ -354,7 +409,7 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------ consumers
 
     @cute.jit
-    def consume(self, mma, ring, work, rank, out, extras, parked, s_staging):
+    def consume(self, mma, ring, work, rank, out, extras, parked, groups, s_staging, s_fold):
         v, c = self.v, self.v.config
         full, empty, s_x, _ = ring
         m_tiles, n_tiles, slots = work[2], work[3], work[5]
@@ -389,7 +444,8 @@ class MixedGemm:
             m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
             acc.fill(0.0)
             if const_expr(v.epilogue.residual and c.split_k == 1):
-                self.epilogue.prefetch(extras, (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t))
+                _, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
+                self.epilogue.prefetch(own_extras, place)
             if const_expr(v.turns > 1):
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
@@ -411,25 +467,35 @@ class MixedGemm:
             warpgroup.wait_group(0)
             if slots > 0:
                 self.release(empty, (stage + v.stages - 1) % v.stages, rank)
-            place = (m_tile * c.tile_m, n_tile * c.tile_n + wg * 64, t)
+            own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
             if const_expr(v.k_sets > 1):
-                self.fold(flat, shared_address(s_x.iterator), k_set, thread)
+                self.fold(flat, shared_address(s_fold), k_set, thread)
             if const_expr(c.split_k > 1):
-                self.reduce(flat, place, ring, rank, k_set, thread, out, extras, s_staging, wg)
+                self.reduce(flat, place, ring, rank, k_set, thread, own_out, own_extras, s_staging, wg)
             elif const_expr(v.stream):
                 if first_slot > 0:
                     self.stream_sum.park(flat, *parked, work[0], (wg, t), _EPILOGUE_BARRIER + wg)
                 else:
                     if slots < work[5]:
                         self.gather(flat, tile, work, stream, parked, (wg, t))
-                    self.finish(flat, out, extras, place, s_staging, wg)
+                    self.finish(flat, own_out, own_extras, place, s_staging, wg)
             elif const_expr(v.k_sets == 1):
-                self.finish(flat, out, extras, place, s_staging, wg + turn)
+                self.finish(flat, own_out, own_extras, place, s_staging, wg + turn)
                 if const_expr(v.turns > 1):
                     stage, phase = self.skip(slots, stage, phase)
             else:
                 if k_set == 0:
-                    self.finish(flat, out, extras, place, s_staging, wg)
+                    self.finish(flat, own_out, own_extras, place, s_staging, wg)
+
+    def store_place(self, tile, out, extras, groups):
+        """Where a tile goes: out and extras of its expert, and its first token and feature. Grouped, it is found anew
+        when it is needed, since to keep it while the tile is multiplied would take registers."""
+        m_tile, n_tile, wg, t = tile
+        expert, token, end = self.find(m_tile, out.shape[0], groups)
+        place = (token, n_tile * self.v.config.tile_n + wg * 64, t)
+        if self.v.grouped:
+            out, extras = first_rows(out, end), extras_of(extras, expert, end)
+        return out, extras, place
 
     @cute.jit
     def pieces(self, work):
@@ -475,11 +541,12 @@ class MixedGemm:
 
     @cute.jit
     def fold(self, flat, s_fold, k_set, thread):
-        """All k sets but the first hand their accumulators to it."""
+        """All k sets but the first hand their accumulators to it, through memory that nothing else uses until all have
+        come here again: that of the drained pipeline, or, where the next tile is on its way into it, its own."""
         v = self.v
         line = v.row_groups * 128 * 16  # bytes of one block of four accumulators, all threads of a set
         size = cute.size(flat) // 4
-        self.consumer_barrier()  # the pipeline is drained
+        self.consumer_barrier()  # the pipeline is drained, and the last tile's sums have been read
         if k_set > 0:
             for i in cutlass.range_constexpr(size):
                 at = s_fold + ((k_set - 1) * size + i) * line + thread * 16

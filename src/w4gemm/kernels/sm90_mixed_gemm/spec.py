@@ -40,7 +40,7 @@ class Sm90MixedGemm(Sm90Kernel):
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
-        return list(_fitting(block_bytes))
+        return list(_fitting(block_bytes, problem.experts > 0))
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """The accumulators that every CTA of a stream may have to park."""
@@ -57,7 +57,7 @@ class Sm90MixedGemm(Sm90Kernel):
 
 
 @functools.cache
-def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
+def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
     sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
@@ -70,6 +70,13 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
             continue
         if tile_k == 64 and (tile_m < 192 or schedule == "pingpong"):  # smaller steps gain where x fills the stages
             continue
+        # streams and split_k want to know the number of tiles beforehand; neighbours along m may be of two experts
+        if grouped and (schedule == "stream" or split_k > 1 or cluster_m > 1):
+            continue
+        # looking for an expert's rows takes registers: with the scales of many groups these would spill
+        large = (tile_m, schedule) == (128, "pingpong") or (tile_m, tile_n) == (256, 128)
+        if grouped and (large or (tile_k, cluster_n) == (512, 2)) and block_bytes > _ONE_GROUP:
+            continue
         if tile_n == 192 and tile_m < 64:
             continue
         # weights are worth sharing where many tokens meet them; each of two CTAs fetches one of two row blocks
@@ -81,7 +88,7 @@ def _fitting(block_bytes: int) -> tuple[GemmConfig, ...]:
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue
         config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
-        v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, vector=True)
+        v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped)
         if tile_m > 128 and schedule == "pingpong" and split_k > 1:
             continue
         if v.blocks > v.k_sets:  # ptxas serializes the WGMMAs of slots with several blocks a set

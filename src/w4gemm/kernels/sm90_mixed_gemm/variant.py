@@ -30,8 +30,14 @@ class Variant(sm90.Variant):
 
     @property
     def persistent(self) -> bool:
-        """Whether a CTA walks over tiles. It cannot where sums pass through the drained pipeline's memory."""
-        return self.k_sets == 1 and self.config.split_k == 1
+        """Whether a CTA walks over tiles. It cannot where sums pass through the drained pipeline's memory. A grouped
+        one must, since the host does not know how many tiles there are: its sets add up in memory of their own."""
+        return self.grouped or (self.k_sets == 1 and self.config.split_k == 1)
+
+    @property
+    def fold_bytes(self) -> int:
+        """Memory besides the pipeline in which the sets along k hand over their accumulators."""
+        return (self.k_sets - 1) * self.tile_bytes if self.persistent else 0
 
     @property
     def stream(self) -> bool:
@@ -151,12 +157,14 @@ class Variant(sm90.Variant):
     def reduction_bytes(self) -> int:
         """Accumulators that lie over the drained pipeline: those that the k sets but the first hand to it, and those
         that a CTA parks for its cluster."""
+        if self.persistent:
+            return 0
         return (self.k_sets - 1 + (self.config.split_k > 1)) * self.tile_bytes
 
     @property
     def stages(self) -> int:
         room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
-        room -= self.staging_buffers * self.staging_bytes
+        room -= self.staging_buffers * self.staging_bytes + self.fold_bytes + self.table_bytes
         fit = min(8, room // self.stage_bytes)
         return min(self.config.stages, fit) if self.config.stages else fit
 

@@ -1,0 +1,161 @@
+"""The boundary for mixtures of experts: :func:`grouped_linear` and :func:`masked_linear`, as :mod:`w4gemm.ops`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from w4gemm import arguments
+from w4gemm.arguments import Fused
+from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
+from w4gemm.kernels import Operands
+from w4gemm.ops import _FUSED, _WEIGHT, _flat, _needs_dispatcher, _parse_format, _requires_grad, _run, _unflat, _Weight
+from w4gemm.weight import QuantizedWeight
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    m_offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    indices: torch.Tensor | None = None,
+    alpha: float | torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    config: GemmConfig | str | None = None,
+) -> torch.Tensor:
+    """For every expert e, with its rows r = m_offsets[e] .. m_offsets[e + 1]:
+    act(alpha * (x[r] @ w[e].T) + bias[e]) + residual[r], in one launch.
+
+    On a GPU ``m_offsets`` is read by the device alone: nothing synchronizes, and a CUDA graph of a call serves any
+    division of the rows. Experts may have no rows, or all of them.
+
+    Args:
+        x: activations (total_m, k), sorted by expert, float16 or bfloat16; on the CPU also float32.
+        w: the weights of up to 512 experts, see :meth:`QuantizedWeight.stack`; on x's device.
+        m_offsets: int32 (experts + 1) on x's device, ascending from 0 or more to total_m or less. **Not checked**,
+            since that would take a synchronization; others are undefined behaviour.
+        bias: (experts, n) of x's dtype, or None.
+        indices: int32 or int64 (total_m), to take row i from x[indices[i]]: x, (any number, k), is gathered first.
+            Not checked either.
+        alpha, activation, residual, out_dtype, out, config: as for :func:`w4gemm.linear`. Without a config it is
+            chosen for total_m / experts tokens each.
+
+    Returns:
+        (total_m, n), or (total_m, n / 2) with "silu_mul"; ``out`` if given. Rows that no expert has are not written.
+        There are no gradients.
+
+    Raises:
+        TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
+        UnsupportedError: if no kernel can run this here.
+        NotImplementedError: where a gradient would be needed.
+    """
+    arguments.check_grouped(x, w, bias)
+    if x.dim() != 2:
+        raise ValueError(f"x: wanted shape (total_m, k), got {tuple(x.shape)}")
+    arguments.check_counts("m_offsets", m_offsets, w.experts + 1, x)
+    if indices is not None:
+        arguments.check_indices(indices, x)
+        x = x.index_select(0, indices)
+    given = (alpha, bias, residual)
+    return _grouped(x, w, (m_offsets[:-1], m_offsets[1:]), given, activation, out_dtype, out, config)
+
+
+def masked_linear(
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    counts: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    alpha: float | torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    config: GemmConfig | str | None = None,
+) -> torch.Tensor:
+    """:func:`grouped_linear` for rows that lie apart: of x (experts, max_m, k) expert e has the first counts[e].
+
+    Args:
+        x: contiguous (experts, max_m, k).
+        counts: int32 (experts) on x's device, each 0 .. max_m; not checked.
+        bias, alpha, activation, residual, out_dtype, out, config: as for :func:`grouped_linear`.
+
+    Returns:
+        (experts, max_m, n), or n / 2; rows from counts[e] on are not written.
+    """
+    arguments.check_grouped(x, w, bias)
+    if x.dim() != 3 or x.shape[0] != w.experts or not x.is_contiguous():
+        raise ValueError(
+            f"x: wanted a contiguous tensor (experts, max_m, k) with {w.experts} experts, got {tuple(x.shape)}"
+        )
+    arguments.check_counts("counts", counts, w.experts, x)
+    starts = _multiples(w.experts, x.shape[1], x.device)
+    given = (alpha, bias, residual)
+    return _grouped(x, w, (starts, starts + counts), given, activation, out_dtype, out, config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
+    return step * torch.arange(count, dtype=torch.int32, device=device)
+
+
+def _grouped(
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    given: Fused,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+    config: GemmConfig | str | None,
+) -> torch.Tensor:
+    text = "" if config is None else config if isinstance(config, str) else arguments.config_text(config)
+    epilogue, fused = arguments.fused(x, w, given, activation, out_dtype)
+    if torch.is_grad_enabled() and _requires_grad(x, fused):
+        raise NotImplementedError("x: gradients of a grouped linear are not implemented; call it under no_grad")
+    columns = epilogue.columns(w.n)
+    flat = x.view(-1, w.k)
+    if out is not None:
+        arguments.check_out(out, x, w.n, epilogue, fused)
+    if _needs_dispatcher(x, fused):
+        weight = (list(w.tensors), w.format.name, w.layout, w.n, w.k)
+        d = torch.ops.w4gemm.grouped_linear(flat, *rows, *weight, *_flat(epilogue, fused), text)
+        d = d.view(*x.shape[:-1], columns)
+        return d if out is None else out.copy_(d)
+    if out is None:
+        out = torch.empty((*x.shape[:-1], columns), dtype=epilogue.out_dtype or x.dtype, device=x.device)
+    _run(Operands(flat, w.tensors, out.view(-1, columns), *fused, rows), w, epilogue, text, False)
+    return out
+
+
+# --- the operator --------------------------------------------------------------------------------------------------
+
+torch.library.define(
+    "w4gemm::grouped_linear", f"(Tensor x, Tensor starts, Tensor ends, {_WEIGHT}, {_FUSED}, str config) -> Tensor"
+)
+
+
+@torch.library.impl("w4gemm::grouped_linear", ("cpu", "cuda"))
+def _grouped_op(x, starts, ends, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
+    *flat, config = rest
+    out, epilogue, fused = _result(x, n, flat)
+    w = _Weight(_parse_format(format), layout, n)
+    _run(Operands(x, tuple(weight), out, *fused, (starts, ends)), w, epilogue, config, False)
+    return out
+
+
+@torch.library.register_fake("w4gemm::grouped_linear")
+def _grouped_fake(x, starts, ends, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
+    return _result(x, n, rest[:-1])[0]
+
+
+def _result(x: torch.Tensor, n: int, flat: Any) -> tuple[torch.Tensor, Epilogue, Fused]:
+    epilogue, fused = _unflat(*flat)
+    return x.new_empty((x.shape[0], epilogue.columns(n)), dtype=epilogue.out_dtype or x.dtype), epilogue, fused

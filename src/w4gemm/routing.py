@@ -1,0 +1,105 @@
+"""What stands before and behind the products of a mixture of experts: :func:`route`, :func:`combine`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.config import GemmConfig
+from w4gemm.formats import WeightFormat
+from w4gemm.jit import compiled
+from w4gemm.kernels import KERNELS
+from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.problem import Device, GemmProblem
+
+_KERNEL = RowCombine()
+
+
+class Routing(NamedTuple):
+    """The rows that a token has, one for each of its experts, in the order of experts. All on the tokens' device."""
+
+    m_offsets: torch.Tensor
+    """int32 (experts + 1): expert e has the rows m_offsets[e] .. m_offsets[e + 1]."""
+    tokens: torch.Tensor
+    """int64 (tokens * top k): the token of each row."""
+    places: torch.Tensor
+    """int32 (tokens, top k): the row of each choice; -1 for one of no expert here."""
+
+
+def route(expert_ids: torch.Tensor, experts: int) -> Routing:
+    """Sort the choices of tokens by expert. Nothing is read by the host, so that a CUDA graph can hold it.
+
+    Args:
+        expert_ids: integers (tokens, top k), what the router chose. Others than 0 .. experts - 1 are experts elsewhere,
+            as under expert parallelism: their rows come last and belong to none.
+
+    Raises:
+        TypeError, ValueError: for another dtype or shape.
+    """
+    if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {_kind(expert_ids)}")
+    if expert_ids.dim() != 2:
+        raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
+    here = (expert_ids >= 0) & (expert_ids < experts)
+    ids, order = torch.where(here, expert_ids, experts).flatten().sort(stable=True)
+    bounds = torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)
+    m_offsets = torch.searchsorted(ids, bounds, out_int32=True)
+    places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    places[order] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    places = torch.where(here, places.view(expert_ids.shape), -1)
+    return Routing(m_offsets, order // max(1, expert_ids.shape[1]), places)
+
+
+def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over j of weights[t, j] * d[places[t, j]], in float32, in the order of j, rounded once.
+
+    Args:
+        d: (rows, n), what the experts gave.
+        places: int32 (tokens, top k), rows of d as :func:`route` gives them; a negative one adds nothing.
+        weights: floating point (tokens, top k), the router's.
+
+    Returns:
+        (tokens, n) in d's dtype.
+
+    Raises:
+        TypeError, ValueError: for other dtypes or shapes.
+    """
+    if d.dim() != 2 or not d.is_floating_point():
+        raise ValueError(f"d: wanted floating point (rows, n), got {_kind(d)}")
+    if places.dtype != torch.int32 or places.dim() != 2:
+        raise TypeError(f"places: wanted torch.int32 (tokens, top k), got {_kind(places)}")
+    if weights.shape != places.shape or not weights.is_floating_point():
+        raise ValueError(f"weights: wanted floating point {tuple(places.shape)} like places, got {_kind(weights)}")
+    if not d.device == places.device == weights.device:
+        raise ValueError(f"places, weights: wanted d's device {d.device}, got {places.device}, {weights.device}")
+    tokens, terms = places.shape
+    eager = not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and d.requires_grad)
+    if eager and d.device.type == "cuda" and tokens and len(d) and _KERNEL.takes(d, terms):
+        function = _launcher(d.dtype, terms, d.device)
+        if function is not None:
+            out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device)
+            function(d, places.contiguous(), weights.float().contiguous(), out)
+            return out
+    total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
+    if not len(d):
+        return total.to(d.dtype)
+    for j in range(terms):
+        row = d.index_select(0, places[:, j].clamp(min=0)).float()
+        total = total + torch.where(places[:, j, None] >= 0, weights[:, j, None].float() * row, 0.0)
+    return total.to(d.dtype)
+
+
+@functools.cache
+def _launcher(dtype: torch.dtype, terms: int, device: torch.device) -> Callable[..., Any] | None:
+    """The compiled kernel; None where our kernels do not run."""
+    problem = GemmProblem(1, 8, 8, dtype, WeightFormat(), "sm90", device=Device.of(device))
+    if dtype.itemsize != 2 or not any(kernel.supports(problem) for kernel in KERNELS):
+        return None
+    return compiled(_KERNEL, problem, GemmConfig(1, 1, terms))
+
+
+def _kind(t: object) -> str:
+    return f"{t.dtype} {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__

@@ -1,0 +1,260 @@
+"""Every kernel as a grouped one: against every format, exact first; then against itself, expert by expert."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import w4gemm
+from conformance.cases import (
+    FEW_FORMATS,
+    FORMATS,
+    Target,
+    assert_close,
+    compile_ahead,
+    random_weight,
+    supported_here,
+    targets,
+)
+from w4gemm import QuantizedWeight, WeightFormat
+from w4gemm.config import GemmConfig
+from w4gemm.kernels import ranked
+from w4gemm.reference import grouped_reference
+
+N, K = 200, 768
+COUNTS = (3, 0, 70, 0, 1, 130, 0)
+"""Rows of each expert."""
+CONFIG_FORMAT, CONFIG_DTYPE = WeightFormat.parse("int4_g64_zint_fp16"), torch.bfloat16
+ROUTINGS = {
+    "mixed": COUNTS,
+    "one": (0, 0, 0, 300, 0, 0, 0),
+    "first": (300, 0, 0, 0, 0, 0, 0),
+    "few": (1, 1, 0, 1, 1, 1, 1),
+    "ragged": (9, 33, 65, 129, 193, 257, 5),
+}
+GUARD = 16
+
+TARGETS = targets()
+ON_GPU = [p for p in TARGETS if p.values[0].device == "cuda"]
+on_gpu = pytest.mark.parametrize("target", ON_GPU, indirect=True)
+
+
+@pytest.fixture(params=TARGETS)
+def target(request) -> Target:
+    supported_here(request.param)
+    return request.param
+
+
+def configs(target: Target, n: int, k: int, format: WeightFormat, m: int, experts: int) -> list[str]:
+    """Every legal config of a grouped problem, best guess first."""
+
+    problem = replace(target.problem(m, n, k, format), experts=experts)
+    return [f"{target.kernel.name}/{c}" for _, _, c in ranked([target.kernel], problem)]
+
+
+def usual(target: Target, format: WeightFormat = CONFIG_FORMAT) -> str:
+    """One config for as many tests as possible."""
+    return configs(target, N, K, format, 64 * len(COUNTS), len(COUNTS))[0]
+
+
+def experts_of(target: Target, format: WeightFormat, n: int, k: int, count: int) -> QuantizedWeight:
+    weights = (random_weight(format, n, k, seed=e).to(target.device) for e in range(count))
+    return QuantizedWeight.stack(weights, count, target.layout)
+
+
+def offsets_of(target: Target, counts: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor((0, *itertools.accumulate(counts)), dtype=torch.int32, device=target.device)
+
+
+def poisoned(x: torch.Tensor, w: QuantizedWeight, offsets: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """``grouped_linear`` between guards that nobody may write; x goes on behind the last offset with NaN."""
+    columns = w.n // 2 if kwargs.get("activation") == "silu_mul" else w.n
+    beside = torch.full((x.shape[0] + GUARD, x.shape[1]), torch.nan, dtype=x.dtype, device=x.device)
+    beside[: x.shape[0]] = x
+    dtype, rows = kwargs.get("out_dtype") or x.dtype, x.shape[0] + GUARD // 2
+    buffer = torch.full((rows + 2 * GUARD, columns), torch.nan, dtype=dtype, device=x.device)
+    out = buffer[GUARD : GUARD + rows]
+    residual = kwargs.pop("residual", None)
+    if residual is not None:
+        padding = residual.new_zeros((GUARD // 2, columns))
+        kwargs["residual"] = torch.cat((residual, padding))
+    w4gemm.grouped_linear(beside[:rows], w, offsets, *args, out=out, **kwargs)
+    assert out[x.shape[0] :].isnan().all(), "rows that no expert has were written"
+    assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all(), "memory around out was written"
+    assert not out[: x.shape[0]].isnan().any(), "a part of out was not written"
+    return out[: x.shape[0]]
+
+
+# --- exact -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_one_hot_gives_every_experts_weight(target, format):
+    """Ten rows of one hot column each for every expert, so that tiles hold rows of neighbours, or K of them."""
+    w = experts_of(target, format, N, K, 4)
+    dense = w.dequantize(target.dtype)
+    eye = torch.eye(K, dtype=target.dtype, device=target.device)
+    picks = [torch.arange(0, K, 77), torch.arange(0), torch.arange(K), torch.arange(1, K, 77)]
+    x = torch.cat([eye[p.to(target.device)] for p in picks])
+    wanted = torch.cat([dense[e].T[p.to(target.device)] for e, p in enumerate(picks)])
+    offsets = offsets_of(target, tuple(len(p) for p in picks))
+    assert torch.equal(poisoned(x, w, offsets, config=usual(target, format)), wanted)
+
+
+# --- random ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n, k", [(N, K), (130, 333), (7, 32), (576, 2752)])
+@pytest.mark.parametrize("format", FEW_FORMATS, ids=str)
+def test_random(target, format, n, k):
+    """Against float64, with a bias of its own for each expert, and what dispatch chooses."""
+    w, x = experts_of(target, format, n, k, len(COUNTS)), target.randn(sum(COUNTS), k)
+    bias, offsets = target.randn(len(COUNTS), n, seed=5), offsets_of(target, COUNTS)
+    d = poisoned(x, w, offsets, bias)
+    assert torch.equal(poisoned(x, w, offsets, bias), d), "another run gave other bits"
+    for e, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
+        assert_close(d[first:last], x[first:last], w.expert(e), bias[e])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
+def test_epilogue(target, activation):
+    w, x = experts_of(target, CONFIG_FORMAT, N, K, len(COUNTS)), target.randn(sum(COUNTS), K)
+    bias, offsets = target.randn(len(COUNTS), N, seed=5), offsets_of(target, COUNTS)
+    columns = N // 2 if activation == "silu_mul" else N
+    fused = {"alpha": 0.5, "activation": activation, "residual": target.randn(sum(COUNTS), columns, seed=6)}
+    d = poisoned(x, w, offsets, bias, **fused, config=usual(target))
+    wanted = grouped_reference(x, w, offsets, bias, **fused)
+    error = (d.double() - wanted).norm() / wanted.norm()
+    assert error < 4 * torch.finfo(target.dtype).eps, error
+
+
+def test_the_masked_form(target):
+    w, x = experts_of(target, CONFIG_FORMAT, N, K, 5), target.randn(5, 40, K)
+    counts = torch.tensor([40, 0, 3, 17, 1], dtype=torch.int32, device=target.device)
+    out = torch.full((5, 40, N), torch.nan, dtype=target.dtype, device=target.device)
+    w4gemm.masked_linear(x, w, counts, out=out, config=usual(target))
+    for e, count in enumerate(counts.tolist()):
+        assert out[e, count:].isnan().all()
+        assert_close(out[e, :count], x[e, :count], w.expert(e))
+
+
+def test_the_indexed_form(target):
+    w, x = experts_of(target, CONFIG_FORMAT, N, K, len(COUNTS)), target.randn(50, K)
+    indices = torch.randint(50, (sum(COUNTS),), generator=torch.Generator().manual_seed(0)).to(target.device)
+    offsets, config = offsets_of(target, COUNTS), usual(target)
+    d = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config)
+    assert torch.equal(d, w4gemm.grouped_linear(x[indices], w, offsets, config=config))
+
+
+def test_no_rows(target):
+    w = experts_of(target, CONFIG_FORMAT, N, K, 3)
+    x, none = target.randn(0, K), torch.zeros(4, dtype=torch.int32, device=target.device)
+    assert w4gemm.grouped_linear(x, w, none).shape == (0, N)
+    out = torch.full((8, N), torch.nan, dtype=target.dtype, device=target.device)
+    for config in (None, usual(target)):
+        w4gemm.grouped_linear(target.randn(8, K), w, none, out=out, config=config)
+        assert out.isnan().all()
+
+
+@pytest.mark.parametrize("experts", [1, 2, 33, 512])
+def test_how_many_experts(target, experts):
+    if target.device == "cpu":
+        experts = min(experts, 33)
+    few = [random_weight(CONFIG_FORMAT, 64, 128, seed).to(target.device) for seed in range(4)]
+    w = QuantizedWeight.stack([few[e % 4] for e in range(experts)], layout=target.layout)
+    counts = (*(7 * e % 5 for e in range(experts - 1)), 3)
+    x, offsets = target.randn(sum(counts), 128), offsets_of(target, counts)
+    d = poisoned(x, w, offsets)
+    wanted = grouped_reference(x, w, offsets)
+    assert (d.double() - wanted).norm() < 4 * torch.finfo(target.dtype).eps * wanted.norm()
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+
+def every_config() -> list[object]:
+    found = []
+    for param in ON_GPU:
+        (target,) = param.values
+        if target.dtype == CONFIG_DTYPE:
+            for config in configs(target, N, K, CONFIG_FORMAT, 512, 7):
+                found.append(pytest.param(target, config, id=config, marks=param.marks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def _compiled_ahead(request):
+    """On all cores, before the first of many configs."""
+
+    if not torch.cuda.is_available() or len(request.session.items) < 50:
+        return
+    jobs = []
+    for param in every_config():
+        target, config = param.values
+        problem = target.problem(512, N, K, CONFIG_FORMAT)
+        parsed = GemmConfig.parse(config.rpartition("/")[2])
+        jobs += [(target.kernel, p, parsed) for p in (problem, replace(problem, experts=7))]
+    compile_ahead(jobs)
+
+
+@pytest.mark.parametrize("target, config", every_config())
+def test_every_config_is_the_dense_one(target, config, _compiled_ahead):
+    """Bit for bit what ``linear`` gives for an expert's rows alone with the same config, whatever the routing, if both
+    add up in the same order; k and n such that rings wrap and CTAs walk over several tiles."""
+    supported_here(target)
+    dense, parsed = target.problem(512, N, K, CONFIG_FORMAT), GemmConfig.parse(config.rpartition("/")[2])
+    orders = [target.kernel.reduction_order(p, parsed) for p in (dense, replace(dense, experts=7))]
+    equal_orders = orders[0] == orders[1]  # the table of experts may leave room for fewer warps
+    for n, k in ((N, K), (2056, 4352), (1000, 100)):
+        w = experts_of(target, CONFIG_FORMAT, n, k, 7)
+        for name, counts in ROUTINGS.items():
+            x, offsets = target.randn(sum(counts), k), offsets_of(target, counts)
+            d = poisoned(x, w, offsets, config=config)
+            assert torch.equal(poisoned(x, w, offsets, config=config), d), f"{name}: another run gave other bits"
+            for e, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
+                if first < last:
+                    alone = w4gemm.linear(x[first:last], w.expert(e), config=config)
+                    same = torch.equal(d[first:last], alone)
+                    assert same or not equal_orders, f"{name}, expert {e}"
+                    assert_close(d[first:last], x[first:last], w.expert(e))
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+@on_gpu
+def test_a_graph_serves_any_routing(target):
+    w, m = experts_of(target, CONFIG_FORMAT, N, K, 7), 300
+    x, offsets = target.randn(m, K), offsets_of(target, ROUTINGS["one"])
+    for config in (usual(target), None):
+        w4gemm.grouped_linear(x, w, offsets, config=config)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            d = w4gemm.grouped_linear(x, w, offsets, config=config)
+        for counts in ((0,) * 7, ROUTINGS["first"], COUNTS, (50, 50, 50, 50, 50, 49, 1), ROUTINGS["one"]):
+            offsets.copy_(offsets_of(target, counts))
+            d.fill_(torch.nan)
+            graph.replay()
+            wanted = torch.full_like(d, torch.nan)
+            w4gemm.grouped_linear(x, w, offsets, config=config, out=wanted)
+            assert torch.equal(d.nan_to_num(9e9), wanted.nan_to_num(9e9))
+            assert not d[: sum(counts)].isnan().any() and d[sum(counts) :].isnan().all()
+
+
+@on_gpu
+def test_more_than_two_gigabytes(target):
+    """Offsets of blocks overflow 32 bits."""
+    n, k, experts = 8192, 4096, 132
+    each = [random_weight(FEW_FORMATS[1], n, k, seed).to("cuda").repack() for seed in range(2)]
+    tensors = torch.empty((experts, *each[0].tensors[0].shape), dtype=torch.int32, device="cuda")
+    tensors[0::2], tensors[1::2] = each[0].tensors[0], each[1].tensors[0]
+    w = QuantizedWeight(each[0].format, n, k, "sm90", (tensors,), experts=experts)
+    assert tensors.numel() * 4 > 2**31
+    x, config = target.randn(2 * experts, k), usual(target, w.format)
+    offsets = torch.arange(0, 2 * experts + 1, 2, dtype=torch.int32, device="cuda")
+    d = w4gemm.grouped_linear(x, w, offsets, config=config).view(experts, 2, n)
+    for e in (0, 1, experts - 2, experts - 1):
+        assert_close(d[e], x[2 * e : 2 * e + 2], each[e % 2])
