@@ -89,6 +89,21 @@ def test_epilogues(kernel, config, epilogue, n):
     check(disassemble(object_code(kernel_named(kernel), p, GemmConfig.parse(config))), INSTRUCTION[kernel])
 
 
+def grouped_configs() -> list:
+    """Of the configs for experts with as many threads, that with the most tokens."""
+    found = {}
+    for kernel, name in itertools.product(gpu_kernels(), ("int4_g32_zfloat", "int4_g128")):
+        for c in sorted(kernel.configs(problem(name, experts=8)), key=lambda c: c.tile_m):
+            found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.cluster_n, c.split_k, name] = str(c)
+    return [pytest.param(key[0], config, key[-1], id=f"{key[0]}-{config}-{key[-1]}") for key, config in found.items()]
+
+
+@pytest.mark.parametrize("kernel, config, name", grouped_configs())
+def test_grouped(kernel, config, name):
+    code = object_code(kernel_named(kernel), problem(name, m=512, experts=8), GemmConfig.parse(config))
+    check(disassemble(code), INSTRUCTION[kernel])
+
+
 def test_the_checks_find_what_they_look_for():
     sass = disassemble(object_code(TinyKernel(), problem("int4_g128"), GemmConfig(64, 64, 64)))
     assert sass.count("EXIT") >= 1 and 0 < sass.registers < 32 and sass.stack == 0

@@ -120,7 +120,7 @@ def plan_for(call: Call) -> Plan:
         m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
         m *= max(1, experts)
         problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant, experts)
-        if _tuner is not None and not config:
+        if _tuner is not None and not config and not experts:
             _tuner(problem)
         started = time.perf_counter()
         found = _plans[call] = plan(problem, config or None)

@@ -221,7 +221,7 @@ class QuantizedWeight:
         if self.experts:
             each = [self.expert(e).parts() for e in range(self.experts)]
             zeros = [p.zeros for p in each if p.zeros is not None]
-            codes, scales = (torch.stack([p[i] for p in each]) for i in range(2))
+            codes, scales = torch.stack([p.codes for p in each]), torch.stack([p.scales for p in each])
             return Parts(codes, scales, torch.stack(zeros) if zeros else None)
         return layout_named(self.layout).unpack(self.tensors, self.format, self.n, self.k)
 

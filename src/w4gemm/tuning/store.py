@@ -144,7 +144,10 @@ _session: list[Record] = []
 
 
 def find(problem: GemmProblem) -> Iterator[tuple[str, Record]]:
-    """(``"tuned"`` or ``"shipped"``, record) of all that were made for ``problem``, those to prefer first."""
+    """(``"tuned"`` or ``"shipped"``, record) of all that were made for ``problem``, those to prefer first. There are none of
+    grouped problems."""
+    if problem.experts:
+        return
     key = key_of(problem)
     path = user_path()
     user = (*(read(path) if path else ()), *_session)

@@ -77,10 +77,10 @@ class CpuMixedGemm:
         return None
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        if operands.rows is None:
+        x, weight, out, alpha, bias, residual, rows = operands
+        if rows is None:
             return self._multiply(problem, config, operands)
-        x, weight, out, alpha, bias, residual, _ = operands
-        bounds = zip(*(t.tolist() for t in operands.rows), strict=True)
+        bounds = zip(*(t.tolist() for t in rows), strict=True)
         for e, (first, last) in enumerate(bounds):
             r = slice(first, last)
             own = tuple(t[e] for t in weight), out[r], alpha, None if bias is None else bias[e]
