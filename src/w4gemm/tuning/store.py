@@ -144,8 +144,8 @@ _session: list[Record] = []
 
 
 def find(problem: GemmProblem) -> Iterator[tuple[str, Record]]:
-    """(``"tuned"`` or ``"shipped"``, record) of all that were made for ``problem``, those to prefer first. There are none of
-    grouped problems."""
+    """(``"tuned"`` or ``"shipped"``, record) of all that were made for ``problem``, those to prefer first.
+    There are none of grouped problems."""
     if problem.experts:
         return
     key = key_of(problem)

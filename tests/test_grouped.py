@@ -1,0 +1,117 @@
+"""Weights of several experts, what stands around their products, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm import QuantizedWeight, W4Experts, combine, quantize, route
+
+E, HIDDEN, FEATURES = 4, 96, 64
+
+
+def several(n: int, k: int, seed: int = 0) -> list[QuantizedWeight]:
+    g = torch.Generator().manual_seed(seed)
+    return [quantize(torch.randn(n, k, generator=g), "int4_g32_zint") for _ in range(E)]
+
+
+def test_a_stack_holds_its_experts_in_any_layout(tmp_path):
+    each = several(200, 96)
+    w = QuantizedWeight.stack(iter(each), E)
+    for layout in ("canonical", "cpu", "sm90"):
+        packed = w.repack(layout)
+        for e in range(E):
+            assert torch.equal(packed.expert(e).tensors[0], each[e].repack(layout).tensors[0])
+            assert torch.equal(packed.dequantize()[e], each[e].dequantize())
+    w.save(tmp_path / "w.safetensors")
+    loaded = QuantizedWeight.load(tmp_path / "w.safetensors")
+    assert loaded.experts == E and torch.equal(loaded.dequantize(), w.dequantize())
+    half = w.shard(0, 1, 2)
+    assert torch.equal(half.dequantize(), w.dequantize()[:, 100:])
+
+
+def test_a_stack_refuses():
+    each = several(32, 64)
+    with pytest.raises(ValueError, match=r"weights: wanted 5, got 4"):
+        QuantizedWeight.stack(iter(each), 5)
+    with pytest.raises(TypeError, match="count: wanted the number"):
+        QuantizedWeight.stack(iter(each))
+    with pytest.raises(ValueError, match="weights: wanted 5 like the first"):
+        QuantizedWeight.stack([*each, quantize(torch.randn(16, 64), "int4_g32_zint")])
+    with pytest.raises(ValueError, match="index: wanted one of 4 experts, got 4"):
+        QuantizedWeight.stack(each).expert(4)
+
+
+def test_grouped_linear_refuses():
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(6, 64)
+    offsets = torch.tensor([0, 1, 2, 3, 6], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"m_offsets: wanted torch.int32 \(5\), got torch.int64"):
+        w4gemm.grouped_linear(x, w, offsets.long())
+    with pytest.raises(ValueError, match=r"m_offsets: .* shape \(5,\), got \(4,\)"):
+        w4gemm.grouped_linear(x, w, offsets[1:])
+    with pytest.raises(ValueError, match=r"m_offsets: wanted x's device cpu, got meta"):
+        w4gemm.grouped_linear(x, w, offsets.to("meta"))
+    with pytest.raises(ValueError, match=r"bias: wanted shape \(4, 32\), \(experts, n\) of w, got \(32,\)"):
+        w4gemm.grouped_linear(x, w, offsets, torch.zeros(32))
+    with pytest.raises(ValueError, match="w: wanted a weight of several experts"):
+        w4gemm.grouped_linear(x, w.expert(0), offsets)
+    with pytest.raises(ValueError, match="w: wanted a single weight"):
+        w4gemm.linear(x, w)
+    with pytest.raises(NotImplementedError, match="gradients"):
+        w4gemm.grouped_linear(x.requires_grad_(), w, offsets)
+
+
+def test_under_torch_compile():
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(6, 64)
+    offsets = torch.tensor([0, 1, 1, 3, 6], dtype=torch.int32)
+    function = torch.compile(lambda x, o: w4gemm.grouped_linear(x, w, o), fullgraph=True, backend="aot_eager")
+    assert torch.equal(function(x, offsets), w4gemm.grouped_linear(x, w, offsets))
+
+
+def test_combine_adds_in_order():
+    d, weights = torch.randn(6, 8), torch.rand(3, 2)
+    places = torch.tensor([[5, 0], [-1, 2], [-1, -1]], dtype=torch.int32)
+    d[1] = torch.nan  # no token has it
+    got = combine(d, places, weights)
+    wanted = torch.stack((weights[0, 0] * d[5] + weights[0, 1] * d[0], weights[1, 1] * d[2], torch.zeros(8)))
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("routing", ["random", "zipf", "hot", "elsewhere"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_whole_layer(device, routing):
+    """Against float32, with the dequantized weights."""
+    gate, up, down = several(HIDDEN, FEATURES, 1), several(HIDDEN, FEATURES, 2), several(FEATURES, HIDDEN, 3)
+    pairs = [QuantizedWeight.interleave(g, u) for g, u in zip(gate, up, strict=True)]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    layer = W4Experts(QuantizedWeight.stack(pairs), QuantizedWeight.stack(down), dtype=dtype).to(device)
+    g = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(50, FEATURES, generator=g), torch.rand(50, 2, generator=g)
+    share = {"zipf": 1 / torch.arange(1, E + 1), "hot": torch.eye(E)[2] + 1e-9}.get(routing, torch.ones(E))
+    ids = torch.multinomial(share.expand(50, E).contiguous(), 2, generator=g)
+    if routing == "elsewhere":
+        ids = torch.randint(-2, E + 2, (50, 2), generator=g)
+    x = x.to(dtype).float()
+    wanted = torch.zeros(50, FEATURES)
+    for t, j in torch.cartesian_prod(torch.arange(50), torch.arange(2)).tolist():
+        if 0 <= (e := int(ids[t, j])) < E:
+            a, b, c = (m[e].dequantize() for m in (gate, up, down))
+            wanted[t] += weights[t, j] * (c @ (torch.nn.functional.silu(a @ x[t]) * (b @ x[t])))
+    got = layer(x.to(device, dtype), ids.to(device), weights.to(device)).float().cpu()
+    assert (got - wanted).norm() < (1e-5 if device == "cpu" else 1e-2) * wanted.norm()
+    again = W4Experts(QuantizedWeight.stack(down_like(pairs)), QuantizedWeight.stack(down_like(down)), dtype=dtype)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again.to(device).down.weight.dequantize(), layer.down.weight.dequantize())
+
+
+def down_like(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Others of the same shapes."""
+    return [quantize(torch.zeros(w.n, w.k), w.format) for w in weights]
+
+
+def test_route_passes_over_experts_without_tokens():
+    routing = route(torch.tensor([[3, 1], [3, 7], [1, -1]]), 4)
+    assert routing.m_offsets.tolist() == [0, 0, 2, 2, 4]
+    assert routing.tokens[:4].tolist() == [0, 2, 0, 1]
+    assert routing.places.tolist() == [[2, 0], [3, -1], [1, -1]]
