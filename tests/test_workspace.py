@@ -11,6 +11,7 @@ from w4gemm.kernels import workspace
 pytestmark = pytest.mark.gpu
 
 CONFIG = "sm90_mixed_gemm/128x128x128_1x1x1_stream"
+SIZE = workspace.FLAG_BYTES + 4
 N, K, M = 2048, 4096, 300  # 48 tiles: each is cut for several CTAs
 
 
@@ -33,7 +34,7 @@ def product():
 def test_flags_are_down_after_a_launch(product):
     product(0)
     torch.cuda.synchronize()
-    _, flags = workspace.partials_and_flags(torch.device("cuda", torch.cuda.current_device()), 4)
+    _, flags = workspace.partials_and_flags(torch.device("cuda", torch.cuda.current_device()), SIZE)
     assert not flags.any()
 
 
@@ -43,8 +44,21 @@ def test_a_stream_keeps_its_flags_and_shares_them_with_no_other():
     found = []
     for stream in streams * 2:
         with torch.cuda.stream(stream):
-            found.append(workspace.partials_and_flags(device, 4)[1].data_ptr())
+            found.append(workspace.partials_and_flags(device, SIZE)[1].data_ptr())
     assert found[:3] == found[3:] and len(set(found)) == 3
+
+
+def test_a_workspace_of_the_caller(product):
+    x, w, wanted = product(0)
+    gemm = w4gemm.MixedGemm(w.format, x.dtype)
+    size = gemm.workspace_bytes(M, N, K, CONFIG)
+    workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        d = torch.full_like(wanted, float("nan"))
+        gemm.run(x, w.tensors, d, config=CONFIG, workspace=workspace)
+        assert torch.equal(d, wanted)
+    with pytest.raises(ValueError, match=f"workspace: wanted at least {size} contiguous bytes"):
+        gemm.run(x, w.tensors, d, config=CONFIG, workspace=workspace[1:])
 
 
 def test_streams_at_the_same_time(product):

@@ -1,8 +1,8 @@
 """The kernels without the library around them, for engine authors: :class:`MixedGemm`.
 
 It takes packed tensors, of torch or of any framework that speaks DLPack (``__dlpack__``), such as JAX, CuPy or Paddle.
-On a GPU :meth:`MixedGemm.run` copies and synchronizes nothing, and allocates nothing but the workspace of the few
-configs that have one, so it can be captured in a CUDA graph.
+On a GPU :meth:`MixedGemm.run` copies and synchronizes nothing, and allocates nothing but the workspace of configs that
+have one, unless it is given, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class MixedGemm:
         return dispatch.configs(self.problem(m, n, k))
 
     def workspace_bytes(self, m: int, n: int, k: int, config: str) -> int:
-        """Bytes of device memory that a launch takes from PyTorch's allocator, in the order of its stream, and gives
-        back. 0 on a GPU, where sums of split k meet in the cluster's shared memory, but for stream-k."""
+        """Bytes of device memory that a launch needs: what :meth:`run` takes as ``workspace``, or else from PyTorch's
+        allocator, in the order of its stream, and gives back. 0 on a GPU, where sums of split k meet in the cluster's
+        shared memory, but for stream-k."""
         name, _, _ = config.rpartition("/")
         problem = self.problem(m, n, k)
         chosen = dispatch.explain(problem, config).chosen
@@ -98,6 +99,7 @@ class MixedGemm:
         bias: Any = None,
         residual: Any = None,
         config: str | None = None,
+        workspace: Any = None,
         stream: torch.cuda.Stream | int | None = None,
     ) -> None:
         """Launch once. The first call for an interval of m compiles; :meth:`prepare` does that beforehand.
@@ -110,6 +112,9 @@ class MixedGemm:
             bias: (n) of a's dtype.
             residual: of out's shape and dtype.
             config: one of :meth:`configs`; None for the tuned or predicted one.
+            workspace: at least :meth:`workspace_bytes` bytes on the GPU, zero before the first launch that uses them;
+                launches that may run at the same time must not share them. None: a launch looks after itself. Not
+                looked at on the CPU.
             stream: a torch stream or the address of a ``CUstream``; None for torch's current one.
 
         Raises:
@@ -127,6 +132,8 @@ class MixedGemm:
         if m == 0:
             return
         plan = dispatch.plan_for(self._call(m, n, k, config or ""))
+        if workspace is not None:
+            operands = operands._replace(workspace=self._workspace(_tensor("workspace", workspace), plan))
         if a.device.type != "cuda" or (stream is None and a.device.index == torch.cuda.current_device()):
             plan.launch(operands)
             return
@@ -144,9 +151,17 @@ class MixedGemm:
         rest = (self.layout, self.epilogue, device, config, self.batch_invariant)
         return dispatch.Call(dispatch.interval(m), n, k, self.dtype, self.format, *rest)
 
+    def _workspace(self, given: torch.Tensor, plan: dispatch.Plan) -> torch.Tensor:
+        wanted, size = plan.kernel.workspace_bytes(plan.problem, plan.config), given.numel() * given.element_size()
+        if size < wanted or not given.is_contiguous() or given.device != self.device:
+            raise ValueError(
+                f"workspace: wanted at least {wanted} contiguous bytes on {self.device}, got {size} on {given.device}"
+            )
+        return given
+
     def _check(self, operands: Operands) -> int:
         """Everything that a kernel takes for granted; gives n."""
-        a, weight, out, alpha, bias, residual, _ = operands
+        a, weight, out, alpha, bias, residual, _, _ = operands
         epilogue, device = self.epilogue, self.device
         assert isinstance(device, torch.device)
         if a.dim() != 2 or out.dim() != 2 or a.shape[0] != out.shape[0]:

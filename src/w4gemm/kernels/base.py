@@ -52,6 +52,8 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     rows: tuple[torch.Tensor, torch.Tensor] | None = None
+    workspace: torch.Tensor | None = None
+    """``workspace_bytes`` of the caller's, see there; None for memory that the launch takes itself."""
 
 
 class Resources(NamedTuple):
@@ -117,7 +119,8 @@ class Kernel(Compilable, Protocol):
         ...
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
-        """Device memory that a launch needs besides its operands."""
+        """Device memory that a launch needs besides its operands. Where the caller brings it, its first
+        ``workspace.FLAG_BYTES`` are zero before the first launch, and again after each."""
         ...
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:

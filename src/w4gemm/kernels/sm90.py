@@ -15,7 +15,7 @@ from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.sm90_model import predicted_us
-from w4gemm.layouts.sm90 import CODE_WORDS, scale_group, scale_words
+from w4gemm.layouts.sm90 import BLOCK_K, CODE_WORDS, scale_group, scale_words
 from w4gemm.problem import GemmProblem
 
 SHARED_MEMORY = 232448
@@ -133,6 +133,8 @@ class Sm90Kernel(ABC):
         m_tiles = -(-problem.m // (config.tile_m * config.cluster_m)) * config.cluster_m
         n_tiles = -(-problem.n // (config.tile_n * config.cluster_n)) * config.cluster_n
         ctas, per_sm = m_tiles * n_tiles * config.split_k, self.ctas_per_sm(config)
+        if config.schedule == "stream":  # of as many CTAs as there is room for, each has a part of a tile at least
+            ctas = min(ctas * -(-problem.k // BLOCK_K), problem.device.sms)
         even = min(255, 65536 // (variant.threads * per_sm) // 8 * 8)
         return Resources(
             variant.shared_bytes,
@@ -192,12 +194,12 @@ class Sm90Kernel(ABC):
         clusters = (
             self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
         )
-        x, weight, out, alpha, bias, residual, rows = operands
+        x, weight, out, alpha, bias, residual, rows, given = operands
         starts, ends = (None, None) if rows is None else rows
         partials = flags = None
         size = self.workspace_bytes(problem, config)
         if size:
-            partials, flags = workspace.partials_and_flags(x.device, size)
+            partials, flags = workspace.partials_and_flags(x.device, size) if given is None else workspace.parts(given)
         if residual is not None and residual.data_ptr() % 16:
             residual = residual.clone()
         blocks = weight[0] if rows is None else weight[0].flatten(0, 1)

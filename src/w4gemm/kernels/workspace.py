@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-_FLAGS = 512
-"""For a launch: two for each of 256 multiprocessors."""
+FLAG_BYTES = 2048
+"""Of a launch's flags: two for each of 256 multiprocessors."""
 _POOL = 2048
 """Launches at a time that one allocation serves."""
 
@@ -18,24 +18,32 @@ _flags: dict[tuple[int, int, int], torch.Tensor] = {}
 _pools: dict[int, list[torch.Tensor]] = {}
 
 
+def parts(workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The partial sums and flags in a caller's workspace, contiguous and of any dtype."""
+    raw = workspace.view(-1).view(torch.uint8)
+    return raw[FLAG_BYTES:].view(torch.float32), raw[:FLAG_BYTES].view(torch.int32)
+
+
 def partials_and_flags(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 partial sums of ``size`` bytes, uninitialized, and int32 flags, all down, for a launch on the current
-    stream of a CUDA device."""
+    """float32 partial sums, uninitialized, and int32 flags, all down, together ``size`` bytes, for a launch on the
+    current stream of a CUDA device."""
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index or 0, stream, capture
     flags = _flags.get(key)
     if flags is None:
         flags = _flags[key] = _take(device, capture > 0)
-    return torch.empty(size // 4, dtype=torch.float32, device=device), flags
+    return torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags
 
 
 def _take(device: torch.device, capturing: bool) -> torch.Tensor:
     pool = _pools.setdefault(device.index or 0, [])
     if not pool and capturing:
-        return torch.zeros(_FLAGS, dtype=torch.int32, device=device)  # part of the graph: zeroed by every replay
+        return torch.zeros(
+            FLAG_BYTES // 4, dtype=torch.int32, device=device
+        )  # part of the graph: zeroed by every replay
     if not pool:
-        pool.extend(torch.zeros(_POOL * _FLAGS, dtype=torch.int32, device=device).split(_FLAGS))
+        pool.extend(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device).split(FLAG_BYTES // 4))
         torch.cuda.current_stream(device).synchronize()  # other streams take from it too
     return pool.pop()
 

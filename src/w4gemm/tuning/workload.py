@@ -71,7 +71,7 @@ class Workload:
         """|d - wanted| / |wanted| over the first rows, of the float32 product with the dequantized weight."""
         operands.out.fill_(float("nan"))
         launch(operands)
-        x, _, out, alpha, bias, residual, _ = operands
+        x, _, out, alpha, bias, residual, _, _ = operands
         rows = slice(0, _CHECKED_ROWS)
         sums = x[rows].float() @ self._dense.T
         wanted = self.problem.epilogue.apply(sums, alpha, bias, None if residual is None else residual[rows])

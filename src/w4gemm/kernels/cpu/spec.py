@@ -77,7 +77,7 @@ class CpuMixedGemm:
         return None
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        x, weight, out, alpha, bias, residual, rows = operands
+        x, weight, out, alpha, bias, residual, rows, _ = operands
         if rows is None:
             return self._multiply(problem, config, operands)
         bounds = zip(*(t.tolist() for t in rows), strict=True)

@@ -11,6 +11,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.sm90 import Sm90Kernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -43,8 +44,10 @@ class Sm90MixedGemm(Sm90Kernel):
         return list(_fitting(block_bytes, problem.experts > 0))
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
-        """The accumulators that every CTA of a stream may have to park."""
-        return problem.device.sms * config.tile_m * config.tile_n * 4 if config.schedule == "stream" else 0
+        """Flags, and the accumulators that every CTA of a stream may have to park."""
+        if config.schedule != "stream":
+            return 0
+        return FLAG_BYTES + problem.device.sms * config.tile_m * config.tile_n * 4
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several
