@@ -107,9 +107,10 @@ class Variant(sm90.Variant):
 
     @property
     def box_tokens(self) -> int:
-        """Tokens of one TMA box. Boxes wholly past m are not fetched: a TMA box that reaches out of bounds takes twice
-        as long (H200, 2026-11-21), so they are small."""
-        return min(self.config.tile_m, 64)
+        """Tokens of one TMA box. Boxes wholly past m are not fetched, since rows past m are slow: in one box of 64 for 33
+        tokens they cost half of a launch's time again (H200, 2026-11-21). Smaller boxes have fewer of them, and cost
+        nothing where a tile has 128 tokens; elsewhere they cost 5 % and more of full tiles."""
+        return 32 if self.config.tile_m == 128 else min(self.config.tile_m, 64)
 
     @property
     def boxes(self) -> int:
