@@ -14,7 +14,7 @@ import w4gemm
 from w4gemm import dispatch
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
-from w4gemm.kernels import KERNELS
+from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.tuning import store
 
 
@@ -113,7 +113,7 @@ def test_tune_and_cache(capsys, folder, tmp_path):
     (tmp_path / "out.jsonl").write_text("what\n" + exported)
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"), code=1)
     assert "skipped 1 unreadable lines; line 1" in err
-    stale = json.loads(exported.splitlines()[0]) | {"revision": "0" * 12}
+    stale = json.loads(exported.splitlines()[0]) | {"revision": 0}
     (folder / store.USER_FILE).write_text(json.dumps(stale) + "\n")
     assert "(stale)" in run(capsys, "cache", "list")[0]
 
@@ -186,9 +186,8 @@ def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path
     problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
     # a tuned config that the heuristic would not choose goes along
     kernel, _, config = dispatch.configs(problem)[3].rpartition("/")
-    from w4gemm.tuning.revision import revision
-
-    tuned = store.Record(store.key_of(problem), (9, 16), kernel, config, 1.0, revision(kernel), "2026-11-21")
+    revision = kernel_named(kernel).revision
+    tuned = store.Record(store.key_of(problem), (9, 16), kernel, config, 1.0, revision, "2026-11-21")
     store.add([tuned])
     out, _ = run(capsys, "compile", "--shapes", "1536x1024", "--m", "1..16", "--act-order", "-o", str(output))
     assert f"{output}: 3 kernels" in out and "1 tuned configs" in out

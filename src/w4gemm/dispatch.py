@@ -35,7 +35,6 @@ from w4gemm.kernels import KERNELS, Kernel, Operands, Status, kernel_named, rank
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.tuning import store
-from w4gemm.tuning.revision import revision
 
 _log = logging.getLogger("w4gemm")
 
@@ -203,7 +202,7 @@ def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
 
 def _recorded(problem: GemmProblem, legal: list[str]) -> tuple[str, store.Record] | None:
     for source, record in store.find(problem):
-        if record.choice in legal and record.revision == revision(record.kernel):
+        if record.choice in legal and record.revision == kernel_named(record.kernel).revision:
             return source, record
     return None
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from w4gemm import environment
 from w4gemm.cli.report import say
 from w4gemm.jit import disk
+from w4gemm.kernels import kernel_named
 from w4gemm.tuning import store
-from w4gemm.tuning.revision import revision
 
 NAME = "cache"
 HELP = "list, clear, export or import what is kept on disk"
@@ -64,7 +64,7 @@ def _line(record: store.Record) -> str:
 def is_current(record: store.Record) -> bool:
     """Whether its kernel is what was measured."""
     try:
-        return record.revision == revision(record.kernel)
+        return record.revision == kernel_named(record.kernel).revision
     except ValueError:  # the kernel is gone
         return False
 

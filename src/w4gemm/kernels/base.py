@@ -100,6 +100,10 @@ class Compilable(Protocol):
 class Kernel(Compilable, Protocol):
     """One way to compute a :class:`GemmProblem`."""
 
+    revision: int
+    """Raised with a change after which earlier measured times say little of which config is fastest: tuned records of
+    other revisions are passed over."""
+
     def supports(self, problem: GemmProblem) -> Status:
         """Correctness limits only: what must hold for any config to give the right answer."""
         ...

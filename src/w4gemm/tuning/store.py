@@ -59,8 +59,8 @@ class Record:
     kernel: str
     config: str
     us: float
-    revision: str
-    """Of the kernel's device code: :func:`w4gemm.tuning.revision.revision`."""
+    revision: int
+    """The kernel's, see :class:`w4gemm.kernels.base.Kernel`."""
     date: str
 
     @property

@@ -25,7 +25,6 @@ from w4gemm.jit.pool import CompilePool, Job
 from w4gemm.kernels import Kernel, Operands, kernel_named
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning import store
-from w4gemm.tuning.revision import revision
 from w4gemm.tuning.timing import LONG_CALL_US, Timing
 from w4gemm.tuning.workload import Launch, Workload
 
@@ -204,7 +203,7 @@ def _measure(
         kernel_name,
         config_text,
         round(times[best].p50, 3),
-        revision(kernel_name),
+        kernel_named(kernel_name).revision,
         datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     )
     return Outcome(problem, times, ragged, failed, first, record)

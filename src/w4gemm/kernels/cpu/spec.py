@@ -36,6 +36,7 @@ _DENSE_ELEMENTS = 2**20
 
 class CpuMixedGemm:
     name = "cpu_mixed_gemm"
+    revision = 1
 
     def supports(self, problem: GemmProblem) -> Status:
         if problem.device.kind != "cpu":

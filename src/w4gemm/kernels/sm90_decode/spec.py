@@ -21,6 +21,7 @@ class Sm90Decode(Sm90Kernel):
     """W4A16 on SM90 for few tokens, with mma.sync: any m (meant for 16 and fewer), n, k, every format."""
 
     name = "sm90_decode"
+    revision = 1
     variant = Variant
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
