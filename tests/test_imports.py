@@ -18,7 +18,7 @@ LEVELS = (
     ("errors", "environment"),
     ("formats", "epilogue", "problem", "config"),
     ("layouts",),
-    ("act_order", "dequantize", "weight", "quantization", "reference"),
+    ("act_order", "dequantize", "weight", "weight_file", "quantization", "reference"),
     ("kernels",),
     ("jit",),
     ("workspace", "tuning", "explanation", "dispatch", "gather", "routing"),

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from w4gemm import weight_file
 from w4gemm.act_order import check_perm, in_original_order, is_permutation, sorting_perm
 from w4gemm.dequantize import dequantize_parts
-from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import PackLayout, Parts, layout_named, native_layout
+from w4gemm.layouts import Parts, layout_named, native_layout
+from w4gemm.layouts.repack import repack_rows
 from w4gemm.problem import Device
 
-_FILE_KIND = "w4gemm.weight"
-_FILE_VERSION = "1"
 _PARTS = Parts._fields
-_ROWS = 128
-"""Rows of w that every layout keeps together in whole entries of its tensors' first dimension."""
-_ELEMENTS = 2**22
-"""Repacked at a time, so that what that takes beside the result stays small."""
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -310,14 +304,9 @@ class QuantizedWeight:
 
     def save(self, path: str | Path) -> None:
         """Write the weight to a safetensors file, in the canonical layout, with its format in the metadata."""
-        from safetensors.torch import save_file
-
-        canonical = self.repack("canonical")
-        # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
-        tensors = {name: t.cpu().clone() for name, t in canonical.named_tensors().items()}
-        meta = {"kind": _FILE_KIND, "version": _FILE_VERSION, "format": str(self.format), "n": self.n, "k": self.k}
-        meta |= {"experts": self.experts} if self.experts else {}
-        save_file(tensors, path, metadata={"w4gemm": json.dumps(meta)})
+        facts = {"format": str(self.format), "n": self.n, "k": self.k}
+        facts |= {"experts": self.experts} if self.experts else {}
+        weight_file.write(path, self.repack("canonical").named_tensors(), facts)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> QuantizedWeight:
@@ -327,34 +316,18 @@ class QuantizedWeight:
             FileNotFoundError: if there is no such file.
             FormatError: if the file is truncated or is not such a file.
         """
-        from safetensors import SafetensorError, safe_open
-
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"path: no file {str(path)!r}")
+        tensors, facts = weight_file.read(path, device)
         try:
-            with safe_open(path, "pt", device=str(device)) as f:
-                text = (f.metadata() or {}).get("w4gemm")
-                if text is None:
-                    raise FormatError(f"path: {path} is a safetensors file without w4gemm metadata")
-                tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-        except SafetensorError as e:
-            raise FormatError(f"path: {path} is not a whole safetensors file: {e}") from e
-        try:
-            meta = json.loads(text)
-            kind, version = meta["kind"], meta["version"]
-            if (kind, version) != (_FILE_KIND, _FILE_VERSION):
-                raise ValueError(f"it holds {kind!r} version {version!r}, wanted {_FILE_KIND!r} {_FILE_VERSION!r}")
             ordered = tuple(tensors[name] for name in _PARTS if name in tensors)
             perm = tensors.get("perm")
-            format, experts = WeightFormat.parse(meta["format"]), meta.get("experts", 0)
-            weight = cls(format, meta["n"], meta["k"], "canonical", ordered, perm, experts)
+            format, experts = WeightFormat.parse(facts["format"]), facts.get("experts", 0)
+            weight = cls(format, facts["n"], facts["k"], "canonical", ordered, perm, experts)
             for w in [weight.expert(e) for e in range(experts)] or [weight]:
                 _check_range(format, *w.parts()[1:])
             if perm is not None and not is_permutation(perm):
                 raise ValueError(f"perm: wanted each of 0..{weight.k - 1} once")
         except (KeyError, TypeError, ValueError) as e:
-            reason = f"its metadata lack {e}" if isinstance(e, KeyError) else e
-            raise FormatError(f"path: {path} is not a w4gemm weight: {reason}") from e
+            raise weight_file.unfit(path, e) from e
         return weight
 
     def __repr__(self) -> str:
@@ -366,24 +339,8 @@ class QuantizedWeight:
 
 
 def _repack_into(w: QuantizedWeight, layout: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Fill ``tensors`` with a weight without experts in another layout, a few rows at a time."""
-    source, target = layout_named(w.layout), layout_named(layout)
-    if reason := target.supports(w.format):
-        raise ValueError(f"layout: {layout} cannot hold {w.format}: {reason}")
-    step = max(_ROWS, _ELEMENTS // w.k // _ROWS * _ROWS)
-    for first in range(0, w.n, step):
-        last = min(first + step, w.n)
-        rows = tuple(_entries(t, source, w, first, last) for t in w.tensors)
-        packed = target.pack(source.unpack(rows, w.format, last - first, w.k), w.format)
-        for t, part in zip(tensors, packed, strict=True):
-            _entries(t, target, w, first, last).copy_(part)
-
-
-def _entries(t: torch.Tensor, layout: PackLayout, w: QuantizedWeight, first: int, last: int) -> torch.Tensor:
-    """What of a packed tensor holds the rows first .. last of w, first being a multiple of _ROWS."""
-    _, shape = layout.shapes(w.format, _ROWS, w.k)[0]
-    each = shape[0]
-    return t[first // _ROWS * each : -(-last // _ROWS) * each]
+    """Fill ``tensors`` with a weight without experts in another layout."""
+    repack_rows(layout_named(layout), tensors, layout_named(w.layout), w.tensors, (w.format, w.n, w.k))
 
 
 def kind_of(value: object) -> str:

@@ -1,0 +1,43 @@
+"""From one layout to another, a few rows at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from w4gemm.formats import WeightFormat
+from w4gemm.layouts.base import PackLayout
+
+_ROWS = 128
+"""Rows of w that every layout keeps together in whole entries of its tensors' first dimension."""
+_ELEMENTS = 2**22
+"""Repacked at a time, so that what that takes beside the result stays small."""
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def repack_rows(
+    target: PackLayout, into: Tensors, source: PackLayout, tensors: Tensors, what: tuple[WeightFormat, int, int]
+) -> None:
+    """Fill ``into``, tensors of the target layout, with what ``tensors`` of the source layout hold: a weight of
+    ``what``, (format, n, k).
+
+    Raises:
+        ValueError: if the target cannot hold the format.
+    """
+    format, n, k = what
+    if reason := target.supports(format):
+        raise ValueError(f"layout: {target.name} cannot hold {format}: {reason}")
+    step = max(_ROWS, _ELEMENTS // k // _ROWS * _ROWS)
+    for first in range(0, n, step):
+        last = min(first + step, n)
+        rows = tuple(_entries(t, source, format, k, first, last) for t in tensors)
+        packed = target.pack(source.unpack(rows, format, last - first, k), format)
+        for t, part in zip(into, packed, strict=True):
+            _entries(t, target, format, k, first, last).copy_(part)
+
+
+def _entries(t: torch.Tensor, layout: PackLayout, format: WeightFormat, k: int, first: int, last: int) -> torch.Tensor:
+    """What of a packed tensor holds the rows first .. last, first being a multiple of _ROWS."""
+    _, shape = layout.shapes(format, _ROWS, k)[0]
+    each = shape[0]
+    return t[first // _ROWS * each : -(-last // _ROWS) * each]

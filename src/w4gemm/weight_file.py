@@ -1,0 +1,58 @@
+"""The file of one weight: safetensors with its facts in the metadata."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w4gemm.errors import FormatError
+
+_KIND = "w4gemm.weight"
+_VERSION = "1"
+
+
+def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+    """facts: what JSON can hold."""
+    from safetensors.torch import save_file
+
+    # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
+    copies = {name: t.cpu().clone() for name, t in tensors.items()}
+    save_file(copies, path, metadata={"w4gemm": json.dumps({"kind": _KIND, "version": _VERSION, **facts})})
+
+
+def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, facts) as ``write`` was given them, and kind and version.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        FormatError: if the file is truncated or is not such a file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path: no file {str(path)!r}")
+    try:
+        with safe_open(path, "pt", device=str(device)) as f:
+            text = (f.metadata() or {}).get("w4gemm")
+            if text is None:
+                raise FormatError(f"path: {path} is a safetensors file without w4gemm metadata")
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as e:
+        raise FormatError(f"path: {path} is not a whole safetensors file: {e}") from e
+    try:
+        facts = json.loads(text)
+        kind, version = facts["kind"], facts["version"]
+        if (kind, version) != (_KIND, _VERSION):
+            raise ValueError(f"it holds {kind!r} version {version!r}, wanted {_KIND!r} {_VERSION!r}")
+    except (KeyError, TypeError, ValueError) as e:
+        raise unfit(path, e) from e
+    return tensors, facts
+
+
+def unfit(path: str | Path, error: Exception) -> FormatError:
+    """What to raise for a file whose contents made ``error``."""
+    reason = f"its metadata lack {error}" if isinstance(error, KeyError) else error
+    return FormatError(f"path: {path} is not a w4gemm weight: {reason}")
