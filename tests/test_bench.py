@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,15 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import html, report  # noqa: E402
+from bench import html, report, support  # noqa: E402
 from bench.peers import PEERS, peers_named  # noqa: E402
 from bench.shapes import LAYERS, parse_layers, parse_tokens  # noqa: E402
 
-from w4gemm import WeightFormat  # noqa: E402
+import w4gemm  # noqa: E402
+from w4gemm import WeightFormat, dispatch  # noqa: E402
+from w4gemm.kernels import KERNELS  # noqa: E402
+from w4gemm.layouts import native_layout  # noqa: E402
+from w4gemm.problem import GemmProblem  # noqa: E402
 
 
 def test_shapes_by_name_and_by_size():
@@ -61,3 +67,31 @@ def test_the_recorded_table_is_whole_and_its_report_is_true(tmp_path, monkeypatc
     assert page.count("<svg") == 1 + len({(n, k) for n, k, _ in times})
     assert all("w4gemm" in us and len(us) > 1 for us in times.values())
     assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]
+
+
+def test_the_readme_tells_the_reports_numbers():
+    means = re.findall(
+        r"^\| [^|]+ \| (\d\.\d\d) \| \d\.\d\d at", (ROOT / "docs/benchmarks.md").read_text(), re.MULTILINE
+    )
+    told = (ROOT / "README.md").read_text().partition("geometric mean over four layers:")[2].partition("[docs/")[0]
+    assert len(means) == len(report.GROUPS) and re.findall(r"\d\.\d\d", told) == means
+
+
+def test_the_readmes_table_of_devices_is_current():
+    readme = (ROOT / "README.md").read_text()
+    assert support.written(readme) == readme, "run python -m bench.support"
+
+
+@pytest.mark.parametrize("name", [n for n in support.DEVICES if n not in ("CPU", "H100, H200, H800, H20 (9.0)")])
+def test_a_device_without_a_kernel_gets_a_sentence(name):
+    """It says what is wanted, what there is, and nothing that depends on the device's name."""
+    device = support.DEVICES[name]
+    problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), native_layout(device), device=device)
+    with pytest.raises(w4gemm.UnsupportedError) as e:
+        dispatch.plan(problem)
+    assert "needs an NVIDIA GPU" in str(e.value) if device.rocm else device.name in str(e.value)
+    if not device.rocm:
+        assert f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name} has " in str(e.value)
+        assert ".".join(map(str, device.capability)) in str(e.value)
+    nameless = replace(problem, device=replace(device, name=""))
+    assert all(bool(k.supports(nameless)) == bool(k.supports(problem)) for k in KERNELS)

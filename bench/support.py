@@ -1,0 +1,66 @@
+"""The README's table of what runs where, from every kernel's ``supports``: ``python -m bench.support`` writes it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+
+from w4gemm.formats import PER_COLUMN, WeightFormat
+from w4gemm.kernels import KERNELS
+from w4gemm.layouts import native_layout
+from w4gemm.problem import H200, Device, GemmProblem
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- made by python -m bench.support -->\n", "<!-- end -->\n"
+
+DEVICES: dict[str, Device] = {
+    "H100, H200, H800, H20 (9.0)": H200,
+    "B200, GB200 (10.0)": Device("cuda", "NVIDIA B200", (10, 0), 148, 232448),
+    "B300 (10.3)": Device("cuda", "NVIDIA B300", (10, 3), 148, 232448),
+    "RTX 5090, RTX PRO 6000 (12.0)": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
+    "RTX 4090, L4, L40S (8.9)": Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376),
+    "RTX 3090, A10, A40 (8.6)": Device("cuda", "NVIDIA GeForce RTX 3090", (8, 6), 82, 101376),
+    "A100, A30 (8.0)": Device("cuda", "NVIDIA A100", (8, 0), 108, 166912),
+    "T4 (7.5) and older": Device("cuda", "NVIDIA T4", (7, 5), 40, 65536),
+    "AMD GPUs": Device("cuda", "AMD Instinct MI300X", (9, 4), 304, 65536, rocm=True),
+    "CPU": Device("cpu"),
+}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FORMATS = tuple(
+    WeightFormat(*which)
+    for which in itertools.product((32, 64, 128, 256, PER_COLUMN), ("none", "int", "float"), ("bf16", "fp16"))
+)
+
+
+def table() -> str:
+    """Lines of Markdown: by device and dtype of the activations the kernels that take every format, dense (experts 0)
+    and grouped."""
+    lines = ["| device | " + " | ".join(DTYPES) + " |", "|---" * (1 + len(DTYPES)) + "|"]
+    for name, device in DEVICES.items():
+        lines.append(f"| {name} | " + " | ".join(cell(device, dtype) for dtype in DTYPES.values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(device: Device, dtype: torch.dtype) -> str:
+    layout = native_layout(device)
+    problems = [
+        GemmProblem(64, 4096, 4096, dtype, format, layout, device=device, experts=experts)
+        for format in FORMATS
+        for experts in (0, 8)
+    ]
+    found = [f"`{kernel.name}`" for kernel in KERNELS if all(kernel.supports(p) for p in problems)]
+    some = [kernel.name for kernel in KERNELS if any(kernel.supports(p) for p in problems)]
+    assert len(found) == len(some), f"{some} take some formats only: the table must say which"
+    return ", ".join(found) or "-"
+
+
+def written(readme: str) -> str:
+    """The README with the table as it is now."""
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text()))
