@@ -1,0 +1,72 @@
+"""The CPU kernel beside torch.nn.functional.linear on the same weight in 16 and 32 bits: ``python -m bench.cpu``.
+
+Calls go over copies of the weight that are together larger than any cache; medians, by the clock. Rows go to
+bench/results/cpu.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from bench.shapes import parse_layers, parse_tokens
+
+from w4gemm import dispatch, linear, quantize
+from w4gemm.epilogue import PLAIN
+from w4gemm.problem import Device
+from w4gemm.tuning import record, store
+from w4gemm.tuning.timing import time_calls
+
+RESULTS = Path(__file__).parent / "results/cpu.jsonl"
+_ROTATED_BYTES = 300e6
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.cpu", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--shapes", default="4096x4096", help="as of bench.run (default: %(default)s)")
+    parser.add_argument("--m", default="1,16,256", help="as of bench.run (default: %(default)s)")
+    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    processor, threads = store.device_facts(Device("cpu"))
+    facts = record.facts() | {"processor": processor, "threads": threads}
+    print(f"{processor}, {threads} threads; microseconds a call, and the speed over the dense weight in x's dtype")
+    for n, k in parse_layers(args.shapes):
+        dense = torch.randn(n, k) * 0.02
+        weight = quantize(dense, args.format).repack()
+        copies = [
+            replace(weight, tensors=tuple(t.clone() for t in weight.tensors)) for _ in range(_copies(weight.nbytes))
+        ]
+        for dtype in DTYPES:
+            plain = dense.to(dtype)
+            plains = [plain.clone() for _ in range(_copies(plain.nbytes))]
+            for m in parse_tokens(args.m):
+                x = torch.randn(m, k).to(dtype)
+                calls = [functools.partial(linear, x, w) for w in copies]
+                calls_dense = [functools.partial(torch.nn.functional.linear, x, w) for w in plains]
+                ours, theirs = (t.p50 for t in time_calls([calls, calls_dense]))
+                plan = dispatch.plan_for(
+                    dispatch.Call(
+                        dispatch.interval(m), n, k, dtype, weight.format, weight.layout, PLAIN, weight.device, ""
+                    )
+                )
+                row = {"kind": "cpu", "run": record.run_name(facts), "m": m, "n": n, "k": k, "format": args.format}
+                row |= {"dtype": str(dtype).removeprefix("torch."), "config": str(plan)}
+                row |= {"us": round(ours, 1), "dense_us": round(theirs, 1)}
+                record.append(RESULTS, row | facts)
+                print(
+                    f"{n}x{k}, m {m}, {row['dtype']}: {ours:.0f}, dense {theirs:.0f} us: {theirs / ours:.2f}",
+                    flush=True,
+                )
+
+
+def _copies(size: int) -> int:
+    return max(2, int(_ROTATED_BYTES // size))
+
+
+if __name__ == "__main__":
+    main()
