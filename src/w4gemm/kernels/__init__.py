@@ -5,9 +5,10 @@ from __future__ import annotations
 from w4gemm.kernels.base import Kernel, Operands, Program, Resources, Status, ranked
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
+from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 
-KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), CpuMixedGemm())
+KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), Sm90Fp8Gemm(), CpuMixedGemm())
 
 
 def kernel_named(name: str) -> Kernel:

@@ -6,9 +6,12 @@ from w4gemm.layouts.base import PackLayout, Parts
 from w4gemm.layouts.canonical import CanonicalLayout
 from w4gemm.layouts.cpu import CpuLayout
 from w4gemm.layouts.sm90 import Sm90Layout
+from w4gemm.layouts.sm90_fp8 import Sm90Fp8Layout
 from w4gemm.problem import Device
 
-LAYOUTS: dict[str, PackLayout] = {layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Sm90Layout())}
+LAYOUTS: dict[str, PackLayout] = {
+    layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Sm90Layout(), Sm90Fp8Layout())
+}
 
 
 def layout_named(name: str) -> PackLayout:

@@ -220,6 +220,10 @@ def load_matrix(address: Int32) -> tuple[Int32, ...]:
     return asm(text, [Int32] * 4, [address])
 
 
+def store_shared(address: Int32, word: Int32) -> None:
+    asm("st.shared.b32 [$0], $1;", [], [address, word])
+
+
 def store_shared_f32(address: Int32, value: Float32) -> None:
     asm("st.shared.f32 [$0], $1;", [], [address, value])
 
