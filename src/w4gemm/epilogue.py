@@ -13,6 +13,18 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "silu_mul")
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of d, for x of ``dtype``."""
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+
+def bias_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Of the bias, for x of ``dtype`` and d of ``out_dtype``: that of x, beside fp8 x the 16-bit one of d."""
+    if dtype != torch.float8_e4m3fn:
+        return dtype
+    return torch.float16 if out_dtype == torch.float16 else torch.bfloat16
+
+
 class Epilogue(NamedTuple):
     """d = act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once to d's dtype.
 
@@ -34,6 +46,10 @@ class Epilogue(NamedTuple):
     """Of d; None for that of x, bfloat16 for fp8 x."""
     token_scale: bool = False
     """Whether each row of x comes with a float32 that its products are multiplied by: (m), for fp8 x."""
+
+    def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of d, for x of ``dtype``."""
+        return self.out_dtype or default_out_dtype(dtype)
 
     @property
     def gated(self) -> bool:
@@ -65,7 +81,8 @@ class Epilogue(NamedTuple):
         return d if residual is None else d + residual.to(d.dtype)
 
     def __str__(self) -> str:
-        text = ("alpha * " if self.alpha else "") + ("token_scale * " if self.token_scale else "") + "x @ w.T" + (" + bias" if self.bias else "")
+        factors = ("alpha * " if self.alpha else "") + ("token_scale * " if self.token_scale else "")
+        text = f"{factors}x @ w.T" + (" + bias" if self.bias else "")
         text = f"{self.activation}({text})" if self.activation else text
         text += " + residual" if self.residual else ""
         return text if self.out_dtype is None else f"{text} as {str(self.out_dtype).removeprefix('torch.')}"

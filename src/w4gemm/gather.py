@@ -34,7 +34,14 @@ def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
             out = torch.empty((m, k), dtype=x.dtype, device=device)
             function(x, perm, out, _KERNEL.parts(m, k, sms))
             return out
-    return x.index_select(1, perm)
+    return selected(x, 1, perm)
+
+
+def selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """``x.index_select(dim, index)``, for fp8 x too."""
+    if x.dtype != torch.float8_e4m3fn:
+        return x.index_select(dim, index)
+    return x.view(torch.uint8).index_select(dim, index).view(x.dtype)
 
 
 @functools.cache

@@ -58,11 +58,6 @@ H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448, 60 * 2**20)
 """What :meth:`Device.of` gives on an H200; for choosing and compiling without one."""
 
 
-def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of d, for x of ``dtype``."""
-    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
-
-
 @dataclass(frozen=True)
 class GemmProblem:
     """x (m, k) @ w (n, k).T and what ``epilogue`` makes of it, on a device. With ``experts`` > 0 there are so many w,
@@ -85,7 +80,7 @@ class GemmProblem:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return self.epilogue.out_dtype or default_out_dtype(self.dtype)
+        return self.epilogue.result_dtype(self.dtype)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.sm90_model import predicted_us
+from w4gemm.layouts import layout_named
 from w4gemm.layouts.sm90 import BLOCK_K, CODE_WORDS, scale_group, scale_words
 from w4gemm.problem import GemmProblem
 
@@ -125,6 +126,8 @@ class Sm90Kernel(ABC):
             return Status.no(
                 f"reads the {self.layout} layout, the weight lies in {problem.layout}; call w.repack('{self.layout}')"
             )
+        if reason := layout_named(self.layout).supports(problem.format):
+            return Status.no(f"cannot take {problem.format}: {reason}")
         if problem.experts > MAX_EXPERTS:
             return Status.no(f"takes at most {MAX_EXPERTS} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(_MIN_DRIVER)

@@ -9,6 +9,9 @@ from w4gemm.layouts.sm90 import Sm90Layout
 from w4gemm.layouts.sm90_fp8 import Sm90Fp8Layout
 from w4gemm.problem import Device
 
+FP8_LAYOUT = "sm90_fp8"
+"""Of weights that meet fp8 activations on a GPU."""
+
 LAYOUTS: dict[str, PackLayout] = {
     layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Sm90Layout(), Sm90Fp8Layout())
 }
@@ -32,4 +35,4 @@ def native_layout(device: Device) -> str:
     return "sm90" if device.kind == "cuda" and not device.rocm and device.capability[0] == 9 else "canonical"
 
 
-__all__ = ["LAYOUTS", "PackLayout", "Parts", "layout_named", "native_layout"]
+__all__ = ["FP8_LAYOUT", "LAYOUTS", "PackLayout", "Parts", "layout_named", "native_layout"]

@@ -1,11 +1,11 @@
-"""The layout of the Hopper kernels for fp8 activations: as layouts/sm90.py, but each lane's codes are those of m64nNk32.
+"""The layout of the Hopper kernels for fp8 activations: as layouts/sm90.py, but with each lane's codes of m64nNk32.
 
 blocks int32 (ceil(n / 64), ceil(k / 128), words): 1024 words of codes, then scales (and zero points) as in sm90.
 
     codes   [half of 64 columns: 2][warp: 4][lane: 32][step of 32 columns: 2][row8: 2]
 
-With lane = 4 * g + q, a code word holds the eight codes of row 16 * warp + 8 * row8 + g that the lane feeds to one WGMMA
-as operand A: columns 32 * step + 16 * col16 + 4 * q + {0 .. 3} of the half, which are the bytes of register
+With lane = 4 * g + q, a code word holds the eight codes of row 16 * warp + 8 * row8 + g that the lane feeds to one
+WGMMA as operand A: columns 32 * step + 16 * col16 + 4 * q + {0 .. 3} of the half, which are the bytes of register
 row8 + 2 * col16. How a word holds them is what its decoder (kernels/device/decode_fp8.py) takes least time for:
 
     without zero points   col16 at bits 8 * i + 4 * col16 .., as sign and magnitude: 2 * v for v = u - 8 >= 0, else
@@ -13,8 +13,8 @@ row8 + 2 * col16. How a word holds them is what its decoder (kernels/device/deco
     otherwise             u as an index into a table of 16: its low three bits at 4 * i + 16 * col16 .., its high bit
                           at 8 * i + 7 - 4 * col16
 
-for i = 0 .. 3, the byte. A zero point z is stored as 16 * z. Rows past n and groups past k have scale and zero point 0; columns past k in the last group
-have code 8, and need activations of 0 there.
+for i = 0 .. 3, the byte. A zero point z is stored as 16 * z. Rows past n and groups past k have scale and zero point 0;
+columns past k in the last group have code 8, and need activations of 0 there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From packed 4-bit codes to e4m3 elements of a WGMMA's operand A, in registers, as exact multiples of the scale.
 
-In e4m3 the bytes 0 .. 16 are 0 .. 16 times 2**-9: subnormals, the binade above them and one more number lie on one line.
-So the byte of 2 * v, for v = u - 8, is v's sign at bit 7 beside 2 * abs(v), and sums of such bytes are 2**-8 times sums
-of v. The scale is applied to the float32 sums of a group, after the products.
+In e4m3 the bytes 0 .. 16 are 0 .. 16 times 2**-9: subnormals, the binade above them and one more number lie on one
+line. So the byte of 2 * v, for v = u - 8, is v's sign at bit 7 beside 2 * abs(v), and sums of such bytes are 2**-8
+times sums of v. The scale is applied to the float32 sums of a group, after the products.
 
     without zero points   a code is 2 * t + s with v = t, or for s = 1 v = -1 - t; adding 129 * s to it gives the byte
     integer zero points   the byte of 2 * (u - z) for all 16 codes is a row of a table in shared memory, 16 bytes for

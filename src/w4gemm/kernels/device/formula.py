@@ -48,8 +48,9 @@ class Formula:
     """What becomes of sums, what that takes, and where it goes. No control flow of the device: plain Python.
 
     ``extras`` are the kernel's arguments (alpha, bias, residual, token scales), None where absent. ``kind`` is the
-    dtype of the bias, ``out_kind`` that of d and residual. ``vector`` says that every row of d starts at a multiple of 16 bytes and
-    is a multiple of 16 bytes long. A quad is four neighbouring features of one token, the first a multiple of four.
+    dtype of the bias, ``out_kind`` that of d and residual. ``vector`` says that every row of d starts at a multiple of
+    16 bytes and is a multiple of 16 bytes long. A quad is four neighbouring features of one token, the first a multiple
+    of four.
 
     What is loaded stays bits until it is used, so that nothing waits for it before.
     """

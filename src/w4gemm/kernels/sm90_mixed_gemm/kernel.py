@@ -132,9 +132,9 @@ class MixedGemm:
         stream: Any,
     ):
         """x (m, k), weight int32 (n blocks, k blocks, words), out and residual (m, columns), alpha a number or (1),
-        bias (n), token_scale (m). Grouped: weight with the n blocks of all experts in a row, bias (experts, n), starts and ends of the
-        experts' rows, int32 (experts). partials and flags, for schedule stream: see device/stream_k.py. max_clusters:
-        how many clusters of this kernel the device holds at once."""
+        bias (n), token_scale (m). Grouped: weight with the n blocks of all experts in a row, bias (experts, n), starts
+        and ends of the experts' rows, int32 (experts). partials and flags, for schedule stream: see
+        device/stream_k.py. max_clusters: how many clusters of this kernel the device holds at once."""
         c = self.v.config
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
@@ -662,7 +662,7 @@ class MixedGemm:
         decoded. Nothing is in flight at the end: ptxas would serialize all of it."""
         v = self.v
         full, empty, _, _ = ring
-        acc, fragment, x_fragments, packed, table = operands
+        acc, fragment, x_fragments, packed, _ = operands
         stage, next_stage, next_phase, _, has_next = state
         k_set, rank = who[1], who[3]
         chunks, steps = self.chunks // v.k_sets, 4 // self.groups
