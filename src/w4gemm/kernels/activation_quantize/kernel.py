@@ -11,8 +11,8 @@ the sum of squares, which is added in an order that depends on k alone.
 
 Every access is of eight columns; where k or an address does not allow that (``wide`` False), of one.
 
-Programmatic dependent launch: the norm's weight, of up to four chunks a thread, is requested before
-``griddepcontrol.wait``, and the product that follows requests its weights meanwhile.
+Programmatic dependent launch: the norm's weight is requested before ``griddepcontrol.wait``, and the product that
+follows requests its weights meanwhile.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ from w4gemm.kernels.device.ptx import (
     warp_maximum,
 )
 
-_EARLY = 4
-"""As many chunks of the norm's weight fit the registers beside those of x."""
 _MAGNITUDES = 0x7FFF7FFF
 
 
@@ -92,8 +90,7 @@ class Quantize:
         columns = [(thread + i * self.threads) * 8 for i in range(self.chunks)]
         factors = []
         if cutlass.const_expr(self.front == "rms"):
-            if cutlass.const_expr(self.chunks <= _EARLY):
-                factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
+            factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         source = x.iterator.toint() + row * x.stride[0] * 2
@@ -105,12 +102,7 @@ class Quantize:
             mean = divide(self.sum_of_squares(y, sums, thread), Float32(k))
             scale = divide(Float32(1.0), square_root(mean + eps))
             for i in cutlass.range_constexpr(self.chunks):
-                factor = (
-                    factors[i]
-                    if cutlass.const_expr(self.chunks <= _EARLY)
-                    else self.load(weight.iterator.toint(), columns[i], k)
-                )
-                y[i] = self.normed(y[i], scale, factor)
+                y[i] = self.normed(y[i], scale, factors[i])
         top = self.top(y, tops, thread)
         counted, largest = maximum(top, Float32(self.smallest)), Float32(self.largest)
         if thread == 0:

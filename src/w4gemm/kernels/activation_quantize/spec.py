@@ -23,7 +23,8 @@ SMALLEST = 2.0**-100
 _VECTOR = 8
 _MOST_THREADS = 1024
 _MOST_CHUNKS = 8
-"""Of eight columns that the registers of a thread hold; half as many where they are needed for more."""
+"""Of eight columns that the registers of a thread hold; half as many where the norm's weight or single columns
+need registers too."""
 _REDUCED_BYTES = 256
 """Of shared memory for what warps tell each other."""
 
