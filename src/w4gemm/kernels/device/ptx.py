@@ -159,16 +159,6 @@ def reciprocal(x: Float32) -> Float32:
     return asm("rcp.approx.ftz.f32 $0, $1;", [Float32], [x], pure=True)[0]
 
 
-def maximum(x: Float32, y: Float32) -> Float32:
-    """The larger one; NaN if either is."""
-    return asm("max.NaN.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
-
-
-def capped_magnitude(x: Float32, limit: Float32) -> Float32:
-    """min(abs(x), limit), which is the limit for NaN."""
-    return asm("{ .reg .f32 a; abs.f32 a, $1; min.f32 $0, a, $2; }", [Float32], [x, limit], pure=True)[0]
-
-
 def divide(x: Float32, y: Float32) -> Float32:
     """x / y, rounded once."""
     return asm("div.rn.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
@@ -189,15 +179,19 @@ def warp_maximum(x: Int32) -> Int32:
     return asm("redux.sync.max.u32 $0, $1, 0xFFFFFFFF;", [Int32], [x])[0]
 
 
-def copy_async(destination: Int32, source: Int64, exists: Boolean) -> None:
-    """Copy 16 bytes from global to shared memory, zeros where they do not exist; see ``copies_wait``."""
-    text = "{ .reg .b32 n; selp.b32 n, 16, 0, p; cp.async.cg.shared.global [$0], [$1], 16, n; }"
-    asm(f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {text} }}", [], [destination, source, Int32(exists)])
+def maximum(x: Float32, y: Float32) -> Float32:
+    """The larger one; NaN if either is."""
+    return asm("max.NaN.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
 
 
-def copies_wait() -> None:
-    """Until this thread's ``copy_async`` are done, for this thread."""
-    asm("cp.async.wait_all;")
+def capped_magnitude(x: Float32, limit: Float32) -> Float32:
+    """min(abs(x), limit), which is the limit for NaN."""
+    return asm("{ .reg .f32 a; abs.f32 a, $1; min.f32 $0, a, $2; }", [Float32], [x, limit], pure=True)[0]
+
+
+def copy_async(destination: Int32, source: Int64, size: Int32) -> None:
+    """``cp.async`` of 16 bytes from global to shared memory: ``size`` of them, the rest zeros, which are not read."""
+    asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [destination, source, size])
 
 
 def bulk_copy(destination: Int32, source: Int64, size: Int32, barrier: Int32) -> None:
@@ -217,6 +211,11 @@ def bulk_copy_multicast(destination: Int32, source: Int64, size: Int32, barrier:
         [],
         [destination, source, size, barrier, Int32(mask)],
     )
+
+
+def copies_wait() -> None:
+    """Until this thread's ``copy_async`` are done, for this thread."""
+    asm("cp.async.wait_all;")
 
 
 def pack_half2(kind: str, low: Float32, high: Float32) -> Int32:
