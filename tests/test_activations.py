@@ -324,6 +324,15 @@ def test_compiles(front, wide):
         assert sass.count("ACQBULK") == 1, "waits for the kernel before"
 
 
+@pytest.mark.parametrize("front", ["", "silu_mul"])
+def test_two_rows_fit_a_multiprocessor(front):
+    """Of k 28672: with 64 registers silu_mul took 13.5 us instead of 11.2 for 256 tokens (H200, 2026-11-21)."""
+    pytest.importorskip("cutlass")
+    kernel = ActivationQuantize(front, True)
+    sass = disassemble(object_code(kernel, problem(28672), GemmConfig(1, 1, 1)))
+    assert 2 * sass.registers * kernel.shape(28672)[0] <= 65536
+
+
 def test_longest_rows():
     lengths = {
         front: max(k for k in range(8, 70000, 8) if ActivationQuantize(front, True).takes(k)) for front in FRONTS

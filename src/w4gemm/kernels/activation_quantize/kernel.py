@@ -28,7 +28,7 @@ from cutlass import Float32, Int32, Int64
 from w4gemm.kernels.device.formula import silu
 from w4gemm.kernels.device.ptx import (
     copies_wait,
-    copy_async,
+    copy_async_if,
     divide,
     fma,
     load_global,
@@ -144,9 +144,8 @@ class Quantize:
         words = smem.allocate_array(Int32, self.staged_bytes // 4, byte_alignment=16)
         place, step = shared_address(words) + cute.arch.thread_idx()[0] * 16, self.threads * 16
         for i, column in enumerate(columns):
-            size = Int32(column < k) * 16
-            copy_async(place + 2 * i * step, source + Int64(column) * 2, size)
-            copy_async(place + (2 * i + 1) * step, up + Int64(column) * 2, size)
+            copy_async_if(place + 2 * i * step, source + Int64(column) * 2, column < k)
+            copy_async_if(place + (2 * i + 1) * step, up + Int64(column) * 2, column < k)
         copies_wait()
         pairs = [[load_shared(place + (2 * i + j) * step, 4) for j in (0, 1)] for i in range(self.chunks)]
         return [self.gated(*pair) for pair in pairs]

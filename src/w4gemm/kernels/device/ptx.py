@@ -189,11 +189,6 @@ def capped_magnitude(x: Float32, limit: Float32) -> Float32:
     return asm("{ .reg .f32 a; abs.f32 a, $1; min.f32 $0, a, $2; }", [Float32], [x, limit], pure=True)[0]
 
 
-def copy_async(destination: Int32, source: Int64, size: Int32) -> None:
-    """``cp.async`` of 16 bytes from global to shared memory: ``size`` of them, the rest zeros, which are not read."""
-    asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [destination, source, size])
-
-
 def bulk_copy(destination: Int32, source: Int64, size: Int32, barrier: Int32) -> None:
     """Copy ``size`` bytes from global to shared memory, completing on an mbarrier; issued by one thread."""
     asm(
@@ -213,8 +208,14 @@ def bulk_copy_multicast(destination: Int32, source: Int64, size: Int32, barrier:
     )
 
 
+def copy_async_if(destination: Int32, source: Int64, exists: Boolean) -> None:
+    """``cp.async`` of 16 bytes from global to shared memory, zeros where they do not exist; see ``copies_wait``."""
+    text = "{ .reg .b32 n; selp.b32 n, 16, 0, p; cp.async.cg.shared.global [$0], [$1], 16, n; }"
+    asm(f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {text} }}", [], [destination, source, Int32(exists)])
+
+
 def copies_wait() -> None:
-    """Until this thread's ``copy_async`` are done, for this thread."""
+    """Until this thread's ``cp.async`` are done, for this thread."""
     asm("cp.async.wait_all;")
 
 
