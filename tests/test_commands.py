@@ -152,7 +152,7 @@ def test_layers_of_a_hugging_face_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("1..8192", dispatch.BOUNDS), ("1..", (*dispatch.BOUNDS, 16384)), ("5,20", (8, 32)), ("9..17", (16, 32))],
+    [("1..8192", dispatch.BOUNDS), ("1..", (*dispatch.BOUNDS, 16384)), ("5,20", (8, 24)), ("9..17", (16, 24))],
 )
 def test_tokens(text, wanted):
     assert problems.parse_tokens(text) == list(wanted)

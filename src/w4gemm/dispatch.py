@@ -38,8 +38,9 @@ from w4gemm.tuning import store
 
 _log = logging.getLogger("w4gemm")
 
-BOUNDS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-"""Last m of every interval but the last."""
+_SMALL_BOUNDS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448)
+BOUNDS = (*_SMALL_BOUNDS, 512, 1024, 2048, 4096, 8192)
+"""Last m of every interval but the last: where one tile, or two, of any size are full."""
 _LARGEST = 16384
 """The m that stands for the last interval."""
 
@@ -201,8 +202,11 @@ def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
 
 
 def _recorded(problem: GemmProblem, legal: list[str]) -> tuple[str, store.Record] | None:
+    last = interval_of(problem.m)[1]
     for source, record in store.find(problem):
-        if record.choice in legal and record.revision == kernel_named(record.kernel).revision:
+        current = record.revision == kernel_named(record.kernel).revision
+        # an interval was longer once: what was measured at its end says little about tiles for fewer tokens
+        if record.m[1] == last and current and record.choice in legal:
             return source, record
     return None
 

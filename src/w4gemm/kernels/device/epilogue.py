@@ -64,7 +64,7 @@ class Epilogue:
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
             for pair in cutlass.range_constexpr((chunk + 15) // 16):
                 first = (c * chunk + pair * 16) // 8 * 4
-                count = 8 if chunk >= 16 else 4
+                count = 8 if chunk >= pair * 16 + 16 else 4
                 values = [formula.feature_value(acc[first + i], alpha, biases[i // 2 % 2]) for i in range(count)]
                 registers = [pack_half2(formula.out_kind, values[i], values[i + 1]) for i in range(0, count, 2)]
                 row = pair * 16 + lane % 8 + (lane // 16 * 8 if count == 8 else 0)
