@@ -204,9 +204,9 @@ def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
 def _recorded(problem: GemmProblem, legal: list[str]) -> tuple[str, store.Record] | None:
     last = interval_of(problem.m)[1]
     for source, record in store.find(problem):
-        current = record.revision == kernel_named(record.kernel).revision
-        # an interval was longer once: what was measured at its end says little about tiles for fewer tokens
-        if record.m[1] == last and current and record.choice in legal:
+        if record.m[1] != last:  # an interval was longer once, and its end says little about tiles for fewer tokens
+            continue
+        if record.choice in legal and record.revision == kernel_named(record.kernel).revision:
             return source, record
     return None
 
