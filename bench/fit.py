@@ -1,7 +1,8 @@
 """Fit the constants of ``w4gemm/kernels/sm90_model.py`` to measured times of configs: ``python -m bench.fit ROWS...``.
 
 ROWS are JSON lines with n, k, m, config ("kernel/config") and us, of one GPU. Writes sm90_times.py and prints, for each
-(n, k, m), how far the first choice is from the fastest config. Needs numpy and scipy.
+(n, k, m), how far the first choice is from the fastest config. With ``--keep``, configs that have constants keep them:
+new ones are fitted beside them, and no choice among the others changes. Needs numpy and scipy.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from scipy.optimize import minimize
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named, sm90_model
+from w4gemm.kernels.sm90_times import TIMES
 from w4gemm.problem import H200, GemmProblem
 
 TARGET = Path(sm90_model.__file__).with_name("sm90_times.py")
@@ -37,7 +39,9 @@ ROUNDS = 7
 Launch = tuple[GemmProblem, GemmConfig, int]
 
 
-def main(paths: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    paths = [a for a in arguments if a != "--keep"]
+    kept = dict(TIMES) if "--keep" in arguments else {}
     rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
     measured: dict[str, list[tuple[Launch, float]]] = defaultdict(list)
     points: dict[tuple[int, int, int], dict[str, tuple[Launch, float]]] = defaultdict(dict)
@@ -63,7 +67,8 @@ def main(paths: list[str]) -> None:
     rounds: list[tuple[float, dict[str, tuple[float, float, float]]]] = []
     for _ in range(ROUNDS):
         times = {
-            config: fit(
+            config: kept.get(config)
+            or fit(
                 [
                     (launch, us / slower[at(launch)], weight(launch[0], us) * blame[config, at(launch)])
                     for launch, us in samples

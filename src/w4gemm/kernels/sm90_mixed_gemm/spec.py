@@ -16,14 +16,13 @@ from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
 _TILE_N = (64, 128, 192, 256)
-_FEW = {("coop", n, k, split) for n, k, split in ((64, 256, 1), (64, 256, 2), (128, 256, 1), (128, 256, 2), (256, 128, 1))}
-_SOME = {("coop", n, k, split) for n, k, split in ((64, 128, 1), (64, 128, 2), (64, 256, 1), (128, 128, 1), (128, 128, 2))}
-_MANY = {("coop", n, 128, split) for n in (64, 128) for split in (1, 2)}
+_MANY = set(itertools.product(("coop",), (64, 128), (128,), (1, 2)))
+_FEW = {("coop", 256, 128, 1), *itertools.product(("coop",), (64, 128), (256,), (1, 2))}
 _STREAM = {("stream", 128, 128, 1)}
 _BETWEEN = {
     24: _FEW | {("coop", 64, 512, 1), ("coop", 64, 512, 2)},
     **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
-    **dict.fromkeys((80, 96, 112), _SOME | _STREAM | {("coop", 192, 128, 2)}),
+    **dict.fromkeys((80, 96, 112), _MANY | _STREAM | {("coop", 64, 256, 1), ("coop", 192, 128, 2)}),
     **dict.fromkeys((160, 224), _MANY),
 }
 """Tiles for about as many tokens as they hold, since rows past m cost time: by tile_m what is the fastest of its
