@@ -38,9 +38,9 @@ from w4gemm.tuning import store
 
 _log = logging.getLogger("w4gemm")
 
-_SMALL_BOUNDS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448)
-BOUNDS = (*_SMALL_BOUNDS, 512, 1024, 2048, 4096, 8192)
-"""Last m of every interval but the last: where one tile, or two, of any size are full."""
+_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+BOUNDS = (*_TILES, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
+"""Last m of every interval but the last: where one tile is full, from 256 on where about so many waves of tiles are."""
 _LARGEST = 16384
 """The m that stands for the last interval."""
 
