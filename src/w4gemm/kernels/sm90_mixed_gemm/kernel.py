@@ -351,11 +351,11 @@ class MixedGemm:
         the first box, and where it comes from, by (0, chunk of k). shared: (s_x, box_layout)."""
         (s_x, box_layout), (token, end), box = shared, tokens, self.v.box_tokens
         group, cluster = cute.group_modes, cute.make_layout(self.v.config.cluster_n)
-        # the last box that is fetched ends at the last token, rounded up to eight: rows past m are slow, those that the
-        # box before brings as well are not; a shift, since the first x waits for this
+        # The last box that is fetched ends at the last token, rounded up to eight: rows past m are slow, those that the
+        # box before brings as well are not. By a shift, and uniform, since x waits for it.
         last, parts = cutlass.max(((end - token + 7) >> 3) - box // 8, 0), []
         for b in range(self.v.boxes):
-            eights = cutlass.min(b * box // 8, last) if b > 0 else 0
+            eights = cute.arch.make_warp_uniform(cutlass.min(b * box // 8, last)) if b > 0 else 0
             s_boxes = cute.make_tensor(s_x.iterator + eights * 512, box_layout.outer)
             g_x = cute.local_tile(cute.domain_offset((token + eights * 8, 0), tma_x), (box, 64), (None, None))
             parts.append(cpasync.tma_partition(tma, share, cluster, group(s_boxes, 0, 2), group(g_x, 0, 2)))
