@@ -72,7 +72,7 @@ def test_dequantize_is_in_the_original_order(name, dtype):
     again = QuantizedWeight.from_codes(w.format, *packed)
     assert again.perm is None and torch.equal(again.dequantize(), exact.float()[:, w.perm])
     by_hand = QuantizedWeight.from_codes(
-        w.format, packed.codes[:, torch.argsort(w.perm)], *packed[1:], random_g_idx(w.format).to(dtype)
+        w.format, packed.codes[:, torch.argsort(w.perm)], *packed[1:3], random_g_idx(w.format).to(dtype)
     )
     assert torch.equal(by_hand.dequantize(), w.dequantize())
 

@@ -59,8 +59,9 @@ class StreamSum:
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         other = self.address(partials, cta, wg, thread)
         for first in cutlass.range_constexpr(0, self.tokens // 8, _ON_THEIR_WAY):
-            values = [load_global_f32x4(other + (first + i) * 2048) for i in range(_ON_THEIR_WAY)]
-            for i in cutlass.range_constexpr(_ON_THEIR_WAY):
+            count = min(_ON_THEIR_WAY, self.tokens // 8 - first)
+            values = [load_global_f32x4(other + (first + i) * 2048) for i in range(count)]
+            for i in cutlass.range_constexpr(count):
                 for j in cutlass.range_constexpr(4):
                     at = 4 * (first + i) + j
                     acc[at] = acc[at] + values[i][j]
