@@ -75,7 +75,7 @@ def prepare(experts: int, n: int, k: int, format: WeightFormat) -> tuple[list[Qu
     def each() -> Iterator[QuantizedWeight]:
         one = random_weight(n, k, format)
         for e in range(experts):
-            codes, s, zeros = one.parts()
+            codes, s, zeros, _ = one.parts()
             codes = codes.roll(e, 0)
             if humming:
                 words.append(gptq_words(codes))

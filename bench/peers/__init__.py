@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from bench.peers import cublas, humming, machete, marlin, quack, torch_int4, w4gemm
+from bench.peers import cublas, cutlass_w4a8, humming, machete, marlin, quack, torch_int4, w4gemm
 from bench.peers.base import Peer, Prepared
 
-PEERS: tuple[Peer, ...] = tuple(m.PEER for m in (w4gemm, humming, machete, marlin, quack, torch_int4, cublas))
+PEERS: tuple[Peer, ...] = tuple(
+    m.PEER for m in (w4gemm, humming, machete, marlin, quack, torch_int4, cutlass_w4a8, cublas)
+)
 
 
 def peers_named(text: str) -> tuple[Peer, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ class Prepared:
     """The config that runs unasked for m tokens, or the empty string if it does not say."""
     configs: Callable[[int], Sequence[str]] = _nothing_to_choose
     """Every config that can be asked for at m tokens."""
+    activations: torch.dtype | None = None
+    """What ``run`` takes, where it is not what was asked for, since the implementation quantizes x itself."""
     most_tokens: int = 2**31
     """More are not measured: it takes so much longer than others there that the GPU cools down meanwhile."""
 
@@ -90,6 +93,8 @@ def unsupported(
     """The usual limits of a symmetric 4-bit kernel, as a reason or the empty string. Group -1: per column."""
     if dtype not in dtypes:
         return f"no activations of {dtype}"
+    if format.has_channels:
+        return "no scales of output channels"
     if format.has_zero:
         return "this adapter covers symmetric formats"
     if format.group_size not in groups:
@@ -99,6 +104,16 @@ def unsupported(
     if format.group_size > 0 and k % format.group_size:
         return "no partial group at the end of k"
     return ""
+
+
+FP8 = torch.float8_e4m3fn
+_MOST_TOKENS = 32768
+
+
+@functools.cache
+def token_scales() -> torch.Tensor:
+    """Ones, to take the first m of."""
+    return torch.ones(_MOST_TOKENS, device="cuda")
 
 
 def gptq_words(codes: torch.Tensor) -> torch.Tensor:

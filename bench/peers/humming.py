@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import torch
-from bench.peers.base import Prepared, Tensors, gptq_words, missing_gpu, missing_package, package_version, unsupported
+from bench.peers.base import (
+    FP8,
+    Prepared,
+    Tensors,
+    gptq_words,
+    missing_gpu,
+    missing_package,
+    package_version,
+    unsupported,
+)
 
 from w4gemm.formats import WeightFormat
 from w4gemm.weight import QuantizedWeight
@@ -19,17 +28,21 @@ class Humming:
         return missing_gpu() or missing_package("humming-kernels", "humming")
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
-        return unsupported(n, k, format, dtype, groups=(-1, 32, 64, 128, 256), n_multiple=64, k_multiple=64)
+        dtypes = (torch.bfloat16, torch.float16, FP8)
+        return unsupported(
+            n, k, format, dtype, groups=(-1, 32, 64, 128, 256), dtypes=dtypes, n_multiple=64, k_multiple=64
+        )
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         from humming.forward import humming_forward
         from humming.layer import HummingLayer
 
-        codes, scales, _ = weight.parts()
+        codes, scales, *_ = weight.parts()
         group = max(0, weight.format.group_size)
-        layer = HummingLayer(weight.n, weight.k, {"dtype": "int4", "group_size": group}, torch_dtype=dtype).to(
-            codes.device
-        )
+        # W4A8: x is bf16, and quantized within the call
+        inputs, dtype = ({"dtype": "float8e4m3"}, torch.bfloat16) if dtype == FP8 else (None, dtype)
+        weights = {"dtype": "int4", "group_size": group}
+        layer = HummingLayer(weight.n, weight.k, weights, inputs, torch_dtype=dtype).to(codes.device)
         layer.load_from_tensors({"weight": gptq_words(codes), "weight_scale": scales.to(dtype)})
         layer.transform()
         config, zero_point = layer.humming_config, getattr(layer, "zero_point", None)
@@ -39,7 +52,8 @@ class Humming:
             humming_forward(config, x, w, s, zero_point, outputs=out, locks=locks)
             return out
 
-        return Prepared((layer.weight.data, layer.weight_scale.data, layer.locks), run)
+        tensors = (layer.weight.data, layer.weight_scale.data, layer.locks)
+        return Prepared(tensors, run, activations=dtype if inputs else None)
 
 
 PEER = Humming()

@@ -26,7 +26,7 @@ class Machete:
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         ops, kind = vllm_ops.operators(), vllm_ops.UINT4_MINUS_8
-        codes, scales, _ = weight.parts()
+        codes, scales, *_ = weight.parts()
         group = weight.format.group_size
         packed = ops.machete_prepack_B(gptq_words(codes).t(), dtype, kind, dtype)
         group_scales = scales.to(dtype).t().contiguous()

@@ -24,7 +24,7 @@ class Marlin:
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         ops, kind = vllm_ops.operators(), vllm_ops.UINT4_MINUS_8
-        codes, scales, _ = weight.parts()
+        codes, scales, *_ = weight.parts()
         n, k = weight.n, weight.k
         no_perm = torch.empty(0, dtype=torch.int32, device=codes.device)
         packed = ops.gptq_marlin_repack(gptq_words(codes).t().contiguous(), no_perm, k, n, 4, False)

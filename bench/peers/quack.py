@@ -1,9 +1,20 @@
-"""Quack's W4A16 GEMM, CuTe DSL too; its configs as its own rules choose them."""
+"""Quack's W4A16 and W4A8 GEMMs, CuTe DSL too; its configs as its own rules choose them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from bench.peers.base import Prepared, Tensors, missing_gpu, missing_package, package_version, unsupported
+from bench.peers.base import (
+    FP8,
+    Prepared,
+    Tensors,
+    missing_gpu,
+    missing_package,
+    package_version,
+    token_scales,
+    unsupported,
+)
 
 from w4gemm.formats import WeightFormat
 from w4gemm.weight import QuantizedWeight
@@ -19,12 +30,17 @@ class Quack:
         return missing_gpu() or missing_package("quack-kernels", "quack")
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
+        if dtype == FP8:  # exact (int4sm) with 16-bit scales, folded (int4smf) with e4m3 ones
+            plain = replace(format, scale="bf16") if format.has_channels else format
+            return unsupported(n, k, plain, dtype, groups=(128,), dtypes=(FP8,), n_multiple=128, k_multiple=128)
         limits = {"groups": (32, 64, 128), "dtypes": (torch.bfloat16,), "n_multiple": 128, "k_multiple": 64}
         return unsupported(n, k, format, dtype, **limits)  # other n it pads, and then it cannot write to an ``out``
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
 
+        if dtype == FP8:
+            return prepare_fp8(weight)
         group = weight.format.group_size
         name = "int4" if group == 128 else f"int4_g{group}"
         codes, scales = weight.repack("canonical").tensors  # two codes a byte, the even column low: as Quack wants
@@ -34,6 +50,28 @@ class Quack:
             return gemm_w4a16(x, tensors[0], tensors[1], out=out, wformat=name)
 
         return Prepared((blob, strip), run)
+
+
+def prepare_fp8(weight: QuantizedWeight) -> Prepared:
+    """Its codes are a sign and a magnitude up to 7, so w has no -8."""
+    from quack.gemm_w4 import gemm_w4a8, prepare_w4_weight
+
+    codes, scales, _, channels = weight.parts()
+    if int(codes.min()) == 0:
+        raise ValueError("Quack's W4A8 codes reach from -7 to 7")
+    signed = codes.int() - 8
+    nibbles = (signed.abs() | ((signed < 0).int() << 3)).to(torch.uint8)
+    name = "int4sm" if channels is None else "int4smf"
+    given = scales.bfloat16() if channels is None else (scales.bfloat16(), channels)
+    blob, strip = prepare_w4_weight(nibbles[:, 0::2] | (nibbles[:, 1::2] << 4), given, wformat=name)
+    tensors = (blob, strip) if channels is None else (blob, strip, channels)
+
+    def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+        b, s, *chan = tensors
+        scales = token_scales()[: len(x)]
+        return gemm_w4a8(x, b, s, act_scale=scales, chan_scale=chan[0] if chan else None, out=out, wformat=name)
+
+    return Prepared(tensors, run)
 
 
 PEER = Quack()

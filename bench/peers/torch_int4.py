@@ -33,7 +33,7 @@ class TorchInt4:
         )
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
-        codes, scales, _ = weight.parts()
+        codes, scales, *_ = weight.parts()
         group = weight.format.group_size
         pairs = (codes[:, 0::2] << 4) | codes[:, 1::2]
         packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), INNER_K_TILES)

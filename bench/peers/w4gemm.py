@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from bench.peers.base import Prepared, Tensors, missing_gpu
+from bench.peers.base import FP8, Prepared, Tensors, missing_gpu, token_scales
 
 import w4gemm
 from w4gemm import dispatch
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import native_layout
+from w4gemm.layouts import FP8_LAYOUT, native_layout
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import QuantizedWeight
+
+
+def layout_of(device: Device, dtype: torch.dtype) -> str:
+    return FP8_LAYOUT if dtype == FP8 else native_layout(device)
 
 
 class W4gemm:
@@ -28,26 +32,31 @@ class W4gemm:
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         device = Device.of(torch.device("cuda"))
-        problem = GemmProblem(1, n, k, dtype, format, native_layout(device), device=device)
+        problem = GemmProblem(1, n, k, dtype, format, layout_of(device, dtype), device=device)
         status = dispatch.explain(problem).status
         return "" if any(status.values()) else "; ".join(f"{name}: {s.reason}" for name, s in status.items())
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
-        packed = weight.repack()
-        device = Device.of(packed.device)
+        device = Device.of(weight.device)
+        packed = weight.repack(layout_of(device, dtype))
+        scaled = dtype == FP8
+        epilogue = PLAIN._replace(token_scale=scaled)
 
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
-            return w4gemm.linear(x, replace(packed, tensors=tensors), out=out, config=config or None)
+            scales = token_scales()[: len(x)] if scaled else None
+            return w4gemm.linear(
+                x, replace(packed, tensors=tensors), token_scale=scales, out=out, config=config or None
+            )
 
         def chosen(m: int) -> str:
             interval = dispatch.interval(m)
             call = dispatch.Call(
-                interval, packed.n, packed.k, dtype, packed.format, packed.layout, PLAIN, packed.device, ""
+                interval, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, packed.device, ""
             )
             return str(dispatch.plan_for(call))
 
         def configs(m: int) -> Sequence[str]:
-            problem = GemmProblem(m, packed.n, packed.k, dtype, packed.format, packed.layout, device=device)
+            problem = GemmProblem(m, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, device)
             return [f"{kernel}/{config}" for _, kernel, config in dispatch.explain(problem).ranking]
 
         return Prepared(packed.tensors, run, chosen, configs)
