@@ -78,10 +78,13 @@ def extras_of(extras: Any, expert: Int32, end: Int32) -> Any:
     """(alpha, bias, residual, token scales, channel scales) of an expert: its own rows of those that are (experts, n),
     the residual cut off at its last row."""
     alpha, bias, residual, token_scale, channels = extras
-    bias, channels = row_of(bias, expert), row_of(channels, expert)
-    if residual is not None:
-        residual = first_rows(residual, end)
-    return alpha, bias, residual, token_scale, channels
+    return cut_off((alpha, row_of(bias, expert), residual, token_scale, row_of(channels, expert)), end)
+
+
+def cut_off(extras: Any, end: Int32) -> Any:
+    """The same with the residual cut off at row ``end``."""
+    alpha, bias, residual, *others = extras
+    return alpha, bias, None if residual is None else first_rows(residual, end), *others
 
 
 def row_of(t: cute.Tensor | None, index: Int32) -> cute.Tensor | None:

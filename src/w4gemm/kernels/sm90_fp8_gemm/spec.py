@@ -63,6 +63,13 @@ class Sm90Fp8Gemm(Sm90Kernel):
         return self.name, sets, config.split_k, 0 if alone else config.tile_k
 
 
+def _spills_with_groups(v: Variant) -> bool:
+    """Whether there is no room for the scales and zero points of many groups beside two sets of accumulators."""
+    c = v.config
+    shared = v.warpgroups == 4 or v.occupancy == 2
+    return (shared and c.tile_m > 16) or c.cluster_m > 1
+
+
 @functools.cache
 def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
@@ -88,8 +95,10 @@ def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, gro
             continue
         if tile_k > 128 and v.blocks != 2 * v.k_sets:  # two blocks for each set
             continue
-        # the scales and zero points of many groups spill where four warpgroups share the registers
-        if v.promoted and v.warpgroups == 4 and tile_m > 32 and block_bytes > _ONE_GROUP:
+        if v.promoted and block_bytes > _ONE_GROUP and _spills_with_groups(v):
+            continue
+        # looking for an expert's rows takes registers
+        if grouped and (schedule == "pingpong" or (v.promoted and v.warpgroups == 4)) and 32 < tile_m <= 128:
             continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)

@@ -63,7 +63,7 @@ from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
-from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
+from w4gemm.kernels.device.groups import Groups, cut_off, extras_of, first_rows, most_tiles, weight_of
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
     bulk_copy_multicast,
@@ -614,9 +614,8 @@ class MixedGemm:
             reduction.park(flat, parked)
         self.cluster_barrier()
         if const_expr(v.stored_tokens * c.split_k > c.tile_m):  # the last share reaches past the tile
-            end, (alpha, bias, residual) = cutlass.min(place[0] + c.tile_m, out.shape[0]), extras
-            out = first_rows(out, end)
-            extras = alpha, bias, None if const_expr(residual is None) else first_rows(residual, end)
+            end = cutlass.min(place[0] + c.tile_m, out.shape[0])
+            out, extras = first_rows(out, end), cut_off(extras, end)
         if k_set == 0:
             first, mine = reduction.sum(flat, parked, rank)
             if mine:
