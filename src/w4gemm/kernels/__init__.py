@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from w4gemm.kernels.base import Kernel, Operands, Program, Resources, Status, ranked
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
+from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 
-KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), CpuMixedGemm())
+KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), Sm80MixedGemm(), CpuMixedGemm())
 
 
 def kernel_named(name: str) -> Kernel:
