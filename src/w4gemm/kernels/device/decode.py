@@ -108,7 +108,6 @@ class Decoder:
             return pack_half2(self.kind, low * scale, high * scale)
         return pack_half2(self.kind, low * scale + zero, high * scale + zero)
 
-
     def _pairwise(self, operation: str, x: Int32, y: Int32) -> Int32:
         """x + y, x - y or x * y, of two elements each, rounded once."""
         if not self.only_fma or self.kind == "f16":

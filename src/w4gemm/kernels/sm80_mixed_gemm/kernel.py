@@ -48,12 +48,14 @@ from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
 from w4gemm.kernels.device.ptx import (
+    block_number,
     copy_async,
     load_matrix,
     load_shared,
     mma_m16n8k16,
     shared_address,
     store_shared_f32x4,
+    thread_number,
     to_float,
 )
 from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
@@ -130,52 +132,71 @@ class MixedGemm:
     ):
         v, c = self.v, self.v.config
         extras = (alpha, bias, residual)
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         smem = cutlass.memory.SmemAllocator()
         ring = shared_address(smem.allocate_array(Int32, v.stages * v.stage_bytes // 4, byte_alignment=128))
-        m_tiles, n_blocks, slots = cute.ceil_div(out.shape[0], c.tile_m), weight.shape[0], self.slots(x)
+        m_tiles, n_blocks, slots = (
+            cute.ceil_div(out.shape[0], c.tile_m),
+            weight.shape[0],
+            cute.ceil_div(x.shape[1], c.tile_k),
+        )
         if const_expr(v.grouped):
             experts = starts.shape[0]
             n_blocks = n_blocks // experts
+            n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
             table, rows = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
                 self.experts.fill(table, rows)
             cute.arch.sync_threads()
             m_tiles = table[experts - 1]
-            n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
-            if cta < m_tiles * n_tiles:
-                m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
+            if block_number() < m_tiles * n_tiles:
+                m_tile, n_tile = tile_coordinates(block_number(), m_tiles, n_tiles, self.band)
                 expert, token, end = self.experts.find(table, rows, m_tile)
                 acc = self.multiply(x, weight_of(weight, expert, n_blocks), ring, (token, end, n_tile), Int32(0), slots)
                 self.store(acc, first_rows(out, end), extras_of(extras, expert, end), ring, (token, n_tile))
         else:
             n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
-            if const_expr(not v.stream):
-                m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
-                token = m_tile * c.tile_m
-                acc = self.multiply(x, weight, ring, (token, out.shape[0], n_tile), Int32(0), slots)
-                self.store(acc, out, extras, ring, (token, n_tile))
+            if const_expr(v.stream):
+                self.walk(x, weight, out, extras, (partials, flags), ring, (m_tiles, n_tiles, slots))
             else:
-                # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
-                cta = ctas - 1 - cta
-                share = stream_share(cta, ctas, m_tiles * n_tiles, slots)
-                thread = cute.arch.thread_idx()[0]
-                for index in cutlass.range(share[0] + stream_pieces(share[2], share[3], slots), unroll=1):
-                    tile, first, stop = stream_segment(index, cta, ctas, slots, share)
-                    m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
-                    token = m_tile * c.tile_m
-                    acc = self.multiply(x, weight, ring, (token, out.shape[0], n_tile), first, stop)
-                    flat = cute.make_tensor(acc.iterator, cute.make_layout(v.accumulators))
-                    if first > 0:
-                        self.stream_sum.park(flat, partials, flags, cta, (0, thread), _STREAM_BARRIER)
-                    else:
-                        other = cta + 1
-                        if stop < slots:  # add what the next CTAs multiplied of this tile
-                            while other * (share[1] * slots) // ctas < (tile + 1) * slots:
-                                self.stream_sum.add(flat, partials, flags, other, (0, thread), _STREAM_BARRIER)
-                                other += 1
-                        self.store(acc, out, extras, ring, (token, n_tile))
-                    cute.arch.sync_threads()  # the staging buffer is read out
+                m_tile, n_tile = tile_coordinates(block_number(), m_tiles, n_tiles, self.band)
+                acc = self.multiply(x, weight, ring, (m_tile * c.tile_m, out.shape[0], n_tile), Int32(0), slots)
+                self.store(acc, out, extras, ring, (m_tile * c.tile_m, n_tile))
+
+    @cute.jit
+    def walk(self, x, weight, out, extras, parked, ring, sizes):
+        """The pieces of a stream's CTA. sizes: tiles along m and n, slots along k."""
+        v = self.v
+        m_tiles, n_tiles, slots = sizes
+        thread = cute.arch.thread_idx()[0]
+        _, _, share = self.share(m_tiles * n_tiles, slots)
+        for index in cutlass.range(share[0] + stream_pieces(share[2], share[3], slots), unroll=1):
+            cta, ctas, share = self.share(m_tiles * n_tiles, slots)
+            tile, first, stop = stream_segment(index, cta, ctas, slots, share)
+            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+            place = (m_tile * v.config.tile_m, out.shape[0], n_tile)
+            acc = self.multiply(x, weight, ring, place, first, stop)
+            flat = cute.make_tensor(acc.iterator, cute.make_layout(v.accumulators))
+            # all of it once more: to keep it while a piece is multiplied would take registers
+            cta, ctas, share = self.share(m_tiles * n_tiles, slots)
+            tile, first, stop = stream_segment(index, cta, ctas, slots, share)
+            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+            if first > 0:
+                self.stream_sum.park(flat, *parked, cta, (0, thread), _STREAM_BARRIER)
+            else:
+                other = cta + 1
+                if stop < slots:  # add what the next CTAs multiplied of this tile
+                    while other * (share[1] * slots) // ctas < (tile + 1) * slots:
+                        self.stream_sum.add(flat, *parked, other, (0, thread), _STREAM_BARRIER)
+                        other += 1
+                self.store(acc, out, extras, ring, (m_tile * v.config.tile_m, n_tile))
+            cute.arch.sync_threads()  # the staging buffer is read out
+
+    def share(self, tiles, slots):
+        """(this CTA, of how many, its share). Backwards: those that others wait for have the lower numbers of the grid,
+        which start first."""
+        ctas = cute.arch.grid_dim()[0]
+        cta = ctas - 1 - block_number()
+        return cta, ctas, stream_share(cta, ctas, tiles, slots)
 
     def slots(self, x):
         return cute.ceil_div(x.shape[1], self.v.config.tile_k)
@@ -235,12 +256,13 @@ class MixedGemm:
         target = ring + stage * v.stage_bytes + part // 8 * (c.tile_m * 128)
         for i in cutlass.range_constexpr(-(-c.tile_m // step)):
             to = target + (row + i * step) * 128 + ((part ^ (row + i * step)) % 8) * 16
-            exists = token0 + row + i * step < end
+            bytes = size if token0 + row + i * step < end else Int32(0)
             if const_expr((i + 1) * step <= c.tile_m):
-                copy_async(to, source + Int64(x.stride[0]) * (2 * i * step), size if exists else Int32(0))
+                copy_async(to, source, bytes)
             else:
                 if row + i * step < c.tile_m:
-                    copy_async(to, source + Int64(x.stride[0]) * (2 * i * step), size if exists else Int32(0))
+                    copy_async(to, source, bytes)
+            source += Int64(x.stride[0]) * (2 * step)
         # weights: of each block, or half block, the codes and then the scales
         half = slot % 2 if const_expr(v.halves) else 0
         scales = 2 * CODE_BYTES + (half * v.scale_bytes if const_expr(v.scale_group < 128) else 0)
@@ -251,27 +273,29 @@ class MixedGemm:
     @cute.jit
     def load_parts(self, weight, n_tile, slot, target, start, parts):
         """Of each block of a slot the ``parts`` times 16 bytes from ``start`` on."""
-        v = self.v
+        v, threads = self.v, self.v.threads
         thread, total = cute.arch.thread_idx()[0], v.row_blocks * v.blocks * parts
-        for i in cutlass.range_constexpr(-(-total // v.threads)):
-            index = i * v.threads + thread
-            block, at = index // parts, index % parts * 16
+        # a round of copies is a part of one block, or several blocks
+        first, part = (thread // parts, thread % parts) if const_expr(parts < threads) else (0, thread)
+        for i in cutlass.range_constexpr(-(-total // threads)):
+            block, at = i * threads // parts + first, (i * threads % parts + part) * 16
             # past the last block: that block again, whose rows are not stored, or which meets zeros of x
             row = cutlass.min(n_tile * v.row_blocks + block // v.blocks, weight.shape[0] - 1)
             k_block = slot // 2 if const_expr(v.halves) else slot * v.blocks + block % v.blocks
-            k_block = cutlass.min(k_block, weight.shape[1] - 1)
-            source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_block) * v.block_bytes + start + at
+            place = row * weight.shape[1] + cutlass.min(k_block, weight.shape[1] - 1)
+            source = weight.iterator.toint() + Int64(place) * v.block_bytes + (start + at)
             to = target + block * v.part_bytes + at
-            if const_expr((i + 1) * v.threads <= total):
+            if const_expr((i + 1) * threads <= total):
                 copy_async(to, source, Int32(16))
             else:
-                if index < total:
+                if thread < total - i * threads:
                     copy_async(to, source, Int32(16))
 
     # --------------------------------------------------- arithmetic (no control flow of the device: plain Python)
 
     def read_codes(self, ring, stage, j):
-        """(code words [unit][step], scale words [group][unit]) of a warp's j-th 64 columns of a slot."""
+        """(code words [unit][step], a function that gives a group's scale words [unit]) of a warp's j-th 64 columns of
+        a slot. The first group's are read at once, the others not before they are used: registers are scarce."""
         v, width = self.v, self.decoder.words_per_scale
         k_set, n_place, _, lane = self.place()
         chunk = k_set * v.chunks + j if v.k_sets > 1 else j
@@ -283,10 +307,12 @@ class MixedGemm:
         scales = base + v.code_bytes + (unit % 4 * 8 + lane // 4) * (4 * width)
         if v.scale_group < 128:
             scales += half * (self.groups * self.group_bytes)
-        return words, [
-            [load_shared(scales + g * self.group_bytes + u * (32 * width), width) for u in range(v.units)]
-            for g in range(self.groups)
-        ]
+
+        def read_scales(g):
+            return [load_shared(scales + g * self.group_bytes + u * (32 * width), width) for u in range(v.units)]
+
+        first = read_scales(0)
+        return words, lambda g: read_scales(g) if g else first
 
     def multiply_chunk(self, acc, ring, stage, j, packed):
         v = self.v
@@ -294,8 +320,9 @@ class MixedGemm:
         x_address = self.x_address(ring, stage, j)
         prepared: list = []
         for step in range(4):
-            if step % (4 // self.groups) == 0:
-                prepared = [self.decoder.prepare(s) for s in scales[step // (4 // self.groups)]]
+            group, rest = divmod(step, 4 // self.groups)
+            if rest == 0:
+                prepared = [self.decoder.prepare(s) for s in scales(group)]
             if v.token_blocks > 1 or step % 2 == 0:
                 fragments = self.read_x(x_address, step)
             for u in range(v.units):
@@ -332,7 +359,7 @@ class MixedGemm:
     def store(self, acc, out, extras, ring, tile):
         """tile: (first token, tile along n)."""
         v, c = self.v, self.v.config
-        k_set, n_place, m_place, lane = self.place()
+        k_set, n_place, m_place, _ = self.place()
         if const_expr(v.k_sets > 1):
             self.fold(acc, ring, k_set)
         if k_set == 0:
@@ -342,7 +369,9 @@ class MixedGemm:
             size = 4 * v.token_blocks
             for u in cutlass.range_constexpr(v.units):
                 own = cute.make_tensor(acc.iterator + u * size, cute.make_layout(size))
-                self.epilogue.store_quads(own, out, extras, (token, feature + 16 * u, lane), staging)
+                # the lane anew, so that the addresses of one unit's rows are not kept for the next
+                place = (token, feature + 16 * u, thread_number() % 32)
+                self.epilogue.store_quads(own, out, extras, place, staging)
 
     @cute.jit
     def fold(self, acc, ring, k_set):

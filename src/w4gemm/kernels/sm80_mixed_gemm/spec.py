@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -35,16 +34,23 @@ TARGETS = {
 SHARED_MEMORY = 101376
 """Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
 
-_TILES = (
-    *itertools.product((8, 16), (64, 128), (128, 256)),
-    *itertools.product((32, 64), (64, 128), (64, 128, 256)),
-    *itertools.product((128,), (64, 128), (64, 128)),
-    (64, 256, 64),
-    (64, 256, 128),
-    (128, 256, 64),
-)
-"""(tile_m, tile_n, tile_k)."""
-_MAX_ACCUMULATORS = 128
+_TILES = {
+    "coop": (
+        *((8, 64, 256), (16, 64, 256), (32, 64, 256), (64, 64, 256), (64, 128, 128), (64, 256, 128)),
+        *((128, 128, 64), (128, 128, 128), (128, 256, 64)),
+    ),
+    "pingpong": (
+        *((8, 64, 128), (8, 64, 256), (8, 128, 128), (16, 64, 128), (16, 64, 256), (16, 128, 128), (32, 64, 128)),
+        *((32, 128, 128), (64, 64, 128), (64, 128, 64), (64, 128, 128), (128, 128, 64)),
+    ),
+    "stream": (
+        *((8, 64, 256), (16, 64, 128), (16, 64, 256), (16, 128, 128), (32, 128, 128), (64, 64, 128), (64, 128, 64)),
+        *((64, 128, 128), (64, 128, 256), (64, 256, 128), (128, 128, 64)),
+    ),
+}
+"""(tile_m, tile_n, tile_k) by schedule: those that were the fastest somewhere on an H200 (2026-11-21), smaller ones for
+the shared memory of other GPUs, and those between. Others, of whole row units and at most 128 accumulators, compile as
+well; some spill."""
 
 
 class Sm80MixedGemm(Sm90Kernel):
@@ -65,7 +71,9 @@ class Sm80MixedGemm(Sm90Kernel):
             return f"needs an NVIDIA GPU of compute capability 8.0 or newer, this is {have}"
         have = f"{device.name or 'this GPU'} has {'.'.join(map(str, device.capability))}"
         if device.capability < (8, 0):
-            return f"needs compute capability 8.0 or newer (A100, RTX 30 and later), {have}; w.to('cpu') runs on the CPU"
+            return (
+                f"needs compute capability 8.0 or newer (A100, RTX 30 and later), {have}; w.to('cpu') runs on the CPU"
+            )
         if device.capability not in TARGETS:
             known = ", ".join(".".join(map(str, c)) for c in TARGETS)
             return f"needs a compute capability that it has a target for ({known}), {have}; a newer w4gemm may have it"
@@ -105,25 +113,24 @@ class Sm80MixedGemm(Sm90Kernel):
 
 @functools.cache
 def _fitting(block_bytes: int, grouped: bool, shared_memory: int) -> tuple[GemmConfig, ...]:
-    """Every config whose warps have whole row units, whose accumulators fit the registers, and whose pipeline, at least
-    two deep, and epilogue fit shared memory."""
+    """Every config whose pipeline, at least two deep, and epilogue fit shared memory."""
     found = []
-    for schedule, tile in itertools.product(("coop", "pingpong", "stream"), _TILES):
+    for schedule, tiles in _TILES.items():
         if grouped and schedule == "stream":  # it wants to know the number of tiles beforehand
             continue
-        config = GemmConfig(*tile, schedule=schedule)
-        v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped, shared_memory)
-        if v.units not in (1, 2, 4) or v.accumulators > _MAX_ACCUMULATORS:
-            continue
-        if v.stages >= 2 and v.epilogue_bytes <= v.stages * v.stage_bytes:
-            found.append(config)
+        for tile in tiles:
+            if grouped and tile == (64, 256, 128):  # looking for an expert's rows takes registers: this one would spill
+                continue
+            config = GemmConfig(*tile, schedule=schedule)
+            v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped, shared_memory)
+            if v.stages >= 2 and v.epilogue_bytes <= v.stages * v.stage_bytes:
+                found.append(config)
     return tuple(found)
 
 
 @functools.cache
 def _say_what_is_missing(name: str) -> None:
     _log.warning(
-        "%s runs sm80_mixed_gemm: w4gemm has no kernel for the tensor cores of SM100 (tcgen05) yet, so it is slower than "
-        "it could be",
+        "%s runs sm80_mixed_gemm: a kernel for its tensor cores (tcgen05) does not exist yet, so it is slower than need be",
         name or "this GPU",
     )
