@@ -131,6 +131,6 @@ def _fitting(block_bytes: int, grouped: bool, shared_memory: int) -> tuple[GemmC
 @functools.cache
 def _say_what_is_missing(name: str) -> None:
     _log.warning(
-        "%s runs sm80_mixed_gemm: a kernel for its tensor cores (tcgen05) does not exist yet, so it is slower than need be",
+        "%s runs sm80_mixed_gemm, slower than it could be: a kernel for its tensor cores (tcgen05) does not exist yet",
         name or "this GPU",
     )
