@@ -78,6 +78,18 @@ def fused(i: int, m: int, n: int) -> dict:
     ][i % 3]
 
 
+def activations() -> None:
+    """The quantization of activations, in rows of one warp and of many, ragged and not aligned."""
+    for dtype, k in ((torch.bfloat16, 136), (torch.float16, 577), (torch.bfloat16, 5120)):
+        memory = torch.randn(5, 2 * k + 8, device="cuda").to(dtype)
+        weight = torch.randn(k, device="cuda").to(dtype)
+        for start in (0, 3):
+            x = memory[:, start : start + 2 * k]
+            for rows, given in ((x[:, :k], {}), (x[:, :k], {"norm_weight": weight}), (x, {"silu_mul": True})):
+                x8, scale = w4gemm.quantize_activations(rows, **given)
+                assert x8.shape == (5, k) and (x8.float().abs().amax(1) == 448).all() and scale.isfinite().all()
+
+
 def main() -> None:
     torch.manual_seed(0)
     for format in (WeightFormat(128), WeightFormat(32, "float", "fp16")):
@@ -91,8 +103,9 @@ def main() -> None:
                 error = ((got - wanted).norm() / wanted.norm()).item()
                 assert error < 4e-3, f"{config} {format} {given}: {error}"
         grouped(format)
+    activations()
     torch.cuda.synchronize()
-    print(f"{4 * len(CASES) + 4 * len(GROUPED)} launches, all right")
+    print(f"{4 * len(CASES) + 4 * len(GROUPED)} products and 18 quantizations, all right")
 
 
 if __name__ == "__main__":

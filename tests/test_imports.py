@@ -24,7 +24,7 @@ LEVELS = (
     ("workspace", "tuning", "explanation", "dispatch", "gather", "routing"),
     ("arguments",),
     ("ops", "runner"),
-    ("grouped",),
+    ("grouped", "activations"),
     ("nn", "checkpoints"),
     ("integrations",),
     ("cli",),

@@ -1,5 +1,6 @@
 """4-bit-weight matrix multiplication for NVIDIA GPUs, from pure Python. Importing this touches no GPU."""
 
+from w4gemm.activations import quantize_activations
 from w4gemm.config import GemmConfig
 from w4gemm.dispatch import configs, explain
 from w4gemm.environment import configure_logging
@@ -39,6 +40,7 @@ __all__ = [
     "linear",
     "masked_linear",
     "quantize",
+    "quantize_activations",
     "route",
 ]
 

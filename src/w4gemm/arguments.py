@@ -3,21 +3,31 @@ and what came."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue
+from w4gemm.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue, bias_dtype, default_out_dtype
+from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.weight import QuantizedWeight, kind_of
 
-_DTYPES = {"cpu": (torch.float16, torch.bfloat16, torch.float32)}
-_GPU_DTYPES = (torch.float16, torch.bfloat16)
+_FP8 = torch.float8_e4m3fn
+_HALVES = (torch.float16, torch.bfloat16)
+_CPU_DTYPES = (*_HALVES, torch.float32, _FP8)
 _OUT_ALIGNMENT = 16
 
-Fused = tuple[float | torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""alpha, bias and residual, as kernels take them."""
+
+class Fused(NamedTuple):
+    """What an epilogue is made with, as kernels take it."""
+
+    alpha: float | torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    token_scale: torch.Tensor | None = None
 
 
-def check(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
+def check(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
     """What every call has."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
@@ -29,26 +39,32 @@ def check(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> Non
         raise ValueError(f"w: wanted a single weight, got one of {w.experts} experts; grouped_linear takes that")
     _check_x(x, w)
     if bias is not None:
-        _check_bias(bias, x, (w.n,))
+        _check_bias(bias, x, (w.n,), out_dtype)
 
 
 def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
     device, dtype = x.device, x.dtype
-    dtypes = _DTYPES.get(device.type, _GPU_DTYPES)
+    dtypes = _CPU_DTYPES if device.type == "cpu" else (*_HALVES, _FP8) if w.layout == FP8_LAYOUT else _HALVES
     if dtype not in dtypes:
-        raise TypeError(f"x: wanted {' or '.join(map(str, dtypes))} on {device.type}, got {dtype}")
+        hint = f"; a weight for fp8 is w.repack({FP8_LAYOUT!r})" if dtype == _FP8 else ""
+        raise TypeError(
+            f"x: wanted {' or '.join(map(str, dtypes))} on {device.type} for a weight in the {w.layout} layout, got "
+            f"{dtype}{hint}"
+        )
     if x.dim() == 0 or x.shape[-1] != w.k:
         raise ValueError(f"x: wanted shape (..., k) with k {w.k} like w, got {tuple(x.shape)}")
     if device != w.tensors[0].device:
         raise ValueError(f"x: wanted w's device {w.device}, got {device}; move one with .to(...)")
 
 
-def _check_bias(bias: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_bias(bias: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], out_dtype: torch.dtype | None) -> None:
     """shape: (n), or (experts, n)."""
     if not isinstance(bias, torch.Tensor):
         raise TypeError(f"bias: wanted a tensor (n) or None, got {type(bias).__name__}")
-    if bias.dtype != x.dtype:
-        raise TypeError(f"bias: wanted {x.dtype} like x, got {bias.dtype}")
+    wanted = bias_dtype(x.dtype, out_dtype)
+    if bias.dtype != wanted:
+        like = "like x" if wanted == x.dtype else "beside fp8 x"
+        raise TypeError(f"bias: wanted {wanted} {like}, got {bias.dtype}")
     if bias.shape != shape:
         which = "n of w" if len(shape) == 1 else "(experts, n) of w"
         raise ValueError(f"bias: wanted shape {shape}, {which}, got {tuple(bias.shape)}")
@@ -58,7 +74,9 @@ def _check_bias(bias: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...]) -> 
         raise ValueError(f"bias: wanted it contiguous, got stride {bias.stride(0)}; use bias.contiguous()")
 
 
-def check_grouped(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> None:
+def check_grouped(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+) -> None:
     """What every call with experts has, but for where they have their rows."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
@@ -70,7 +88,7 @@ def check_grouped(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None
         raise ValueError("w: wanted a weight of several experts (QuantizedWeight.stack makes one), got a single one")
     _check_x(x, w)
     if bias is not None:
-        _check_bias(bias, x, (w.experts, w.n))
+        _check_bias(bias, x, (w.experts, w.n), out_dtype)
 
 
 def check_counts(name: str, t: torch.Tensor, size: int, x: torch.Tensor) -> None:
@@ -107,21 +125,52 @@ def fused(
     out_dtype: torch.dtype | None,
 ) -> tuple[Epilogue, Fused]:
     """The epilogue of a call that asks for more than a bias, and what it is made with. ``given``: alpha, bias (already
-    checked) and residual as they came."""
-    alpha, bias, residual = given
+    checked), residual and token_scale as they came."""
+    alpha, bias, residual, token_scale = given
     check_activation(activation, w.n)
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {out_dtype!r}")
     kind = None
     if alpha is not None:
         kind, alpha = _alpha(alpha, x.device)
-    if out_dtype == x.dtype:
+    if out_dtype == default_out_dtype(x.dtype):
         out_dtype = None
-    epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype)
+    epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
     if residual is not None:
         _check_residual(residual, x, epilogue, w.n)
         residual = residual.view(-1, residual.shape[-1])
-    return epilogue, (alpha, bias, residual)
+    if token_scale is not None:
+        token_scale = _token_scale(token_scale, x)
+    return epilogue, Fused(alpha, bias, residual, token_scale)
+
+
+def wants_quantizing(x: object, w: object) -> bool:
+    """Whether x is 16-bit and w a weight for fp8 activations."""
+    return (
+        isinstance(w, QuantizedWeight)
+        and w.layout == FP8_LAYOUT
+        and isinstance(x, torch.Tensor)
+        and x.dtype in _HALVES
+        and x.device.type == "cuda"
+    )
+
+
+def check_unscaled(token_scale: object, x: torch.Tensor) -> None:
+    if token_scale is not None:
+        raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which linear quantizes itself")
+
+
+def _token_scale(scale: object, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != _FP8:
+        raise TypeError(f"token_scale: wanted None for x of {x.dtype}, since only fp8 x has scales")
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
+        raise TypeError(f"token_scale: wanted torch.float32 {tuple(x.shape[:-1])}, got {kind_of(scale)}")
+    if scale.shape not in (x.shape[:-1], (*x.shape[:-1], 1)) or scale.device != x.device:
+        raise ValueError(
+            f"token_scale: wanted shape {tuple(x.shape[:-1])}, one number for each row of x, on {x.device}, got "
+            f"{tuple(scale.shape)} on {scale.device}"
+        )
+    return scale.reshape(-1)
 
 
 def _alpha(alpha: object, device: torch.device) -> tuple[str, float | torch.Tensor]:
@@ -136,7 +185,7 @@ def _alpha(alpha: object, device: torch.device) -> tuple[str, float | torch.Tens
 
 
 def _check_residual(residual: torch.Tensor, x: torch.Tensor, epilogue: Epilogue, n: int) -> None:
-    shape, dtype = (*x.shape[:-1], epilogue.columns(n)), epilogue.out_dtype or x.dtype
+    shape, dtype = (*x.shape[:-1], epilogue.columns(n)), epilogue.result_dtype(x.dtype)
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual: wanted a tensor or None, got {type(residual).__name__}")
     if residual.dtype != dtype:
@@ -150,7 +199,7 @@ def _check_residual(residual: torch.Tensor, x: torch.Tensor, epilogue: Epilogue,
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor, n: int, epilogue: Epilogue, fused: Fused) -> None:
-    shape, dtype = (*x.shape[:-1], epilogue.columns(n)), epilogue.out_dtype or x.dtype
+    shape, dtype = (*x.shape[:-1], epilogue.columns(n)), epilogue.result_dtype(x.dtype)
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out: wanted a tensor or None, got {type(out).__name__}")
     if out.dtype != dtype:
@@ -168,8 +217,7 @@ def check_out(out: torch.Tensor, x: torch.Tensor, n: int, epilogue: Epilogue, fu
         return
     if past := out.data_ptr() % _OUT_ALIGNMENT:
         raise ValueError(f"out: wanted its data at a multiple of {_OUT_ALIGNMENT} bytes, got {past} past one")
-    alpha, bias, residual = fused
-    for name, other in (("x", x), ("alpha", alpha), ("bias", bias), ("residual", residual)):
+    for name, other in (("x", x), *fused._asdict().items()):
         if isinstance(other, torch.Tensor) and _overlap(out, other):
             if name == "residual" and out.data_ptr() == other.data_ptr():
                 continue  # each element is read before it is written

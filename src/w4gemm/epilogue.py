@@ -13,8 +13,20 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "silu_mul")
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of d, for x of ``dtype``."""
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+
+def bias_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Of the bias, for x of ``dtype`` and d of ``out_dtype``: that of x, beside fp8 x the 16-bit one of d."""
+    if dtype != torch.float8_e4m3fn:
+        return dtype
+    return torch.float16 if out_dtype == torch.float16 else torch.bfloat16
+
+
 class Epilogue(NamedTuple):
-    """d = act(alpha * (x @ w.T) + bias) + residual, computed in float32 and rounded once to d's dtype.
+    """d = act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once to d's dtype.
 
     ``silu_mul`` takes the rows of w in pairs, gate and up, so that d has n / 2 columns:
     d[:, i] = silu(y[:, 2 i]) * y[:, 2 i + 1] + residual[:, i], with y = alpha * (x @ w.T) + bias.
@@ -27,11 +39,17 @@ class Epilogue(NamedTuple):
     alpha: str | None = None
     """``"host"``, a number that comes with the launch, or ``"device"``, a float32 read from device memory."""
     bias: bool = False
-    """(n) of x's dtype."""
+    """(n) of x's dtype; for fp8 x of d's 16-bit dtype, bfloat16 beside a float32 d."""
     residual: bool = False
     """Of d's shape and dtype; d may be written over it."""
     out_dtype: torch.dtype | None = None
-    """Of d; None for that of x."""
+    """Of d; None for that of x, bfloat16 for fp8 x."""
+    token_scale: bool = False
+    """Whether each row of x comes with a float32 that its products are multiplied by: (m), for fp8 x."""
+
+    def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of d, for x of ``dtype``."""
+        return self.out_dtype or default_out_dtype(dtype)
 
     @property
     def gated(self) -> bool:
@@ -41,7 +59,7 @@ class Epilogue(NamedTuple):
     @property
     def linear(self) -> bool:
         """Whether there is at most a bias, so that the gradients are those of a plain linear layer."""
-        return self.activation is None and self.alpha is None and not self.residual
+        return self.activation is None and self.alpha is None and not self.residual and not self.token_scale
 
     def columns(self, n: int) -> int:
         """Columns of d for a weight of n rows."""
@@ -53,15 +71,18 @@ class Epilogue(NamedTuple):
         alpha: float | torch.Tensor | None,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
+        token_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The formula in PyTorch: x @ w.T (m, n) to d (m, columns), both in ``sums``'s dtype."""
-        d = sums if alpha is None else sums * alpha
+        d = sums if token_scale is None else sums * token_scale.to(sums.dtype)[:, None]
+        d = d if alpha is None else d * alpha
         d = d if bias is None else d + bias.to(d.dtype)
         d = _activated(self.activation, d)
         return d if residual is None else d + residual.to(d.dtype)
 
     def __str__(self) -> str:
-        text = ("alpha * " if self.alpha else "") + "x @ w.T" + (" + bias" if self.bias else "")
+        factors = ("alpha * " if self.alpha else "") + ("token_scale * " if self.token_scale else "")
+        text = f"{factors}x @ w.T" + (" + bias" if self.bias else "")
         text = f"{self.activation}({text})" if self.activation else text
         text += " + residual" if self.residual else ""
         return text if self.out_dtype is None else f"{text} as {str(self.out_dtype).removeprefix('torch.')}"

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from w4gemm import arguments
+from w4gemm.activations import quantize_activations
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
+from w4gemm.gather import selected
 from w4gemm.kernels import Operands
 from w4gemm.ops import _FUSED, _WEIGHT, _flat, _needs_dispatcher, _parse_format, _requires_grad, _run, _unflat, _Weight
 from w4gemm.weight import QuantizedWeight
@@ -26,26 +28,27 @@ def grouped_linear(
     alpha: float | torch.Tensor | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
 ) -> torch.Tensor:
     """For every expert e, with its rows r = m_offsets[e] .. m_offsets[e + 1]:
-    act(alpha * (x[r] @ w[e].T) + bias[e]) + residual[r], in one launch.
+    act(alpha * token_scale[r] * (x[r] @ w[e].T) + bias[e]) + residual[r], in one launch.
 
     On a GPU ``m_offsets`` is read by the device alone: nothing synchronizes, and a CUDA graph of a call serves any
     division of the rows. Experts may have no rows, or all of them.
 
     Args:
-        x: activations (total_m, k), sorted by expert, float16 or bfloat16; on the CPU also float32.
+        x: activations (total_m, k), sorted by expert, of the dtypes that :func:`w4gemm.linear` takes.
         w: the weights of up to 512 experts, see :meth:`QuantizedWeight.stack`; on x's device.
         m_offsets: int32 (experts + 1) on x's device, ascending from 0 or more to total_m or less. **Not checked**,
             since that would take a synchronization; others are undefined behaviour.
         bias: (experts, n) of x's dtype, or None.
         indices: int32 or int64 (total_m), to take row i from x[indices[i]]: x, (any number, k), is gathered first.
-            Not checked either.
-        alpha, activation, residual, out_dtype, out, config: as for :func:`w4gemm.linear`. Without a config it is
-            chosen for total_m / experts tokens each.
+            Not checked either. token_scale, which goes with x, is gathered likewise.
+        alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`. Without a config
+            it is chosen for total_m / experts tokens each.
 
     Returns:
         (total_m, n), or (total_m, n / 2) with "silu_mul"; ``out`` if given. Rows that no expert has are not written.
@@ -56,14 +59,16 @@ def grouped_linear(
         UnsupportedError: if no kernel can run this here.
         NotImplementedError: where a gradient would be needed.
     """
-    arguments.check_grouped(x, w, bias)
+    x, token_scale, out_dtype = _quantized(x, w, token_scale, out_dtype)
+    arguments.check_grouped(x, w, bias, out_dtype)
     if x.dim() != 2:
         raise ValueError(f"x: wanted shape (total_m, k), got {tuple(x.shape)}")
     arguments.check_counts("m_offsets", m_offsets, w.experts + 1, x)
     if indices is not None:
         arguments.check_indices(indices, x)
-        x = x.index_select(0, indices)
-    given = (alpha, bias, residual)
+        x = selected(x, 0, indices)
+        token_scale = None if token_scale is None else token_scale.index_select(0, indices)
+    given = Fused(alpha, bias, residual, token_scale)
     return _grouped(x, w, (m_offsets[:-1], m_offsets[1:]), given, activation, out_dtype, out, config)
 
 
@@ -76,6 +81,7 @@ def masked_linear(
     alpha: float | torch.Tensor | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
@@ -85,25 +91,36 @@ def masked_linear(
     Args:
         x: contiguous (experts, max_m, k).
         counts: int32 (experts) on x's device, each 0 .. max_m; not checked.
-        bias, alpha, activation, residual, out_dtype, out, config: as for :func:`grouped_linear`.
+        bias, alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`grouped_linear`.
 
     Returns:
         (experts, max_m, n), or n / 2; rows from counts[e] on are not written.
     """
-    arguments.check_grouped(x, w, bias)
+    x, token_scale, out_dtype = _quantized(x, w, token_scale, out_dtype)
+    arguments.check_grouped(x, w, bias, out_dtype)
     if x.dim() != 3 or x.shape[0] != w.experts or not x.is_contiguous():
         raise ValueError(
             f"x: wanted a contiguous tensor (experts, max_m, k) with {w.experts} experts, got {tuple(x.shape)}"
         )
     arguments.check_counts("counts", counts, w.experts, x)
     starts = _multiples(w.experts, x.shape[1], x.device)
-    given = (alpha, bias, residual)
+    given = Fused(alpha, bias, residual, token_scale)
     return _grouped(x, w, (starts, starts + counts), given, activation, out_dtype, out, config)
 
 
 @functools.lru_cache(maxsize=1024)
 def _multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
     return step * torch.arange(count, dtype=torch.int32, device=device)
+
+
+def _quantized(
+    x: torch.Tensor, w: QuantizedWeight, token_scale: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype | None]:
+    """16-bit activations of a weight for fp8, and their scales; what else there is as it came."""
+    if not arguments.wants_quantizing(x, w):
+        return x, token_scale, out_dtype
+    arguments.check_unscaled(token_scale, x)
+    return *quantize_activations(x), x.dtype if out_dtype is None else out_dtype
 
 
 def _grouped(
@@ -130,7 +147,7 @@ def _grouped(
         d = d.view(*x.shape[:-1], columns)
         return d if out is None else out.copy_(d)
     if out is None:
-        out = torch.empty((*x.shape[:-1], columns), dtype=epilogue.out_dtype or x.dtype, device=x.device)
+        out = torch.empty((*x.shape[:-1], columns), dtype=epilogue.result_dtype(x.dtype), device=x.device)
     _run(Operands(flat, w.tensors, out.view(-1, columns), *fused, rows), w, epilogue, text, False)
     return out
 
@@ -158,4 +175,4 @@ def _grouped_fake(x, starts, ends, weight, format, layout, n, k, *rest):  # type
 
 def _result(x: torch.Tensor, n: int, flat: Any) -> tuple[torch.Tensor, Epilogue, Fused]:
     epilogue, fused = _unflat(*flat)
-    return x.new_empty((x.shape[0], epilogue.columns(n)), dtype=epilogue.out_dtype or x.dtype), epilogue, fused
+    return x.new_empty((x.shape[0], epilogue.columns(n)), dtype=epilogue.result_dtype(x.dtype)), epilogue, fused

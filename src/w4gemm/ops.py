@@ -14,17 +14,19 @@ import torch
 from torch.autograd import forward_ad
 
 from w4gemm import arguments, dispatch
+from w4gemm.activations import quantize_activations
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
-from w4gemm.gather import gather_columns
+from w4gemm.gather import gather_columns, selected
 from w4gemm.kernels import Operands
 from w4gemm.weight import QuantizedWeight
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FP8 = torch.float8_e4m3fn
 _BIAS = Epilogue(bias=True)
-_NONE: Fused = (None, None, None)
+_NONE = Fused()
 
 
 def linear(
@@ -35,25 +37,29 @@ def linear(
     alpha: float | torch.Tensor | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """act(alpha * (x @ w.T) + bias) + residual, computed in float32 and rounded once, without further passes.
+    """act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once, without further
+    passes.
 
     On a GPU it runs on the current stream of x's device and never synchronizes.
 
     Args:
         x: activations (..., k), float16 or bfloat16; on the CPU also float32. Any strides; without tokens the result is
-            empty and nothing runs.
+            empty and nothing runs. For a weight in the sm90_fp8 layout, and on the CPU, also float8_e4m3fn; 16-bit
+            activations of such a weight are quantized first, by :func:`w4gemm.quantize_activations`.
         w: the weight (n, k), on x's device and in a layout that a kernel reads there: see ``w.repack()``.
-        bias: (n) of x's dtype, or None.
+        bias: (n) of x's dtype (beside fp8 x, of the result's 16-bit dtype or bfloat16), or None.
         alpha: a number, or a float32 tensor of one element on x's device, which is read when the kernel runs.
         activation: "relu", "silu", "gelu" or "gelu_tanh" as torch has them; or "silu_mul", for a weight whose even rows
             are gates and odd rows up projections (:meth:`QuantizedWeight.interleave`): silu(gate) * up, n / 2 columns.
         residual: contiguous, of the result's shape and dtype.
-        out_dtype: of the result: float32, float16 or bfloat16; None for x's.
+        token_scale: float32 (...), for fp8 x only: what each row of it is multiplied by.
+        out_dtype: of the result: float32, float16 or bfloat16; None for x's, bfloat16 for fp8 x.
         out: where to write the result: contiguous, of its shape and dtype, 16-byte aligned, sharing no memory with the
             other tensors; but it may be the residual itself. Not together with gradients.
         config: forces a kernel's config, as :func:`w4gemm.dispatch.plan` takes it; for tests and measurements.
@@ -69,19 +75,25 @@ def linear(
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; lists each kernel's reason.
     """
-    arguments.check(x, w, bias)
+    if arguments.wants_quantizing(x, w):
+        arguments.check(x, w, None)
+        arguments.check_unscaled(token_scale, x)
+        out_dtype = x.dtype if out_dtype is None else out_dtype
+        x, token_scale = quantize_activations(x)
+    arguments.check(x, w, bias, out_dtype)
     if config is None:
         config = ""
     elif not isinstance(config, str):
         config = arguments.config_text(config)
     if batch_invariant is not False and batch_invariant is not True:
         raise TypeError(f"batch_invariant: wanted a bool, got {type(batch_invariant).__name__} {batch_invariant!r}")
-    dtype, columns = x.dtype, w.n
-    if alpha is None and activation is None and residual is None and out_dtype is None:
-        epilogue, fused = (PLAIN, _NONE) if bias is None else (_BIAS, (None, bias, None))
+    columns = w.n
+    if alpha is None and activation is None and residual is None and out_dtype is None and token_scale is None:
+        epilogue, fused = (PLAIN, _NONE) if bias is None else (_BIAS, Fused(bias=bias))
     else:
-        epilogue, fused = arguments.fused(x, w, (alpha, bias, residual), activation, out_dtype)
-        dtype, columns = epilogue.out_dtype or dtype, epilogue.columns(columns)
+        epilogue, fused = arguments.fused(x, w, Fused(alpha, bias, residual, token_scale), activation, out_dtype)
+        columns = epilogue.columns(columns)
+    dtype = epilogue.result_dtype(x.dtype)
     if _needs_dispatcher(x, fused):
         return _linear_dispatched(x, w, epilogue, fused, out, config, batch_invariant)
     rows = x if x.dim() == 2 else x.reshape(-1, w.k)
@@ -155,7 +167,7 @@ def _needs_dispatcher(x: torch.Tensor, fused: Fused) -> bool:
 
 
 def _requires_grad(x: torch.Tensor, fused: Fused) -> bool:
-    alpha, bias, residual = fused
+    alpha, bias, residual, _ = fused
     return (
         x.requires_grad
         or (bias is not None and bias.requires_grad)
@@ -181,18 +193,20 @@ def _linear_dispatched(
     batch_invariant: bool,
 ) -> torch.Tensor:
     if not torch.compiler.is_compiling():
-        for name, t in zip(("x", "alpha", "bias", "residual"), (x, *fused), strict=True):
+        for name, t in (("x", x), *fused._asdict().items()):
             if _is_dual(t):
                 raise NotImplementedError(
                     f"{name}: forward-mode derivatives of a 4-bit linear are not implemented; use backward"
                 )
+    if x.dtype == _FP8 and torch.is_grad_enabled() and _requires_grad(x, fused):
+        raise NotImplementedError("x: gradients of a linear with fp8 activations are not implemented; call no_grad")
     rows = x.reshape(-1, w.k)
     if w.perm is not None:  # an operator that autograd undoes, and that a compiler may fuse with what made x
-        rows = rows.index_select(1, w.perm)
+        rows = selected(rows, 1, w.perm)
     weight = (list(w.tensors), w.format.name, w.layout, w.n, w.k)
     if not epilogue.linear and torch.is_grad_enabled() and _requires_grad(x, fused):
         sums = torch.ops.w4gemm.linear(rows, *weight, *_flat(_FLOAT32, _NONE), config, batch_invariant)
-        d = epilogue.apply(sums, *fused).to(epilogue.out_dtype or x.dtype)
+        d = epilogue.apply(sums, *fused).to(epilogue.result_dtype(x.dtype))
     else:
         d = torch.ops.w4gemm.linear(rows, *weight, *_flat(epilogue, fused), config, batch_invariant)
     d = d.reshape(*x.shape[:-1], epilogue.columns(w.n))
@@ -207,7 +221,10 @@ def _linear_dispatched(
 # --- the operator --------------------------------------------------------------------------------------------------
 
 _WEIGHT = "Tensor[] weight, str format, str layout, int n, int k"
-_FUSED = "Tensor? bias, Tensor? residual, Tensor? alpha, float? scale, str? activation, ScalarType? out_dtype"
+_FUSED = (
+    "Tensor? bias, Tensor? residual, Tensor? token_scale, Tensor? alpha, float? scale, str? activation, "
+    "ScalarType? out_dtype"
+)
 _FLOAT32 = Epilogue(out_dtype=torch.float32)
 _parse_format = functools.cache(WeightFormat.parse)
 
@@ -217,22 +234,24 @@ torch.library.define("w4gemm::linear_dx", f"(Tensor grad, {_WEIGHT}) -> Tensor")
 
 def _flat(epilogue: Epilogue, fused: Fused) -> tuple[object, ...]:
     """The operator's arguments ``_FUSED``; alpha as a number is its ``scale``."""
-    alpha, bias, residual = fused
+    alpha, *tensors = fused
     tensor, number = (alpha, None) if isinstance(alpha, torch.Tensor) else (None, alpha)
-    return bias, residual, tensor, number, epilogue.activation, epilogue.out_dtype
+    return *tensors, tensor, number, epilogue.activation, epilogue.out_dtype
 
 
-def _unflat(bias, residual, alpha, scale, activation, out_dtype) -> tuple[Epilogue, Fused]:  # type: ignore[no-untyped-def]
+def _unflat(*flat) -> tuple[Epilogue, Fused]:  # type: ignore[no-untyped-def]
+    bias, residual, token_scale, alpha, scale, activation, out_dtype = flat
     kind = "device" if alpha is not None else "host" if scale is not None else None
-    epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype)
-    return epilogue, (scale if alpha is None else alpha, bias, residual)
+    epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
+    return epilogue, Fused(scale if alpha is None else alpha, bias, residual, token_scale)
 
 
 @torch.library.impl("w4gemm::linear", ("cpu", "cuda"))
 def _linear_op(x, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
     *flat, config, batch_invariant = rest
     epilogue, fused = _unflat(*flat)
-    out = torch.empty((x.shape[0], epilogue.columns(n)), dtype=epilogue.out_dtype or x.dtype, device=x.device)
+    dtype = epilogue.result_dtype(x.dtype)
+    out = torch.empty((x.shape[0], epilogue.columns(n)), dtype=dtype, device=x.device)
     w = _Weight(_parse_format(format), layout, n)
     _run(Operands(x, tuple(weight), out, *fused), w, epilogue, config, batch_invariant)
     return out
@@ -241,7 +260,7 @@ def _linear_op(x, weight, format, layout, n, k, *rest):  # type: ignore[no-untyp
 @torch.library.register_fake("w4gemm::linear")
 def _linear_fake(x, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
     epilogue, _ = _unflat(*rest[:-2])
-    return x.new_empty((x.shape[0], epilogue.columns(n)), dtype=epilogue.out_dtype or x.dtype)
+    return x.new_empty((x.shape[0], epilogue.columns(n)), dtype=epilogue.result_dtype(x.dtype))
 
 
 @torch.library.impl("w4gemm::linear_dx", ("cpu", "cuda"))
@@ -273,7 +292,7 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
     grad = grad.to(ctx.dtype)
     dx = torch.ops.w4gemm.linear_dx(grad, weight, *ctx.names) if ctx.needs_input_grad[0] else None
     dbias = grad.sum(0) if ctx.needs_input_grad[6] else None
-    return dx, [None] * len(weight), *(4 * [None]), dbias, *(7 * [None])
+    return dx, [None] * len(weight), *(4 * [None]), dbias, *(8 * [None])
 
 
 def _linear_dx_backward(ctx, grad):  # type: ignore[no-untyped-def]

@@ -80,7 +80,7 @@ class GemmProblem:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return self.epilogue.out_dtype or self.dtype
+        return self.epilogue.result_dtype(self.dtype)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -18,10 +18,12 @@ def linear_reference(
     alpha: float | torch.Tensor | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """act(alpha * (x @ w.T) + bias) + residual as float64, with the weights of ``w.dequantize(torch.float32)``."""
+    """act(alpha * token_scale * (x @ w.T) + bias) + residual as float64, with the weights of
+    ``w.dequantize(torch.float32)``."""
     d = x.double() @ w.dequantize(torch.float32).double().T
-    return Epilogue(activation).apply(d, alpha, bias, residual)
+    return Epilogue(activation).apply(d, alpha, bias, residual, token_scale)
 
 
 def grouped_reference(
@@ -33,12 +35,15 @@ def grouped_reference(
     alpha: float | torch.Tensor | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``linear_reference`` of each expert's rows; rows past the last offset are NaN."""
     ends = m_offsets.tolist()
     d = x.new_full((x.shape[0], Epilogue(activation).columns(w.n)), torch.nan, dtype=torch.float64)
     for e, (first, last) in enumerate(itertools.pairwise(ends)):
         rows, own = slice(first, last), None if bias is None else bias[e]
-        added = None if residual is None else residual[rows]
-        d[rows] = linear_reference(x[rows], w.expert(e), own, alpha=alpha, activation=activation, residual=added)
+        added, scale = (None if t is None else t[rows] for t in (residual, token_scale))
+        d[rows] = linear_reference(
+            x[rows], w.expert(e), own, alpha=alpha, activation=activation, residual=added, token_scale=scale
+        )
     return d

@@ -161,7 +161,7 @@ class MixedGemm:
 
     def _check(self, operands: Operands) -> int:
         """Everything that a kernel takes for granted; gives n."""
-        a, weight, out, alpha, bias, residual, _, _ = operands
+        a, weight, out, alpha, bias, residual, *_ = operands
         epilogue, device = self.epilogue, self.device
         assert isinstance(device, torch.device)
         if a.dim() != 2 or out.dim() != 2 or a.shape[0] != out.shape[0]:

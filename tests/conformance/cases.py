@@ -13,11 +13,11 @@ import torch
 
 import w4gemm
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.epilogue import PLAIN, Epilogue, default_out_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel, ranked
-from w4gemm.layouts import LAYOUTS
+from w4gemm.layouts import LAYOUTS, layout_named
 from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.reference import linear_reference
 from w4gemm.weight import QuantizedWeight
@@ -29,7 +29,12 @@ FORMATS = [
     for scale in ("bf16", "fp16")
 ]
 FEW_FORMATS = [WeightFormat.parse(s) for s in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat")]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
+
+
+FP8_SUMS = 2**-12
+"""Hopper's tensor cores add up fp8 products with about 14 bits."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,16 @@ class Target:
     device: str
     layout: str
     dtype: torch.dtype
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of a result, where nothing else is asked for."""
+        return default_out_dtype(self.dtype)
+
+    @property
+    def format(self) -> WeightFormat:
+        """The first of FEW_FORMATS that this kernel takes."""
+        return next(f for f in FEW_FORMATS if self.kernel.supports(self.problem(16, 128, 128, f)))
 
     def problem(self, m: int, n: int, k: int, format: WeightFormat, epilogue: Epilogue = PLAIN) -> GemmProblem:
         device = H200 if self.device == "cuda" and not torch.cuda.is_available() else Device.of(self.device)
@@ -53,16 +68,31 @@ class Target:
     def few_configs(self, n: int, k: int, format: WeightFormat) -> list[str]:
         """All on the CPU; on a GPU one, and the same for as many shapes as possible, since each is compiled."""
         legal = self.configs(n, k, format)
-        if self.device == "cpu":
+        if self.device == "cpu" or not legal:
             return legal
         usual = self.configs(200, 768, format)[0]
         return [usual if usual in legal else legal[0]]
 
     def weight(self, format: WeightFormat, n: int, k: int, seed: int = 0) -> QuantizedWeight:
+        self.takes(format)
         return random_weight(format, n, k, seed).to(self.device).repack(self.layout)
 
-    def randn(self, *shape: int, seed: int = 1) -> torch.Tensor:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
+    def takes(self, format: WeightFormat) -> None:
+        """Skip where the layout says why it cannot hold the format."""
+        if reason := layout_named(self.layout).supports(format):
+            assert reason in self.kernel.supports(self.problem(16, 128, 128, format)).reason
+            pytest.skip(reason)
+
+    def randn(self, *shape: int, seed: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """dtype: None for that of x."""
+        random = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return random.to(self.device, dtype or self.dtype)
+
+    def one_hot(self, columns: torch.Tensor, k: int, value: float = 1) -> torch.Tensor:
+        """x (len(columns), k), in each row ``value`` in one column."""
+        x = torch.zeros(len(columns), k, device=self.device)
+        x[torch.arange(len(columns), device=self.device), columns.to(self.device)] = value
+        return x.to(self.dtype)
 
     def __str__(self) -> str:
         return f"{self.kernel.name}-{self.layout}-{str(self.dtype).removeprefix('torch.')}"
@@ -75,8 +105,9 @@ def targets() -> list[object]:
         for device, facts in (("cpu", Device("cpu")), ("cuda", H200)):
             for layout in LAYOUTS:
                 for dtype in DTYPES:
-                    if not kernel.supports(GemmProblem(16, 128, 128, dtype, FORMATS[0], layout, device=facts)):
-                        continue
+                    problem = GemmProblem(16, 128, 128, dtype, WeightFormat(), layout, device=facts)
+                    if not kernel.supports(problem) or (dtype == FP8 and layout == "canonical"):
+                        continue  # fp8 on the CPU is float32 after a conversion: one layout will do
                     target = Target(kernel, device, layout, dtype)
                     found.append(
                         pytest.param(target, id=str(target), marks=pytest.mark.gpu if device == "cuda" else ())
@@ -86,7 +117,7 @@ def targets() -> list[object]:
 
 def supported_here(target: Target) -> None:
     """Skip where the GPU is none that the kernel is for; on Hopper a refusal is a failure."""
-    status = target.kernel.supports(target.problem(16, 128, 128, FORMATS[0]))
+    status = target.kernel.supports(target.problem(16, 128, 128, WeightFormat()))
     if not status:
         assert target.device == "cuda" and torch.cuda.get_device_capability() != (9, 0), status.reason
         pytest.skip(status.reason)
@@ -122,21 +153,25 @@ def assert_close(
     ``fused``: alpha, activation and residual. With them or an out_dtype the plain matmul is one in float32, and its
     result is rounded once.
     """
-    dtype = out_dtype or x.dtype
+    dtype = out_dtype or default_out_dtype(x.dtype)
     assert d.dtype == dtype and torch.isfinite(d).all()
     if d.numel() == 0:
         return
     exact = linear_reference(x, w, bias, **fused)
     size = (x.double().square() @ w.dequantize().double().square().T).mean().sqrt()
-    if fused or out_dtype:
-        sums = torch.nn.functional.linear(x.float(), w.dequantize(x.dtype).float())
-        alpha, residual = fused.get("alpha"), fused.get("residual")
-        plain = Epilogue(fused.get("activation")).apply(sums, alpha, bias, residual).to(dtype)
+    tensor_cores = 0.0
+    if fused or out_dtype or x.dtype == FP8:
+        weight = w.dequantize(torch.float32 if x.dtype == FP8 else x.dtype)
+        alpha, residual, scale = (fused.get(name) for name in ("alpha", "residual", "token_scale"))
+        sums = torch.nn.functional.linear(x.float(), weight.float())
+        plain = Epilogue(fused.get("activation")).apply(sums, alpha, bias, residual, scale).to(dtype)
         size = size * (1 if alpha is None else float(alpha)) + rms(exact)
+        if x.dtype == FP8:
+            tensor_cores = FP8_SUMS * size
     else:
         plain = torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
     times, part = (4, 4) if dtype == torch.float32 else (2, 0.25)
-    bound = times * rms(plain - exact) + part * torch.finfo(dtype).eps * size
+    bound = times * rms(plain - exact) + part * torch.finfo(dtype).eps * size + tensor_cores
     assert rms(d - exact) <= bound, f"errs {rms(d - exact):.3g}, bound {bound:.3g}, plain {rms(plain - exact):.3g}"
 
 
@@ -149,7 +184,7 @@ def linear_poisoned(
 ) -> torch.Tensor:
     """``linear`` into a poisoned out: nothing of it is left, and nothing around it is written."""
     guard, m, n = 1024, x.shape[0], Epilogue(fused.get("activation")).columns(w.n)
-    dtype = fused.get("out_dtype") or x.dtype
+    dtype = fused.get("out_dtype") or default_out_dtype(x.dtype)
     buffer = torch.full((m * n + 2 * guard,), float("nan"), dtype=dtype, device=x.device)
     out = buffer[guard : guard + m * n].view(m, n)
     assert w4gemm.linear(x, w, bias, out=out, config=config, **fused) is out

@@ -12,6 +12,7 @@ import w4gemm
 from conformance.cases import (
     FEW_FORMATS,
     FORMATS,
+    FP8,
     Target,
     assert_close,
     compile_ahead,
@@ -59,7 +60,7 @@ def _compiled_ahead(request):
             for n, k in RAGGED:
                 epilogues = (PLAIN, Epilogue(bias=True))
                 jobs += [job(t, n, k, f, config, e) for config in t.few_configs(n, k, f) for e in epilogues]
-        if t.dtype == CONFIG_DTYPE:
+        if configs_of_all(t):
             for _, n, k in SHAPES.values():
                 jobs += [job(t, n, k, CONFIG_FORMAT, config) for config in t.configs(n, k, CONFIG_FORMAT)]
     compile_ahead(jobs)
@@ -71,22 +72,21 @@ def _compiled_ahead(request):
 @all_formats
 def test_one_hot_gives_the_dequantized_weight(target, format):
     w = target.weight(format, N, K)
-    x = torch.eye(K, dtype=target.dtype, device=target.device)
+    x = target.one_hot(torch.arange(K), K)
     for config in target.few_configs(N, K, format):
-        assert torch.equal(linear_poisoned(x, w, None, config).T, w.dequantize(target.dtype))
+        assert torch.equal(linear_poisoned(x, w, None, config).T, w.dequantize(target.out_dtype))
 
 
 @few_formats
 @pytest.mark.parametrize("n, k", RAGGED)
 def test_one_hot_ragged(target, format, n, k):
     """Columns of a power of two, with and without bias."""
-    w, bias = target.weight(format, n, k), target.randn(n)
+    w, bias = target.weight(format, n, k), target.randn(n, dtype=target.out_dtype)
     columns = torch.randperm(k, generator=torch.Generator().manual_seed(0))[:192].to(target.device)
-    x = torch.zeros(len(columns), k, dtype=target.dtype, device=target.device)
-    x[torch.arange(len(columns), device=target.device), columns] = -4
-    exact = -4 * w.dequantize(target.dtype)[:, columns].T
+    x = target.one_hot(columns, k, -4)
+    exact = -4 * w.dequantize(target.out_dtype)[:, columns].T
     # a kernel may add the bias to a weight that is not rounded yet
-    roundings = torch.finfo(target.dtype).eps * ((exact + bias).abs() + exact.abs()).double()
+    roundings = torch.finfo(target.out_dtype).eps * ((exact + bias).abs() + exact.abs()).double()
     for config in target.few_configs(n, k, format):
         assert torch.equal(linear_poisoned(x, w, None, config), exact)
         biased = linear_poisoned(x, w, bias, config).double()
@@ -110,9 +110,10 @@ def test_random(target, format):
 @pytest.mark.parametrize("n, k", RAGGED)
 def test_ragged(target, format, n, k):
     """Any m, n and k, with and without bias; NaN stands beside every row of x and must not be read."""
-    w, bias = target.weight(format, n, k), target.randn(n)
+    w, bias = target.weight(format, n, k), target.randn(n, dtype=target.out_dtype)
     for m in TOKENS:
-        beside = torch.full((m + 1, k + 8 + -k % 8), float("nan"), dtype=target.dtype, device=target.device)
+        line = 16 // target.dtype.itemsize
+        beside = torch.full((m + 1, k + line + -k % line), float("nan"), device=target.device).to(target.dtype)
         x = beside[:m, :k]
         x.copy_(target.randn(m, k))
         for config in target.few_configs(n, k, format):
@@ -123,18 +124,23 @@ def test_ragged(target, format, n, k):
 @pytest.mark.parametrize("m", TOKENS)
 def test_chosen_by_dispatch(target, m):
     """What users get: kernel and config as dispatch chooses them."""
-    w, x = target.weight(FEW_FORMATS[0], 576, 576), target.randn(m, 576)
+    w, x = target.weight(target.format, 576, 576), target.randn(m, 576)
     assert_close(linear_poisoned(x, w, None, None), x, w)
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------
 
 
+def configs_of_all(target: Target) -> bool:
+    """Whether every config is run: for one dtype where several take the same device code."""
+    return target.dtype == CONFIG_DTYPE or (target.dtype == FP8 and target.device == "cuda")
+
+
 def _every_config() -> list[object]:
     found = []
     for param in TARGETS:
         (target,) = param.values
-        if target.dtype != CONFIG_DTYPE:
+        if not configs_of_all(target):
             continue
         configs = {config for _, n, k in SHAPES.values() for config in target.configs(n, k, CONFIG_FORMAT)}
         for config in sorted(configs):
@@ -164,8 +170,8 @@ def test_every_config(target, config):
 def test_strides_of_x(target):
     """x in any strides gives the bits of its contiguous copy; on the CPU matmul's bits depend on the strides."""
     k = 576
-    w = target.weight(FEW_FORMATS[0], 130, k)
-    config = target.few_configs(130, k, FEW_FORMATS[0])[0]
+    w = target.weight(target.format, 130, k)
+    config = target.few_configs(130, k, target.format)[0]
     wide = target.randn(20, 2 * k + 3)
     views = {
         "rows with a stride": wide[:, :k],
@@ -190,8 +196,8 @@ def test_strides_of_x(target):
 
 @on_gpu
 def test_cuda_graph(target):
-    w, x = target.weight(FEW_FORMATS[0], 576, 576), target.randn(16, 576)
-    config = target.few_configs(576, 576, FEW_FORMATS[0])[0]
+    w, x = target.weight(target.format, 576, 576), target.randn(16, 576)
+    config = target.few_configs(576, 576, target.format)[0]
     w4gemm.linear(x, w, config=config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -206,7 +212,7 @@ def test_cuda_graph(target):
 @on_gpu
 def test_two_streams(target):
     """Launches on two streams at once share nothing, whatever split-k needs between its CTAs."""
-    n, k, format = 576, 8192, FEW_FORMATS[0]
+    n, k, format = 576, 8192, target.format
     split = [c for c in target.configs(n, k, format) if "_k" in c.rpartition("/")[2]]
     config = (split or target.configs(n, k, format))[0]
     jobs = [(target.weight(format, n, k, seed), target.randn(64, k, seed=seed)) for seed in (1, 2)]

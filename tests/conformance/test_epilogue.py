@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import w4gemm
-from conformance.cases import Target, assert_close, compile_ahead, job, linear_poisoned, supported_here, targets
+from conformance.cases import FP8, Target, assert_close, compile_ahead, job, linear_poisoned, supported_here, targets
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue
+from w4gemm.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue, bias_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.reference import linear_reference
 from w4gemm.weight import QuantizedWeight
@@ -32,7 +32,8 @@ def every_epilogue(target: Target) -> list[Epilogue]:
     for i, (activation, residual, dtype) in sizes:
         for j, alpha in enumerate((None, "host", "device")):
             if target.device == "cpu" or j == (i + i // 3) % 3:
-                found.append(Epilogue(activation, alpha, i // 2 % 2 == 1, residual, dtype))
+                scaled = target.dtype == FP8 and i % 5 > 0
+                found.append(Epilogue(activation, alpha, i // 2 % 2 == 1, residual, dtype, scaled))
     return found
 
 
@@ -46,8 +47,11 @@ def tensors(target: Target, epilogue: Epilogue, m: int, n: int) -> dict[str, Any
     alpha = {None: None, "host": ALPHA, "device": torch.tensor(ALPHA, device=target.device)}[epilogue.alpha]
     residual = None
     if epilogue.residual:
-        residual = target.randn(m, epilogue.columns(n), seed=7).to(epilogue.out_dtype or target.dtype)
+        dtype = epilogue.result_dtype(target.dtype)
+        residual = target.randn(m, epilogue.columns(n), seed=7, dtype=dtype)
+    scale = target.randn(m, seed=8, dtype=torch.float32) if epilogue.token_scale else None
     return {
+        "token_scale": scale,
         "alpha": alpha,
         "activation": epilogue.activation,
         "residual": residual,
@@ -55,9 +59,13 @@ def tensors(target: Target, epilogue: Epilogue, m: int, n: int) -> dict[str, Any
     }
 
 
+def bias_of(target: Target, epilogue: Epilogue, n: int) -> torch.Tensor | None:
+    return target.randn(n, seed=5, dtype=bias_dtype(target.dtype, epilogue.out_dtype)) if epilogue.bias else None
+
+
 def same(target: Target, epilogue: Epilogue) -> Epilogue:
     """As ``linear`` calls it: out_dtype only where it is not x's."""
-    return epilogue._replace(out_dtype=None) if epilogue.out_dtype == target.dtype else epilogue
+    return epilogue._replace(out_dtype=None) if epilogue.out_dtype == target.out_dtype else epilogue
 
 
 def usual_config(target: Target, n: int) -> str:
@@ -77,7 +85,7 @@ ACTIVATED = [
     for p in TARGETS
     for target in p.values
     for a in ACTIVATIONS
-    for dtype in {torch.float32, target.dtype}
+    for dtype in {torch.float32, target.out_dtype}
 ]
 SEVERAL = [
     Epilogue("gelu", "device", True, True),
@@ -101,7 +109,7 @@ CONFIGS = [
     pytest.param(target, config, i % 2 == 1, id=f"{target}-{config.rpartition('/')[2]}", marks=p.marks)
     for p in TARGETS
     for target in p.values
-    if target.dtype == torch.bfloat16
+    if target.dtype in (torch.bfloat16, FP8) and (target.device, target.dtype) != ("cpu", FP8)
     for i, config in enumerate(configs_that_differ(target))
 ]
 
@@ -148,7 +156,8 @@ def test_activation(target, epilogue):
     codes = torch.randint(0, 16, (N, K), generator=g)
     scales = 2.0 ** torch.randint(-4, -1, (N, K // 64), generator=g)
     w = QuantizedWeight.from_codes(EXACT_FORMAT, codes, scales.bfloat16()).to(target.device).repack(target.layout)
-    x = torch.eye(K, dtype=target.dtype, device=target.device) * (3 * target.randn(K).abs())
+    hot = 3 * target.randn(K, dtype=torch.float32).abs()
+    x = (torch.eye(K, device=target.device) * hot).to(target.dtype)
     for config in target.few_configs(N, K, EXACT_FORMAT) if target.device == "cpu" else [usual_config(target, N)]:
         d = linear_poisoned(x, w, None, config, activation=epilogue.activation, out_dtype=epilogue.out_dtype)
         y = linear_reference(x, w)
@@ -168,7 +177,7 @@ def test_every_epilogue(target, epilogue, ragged):
     supported_here(target)
     n = rows(epilogue, ragged)
     w, x = target.weight(FORMAT, n, K), target.randn(M, K)
-    bias, given = target.randn(n, seed=5) if epilogue.bias else None, tensors(target, epilogue, M, n)
+    bias, given = bias_of(target, epilogue, n), tensors(target, epilogue, M, n)
     config = usual_config(target, n)
     d = linear_poisoned(x, w, bias, config, **given)
     assert_close(d, x, w, bias, **given)
@@ -192,7 +201,7 @@ def test_configs(target, config, ragged):
     supported_here(target)
     for epilogue in SEVERAL:
         n = rows(epilogue, ragged)
-        w, bias = target.weight(FORMAT, n, 512), target.randn(n, seed=5) if epilogue.bias else None
+        w, bias = target.weight(FORMAT, n, 512), bias_of(target, epilogue, n)
         for m in (5, 300, 9000) if target.device == "cuda" else (5, 40):
             x, given = target.randn(m, 512), tensors(target, epilogue, m, n)
             d = linear_poisoned(x, w, bias, config, **given)

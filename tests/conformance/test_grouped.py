@@ -12,6 +12,7 @@ import w4gemm
 from conformance.cases import (
     FEW_FORMATS,
     FORMATS,
+    FP8,
     Target,
     assert_close,
     compile_ahead,
@@ -21,6 +22,7 @@ from conformance.cases import (
 )
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import default_out_dtype
 from w4gemm.kernels import ranked
 from w4gemm.reference import grouped_reference
 
@@ -61,6 +63,7 @@ def usual(target: Target, format: WeightFormat = CONFIG_FORMAT) -> str:
 
 
 def experts_of(target: Target, format: WeightFormat, n: int, k: int, count: int) -> QuantizedWeight:
+    target.takes(format)
     weights = (random_weight(format, n, k, seed=e).to(target.device) for e in range(count))
     return QuantizedWeight.stack(weights, count, target.layout)
 
@@ -72,15 +75,15 @@ def offsets_of(target: Target, counts: tuple[int, ...]) -> torch.Tensor:
 def poisoned(x: torch.Tensor, w: QuantizedWeight, offsets: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """``grouped_linear`` between guards that nobody may write; x goes on behind the last offset with NaN."""
     columns = w.n // 2 if kwargs.get("activation") == "silu_mul" else w.n
-    beside = torch.full((x.shape[0] + GUARD, x.shape[1]), torch.nan, dtype=x.dtype, device=x.device)
-    beside[: x.shape[0]] = x
-    dtype, rows = kwargs.get("out_dtype") or x.dtype, x.shape[0] + GUARD // 2
+    beside = torch.full((x.shape[0] + GUARD, x.shape[1]), torch.nan, device=x.device)
+    beside[: x.shape[0]] = x.float()
+    beside = beside.to(x.dtype)
+    dtype, rows = kwargs.get("out_dtype") or default_out_dtype(x.dtype), x.shape[0] + GUARD // 2
     buffer = torch.full((rows + 2 * GUARD, columns), torch.nan, dtype=dtype, device=x.device)
     out = buffer[GUARD : GUARD + rows]
-    residual = kwargs.pop("residual", None)
-    if residual is not None:
-        padding = residual.new_zeros((GUARD // 2, columns))
-        kwargs["residual"] = torch.cat((residual, padding))
+    for name in ("residual", "token_scale"):
+        if (t := kwargs.get(name)) is not None:
+            kwargs[name] = torch.cat((t, t.new_zeros((GUARD // 2, *t.shape[1:]))))
     w4gemm.grouped_linear(beside[:rows], w, offsets, *args, out=out, **kwargs)
     assert out[x.shape[0] :].isnan().all(), "rows that no expert has were written"
     assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all(), "memory around out was written"
@@ -95,10 +98,9 @@ def poisoned(x: torch.Tensor, w: QuantizedWeight, offsets: torch.Tensor, *args, 
 def test_one_hot_gives_every_experts_weight(target, format):
     """Ten rows of one hot column each for every expert, so that tiles hold rows of neighbours, or K of them."""
     w = experts_of(target, format, N, K, 4)
-    dense = w.dequantize(target.dtype)
-    eye = torch.eye(K, dtype=target.dtype, device=target.device)
+    dense = w.dequantize(target.out_dtype)
     picks = [torch.arange(0, K, 77), torch.arange(0), torch.arange(K), torch.arange(1, K, 77)]
-    x = torch.cat([eye[p.to(target.device)] for p in picks])
+    x = target.one_hot(torch.cat(picks), K)
     wanted = torch.cat([dense[e].T[p.to(target.device)] for e, p in enumerate(picks)])
     offsets = offsets_of(target, tuple(len(p) for p in picks))
     assert torch.equal(poisoned(x, w, offsets, config=usual(target, format)), wanted)
@@ -112,7 +114,7 @@ def test_one_hot_gives_every_experts_weight(target, format):
 def test_random(target, format, n, k):
     """Against float64, with a bias of its own for each expert, and what dispatch chooses."""
     w, x = experts_of(target, format, n, k, len(COUNTS)), target.randn(sum(COUNTS), k)
-    bias, offsets = target.randn(len(COUNTS), n, seed=5), offsets_of(target, COUNTS)
+    bias, offsets = target.randn(len(COUNTS), n, seed=5, dtype=target.out_dtype), offsets_of(target, COUNTS)
     d = poisoned(x, w, offsets, bias)
     assert torch.equal(poisoned(x, w, offsets, bias), d), "another run gave other bits"
     for e, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
@@ -122,19 +124,22 @@ def test_random(target, format, n, k):
 @pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
 def test_epilogue(target, activation):
     w, x = experts_of(target, CONFIG_FORMAT, N, K, len(COUNTS)), target.randn(sum(COUNTS), K)
-    bias, offsets = target.randn(len(COUNTS), N, seed=5), offsets_of(target, COUNTS)
+    bias, offsets = target.randn(len(COUNTS), N, seed=5, dtype=target.out_dtype), offsets_of(target, COUNTS)
     columns = N // 2 if activation == "silu_mul" else N
-    fused = {"alpha": 0.5, "activation": activation, "residual": target.randn(sum(COUNTS), columns, seed=6)}
+    residual = target.randn(sum(COUNTS), columns, seed=6, dtype=target.out_dtype)
+    fused = {"alpha": 0.5, "activation": activation, "residual": residual}
+    if target.dtype == FP8:
+        fused["token_scale"] = target.randn(sum(COUNTS), seed=7, dtype=torch.float32)
     d = poisoned(x, w, offsets, bias, **fused, config=usual(target))
     wanted = grouped_reference(x, w, offsets, bias, **fused)
     error = (d.double() - wanted).norm() / wanted.norm()
-    assert error < 4 * torch.finfo(target.dtype).eps, error
+    assert error < 4 * torch.finfo(target.out_dtype).eps, error
 
 
 def test_the_masked_form(target):
     w, x = experts_of(target, CONFIG_FORMAT, N, K, 5), target.randn(5, 40, K)
     counts = torch.tensor([40, 0, 3, 17, 1], dtype=torch.int32, device=target.device)
-    out = torch.full((5, 40, N), torch.nan, dtype=target.dtype, device=target.device)
+    out = torch.full((5, 40, N), torch.nan, dtype=target.out_dtype, device=target.device)
     w4gemm.masked_linear(x, w, counts, out=out, config=usual(target))
     for e, count in enumerate(counts.tolist()):
         assert out[e, count:].isnan().all()
@@ -146,14 +151,14 @@ def test_the_indexed_form(target):
     indices = torch.randint(50, (sum(COUNTS),), generator=torch.Generator().manual_seed(0)).to(target.device)
     offsets, config = offsets_of(target, COUNTS), usual(target)
     d = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config)
-    assert torch.equal(d, w4gemm.grouped_linear(x[indices], w, offsets, config=config))
+    assert torch.equal(d, w4gemm.grouped_linear(x.float()[indices].to(x.dtype), w, offsets, config=config))
 
 
 def test_no_rows(target):
     w = experts_of(target, CONFIG_FORMAT, N, K, 3)
     x, none = target.randn(0, K), torch.zeros(4, dtype=torch.int32, device=target.device)
     assert w4gemm.grouped_linear(x, w, none).shape == (0, N)
-    out = torch.full((8, N), torch.nan, dtype=target.dtype, device=target.device)
+    out = torch.full((8, N), torch.nan, dtype=target.out_dtype, device=target.device)
     for config in (None, usual(target)):
         w4gemm.grouped_linear(target.randn(8, K), w, none, out=out, config=config)
         assert out.isnan().all()
@@ -169,7 +174,7 @@ def test_how_many_experts(target, experts):
     x, offsets = target.randn(sum(counts), 128), offsets_of(target, counts)
     d = poisoned(x, w, offsets)
     wanted = grouped_reference(x, w, offsets)
-    assert (d.double() - wanted).norm() < 4 * torch.finfo(target.dtype).eps * wanted.norm()
+    assert (d.double() - wanted).norm() < 4 * torch.finfo(target.out_dtype).eps * wanted.norm()
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------
@@ -179,7 +184,7 @@ def every_config() -> list[object]:
     found = []
     for param in ON_GPU:
         (target,) = param.values
-        if target.dtype == CONFIG_DTYPE:
+        if target.dtype in (CONFIG_DTYPE, FP8):
             for config in configs(target, N, K, CONFIG_FORMAT, 512, 7):
                 found.append(pytest.param(target, config, id=config, marks=param.marks))
     return found
@@ -248,10 +253,10 @@ def test_a_graph_serves_any_routing(target):
 def test_more_than_two_gigabytes(target):
     """Offsets of blocks overflow 32 bits."""
     n, k, experts = 8192, 4096, 132
-    each = [random_weight(FEW_FORMATS[1], n, k, seed).to("cuda").repack() for seed in range(2)]
+    each = [target.weight(FEW_FORMATS[1], n, k, seed) for seed in range(2)]
     tensors = torch.empty((experts, *each[0].tensors[0].shape), dtype=torch.int32, device="cuda")
     tensors[0::2], tensors[1::2] = each[0].tensors[0], each[1].tensors[0]
-    w = QuantizedWeight(each[0].format, n, k, "sm90", (tensors,), experts=experts)
+    w = QuantizedWeight(each[0].format, n, k, target.layout, (tensors,), experts=experts)
     assert tensors.numel() * 4 > 2**31
     x, config = target.randn(2 * experts, k), usual(target, w.format)
     offsets = torch.arange(0, 2 * experts + 1, 2, dtype=torch.int32, device="cuda")

@@ -38,7 +38,8 @@ class Operands(NamedTuple):
     """What one launch reads and writes, already validated, as the problem's epilogue says.
 
     x (m, k), its last dimension contiguous; weight: the packed tensors; out (m, columns) contiguous; alpha: a number or
-    a float32 tensor (1); bias (n); residual (m, columns) contiguous, the memory of out or apart from it. m >= 1.
+    a float32 tensor (1); bias (n); residual (m, columns) contiguous, the memory of out or apart from it; token_scale
+    float32 (m). m >= 1.
 
     Of a grouped problem, with experts > 0: weight and bias with a leading dimension (experts), and rows: (starts,
     ends), int32 (experts) each: expert e multiplies the rows starts[e] .. ends[e] of x, which may be none; rows of out
@@ -51,6 +52,7 @@ class Operands(NamedTuple):
     alpha: float | torch.Tensor | None = None
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
+    token_scale: torch.Tensor | None = None
     rows: tuple[torch.Tensor, torch.Tensor] | None = None
     workspace: torch.Tensor | None = None
     """``workspace_bytes`` of the caller's, see there; None for memory that the launch takes itself."""

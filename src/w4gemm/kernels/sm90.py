@@ -15,6 +15,7 @@ from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.sm90_model import predicted_us
+from w4gemm.layouts import layout_named
 from w4gemm.layouts.sm90 import BLOCK_K, CODE_WORDS, scale_group, scale_words
 from w4gemm.problem import Device, GemmProblem
 
@@ -24,8 +25,8 @@ SHARED_MEMORY = 232448
 MAX_EXPERTS = 512
 """Of a grouped product: a power of two, whose table of tiles stays small beside the pipeline."""
 
-_KIND = {torch.float16: "f16", torch.bfloat16: "bf16"}
-_OUT_KIND = {torch.float32: "f32", **_KIND}
+_OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_KIND = {torch.float8_e4m3fn: "e4m3", **_OUT_KIND}
 _SCALE_KIND = {"fp16": "f16", "bf16": "bf16"}
 _MIN_DRIVER = (12, 0)
 
@@ -37,7 +38,7 @@ class Variant:
 
     Args:
         config: tile, cluster, schedule, split_k, stages (0 = as many as fit).
-        kind: "f16" or "bf16", the dtype of x.
+        kind: "f16", "bf16" or "e4m3", the dtype of x.
         scale_kind: dtype of the scales.
         zero: "none", "int" or "float".
         scale_group: elements of k that share a scale in the packed layout: 32, 64 or 128.
@@ -68,6 +69,13 @@ class Variant:
         return _OUT_KIND[self.epilogue.out_dtype or torch.float32]
 
     @property
+    def bias_kind(self) -> str:
+        """dtype of the bias."""
+        if self.kind != "e4m3":
+            return self.kind
+        return "bf16" if self.out_kind == "f32" else self.out_kind
+
+    @property
     def consumer_registers(self) -> int:
         """Registers a consumer thread asks for, 0 where the launch's own share is enough."""
         return 0
@@ -88,9 +96,12 @@ class Variant:
 
 
 class Sm90Kernel(ABC):
-    """A Kernel for W4A16 on SM90 that reads the sm90 layout. A subclass adds configs, rank and its device code."""
+    """A Kernel on SM90. A subclass adds configs, rank and its device code."""
 
     name: str
+    layout = "sm90"
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    """Of x."""
     variant: type[Variant]
 
     @abstractmethod
@@ -116,10 +127,14 @@ class Sm90Kernel(ABC):
     def supports(self, problem: GemmProblem) -> Status:
         if reason := self.refusal(problem.device):
             return Status.no(reason)
-        if problem.dtype not in _KIND:
-            return Status.no(f"needs fp16 or bf16 activations, got {problem.dtype}")
-        if problem.layout != "sm90":
-            return Status.no(f"reads the sm90 layout, the weight lies in {problem.layout}; call w.repack('sm90')")
+        if problem.dtype not in self.dtypes:
+            return Status.no(f"needs {' or '.join(map(str, self.dtypes))} activations, got {problem.dtype}")
+        if problem.layout != self.layout:
+            return Status.no(
+                f"reads the {self.layout} layout, the weight lies in {problem.layout}; call w.repack('{self.layout}')"
+            )
+        if reason := layout_named(self.layout).supports(problem.format):
+            return Status.no(f"cannot take {problem.format}: {reason}")
         if problem.experts > MAX_EXPERTS:
             return Status.no(f"takes at most {MAX_EXPERTS} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(_MIN_DRIVER)
@@ -162,13 +177,18 @@ class Sm90Kernel(ABC):
 
         variant = self.variant.of(problem, config)
         epilogue = variant.epilogue
-        dtypes = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16, "f32": cutlass.Float32}
+        dtypes = {
+            "f16": cutlass.Float16,
+            "bf16": cutlass.BFloat16,
+            "f32": cutlass.Float32,
+            "e4m3": cutlass.Float8E4M3FN,
+        }
         dtype, out_dtype = dtypes[variant.kind], dtypes[variant.out_kind]
         m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
         columns = cute.sym_int() if epilogue.gated else n
         size = out_dtype.width // 8
         wide = 16 // size if variant.vector else 1
-        x = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+        x = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=128 // dtype.width), 1), assumed_align=16)
         # the blocks of all experts in a row
         words = (cute.sym_int(), cute.sym_int(), variant.block_bytes // 4)
         weight = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(2, 1, 0), assumed_align=16)
@@ -185,7 +205,7 @@ class Sm90Kernel(ABC):
             starts, ends = (make_fake_compact_tensor(cutlass.Int32, (experts,), assumed_align=4) for _ in range(2))
         if epilogue.bias:
             shape, order = ((experts, n), (1, 0)) if variant.grouped else ((n,), (0,))
-            bias = make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=2)
+            bias = make_fake_compact_tensor(dtypes[variant.bias_kind], shape, stride_order=order, assumed_align=2)
         residual = None
         if epilogue.residual:
             residual = make_fake_tensor(out_dtype, (m, columns), rows, assumed_align=size * wide)
@@ -194,14 +214,18 @@ class Sm90Kernel(ABC):
             partials = make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),), assumed_align=16)
             flags = make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        arguments = (x, weight, out, alpha, bias, residual, starts, ends, partials, flags, 1, stream)
+        token_scale = None
+        if epilogue.token_scale:
+            token_scale = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
+        extras = (alpha, bias, residual, token_scale)
+        arguments = (x, weight, out, *extras, starts, ends, partials, flags, 1, stream)
         return Program(self.entry()(variant), arguments, self.arch(problem.device))
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         clusters = (
             self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
         )
-        x, weight, out, alpha, bias, residual, rows, given = operands
+        x, weight, out, alpha, bias, residual, token_scale, rows, given = operands
         starts, ends = (None, None) if rows is None else rows
         partials = flags = None
         size = self.workspace_bytes(problem, config)
@@ -210,11 +234,15 @@ class Sm90Kernel(ABC):
         if residual is not None and residual.data_ptr() % 16:
             residual = residual.clone()
         blocks = weight[0] if rows is None else weight[0].flatten(0, 1)
-        compiled(_tma_readable(x), blocks, out, alpha, bias, residual, starts, ends, partials, flags, clusters)
+        compiled(
+            _tma_readable(x), blocks, out, alpha, bias, residual, token_scale, starts, ends, partials, flags, clusters
+        )
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:
     """x itself where TMA can read it (rows at multiples of 16 bytes), else a copy, k padded with zeros."""
-    if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+    per_line = 16 // x.itemsize
+    if x.stride(0) % per_line == 0 and x.data_ptr() % 16 == 0:
         return x
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)).contiguous()
+    bits = x.view(torch.uint8) if x.itemsize == 1 else x  # fp8 cannot be padded
+    return torch.nn.functional.pad(bits, (0, -x.shape[1] % per_line)).contiguous().view(x.dtype)

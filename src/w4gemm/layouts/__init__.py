@@ -6,9 +6,15 @@ from w4gemm.layouts.base import PackLayout, Parts
 from w4gemm.layouts.canonical import CanonicalLayout
 from w4gemm.layouts.cpu import CpuLayout
 from w4gemm.layouts.sm90 import Sm90Layout
+from w4gemm.layouts.sm90_fp8 import Sm90Fp8Layout
 from w4gemm.problem import Device
 
-LAYOUTS: dict[str, PackLayout] = {layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Sm90Layout())}
+FP8_LAYOUT = "sm90_fp8"
+"""Of weights that meet fp8 activations on a GPU."""
+
+LAYOUTS: dict[str, PackLayout] = {
+    layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Sm90Layout(), Sm90Fp8Layout())
+}
 
 
 def layout_named(name: str) -> PackLayout:
@@ -26,7 +32,7 @@ def native_layout(device: Device) -> str:
     """The layout that the fastest kernel for ``device`` reads."""
     if device.kind == "cpu":
         return "cpu"
-    return "sm90" if device.kind == "cuda" and not device.rocm and device.capability[0] == 9 else "canonical"
+    return "sm90" if device.kind == "cuda" and not device.rocm and device.capability >= (8, 0) else "canonical"
 
 
-__all__ = ["LAYOUTS", "PackLayout", "Parts", "layout_named", "native_layout"]
+__all__ = ["FP8_LAYOUT", "LAYOUTS", "PackLayout", "Parts", "layout_named", "native_layout"]

@@ -55,52 +55,59 @@ class Sm90Layout:
         n, k = parts.codes.shape
         ((dtype, shape),) = self.shapes(format, n, k)
         blocks = torch.empty(shape, dtype=dtype, device=parts.codes.device)
-        blocks[:, :, :CODE_WORDS] = _pack_codes(parts.codes, shape[0], shape[1])
+        blocks[:, :, :CODE_WORDS] = self._pack_codes(parts.codes, format, shape[0], shape[1])
         words = [_pack_scales(parts.scales, format, k, shape[0], shape[1])]
         if parts.zeros is not None:
-            words.append(_pack_scales(parts.zeros.to(format.scale_dtype), format, k, shape[0], shape[1]))
+            words.append(_pack_scales(self._zeros_as_halves(parts.zeros, format), format, k, shape[0], shape[1]))
         blocks[:, :, CODE_WORDS:] = torch.stack(words, dim=-1).reshape(shape[0], shape[1], -1)
         return (blocks,)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
         (blocks,) = tensors
-        codes = _unpack_codes(blocks[:, :, :CODE_WORDS])[:n, :k].contiguous()
+        codes = self._unpack_codes(blocks[:, :, :CODE_WORDS], format)[:n, :k].contiguous()
         words = blocks[:, :, CODE_WORDS:].reshape(*blocks.shape[:2], -1, 2 if format.has_zero else 1)
         scales = _unpack_scales(words[..., 0], format, n, k)
         if not format.has_zero:
             return Parts(codes, scales, None)
-        return Parts(codes, scales, _unpack_scales(words[..., 1], format, n, k).to(format.zero_dtype))
+        zeros = self._zeros_from_halves(_unpack_scales(words[..., 1], format, n, k), format)
+        return Parts(codes, scales, zeros)
+
+    def _zeros_as_halves(self, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        return zeros.to(format.scale_dtype)
+
+    def _zeros_from_halves(self, halves: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        return halves.to(format.zero_dtype)
+
+    def _pack_codes(self, codes: torch.Tensor, format: WeightFormat, n_blocks: int, k_blocks: int) -> torch.Tensor:
+        n, k = codes.shape
+        pad = (0, k_blocks * BLOCK_K - k, 0, n_blocks * BLOCK_N - n)
+        codes = torch.nn.functional.pad(codes, pad, value=SYMMETRIC_ZERO)
+        #                 nb       warp row8 g  kb        chunk step col8 q element
+        view = codes.view(n_blocks, 4, 2, 8, k_blocks, 2, 4, 2, 4, 2)
+        words = torch.zeros(n_blocks, k_blocks, 2, 4, 8, 4, 4, dtype=torch.int32, device=codes.device)
+        for row8 in range(2):
+            for col8 in range(2):
+                for element in range(2):
+                    part = view[:, :, row8, :, :, :, :, col8, :, element]  # nb warp g kb chunk step q
+                    words |= part.permute(0, 3, 4, 1, 2, 6, 5).int() << _register_shift(row8, col8, element)
+        return words.view(n_blocks, k_blocks, CODE_WORDS)
+
+    def _unpack_codes(self, words: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        n_blocks, k_blocks = words.shape[:2]
+        words = words.reshape(n_blocks, k_blocks, 2, 4, 8, 4, 4).permute(
+            0, 3, 4, 1, 2, 6, 5
+        )  # nb warp g kb chunk step q
+        codes = torch.empty(n_blocks, 4, 2, 8, k_blocks, 2, 4, 2, 4, 2, dtype=torch.uint8, device=words.device)
+        for row8 in range(2):
+            for col8 in range(2):
+                for element in range(2):
+                    part = (words >> _register_shift(row8, col8, element)) & 0xF
+                    codes[:, :, row8, :, :, :, :, col8, :, element] = part.to(torch.uint8)
+        return codes.view(n_blocks * BLOCK_N, k_blocks * BLOCK_K)
 
 
 def _register_shift(row8: int, col8: int, element: int) -> int:
     return 4 * (row8 + 2 * col8) + 16 * element
-
-
-def _pack_codes(codes: torch.Tensor, n_blocks: int, k_blocks: int) -> torch.Tensor:
-    n, k = codes.shape
-    pad = (0, k_blocks * BLOCK_K - k, 0, n_blocks * BLOCK_N - n)
-    codes = torch.nn.functional.pad(codes, pad, value=SYMMETRIC_ZERO)
-    #                 nb       warp row8 g  kb        chunk step col8 q element
-    view = codes.view(n_blocks, 4, 2, 8, k_blocks, 2, 4, 2, 4, 2)
-    words = torch.zeros(n_blocks, k_blocks, 2, 4, 8, 4, 4, dtype=torch.int32, device=codes.device)
-    for row8 in range(2):
-        for col8 in range(2):
-            for element in range(2):
-                part = view[:, :, row8, :, :, :, :, col8, :, element]  # nb warp g kb chunk step q
-                words |= part.permute(0, 3, 4, 1, 2, 6, 5).int() << _register_shift(row8, col8, element)
-    return words.view(n_blocks, k_blocks, CODE_WORDS)
-
-
-def _unpack_codes(words: torch.Tensor) -> torch.Tensor:
-    n_blocks, k_blocks = words.shape[:2]
-    words = words.reshape(n_blocks, k_blocks, 2, 4, 8, 4, 4).permute(0, 3, 4, 1, 2, 6, 5)  # nb warp g kb chunk step q
-    codes = torch.empty(n_blocks, 4, 2, 8, k_blocks, 2, 4, 2, 4, 2, dtype=torch.uint8, device=words.device)
-    for row8 in range(2):
-        for col8 in range(2):
-            for element in range(2):
-                part = (words >> _register_shift(row8, col8, element)) & 0xF
-                codes[:, :, row8, :, :, :, :, col8, :, element] = part.to(torch.uint8)
-    return codes.view(n_blocks * BLOCK_N, k_blocks * BLOCK_K)
 
 
 def _pack_scales(scales: torch.Tensor, format: WeightFormat, k: int, n_blocks: int, k_blocks: int) -> torch.Tensor:

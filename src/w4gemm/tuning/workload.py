@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from w4gemm.epilogue import bias_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import Operands
 from w4gemm.problem import GemmProblem
@@ -55,26 +56,28 @@ class Workload:
         columns = epilogue.columns(problem.n)
 
         def random(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
-            return torch.randn(*shape, dtype=dtype, device=self.device)
+            return torch.randn(*shape, device=self.device).to(dtype)
 
         xs = [random(m, problem.k) for _ in range(2)]
         out = torch.empty(m, columns, dtype=problem.out_dtype, device=self.device)
         alpha: float | torch.Tensor | None = 0.5 if epilogue.alpha == "host" else None
         if epilogue.alpha == "device":
             alpha = torch.full((1,), 0.5, device=self.device)
-        bias = random(problem.n) if epilogue.bias else None
+        bias = random(problem.n, dtype=bias_dtype(problem.dtype, problem.out_dtype)) if epilogue.bias else None
         residual = random(m, columns, dtype=problem.out_dtype) if epilogue.residual else None
         copies = self._copies if m <= _MANY_TOKENS else self._copies[:4]
-        return [Operands(xs[i % 2], w, out, alpha, bias, residual) for i, w in enumerate(copies)]
+        token_scale = torch.rand(m, device=self.device) + 0.5 if epilogue.token_scale else None
+        return [Operands(xs[i % 2], w, out, alpha, bias, residual, token_scale) for i, w in enumerate(copies)]
 
     def error(self, launch: Launch, operands: Operands) -> float:
         """|d - wanted| / |wanted| over the first rows, of the float32 product with the dequantized weight."""
         operands.out.fill_(float("nan"))
         launch(operands)
-        x, _, out, alpha, bias, residual, _, _ = operands
+        x, _, out, alpha, bias, residual, token_scale, _, _ = operands
         rows = slice(0, _CHECKED_ROWS)
         sums = x[rows].float() @ self._dense.T
-        wanted = self.problem.epilogue.apply(sums, alpha, bias, None if residual is None else residual[rows])
+        by_row = (None if t is None else t[rows] for t in (residual, token_scale))
+        wanted = self.problem.epilogue.apply(sums, alpha, bias, *by_row)
         return ((out[rows].float() - wanted).norm() / wanted.norm()).item()
 
     def time(self, launches: list[Launch], operands: list[Operands], replays: int) -> list[Timing]:

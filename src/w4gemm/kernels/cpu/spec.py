@@ -23,7 +23,7 @@ from w4gemm.kernels.cpu import kernel
 from w4gemm.layouts.cpu import CHUNK
 from w4gemm.problem import GemmProblem
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 _LAYOUTS = ("cpu", "canonical")
 
 _SUM_TOKENS = 8
@@ -42,7 +42,7 @@ class CpuMixedGemm:
         if problem.device.kind != "cpu":
             return Status.no(f"runs on the cpu, not on {problem.device.kind}")
         if problem.dtype not in _DTYPES:
-            return Status.no(f"wants float16, bfloat16 or float32 activations, not {problem.dtype}")
+            return Status.no(f"wants {', '.join(map(str, _DTYPES))} activations, not {problem.dtype}")
         if problem.layout not in _LAYOUTS:
             return Status.no(f"reads weights in the layouts {', '.join(_LAYOUTS)}, not {problem.layout}")
         return OK
@@ -78,22 +78,24 @@ class CpuMixedGemm:
         return None
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        x, weight, out, alpha, bias, residual, rows, _ = operands
+        x, weight, out, alpha, bias, residual, token_scale, rows, _ = operands
         if rows is None:
             return self._multiply(problem, config, operands)
         bounds = zip(*(t.tolist() for t in rows), strict=True)
         for e, (first, last) in enumerate(bounds):
             r = slice(first, last)
             own = tuple(t[e] for t in weight), out[r], alpha, None if bias is None else bias[e]
-            self._multiply(problem, config, Operands(x[r], *own, None if residual is None else residual[r]))
+            added, scale = (None if t is None else t[r] for t in (residual, token_scale))
+            self._multiply(problem, config, Operands(x[r], *own, added, scale))
 
     def _multiply(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         method = kernel.sum_linear if config.tile_m == 1 else kernel.dense_linear
         for first in range(0, operands.x.shape[0], config.tile_m):
             tokens = slice(first, first + config.tile_m)
-            d = method(operands.x[tokens], operands.weight, problem, config)
-            residual = operands.residual if operands.residual is None else operands.residual[tokens]
-            operands.out[tokens] = problem.epilogue.apply(d, operands.alpha, operands.bias, residual)
+            x = operands.x[tokens]
+            d = method(x.float() if x.dtype == torch.float8_e4m3fn else x, operands.weight, problem, config)
+            residual, scale = (None if t is None else t[tokens] for t in (operands.residual, operands.token_scale))
+            operands.out[tokens] = problem.epilogue.apply(d, operands.alpha, operands.bias, residual, scale)
 
 
 def _summed_together(format: WeightFormat, k: int) -> int:

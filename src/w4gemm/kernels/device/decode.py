@@ -35,6 +35,9 @@ class Decoder:
     zero: str
     only_fma: bool = False
 
+    words_per_step = 1
+    """Code words that feed one matrix instruction."""
+
     @property
     def words_per_scale(self) -> int:
         return 1 if self.zero == "none" else 2
@@ -73,7 +76,7 @@ class Decoder:
             rows.append((half_to_float(self.scale_kind, words[0], high), zero))
         return tuple(rows)
 
-    def prepare(self, words: tuple[Int32, ...]) -> tuple:
+    def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple:
         """Once per group: what :meth:`decode` needs, (offset, scale, float zero point or None) of rows g and g + 8."""
         offsets = self.offsets(words)
         if self.mixed:
@@ -86,9 +89,9 @@ class Decoder:
             rows.append((offset, broadcast_half(words[0], high), zero))
         return tuple(rows)
 
-    def decode(self, word: Int32, prepared: tuple) -> tuple[Int32, ...]:
-        """The four fragment registers of a code word: weights, rounded once to ``kind``."""
-        exact = self.decode_exact(word, (prepared[0][0], prepared[1][0]))
+    def decode(self, words: tuple[Int32, ...], prepared: tuple) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction: weights, rounded once to ``kind``."""
+        exact = self.decode_exact(words[0], (prepared[0][0], prepared[1][0]))
         return tuple(self._scaled(e, *prepared[i % 2][1:]) for i, e in enumerate(exact))
 
     def _biased(self, word: Int32) -> tuple[Int32, ...]:

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from w4gemm.kernels.device.formula import Formula
+from w4gemm.kernels.device.formula import Formula, scaled
 from w4gemm.kernels.device.ptx import (
     load_shared,
     pack_half2,
@@ -65,7 +65,11 @@ class Epilogue:
             for pair in cutlass.range_constexpr((chunk + 15) // 16):
                 first = (c * chunk + pair * 16) // 8 * 4
                 count = 8 if chunk >= 16 else 4
-                values = [formula.feature_value(acc[first + i], alpha, biases[i // 2 % 2]) for i in range(count)]
+                token = token0 + c * chunk + pair * 16 + lane % 4 * 2
+                tokens = [token + 8 * (i // 2) + i % 2 for i in range(count // 2)]
+                scales = [formula.load_token_scale(extras, t, out.shape[0]) for t in tokens]
+                sums = [scaled(acc[first + i], scales[i // 4 * 2 + i % 2]) for i in range(count)]
+                values = [formula.feature_value(sums[i], alpha, biases[i // 2 % 2]) for i in range(count)]
                 registers = [pack_half2(formula.out_kind, values[i], values[i + 1]) for i in range(0, count, 2)]
                 row = pair * 16 + lane % 8 + (lane // 16 * 8 if count == 8 else 0)
                 store_matrix_transposed(staging + row * ROW_BYTES + warp * 32 + (lane // 8) % 2 * 16, registers)
@@ -95,7 +99,8 @@ class Epilogue:
                 store_shared_f32(write + i % 2 * QUAD_ROW_BYTES + i // 2 * 32, acc[4 * b + i])
             cute.arch.sync_warp()  # the buffer is filled
             words = load_shared(own + lane // 4 * QUAD_ROW_BYTES + lane % 4 * 16, 4)
-            sums = [to_float("f32", word) for word in words]
+            scale = formula.load_token_scale(extras, token + 8 * b, out.shape[0])
+            sums = [scaled(to_float("f32", word), scale) for word in words]
             formula.store_quad(sums, (alpha, biases, residuals[b]), out, token + 8 * b, feature)
 
     def prefetch(self, extras: Any, place: Any) -> None:

@@ -47,9 +47,10 @@ _FAR = 20.0
 class Formula:
     """What becomes of sums, what that takes, and where it goes. No control flow of the device: plain Python.
 
-    ``extras`` are the kernel's arguments (alpha, bias, residual), None where absent. ``kind`` is the dtype of x and
-    bias, ``out_kind`` that of d and residual. ``vector`` says that every row of d starts at a multiple of 16 bytes and
-    is a multiple of 16 bytes long. A quad is four neighbouring features of one token, the first a multiple of four.
+    ``extras`` are the kernel's arguments (alpha, bias, residual, token scales), None where absent. ``kind`` is the
+    dtype of the bias, ``out_kind`` that of d and residual. ``vector`` says that every row of d starts at a multiple of
+    16 bytes and is a multiple of 16 bytes long. A quad is four neighbouring features of one token, the first a multiple
+    of four.
 
     What is loaded stays bits until it is used, so that nothing waits for it before.
     """
@@ -72,6 +73,12 @@ class Formula:
             return None
         bias = extras[1]
         return load_global_half(bias.iterator.toint() + Int64(feature) * 2, feature < bias.shape[0])
+
+    def load_token_scale(self, extras: Any, token: Int32, rows: Any) -> Float32 | None:
+        """What the sums of a token are multiplied by; 0 past the last of ``rows`` tokens."""
+        if not self.epilogue.token_scale:
+            return None
+        return to_float("f32", load_global(extras[3].iterator.toint() + Int64(token) * 4, 1, token < rows)[0])
 
     def load_residual(self, extras: Any, token: Int32, feature: Int32) -> list[Int32]:
         """What is added to a quad, as words of one or two columns of d; 0 past the last one."""
@@ -138,6 +145,10 @@ class Formula:
             for i in range(2 * len(words)):
                 half = words[i // 2] >> (16 * (i % 2))
                 store_global_half(address + 2 * i, half, (token < m) & (column + i < columns))
+
+
+def scaled(value: Float32, scale: Float32 | None) -> Float32:
+    return value if scale is None else value * scale
 
 
 def affine(value: Float32, alpha: Float32 | None, bias: Float32 | None) -> Float32:

@@ -75,14 +75,15 @@ def first_rows(t: cute.Tensor, end: Int32) -> cute.Tensor:
 
 
 def extras_of(extras: Any, expert: Int32, end: Int32) -> Any:
-    """(alpha, bias, residual) of an expert: its own bias (n) of (experts, n), the residual cut off at its last row."""
-    alpha, bias, residual = extras
+    """(alpha, bias, residual, and what else there is) of an expert: its own bias (n) of (experts, n), the residual cut
+    off at its last row."""
+    alpha, bias, residual, *others = extras
     if bias is not None:
         n = bias.shape[1]
         bias = cute.make_tensor(bias.iterator + expert * n, cute.make_layout((n,)))
     if residual is not None:
         residual = first_rows(residual, end)
-    return alpha, bias, residual
+    return alpha, bias, residual, *others
 
 
 def weight_of(weight: cute.Tensor, expert: Int32, n_blocks: Int32) -> cute.Tensor:

@@ -127,6 +127,11 @@ def store_global_half(address: Int64, word: Int32, exists: Boolean) -> None:
     asm("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.u16 [$0], $1; }", [], [address, word, Int32(exists)])
 
 
+def store_global_byte(address: Int64, word: Int32, exists: Boolean) -> None:
+    """The low 8 bits of ``word``, where they exist."""
+    asm("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.u8 [$0], $1; }", [], [address, word, Int32(exists)])
+
+
 def load_global(address: Int64, count: int, exists: Boolean) -> list[Int32]:
     """1, 2 or 4 consecutive 32-bit words; 0, without an access, where they do not exist."""
     vector = "" if count == 1 else f".v{count}"
@@ -164,6 +169,26 @@ def reciprocal(x: Float32) -> Float32:
     return asm("rcp.approx.ftz.f32 $0, $1;", [Float32], [x], pure=True)[0]
 
 
+def divide(x: Float32, y: Float32) -> Float32:
+    """x / y, rounded once."""
+    return asm("div.rn.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
+
+
+def square_root(x: Float32) -> Float32:
+    """Rounded once."""
+    return asm("sqrt.rn.f32 $0, $1;", [Float32], [x], pure=True)[0]
+
+
+def maximum_halves(x: Int32, y: Int32) -> Int32:
+    """The larger one of each half, as unsigned integers."""
+    return asm("max.u16x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
+
+
+def warp_maximum(x: Int32) -> Int32:
+    """The largest of a warp's, as unsigned integers, in every lane."""
+    return asm("redux.sync.max.u32 $0, $1, 0xFFFFFFFF;", [Int32], [x])[0]
+
+
 def maximum(x: Float32, y: Float32) -> Float32:
     """The larger one; NaN if either is."""
     return asm("max.NaN.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
@@ -198,9 +223,28 @@ def bulk_copy_multicast(destination: Int32, source: Int64, size: Int32, barrier:
     )
 
 
+def copy_async_if(destination: Int32, source: Int64, exists: Boolean) -> None:
+    """``cp.async`` of 16 bytes from global to shared memory, zeros where they do not exist; see ``copies_wait``."""
+    text = "{ .reg .b32 n; selp.b32 n, 16, 0, p; cp.async.cg.shared.global [$0], [$1], 16, n; }"
+    asm(f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {text} }}", [], [destination, source, Int32(exists)])
+
+
+def copies_wait() -> None:
+    """Until this thread's ``cp.async`` are done, for this thread."""
+    asm("cp.async.wait_all;")
+
+
 def pack_half2(kind: str, low: Float32, high: Float32) -> Int32:
     """Two float32 rounded to ``kind`` ("f16" or "bf16") in the halves of one word."""
     return asm(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True)[0]
+
+
+def pack_e4m3(values: Sequence[Float32]) -> Int32:
+    """Four float32 rounded to e4m3 in the bytes of one word, the first in the lowest; beyond 448 it is 448, and NaN
+    stays NaN."""
+    convert = "cvt.rn.satfinite.e4m3x2.f32"
+    text = f"{{ .reg .b16 l, h; {convert} l, $2, $1; {convert} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
+    return asm(text, [Int32], list(values), pure=True)[0]
 
 
 def float_word(value: Float32) -> Int32:
@@ -233,6 +277,10 @@ def load_matrix(address: Int32) -> tuple[Int32, ...]:
     """``ldmatrix``: four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8."""
     text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
     return asm(text, [Int32] * 4, [address])
+
+
+def store_shared(address: Int32, word: Int32) -> None:
+    asm("st.shared.b32 [$0], $1;", [], [address, word])
 
 
 def store_shared_f32(address: Int32, value: Float32) -> None:

@@ -93,6 +93,7 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        token_scale: None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
@@ -108,7 +109,7 @@ class MixedGemm:
         ctas = m_tiles * cute.ceil_div(n_blocks, v.row_blocks)
         if const_expr(v.stream):
             ctas = cutlass.min(ctas * cute.ceil_div(x.shape[1], c.tile_k), max_ctas)
-        self.kernel(x, weight, out, alpha, bias, residual, starts, ends, partials, flags).launch(
+        self.kernel(x, weight, out, alpha, bias, residual, token_scale, starts, ends, partials, flags).launch(
             grid=[ctas, 1, 1],
             block=[v.threads, 1, 1],
             min_blocks_per_mp=v.occupancy,
@@ -125,13 +126,14 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        token_scale: None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual)
+        extras = (alpha, bias, residual, token_scale)
         smem = cutlass.memory.SmemAllocator()
         ring = shared_address(smem.allocate_array(Int32, v.stages * v.stage_bytes // 4, byte_alignment=128))
         m_tiles, n_blocks, slots = (
@@ -322,11 +324,11 @@ class MixedGemm:
         for step in range(4):
             group, rest = divmod(step, 4 // self.groups)
             if rest == 0:
-                prepared = [self.decoder.prepare(s) for s in scales(group)]
+                prepared = [self.decoder.prepare(s, Int32(0)) for s in scales(group)]
             if v.token_blocks > 1 or step % 2 == 0:
                 fragments = self.read_x(x_address, step)
             for u in range(v.units):
-                a = self.decoder.decode(words[u][step], prepared[u])
+                a = self.decoder.decode((words[u][step],), prepared[u])
                 for t in range(v.token_blocks):
                     b = fragments[t] if v.token_blocks > 1 else fragments[step % 2]
                     sums = mma_m16n8k16(v.kind, [acc[i, t, u] for i in range(4)], a, b)

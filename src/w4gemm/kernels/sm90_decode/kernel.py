@@ -78,6 +78,7 @@ class Decode:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        token_scale: None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: None,
@@ -85,7 +86,7 @@ class Decode:
         max_clusters: Int32,
         stream: Any,
     ):
-        """As MixedGemm.__call__ of sm90_mixed_gemm, without a schedule that needs partials and flags."""
+        """As MixedGemm.__call__ of sm90_mixed_gemm, for 16-bit x, without a schedule that needs partials and flags."""
         v, c = self.v, self.v.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, 2 * v.slots * v.warps), order=(0, 1, 2))

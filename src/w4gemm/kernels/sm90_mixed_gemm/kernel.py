@@ -60,12 +60,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from w4gemm.kernels.device.decode import Decoder
+from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
     bulk_copy_multicast,
+    fma,
     load_shared,
     load_shared_cluster,
     shared_address,
@@ -77,7 +79,7 @@ from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.sm90 import MAX_EXPERTS
 from w4gemm.kernels.sm90_mixed_gemm.variant import CODE_BYTES, Variant
 
-_DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
+_DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16, "e4m3": cutlass.Float8E4M3FN}
 _EPILOGUE_BARRIER = 2  # named barriers from here on, one per consumer warpgroup
 _CONSUMER_BARRIER = 1
 _TURN_BARRIER = 6  # and 7
@@ -91,12 +93,16 @@ class MixedGemm:
     def __init__(self, variant: Variant):
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
-        formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
+        self.decoder = (
+            Fp8Decoder(variant.scale_kind, variant.zero)
+            if variant.kind == "e4m3"
+            else Decoder(variant.kind, variant.scale_kind, variant.zero)
+        )
+        formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector)
         self.epilogue = Epilogue(
             formula, variant.quads, variant.stored_tokens, variant.staging_tokens, variant.residuals_ahead
         )
-        self.chunks = variant.config.tile_k // 64  # steps of 64 along k in one slot
+        self.chunks = variant.config.tile_k // variant.chunk_k  # steps of 128 bytes of x along k in one slot
         self.experts = Groups(variant.config.tile_m)
         self.stream_sum = StreamSum(variant.config.tile_m, variant.row_groups)
         self.slots_per_block = 2 if variant.halves else 1
@@ -104,6 +110,7 @@ class MixedGemm:
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
         # what a thread holds of a block, or of half a block, in registers: code words, and scales of so many groups
         self.part_k = 64 if variant.halves else 128
+        self.part_chunks = self.part_k // variant.chunk_k
         self.code_words = self.part_k // 16
         self.groups = max(1, self.part_k // variant.scale_group)
 
@@ -116,6 +123,7 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        token_scale: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
@@ -124,9 +132,9 @@ class MixedGemm:
         stream: Any,
     ):
         """x (m, k), weight int32 (n blocks, k blocks, words), out and residual (m, columns), alpha a number or (1),
-        bias (n). Grouped: weight with the n blocks of all experts in a row, bias (experts, n), starts and ends of the
-        experts' rows, int32 (experts). partials and flags, for schedule stream: see device/stream_k.py. max_clusters:
-        how many clusters of this kernel the device holds at once."""
+        bias (n), token_scale (m). Grouped: weight with the n blocks of all experts in a row, bias (experts, n), starts
+        and ends of the experts' rows, int32 (experts). partials and flags, for schedule stream: see
+        device/stream_k.py. max_clusters: how many clusters of this kernel the device holds at once."""
         c = self.v.config
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
@@ -135,18 +143,19 @@ class MixedGemm:
             OperandMajorMode.K,
             Float32,
             (self.v.row_groups, 1, 1),
-            tiler_mn=(64, c.tile_m),
+            tiler_mn=(64, c.tile_m // self.v.token_parts),
             a_source=warpgroup.OperandSource.RMEM,
         )
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, self.chunks * self.v.stages), order=(0, 1, 2))
+        x_layout = cute.tile_to_shape(atom, (c.tile_m, self.v.chunk_k, self.chunks * self.v.stages), order=(0, 1, 2))
         copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if c.cluster_n > 1 else cpasync.CopyBulkTensorTileG2SOp()
         # the same memory as the matrix operand sees, in boxes: x_layout with its tokens in parts
         box_layout = cute.tile_to_shape(
-            atom, (self.v.box_tokens, 64, self.v.boxes * self.chunks * self.v.stages), order=(0, 1, 2)
+            atom, (self.v.box_tokens, self.v.chunk_k, self.v.boxes * self.chunks * self.v.stages), order=(0, 1, 2)
         )
         box = cute.slice_(box_layout, (None, None, 0))
-        tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, (self.v.box_tokens, 64), num_multicast=c.cluster_n)
+        box_shape = (self.v.box_tokens, self.v.chunk_k)
+        tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, box_shape, num_multicast=c.cluster_n)
         experts = starts.shape[0] if const_expr(self.v.grouped) else 1
         m_tiles, n_tiles = self.tiles(x.shape[0], weight.shape[0] // experts)
         if const_expr(self.v.grouped):
@@ -156,7 +165,7 @@ class MixedGemm:
             clusters = clusters * weight.shape[1]  # a block of k for each CTA at least
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
-        extras, rows, parked = (alpha, bias, residual), (starts, ends), (partials, flags)
+        extras, rows, parked = (alpha, bias, residual, token_scale), (starts, ends), (partials, flags)
         self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, *extras, *rows, *parked).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
@@ -180,13 +189,14 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        token_scale: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual)
+        extras = (alpha, bias, residual, token_scale)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
@@ -202,6 +212,10 @@ class MixedGemm:
                 self.experts.fill(*groups)
         if const_expr(v.fold_bytes > 0):
             s_fold = smem.allocate_array(Int32, v.fold_bytes // 4, byte_alignment=128)
+        decode_table = Int32(0)
+        if const_expr(v.decode_table_bytes > 0):
+            decode_table = shared_address(smem.allocate_array(Int32, v.decode_table_bytes // 4, byte_alignment=16))
+            self.decoder.fill_table(decode_table, cute.arch.thread_idx()[0])
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(v.stages):
@@ -246,9 +260,8 @@ class MixedGemm:
         else:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(v.consumer_registers)
-            self.consume(
-                mma, ring, work, rank, out, extras, (partials, flags), groups, shared_address(s_staging), s_fold
-            )
+            memory = (shared_address(s_staging), s_fold, decode_table)
+            self.consume(mma, ring, work, rank, out, extras, (partials, flags), groups, memory)
 
     def tiles(self, m, row_blocks):
         """(tiles along m, along n) of the problem, each as large as a cluster."""
@@ -351,7 +364,7 @@ class MixedGemm:
 
     def partition(self, tma, tma_x, s_boxes, share):
         """The boxes of x in shared memory and, by (token box, chunk of k), in global memory."""
-        g_x = cute.local_tile(tma_x, (self.v.box_tokens, 64), (None, None))
+        g_x = cute.local_tile(tma_x, (self.v.box_tokens, self.v.chunk_k), (None, None))
         group, cluster = cute.group_modes, cute.make_layout(self.v.config.cluster_n)
         return cpasync.tma_partition(tma, share, cluster, group(s_boxes, 0, 2), group(g_x, 0, 2))
 
@@ -409,8 +422,10 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------ consumers
 
     @cute.jit
-    def consume(self, mma, ring, work, rank, out, extras, parked, groups, s_staging, s_fold):
+    def consume(self, mma, ring, work, rank, out, extras, parked, groups, memory):
+        """memory: staging, k sets' sums, the decoder's table."""
         v, c = self.v, self.v.config
+        s_staging, s_fold, decode_table = memory
         full, empty, s_x, _ = ring
         m_tiles, n_tiles, slots = work[2], work[3], work[5]
         thread = cute.arch.thread_idx()[0]
@@ -420,17 +435,23 @@ class MixedGemm:
             k_set, turn = Int32(0), k_set
         thread = thread % (128 * v.row_groups)
         thr = mma.get_slice(thread)
-        x_fragments = mma.make_fragment_B(thr.partition_B(s_x))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((c.tile_n, c.tile_m)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        fragment = cute.make_rmem_tensor(thr.partition_shape_A((c.tile_n, 128)), self.dtype)
+        x_fragments = self.x_operands(mma, thr, s_x)
+        fragment = cute.make_rmem_tensor(thr.partition_shape_A((c.tile_n, 2 * v.chunk_k)), self.dtype)
         packed = cute.make_rmem_tensor((self.code_words + self.groups * self.decoder.words_per_scale,), Int32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(0)
         rank_m, rank_n = self.place_in_cluster(rank)
         who = (wg, k_set, t, rank)
-        operands = (acc, fragment, x_fragments, packed)
+        operands = (acc, fragment, x_fragments[0], packed, decode_table)
+        sums = []
+        if const_expr(v.promoted):  # two sets: what is being added up of a group, and its scales of rows g and g + 8
+            shape = thr.partition_shape_C((c.tile_n, c.tile_m // v.token_parts))
+            sums = [(cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32)) for _ in range(2)]
+            sums.append(cute.make_rmem_tensor((2 * self.groups,), Float32))  # scales of the chunk that was decoded
+            operands = (flat, fragment, x_fragments, packed, decode_table)
         if const_expr(v.turns > 1):
             # A warpgroup must not wait for a slot more than one round ahead, whose parity looks like one that is past:
             # it starts a tile when the other has seen all slots of the tile before.
@@ -450,7 +471,10 @@ class MixedGemm:
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
                 cute.arch.mbarrier_wait(full + stage, phase)
-                self.load_part(packed, ring, stage, 0, who)
+                if const_expr(v.promoted):
+                    self.begin_groups(operands, ring, sums, stage, who)
+                else:
+                    self.load_part(packed, ring, stage, 0, who)
             # a step takes fragments of both sets, so that their registers alternate: a slot, or two of halves
             for i in cutlass.range(slots // self.slots_per_block, unroll=1):
                 for part in cutlass.range_constexpr(self.slots_per_block):
@@ -461,12 +485,16 @@ class MixedGemm:
                         phase = phase ^ 1
                     done = i * self.slots_per_block + part
                     state = (current, stage, phase, done > 0, done + 1 < slots)
-                    self.multiply_slot(mma, ring, operands, state, who, part)
+                    if const_expr(v.promoted):
+                        self.multiply_groups(mma, ring, operands, sums, state, who)
+                    else:
+                        self.multiply_slot(mma, ring, operands, state, who, part)
             if const_expr(v.turns > 1):
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
-            warpgroup.wait_group(0)
-            if slots > 0:
-                self.release(empty, (stage + v.stages - 1) % v.stages, rank)
+            if const_expr(not v.promoted):
+                warpgroup.wait_group(0)
+                if slots > 0:
+                    self.release(empty, (stage + v.stages - 1) % v.stages, rank)
             own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
             if const_expr(v.k_sets > 1):
                 self.fold(flat, shared_address(s_fold), k_set, thread)
@@ -486,6 +514,13 @@ class MixedGemm:
             else:
                 if k_set == 0:
                     self.finish(flat, own_out, own_extras, place, s_staging, wg)
+
+    def x_operands(self, mma, thr, s_x):
+        """x as operand B, by parts of the tokens."""
+        v = self.v
+        part = (v.config.tile_m // v.token_parts, v.chunk_k)
+        tiles = [cute.local_tile(s_x, part, (i, 0, None)) for i in range(v.token_parts)]
+        return [mma.make_fragment_B(thr.partition_B(t)) for t in tiles]
 
     def store_place(self, tile, out, extras, groups):
         """Where a tile goes: out and extras of its expert, and its first token and feature. Grouped, it is found anew
@@ -588,19 +623,18 @@ class MixedGemm:
         the first step takes."""
         v = self.v
         full, empty, _, _ = ring
-        acc, fragment, x_fragments, packed = operands
+        acc, fragment, x_fragments, packed, table = operands
         stage, next_stage, next_phase, has_previous, has_next = state
         k_set, rank = who[1], who[3]
         registers = cute.recast_tensor(fragment, Int32)
-        blocks = v.blocks // v.k_sets
         chunks = self.chunks // v.k_sets
         x_chunk = stage * self.chunks + k_set * chunks
         for chunk in cutlass.range_constexpr(chunks):
             fragments = (first_set + chunk) % 2
-            half = chunk * 64 % self.part_k // 64
-            self.decode_chunk(packed, registers, half, fragments)
-            if const_expr(half == 1 and chunk < 2 * blocks - 1):
-                self.load_part(packed, ring, stage, chunk // 2 + 1, who)
+            piece = chunk % self.part_chunks
+            self.decode_chunk(packed, registers, piece, fragments, table)
+            if const_expr(piece == self.part_chunks - 1 and chunk < chunks - 1):
+                self.load_part(packed, ring, stage, chunk // self.part_chunks + 1, who)
             warpgroup.fence()
             for step in cutlass.range_constexpr(4):
                 cute.gemm(
@@ -620,6 +654,75 @@ class MixedGemm:
                 if has_previous:
                     self.release(empty, (stage + v.stages - 1) % v.stages, rank)
 
+    @cute.jit
+    def multiply_groups(self, mma, ring, operands, sums, state, who):
+        """acc += this slot's weights @ x.T, as far as this k set does it, with scales that are applied to the sums of a
+        group. ``begin_groups`` has been there. A unit of work is a group and a part of the tokens; two sets of sums
+        take turns, so that one unit is multiplied while the one before is scaled and added to acc, and the next chunk
+        decoded. Nothing is in flight at the end: ptxas would serialize all of it."""
+        v = self.v
+        full, empty, _, _ = ring
+        acc, fragment, x_fragments, packed, _ = operands
+        stage, next_stage, next_phase, _, has_next = state
+        k_set, rank = who[1], who[3]
+        chunks, steps = self.chunks // v.k_sets, 4 // self.groups
+        x_chunk = stage * self.chunks + k_set * chunks
+        units = chunks * self.groups * v.token_parts
+        for unit in cutlass.range_constexpr(units):
+            chunk, rest = divmod(unit, self.groups * v.token_parts)
+            group, part = divmod(rest, v.token_parts)
+            group_sums = sums[unit % 2][0]
+            warpgroup.fence()
+            for step in cutlass.range_constexpr(group * steps, (group + 1) * steps):
+                mma.set(warpgroup.Field.ACCUMULATE, step > group * steps)
+                cute.gemm(
+                    mma,
+                    group_sums,
+                    fragment[(None, None, chunk % 2 * 4 + step)],
+                    x_fragments[part][(None, None, step, x_chunk + chunk)],
+                    group_sums,
+                )
+            warpgroup.commit_group()
+            if const_expr(unit > 0):
+                warpgroup.wait_group(1)
+                self.promote(acc, sums, unit - 1)
+            for row in cutlass.range_constexpr(2):
+                sums[unit % 2][1][row] = sums[2][2 * group + row]
+            if const_expr(rest == self.groups * v.token_parts - 1 and chunk < chunks - 1):
+                self.decode_group(operands, sums[2], (chunk + 1) % 2)
+                if const_expr(chunk + 2 < chunks):
+                    self.load_part(packed, ring, stage, chunk + 2, who)
+        if has_next:
+            cute.arch.mbarrier_wait(full + next_stage, next_phase)
+            self.begin_groups(operands, ring, sums, next_stage, who)
+        warpgroup.wait_group(0)
+        self.promote(acc, sums, units - 1)
+        self.release(empty, stage, rank)
+
+    @cute.jit
+    def begin_groups(self, operands, ring, sums, stage, who):
+        """Decode a slot's first chunk, and bring its second into registers."""
+        self.load_part(operands[3], ring, stage, 0, who)
+        self.decode_group(operands, sums[2], 0)
+        self.load_part(operands[3], ring, stage, 1, who)
+
+    def decode_group(self, operands, scales, fragments):
+        """What is packed into a set of fragment registers, and its scales, of rows g and g + 8 of each group."""
+        _, fragment, _, packed, table = operands
+        self.decode_chunk(packed, cute.recast_tensor(fragment, Int32), 0, fragments, table)
+        for group in range(self.groups):
+            first = self.code_words + group * self.decoder.words_per_scale
+            for row, scale in enumerate(self.decoder.scales((packed[first],))):
+                scales[2 * group + row] = scale
+
+    def promote(self, acc, sums, unit):
+        """acc += what a unit of work summed up, by the scales of rows g and g + 8."""
+        group_sums, factors = sums[unit % 2]
+        flat = cute.make_tensor(group_sums.iterator, cute.make_layout(cute.size(group_sums)))
+        first = unit % self.v.token_parts * cute.size(flat)
+        for i in range(cute.size(flat)):
+            acc[first + i] = fma(flat[i], factors[i // 2 % 2], acc[first + i])
+
     def load_part(self, packed, ring, stage, block, who):
         """One of this k set's packed blocks, or half a block, into registers: code words, then scale words."""
         v = self.v
@@ -636,16 +739,19 @@ class MixedGemm:
         for i, word in enumerate(words):
             packed[i] = word
 
-    def decode_chunk(self, packed, registers, half, fragments):
-        """Half a packed block, 64 columns, into one of the two sets of fragment registers. half: of what is packed."""
-        width = self.decoder.words_per_scale
+    def decode_chunk(self, packed, registers, piece, fragments, table):
+        """A chunk of what is packed, 128 bytes of x long, into one of the two sets of fragment registers."""
+        width, words = self.decoder.words_per_scale, self.decoder.words_per_step
         prepared: Any = None
+        step_k = self.v.chunk_k // 4
         for step in range(4):
-            group, rest = divmod(half * 64 + step * 16, self.v.scale_group)
+            group, rest = divmod(piece * self.v.chunk_k + step * step_k, self.v.scale_group)
             if step == 0 or rest == 0:
                 first = self.code_words + group * width
-                prepared = self.decoder.prepare(tuple(packed[first + i] for i in range(width)))
-            for r, value in enumerate(self.decoder.decode(packed[half * 4 + step], prepared)):
+                prepared = self.decoder.prepare(tuple(packed[first + i] for i in range(width)), table)
+            first = (piece * 4 + step) * words
+            values = self.decoder.decode(tuple(packed[first + i] for i in range(words)), prepared)
+            for r, value in enumerate(values):
                 registers[(0, r % 2, r // 2), 0, fragments * 4 + step] = value
 
     @cute.jit

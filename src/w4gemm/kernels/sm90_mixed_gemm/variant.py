@@ -5,17 +5,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from w4gemm.kernels import sm90
+from w4gemm.kernels.device.decode_table import TABLE_BYTES
 from w4gemm.kernels.device.staging import QUADS_BYTES, ROW_BYTES
 
 CODE_BYTES = 4096
 """Of a 64 x 128 block; its scales follow."""
 
 _BARRIERS_AND_ALIGNMENT = 1536
+_OTHER_REGISTERS = 77
+"""Besides accumulators: fragments, what is packed, addresses."""
 _RESERVED = 1024  # shared memory that the system takes for each CTA
 
 
 @dataclass(frozen=True)
 class Variant(sm90.Variant):
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of x."""
+        return 1 if self.kind == "e4m3" else 2
+
+    @property
+    def chunk_k(self) -> int:
+        """Elements along k of 128 bytes of x: what is decoded and multiplied at a time."""
+        return 128 // self.itemsize
+
+    @property
+    def promoted(self) -> bool:
+        """Whether scales are applied to the sums of each group, not to its weights."""
+        return self.kind == "e4m3"
+
+    @property
+    def token_parts(self) -> int:
+        """Parts of the tokens that are multiplied in turn, where scales are applied to sums: two sets of sums of such a
+        part must fit the registers beside the accumulators."""
+        if not self.promoted:
+            return 1
+        registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
+        room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
+        return next(parts for parts in (1, 2, 4, 8) if self.config.tile_m // parts <= max(room, 8))
+
+    @property
+    def decode_table_bytes(self) -> int:
+        return TABLE_BYTES if self.kind == "e4m3" and self.zero != "none" else 0
+
     @property
     def row_groups(self) -> int:
         """Consumer warpgroups along the rows of the weight tile, 64 each."""
@@ -26,6 +58,8 @@ class Variant(sm90.Variant):
         """Sets of consumer warpgroups that share the k blocks of a slot: as many as there are registers for, since with
         few tokens one set alone does not keep the tensor cores busy while it decodes."""
         limit = 4 if self.occupancy == 1 and self.config.tile_m <= 64 else 2
+        if self.promoted:  # the two sets of fragment registers take turns within a slot
+            return min(self.blocks // 2, max(1, limit // self.row_groups))
         return min(self.blocks, max(1, limit // self.row_groups)) if self.config.tile_m <= 128 else 1
 
     @property
@@ -103,7 +137,7 @@ class Variant(sm90.Variant):
 
     @property
     def x_bytes(self) -> int:
-        return self.config.tile_m * self.config.tile_k * 2
+        return self.config.tile_m * self.config.tile_k * self.itemsize
 
     @property
     def box_tokens(self) -> int:
@@ -166,6 +200,7 @@ class Variant(sm90.Variant):
     def stages(self) -> int:
         room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
         room -= self.staging_buffers * self.staging_bytes + self.fold_bytes + self.table_bytes
+        room -= self.decode_table_bytes
         fit = min(8, room // self.stage_bytes)
         return min(self.config.stages, fit) if self.config.stages else fit
 
@@ -173,7 +208,7 @@ class Variant(sm90.Variant):
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, alignment included."""
         staging = self.staging_buffers * self.staging_bytes
-        return self.stages * self.stage_bytes + staging + _BARRIERS_AND_ALIGNMENT
+        return self.stages * self.stage_bytes + staging + self.decode_table_bytes + _BARRIERS_AND_ALIGNMENT
 
     @property
     def consumer_registers(self) -> int:

@@ -1,0 +1,86 @@
+"""Measure the quantization of activations: ``python -m bench.activations --tokens 1,16 --k 4096,8192``.
+
+For every m, k and front (nothing, RMSNorm, silu_mul): ``quantize_activations``, the kernel with other numbers of chunks
+a thread, and PyTorch's operators. By CUDA graph, over copies of x that rotate: with few tokens they are in L2, as what
+the kernel before has just written is; with many they are larger. Rows go to bench/results/activations.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import w4gemm
+from w4gemm import GemmConfig, WeightFormat
+from w4gemm.activations import in_pytorch
+from w4gemm.jit import compiled
+from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.problem import Device, GemmProblem
+from w4gemm.tuning import record
+from w4gemm.tuning.roofline import RATES
+from w4gemm.tuning.timing import time_graphs
+
+RESULTS = Path(__file__).parent / "results/activations.jsonl"
+FRONTS = ("", "rms", "silu_mul")
+_ROTATED_BYTES = 120e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m bench.activations", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--tokens", default="1,16,256,4096", help="(default: %(default)s)")
+    parser.add_argument("--k", default="4096,8192,28672", help="(default: %(default)s)")
+    parser.add_argument("--chunks", default="2,8", help="a thread, besides our own choice (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    args = parser.parse_args()
+    facts = record.facts()
+    chunks = [int(c) for c in args.chunks.split(",")] if args.chunks else []
+    sizes = itertools.product(map(int, args.tokens.split(",")), map(int, args.k.split(",")), FRONTS)
+    for m, k, front in sizes:
+        common = {"kind": "time", "run": record.run_name(facts), "work": "quantize_activations", "m": m, "k": k}
+        common |= {"front": front, "dtype": "bfloat16"}
+        rows = measure(m, k, front, chunks)
+        record.append(args.out, *(common | row | facts for row in rows))
+        moved = m * k * (2 * (2 if front == "silu_mul" else 1) + 1) + 4 * m
+        least = moved / RATES["NVIDIA H200"][0]
+        times = ", ".join(f"{row['impl']} {row['config']} {row['us_p50']}" for row in rows)
+        print(f"m {m}, k {k}, {front or 'plain'}: bytes {least:.1f} us; {times}", flush=True)
+
+
+def measure(m: int, k: int, front: str, chunks: list[int]) -> list[dict]:
+    """A row for each implementation."""
+    columns = 2 * k if front == "silu_mul" else k
+    copies = max(2, min(64, math.ceil(_ROTATED_BYTES / (m * columns * 2))))
+    xs = [torch.randn(m, columns, device="cuda").bfloat16() for _ in range(copies)]
+    weight = torch.randn(k, device="cuda").bfloat16() if front == "rms" else None
+    gated = front == "silu_mul"
+    default = ActivationQuantize(front, True)
+    runs = [("w4gemm", default, lambda x: w4gemm.quantize_activations(x, norm_weight=weight, silu_mul=gated))]
+    for count in chunks:
+        kernel = ActivationQuantize(front, True, count)
+        if kernel.takes(k) and kernel.shape(k) != default.shape(k):
+            runs.append(("w4gemm_config", kernel, launch(kernel, m, k, weight)))
+    runs.append(("torch", None, lambda x: in_pytorch(x, weight, 1e-6, gated)))
+    graphs = [[lambda run=run, x=x: run(x) for x in xs] for *_, run in runs]
+    rows = []
+    for (name, kernel, _), t in zip(runs, time_graphs(graphs, replays=9 if m <= 256 else 5), strict=True):
+        config = "{}x{}".format(*kernel.shape(k)) if kernel else ""
+        rows.append({"impl": name, "config": config, "us_p20": t.p20, "us_p50": t.p50, "us_p80": t.p80})
+    return [{key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
+
+
+def launch(kernel: ActivationQuantize, m: int, k: int, weight: torch.Tensor | None) -> Callable[[torch.Tensor], object]:
+    problem = GemmProblem(1, k, k, torch.bfloat16, WeightFormat(), "sm90", device=Device.of("cuda"))
+    function = compiled(kernel, problem, GemmConfig(1, 1, 1))
+    assert function is not None
+    x8 = torch.empty((m, k), dtype=torch.uint8, device="cuda")
+    scale = torch.empty(m, device="cuda")
+    return lambda x: function(x, weight, x8, scale, 1e-6)
+
+
+if __name__ == "__main__":
+    main()

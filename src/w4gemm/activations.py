@@ -1,0 +1,184 @@
+"""Activations in 8 bits, a scale for each token: :func:`quantize_activations`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from w4gemm.config import GemmConfig
+from w4gemm.formats import WeightFormat
+from w4gemm.jit import compiled
+from w4gemm.kernels import on_hopper
+from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
+from w4gemm.ops import _is_dual, _needs_dispatcher
+from w4gemm.problem import Device, GemmProblem
+from w4gemm.weight import kind_of
+
+_HALVES = (torch.float16, torch.bfloat16)
+_DTYPES = {"cpu": (*_HALVES, torch.float32)}
+_Quantized = tuple[torch.Tensor, torch.Tensor]
+
+
+def quantize_activations(
+    x: torch.Tensor, *, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, silu_mul: bool = False
+) -> _Quantized:
+    """Each row of x as float8_e4m3fn and a scale, in one pass over x; of its RMSNorm or silu(gate) * up, if asked for.
+
+    Of a row y, in float32: top = max of abs(y), token_scale = top / 448, x8 = y * (448 / top) rounded to the nearest,
+    ties to even; every operation is rounded once. A row of zeros has scale 1, and magnitudes below 2**-100 count as
+    2**-100. What is not finite stays visible: with a NaN, a row and its scale are NaN; else with an infinity its scale
+    is infinite, the infinities are NaN and the rest zeros, so that a product with it is NaN.
+
+    y is x; or what is asked for, computed in float32 and **rounded to x's dtype once**:
+
+    - RMSNorm: (x / sqrt(sum of x**2 / k + eps)) * norm_weight. Llama's in transformers rounds before the weight too.
+    - silu(gate) * up for x = (gate, up) side by side, gate first, as a merged gate_up projection gives them. (With
+      rows in pairs, as ``QuantizedWeight.interleave`` has them, ``linear(..., activation="silu_mul")`` does it.)
+
+    On Hopper one kernel does it, else PyTorch's operators. Of x alone both give the same bits, but for the sign of a
+    NaN; after an RMSNorm the order of its sum differs, after silu the exponential does, in the last bits of float32. A
+    row's bits do not depend on the other rows.
+
+    Args:
+        x: (..., k) or, with ``silu_mul``, (..., 2 k), float16 or bfloat16; on the CPU also float32. Any strides; those
+            of rows cost nothing. The kernel is fast where k and the distance of rows are multiples of 8 and x is
+            aligned to 16 bytes; there it takes k up to 65,536 (57,344 with silu_mul, 32,768 with RMSNorm), elsewhere up
+            to 32,768. Longer rows are PyTorch's.
+        norm_weight: (k) of x's dtype and contiguous, or None for no RMSNorm.
+        eps: of the RMSNorm.
+        silu_mul: whether x holds gates and ups.
+
+    Returns:
+        x8 float8_e4m3fn (..., k), contiguous, and token_scale float32 (...): x8 * token_scale[..., None] is about y.
+        There are no gradients.
+
+    Raises:
+        TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
+        NotImplementedError: where a gradient would be needed.
+    """
+    k = _check(x, norm_weight, eps, silu_mul)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if _needs_dispatcher(x, (None, None, None)):
+        x8, scale = torch.ops.w4gemm.quantize_activations(rows, norm_weight, eps, silu_mul)
+    else:
+        x8, scale = _quantize(rows, norm_weight, eps, silu_mul)
+    return (x8, scale) if x.dim() == 2 else (x8.view(*x.shape[:-1], k), scale.view(x.shape[:-1]))
+
+
+def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> int:
+    """Refuse what cannot be quantized; gives k."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
+    dtypes = _DTYPES.get(x.device.type, _HALVES)
+    if x.dtype not in dtypes:
+        raise TypeError(f"x: wanted {' or '.join(map(str, dtypes))} on {x.device.type}, got {x.dtype}")
+    if not isinstance(silu_mul, bool):
+        raise TypeError(f"silu_mul: wanted a bool, got {type(silu_mul).__name__} {silu_mul!r}")
+    if silu_mul and norm_weight is not None:
+        raise ValueError("norm_weight, silu_mul: wanted one of them, got both")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: wanted shape (..., k) with k at least 1, got {tuple(x.shape)}")
+    if silu_mul and x.shape[-1] % 2:
+        raise ValueError(f"x: wanted shape (..., 2 k) with silu_mul, k gates and k ups, got {tuple(x.shape)}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: wanted a number, got {type(eps).__name__}")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps: wanted a finite number of at least 0, got {eps}")
+    if norm_weight is not None:
+        _check_norm_weight(norm_weight, x)
+    for name, t in (("x", x), ("norm_weight", norm_weight)):
+        tracked = t is not None and torch.is_grad_enabled() and t.requires_grad
+        if tracked or (not torch.compiler.is_compiling() and _is_dual(t)):
+            raise NotImplementedError(
+                f"{name}: gradients of quantize_activations are not implemented; call it under no_grad"
+            )
+    return x.shape[-1] // 2 if silu_mul else x.shape[-1]
+
+
+def _check_norm_weight(norm_weight: torch.Tensor, x: torch.Tensor) -> None:
+    shape = (x.shape[-1],)
+    if not isinstance(norm_weight, torch.Tensor) or norm_weight.dtype != x.dtype:
+        raise TypeError(f"norm_weight: wanted {x.dtype} (k) like x or None, got {kind_of(norm_weight)}")
+    if norm_weight.shape != shape or not norm_weight.is_contiguous():
+        came = f"{tuple(norm_weight.shape)}, strides {norm_weight.stride()}"
+        raise ValueError(f"norm_weight: wanted it contiguous of shape {shape}, k of x, got {came}")
+    if norm_weight.device != x.device:
+        raise ValueError(f"norm_weight: wanted x's device {x.device}, got {norm_weight.device}")
+
+
+def _quantize(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:
+    """x (m, columns), by the kernel where it runs, else by PyTorch."""
+    (m, k), device = x.shape, x.device
+    if device.type != "cuda":
+        return in_pytorch(x, norm_weight, eps, silu_mul)
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _quantize(x, norm_weight, eps, silu_mul)
+    if silu_mul:
+        k //= 2
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    front = "silu_mul" if silu_mul else "" if norm_weight is None else "rms"
+    function = _launcher(ActivationQuantize(front, ActivationQuantize.aligned(x, norm_weight, k)), k, x.dtype, device)
+    if function is None:
+        return in_pytorch(x, norm_weight, eps, silu_mul)
+    x8 = torch.empty((m, k), dtype=torch.uint8, device=device)
+    scale = torch.empty(m, dtype=torch.float32, device=device)
+    if m:
+        function(x, norm_weight, x8, scale, eps)
+    return x8.view(torch.float8_e4m3fn), scale
+
+
+@functools.lru_cache(maxsize=1024)
+def _launcher(
+    kernel: ActivationQuantize, k: int, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Any] | None:
+    """The compiled kernel; None where it does not run."""
+    problem = GemmProblem(1, k, k, dtype, WeightFormat(), "sm90", device=Device.of(device))
+    if not kernel.takes(k) or not on_hopper(problem):
+        return None
+    return compiled(kernel, problem, GemmConfig(1, 1, 1))
+
+
+def in_pytorch(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:
+    """What the kernel does to x (m, columns), in the same order of roundings.
+
+    Divisors are tensors, since PyTorch multiplies with the reciprocal of a number.
+    """
+    y = x.float()
+    if silu_mul:
+        gate, up = y.chunk(2, dim=1)
+        y = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
+    elif norm_weight is not None:
+        total = y.square().sum(1, keepdim=True)
+        root = (total / torch.full_like(total, y.shape[1]) + eps).sqrt()
+        y = (y * (torch.ones_like(root) / root) * norm_weight.float()).to(x.dtype).float()
+    top = y.abs().amax(1, keepdim=True)
+    counted, largest = top.clamp(min=SMALLEST), torch.full_like(top, LARGEST)
+    x8 = (y * (largest / counted)).to(torch.float8_e4m3fn)
+    return x8, torch.where(top == 0, 1.0, counted / largest).squeeze(1)
+
+
+# --- the operator --------------------------------------------------------------------------------------------------
+
+torch.library.define(
+    "w4gemm::quantize_activations", "(Tensor x, Tensor? norm_weight, float eps, bool silu_mul) -> (Tensor, Tensor)"
+)
+torch.library.impl("w4gemm::quantize_activations", ("cpu", "cuda"))(_quantize)
+
+
+@torch.library.register_fake("w4gemm::quantize_activations")
+def _fake(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:
+    m, columns = x.shape
+    x8 = x.new_empty((m, columns // 2 if silu_mul else columns), dtype=torch.float8_e4m3fn)
+    return x8, x.new_empty(m, dtype=torch.float32)
+
+
+def _backward(ctx: Any, *grads: torch.Tensor) -> None:
+    raise NotImplementedError("x: gradients of quantize_activations are not implemented; call it under no_grad")
+
+
+torch.library.register_autograd("w4gemm::quantize_activations", _backward)

@@ -1,0 +1,198 @@
+"""x8[i, :] = e4m3(y[i, :] * (448 / top)), scales[i] = top / 448, top = max of abs(y[i, :]), for 16-bit x (m, columns).
+
+y is x itself; "rms": x / sqrt(mean(x**2) + eps) * weight; "silu_mul": silu(x[:, :k]) * x[:, k:]; the last two in
+float32, rounded once to x's dtype. ``w4gemm.activations`` has the same in PyTorch, in the same order of roundings.
+
+A CTA takes one row. A thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart: it requests all of them
+before it uses the first, and keeps y in registers, two columns a word. Bits without their sign are ordered like the
+numbers, infinity above all and NaN above that, so the top is a maximum of 16-bit integers: two at a time in a thread,
+one ``redux`` in a warp, and one more over the warps' after the row's one barrier. "rms" has another barrier before, for
+the sum of squares, which is added in an order that depends on k alone.
+
+Every access is of eight columns; where k or an address does not allow that (``wide`` False), of one.
+
+Programmatic dependent launch: the norm's weight is requested before ``griddepcontrol.wait``, and the product that
+follows requests its weights meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from w4gemm.kernels.device.formula import silu
+from w4gemm.kernels.device.ptx import (
+    copies_wait,
+    copy_async_if,
+    divide,
+    fma,
+    load_global,
+    load_global_half,
+    load_shared,
+    maximum,
+    maximum_halves,
+    pack_e4m3,
+    pack_half2,
+    shared_address,
+    square_root,
+    store_global,
+    store_global_byte,
+    to_float,
+    warp_maximum,
+)
+
+_MAGNITUDES = 0x7FFF7FFF
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """The kernel for x of ``kind`` "f16" or "bf16" and rows of at most 8 * threads * chunks columns.
+
+    ``front``: "", "rms" or "silu_mul". ``staged_bytes``: of shared memory for x's row, of a wide silu_mul.
+    ``largest`` is e4m3's largest number, ``smallest`` what a smaller top counts as.
+    """
+
+    kind: str
+    front: str
+    wide: bool
+    threads: int
+    chunks: int
+    staged_bytes: int
+    largest: float
+    smallest: float
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor | None,
+        x8: cute.Tensor,
+        scales: cute.Tensor,
+        eps: Float32,
+        stream: Any,
+    ):
+        """x (m, k), of silu_mul (m, 2 k); weight (k), of rms; x8 as bytes (m, k), contiguous; scales float32 (m)."""
+        self.kernel(x, weight, x8, scales, eps).launch(
+            grid=[x8.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, weight: cute.Tensor | None, x8: cute.Tensor, scales: cute.Tensor, eps: Float32):
+        thread, row, k = cute.arch.thread_idx()[0], Int64(cute.arch.block_idx()[0]), x8.shape[1]
+        smem = cutlass.memory.SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout(32))
+        tops = smem.allocate_tensor(Int32, cute.make_layout(32))
+        columns = [(thread + i * self.threads) * 8 for i in range(self.chunks)]
+        factors = []
+        if cutlass.const_expr(self.front == "rms"):
+            factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        source = x.iterator.toint() + row * x.stride[0] * 2
+        if cutlass.const_expr(self.front == "silu_mul"):
+            y = self.gated_row(source, columns, k, smem)
+        else:
+            y = [self.load(source, column, k) for column in columns]
+        if cutlass.const_expr(self.front == "rms"):
+            mean = divide(self.sum_of_squares(y, sums, thread), Float32(k))
+            scale = divide(Float32(1.0), square_root(mean + eps))
+            for i in cutlass.range_constexpr(self.chunks):
+                y[i] = self.normed(y[i], scale, factors[i])
+        top = self.top(y, tops, thread)
+        counted, largest = maximum(top, Float32(self.smallest)), Float32(self.largest)
+        if thread == 0:
+            scales[row] = divide(counted, largest) if top != Float32(0.0) else Float32(1.0)
+        factor = divide(largest, counted)
+        target = x8.iterator.toint() + row * k
+        for i in cutlass.range_constexpr(self.chunks):
+            values = [value * factor for value in self.floats(y[i])]
+            self.store(target + columns[i], [pack_e4m3(values[:4]), pack_e4m3(values[4:])], columns[i], k)
+
+    def load(self, row: Int64, column: Int32, k: Int32) -> list[Int32]:
+        """Eight columns in four words, 0 past the last one."""
+        address = row + Int64(column) * 2
+        if self.wide:
+            return load_global(address, 4, column < k)
+        halves = [load_global_half(address + 2 * i, column + i < k) for i in range(8)]
+        return [low | (high << 16) for low, high in zip(halves[::2], halves[1::2], strict=True)]
+
+    def store(self, address: Int64, words: list[Int32], column: Int32, k: Int32) -> None:
+        """Eight bytes, as far as they exist."""
+        if self.wide:
+            store_global(address, words, column < k)
+            return
+        for i in range(8):
+            store_global_byte(address + i, words[i // 4] >> (8 * (i % 4)), column + i < k)
+
+    def floats(self, words: Sequence[Int32]) -> list[Float32]:
+        return [to_float(self.kind, word, high) for word in words for high in (False, True)]
+
+    def halves(self, values: list[Float32]) -> list[Int32]:
+        return [pack_half2(self.kind, values[i], values[i + 1]) for i in range(0, 8, 2)]
+
+    def gated_row(self, source: Int64, columns: list[Int32], k: Int32, smem: Any) -> list[list[Int32]]:
+        """Through shared memory, where each thread reads what it copied itself: loads to registers would wait for each
+        other, since ptxas saves registers there."""
+        up = source + Int64(k) * 2
+        if not self.wide:
+            return [self.gated(self.load(source, column, k), self.load(up, column, k)) for column in columns]
+        words = smem.allocate_array(Int32, self.staged_bytes // 4, byte_alignment=16)
+        place, step = shared_address(words) + cute.arch.thread_idx()[0] * 16, self.threads * 16
+        for i, column in enumerate(columns):
+            copy_async_if(place + 2 * i * step, source + Int64(column) * 2, column < k)
+            copy_async_if(place + (2 * i + 1) * step, up + Int64(column) * 2, column < k)
+        copies_wait()
+        pairs = [[load_shared(place + (2 * i + j) * step, 4) for j in (0, 1)] for i in range(self.chunks)]
+        return [self.gated(*pair) for pair in pairs]
+
+    def gated(self, gates: Sequence[Int32], ups: Sequence[Int32]) -> list[Int32]:
+        pairs = zip(self.floats(gates), self.floats(ups), strict=True)
+        return self.halves([silu(gate) * up for gate, up in pairs])
+
+    def normed(self, words: list[Int32], scale: Float32, factors: list[Int32]) -> list[Int32]:
+        pairs = zip(self.floats(words), self.floats(factors), strict=True)
+        return self.halves([(value * scale) * factor for value, factor in pairs])
+
+    @cute.jit
+    def sum_of_squares(self, y: list, sums: cute.Tensor, thread: Int32):
+        """Over the CTA, the same bits in every thread."""
+        total = Float32(0.0)
+        for words in y:
+            for value in self.floats(words):
+                total = fma(value, value, total)
+        total = warp_sum(total)
+        if cutlass.const_expr(self.threads > 32):
+            lane = thread % 32
+            if lane == 0:
+                sums[thread // 32] = total
+            cute.arch.sync_threads()
+            total = warp_sum(sums[lane] if lane < self.threads // 32 else Float32(0.0))
+        return total
+
+    @cute.jit
+    def top(self, y: list, tops: cute.Tensor, thread: Int32):
+        """The largest magnitude of the CTA's, NaN if there is one, in every thread."""
+        both = Int32(0)
+        for words in y:
+            for word in words:
+                both = maximum_halves(both, word & _MAGNITUDES)
+        bits = warp_maximum(maximum_halves(both, both >> 16) & 0xFFFF)
+        if cutlass.const_expr(self.threads > 32):
+            lane = thread % 32
+            if lane == 0:
+                tops[thread // 32] = bits
+            cute.arch.sync_threads()
+            bits = warp_maximum(tops[lane] if lane < self.threads // 32 else Int32(0))
+        return to_float(self.kind, bits)
+
+
+def warp_sum(value: Float32) -> Float32:
+    """Over a warp: the same bits in every lane, since addition commutes."""
+    for offset in (16, 8, 4, 2, 1):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset)
+    return value

@@ -1,0 +1,89 @@
+"""From packed 4-bit codes to e4m3 elements of a WGMMA's operand A, in registers, as exact multiples of the scale.
+
+In e4m3 the bytes 0 .. 16 are 0 .. 16 times 2**-9: subnormals, the binade above them and one more number lie on one
+line. So the byte of 2 * v, for v = u - 8, is v's sign at bit 7 beside 2 * abs(v), and sums of such bytes are 2**-8
+times sums of v. The scale is applied to the float32 sums of a group, after the products.
+
+    without zero points   a code is 2 * t + s with v = t, or for s = 1 v = -1 - t; adding 129 * s to it gives the byte
+    integer zero points   the byte of 2 * (u - z) for all 16 codes is a row of a table in shared memory, 16 bytes for
+                          each z; prmt picks four of eight bytes, once from the lower half and once from the upper
+
+One code word (see layouts/sm90_fp8.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from w4gemm.kernels.device.decode_table import TABLE_BYTES
+from w4gemm.kernels.device.ptx import asm, half_to_float, load_shared, store_shared
+
+_UNIT = 256.0
+"""What sums of bytes are multiplied by to be sums of u - z."""
+
+
+@dataclass(frozen=True)
+class Fp8Decoder:
+    """Decodes to e4m3, with scales of ``scale_kind`` and zero points "none" or "int"."""
+
+    scale_kind: str
+    zero: str
+
+    words_per_step = 2
+    """Code words that feed one WGMMA: rows g and g + 8."""
+
+    @property
+    def words_per_scale(self) -> int:
+        return 1 if self.zero == "none" else 2
+
+    @cute.jit
+    def fill_table(self, table: Int32, thread: Int32):
+        """Four bytes of the table by each of 64 threads; a barrier must follow."""
+        if thread < TABLE_BYTES // 4:
+            z, word = thread // 4, Int32(0)
+            for i in cutlass.range_constexpr(4):
+                v = thread % 4 * 4 + i - z
+                size = cutlass.max(v, -v)
+                byte = cutlass.min(2 * size, size + 8)  # above 16 there is every second number
+                if v < 0:
+                    byte = byte | 0x80
+                word = word | (byte << (8 * i))
+            store_shared(table + thread * 4, word)
+
+    def prepare(self, words: tuple[Int32, ...], table: Int32) -> Any:
+        """Once a group: the table's rows of rows g and g + 8, None without zero points. words: of scale and zero."""
+        if self.zero == "none":
+            return None, None
+        low, high = words[1] & 0xFFFF, words[1] >> 16
+        return load_shared(table + low, 4), load_shared(table + high, 4)
+
+    def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+        """Of rows g and g + 8, what the sums of a group are multiplied by."""
+        return tuple(half_to_float(self.scale_kind, words[0], high) * Float32(_UNIT) for high in (False, True))
+
+    def decode(self, words: tuple[Int32, ...], prepared: Any) -> tuple[Int32, ...]:
+        """The four fragment registers of one WGMMA: rows g, g + 8, g, g + 8."""
+        rows = [_signed(w) if row is None else _picked(w, row) for w, row in zip(words, prepared, strict=True)]
+        return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
+
+
+def _signed(word: Int32) -> tuple[Int32, ...]:
+    pick = "and.b32 c, {0}, 0x0F0F0F0F; and.b32 s, {0}, 0x01010101; mad.lo.u32 {1}, s, 129, c; "
+    text = pick.format("$2", "$0") + "shr.u32 t, $2, 4; " + pick.format("t", "$1")
+    return asm(f"{{ .reg .b32 c, s, t; {text}}}", [Int32] * 2, [word], pure=True, early=True)
+
+
+def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
+    """Of a table's row the bytes 0 .. 7 by the codes' low bits, 8 .. 15 likewise, and of the two by the high bits."""
+    pick = (
+        "prmt.b32 low, $3, $4, {0}; prmt.b32 high, $5, $6, {0}; prmt.b32 mask, {1}, {1}, 0xBA98; "
+        "lop3.b32 {2}, mask, high, low, 0xCA; "
+    )
+    text = "and.b32 m, $2, 0x77777777; " + pick.format("m", "$2", "$0")
+    text += "shr.u32 m, m, 16; shl.b32 t, $2, 4; " + pick.format("m", "t", "$1")
+    return asm(f"{{ .reg .b32 m, t, low, high, mask; {text}}}", [Int32] * 2, [word, *row], pure=True, early=True)

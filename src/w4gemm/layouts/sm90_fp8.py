@@ -1,0 +1,87 @@
+"""The layout of the Hopper kernels for fp8 activations: as layouts/sm90.py, but with each lane's codes of m64nNk32.
+
+blocks int32 (ceil(n / 64), ceil(k / 128), words): 1024 words of codes, then scales (and zero points) as in sm90.
+
+    codes   [half of 64 columns: 2][warp: 4][lane: 32][step of 32 columns: 2][row8: 2]
+
+With lane = 4 * g + q, a code word holds the eight codes of row 16 * warp + 8 * row8 + g that the lane feeds to one
+WGMMA as operand A: columns 32 * step + 16 * col16 + 4 * q + {0 .. 3} of the half, which are the bytes of register
+row8 + 2 * col16. How a word holds them is what its decoder (kernels/device/decode_fp8.py) takes least time for:
+
+    without zero points   col16 at bits 8 * i + 4 * col16 .., as sign and magnitude: 2 * v for v = u - 8 >= 0, else
+                          2 * (-1 - v) + 1
+    otherwise             u as an index into a table of 16: its low three bits at 4 * i + 16 * col16 .., its high bit
+                          at 8 * i + 7 - 4 * col16
+
+for i = 0 .. 3, the byte. A zero point z is stored as 16 * z. Rows past n and groups past k have scale and zero point 0;
+columns past k in the last group have code 8, and need activations of 0 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, Sm90Layout
+
+_SIGN_MAGNITUDE = [2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in range(16)]
+"""By code."""
+_ROW_BYTES = 16
+"""Of a row of the decoder's table."""
+
+
+class Sm90Fp8Layout(Sm90Layout):
+    name = "sm90_fp8"
+
+    def supports(self, format: WeightFormat) -> str:
+        if format.zero == "float":
+            return (
+                "float zero points are not multiples of the scale, so e4m3 cannot hold u - z; 16-bit activations take "
+                "them in the sm90 layout"
+            )
+        return ""
+
+    def _zeros_as_halves(self, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        return (zeros.short() * _ROW_BYTES).view(format.scale_dtype)
+
+    def _zeros_from_halves(self, halves: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        return (halves.view(torch.int16) // _ROW_BYTES).to(torch.uint8)
+
+    def _pack_codes(self, codes: torch.Tensor, format: WeightFormat, n_blocks: int, k_blocks: int) -> torch.Tensor:
+        n, k = codes.shape
+        pad = (0, k_blocks * BLOCK_K - k, 0, n_blocks * BLOCK_N - n)
+        codes = torch.nn.functional.pad(codes, pad, value=SYMMETRIC_ZERO)
+        if not format.has_zero:
+            codes = torch.tensor(_SIGN_MAGNITUDE, dtype=torch.uint8, device=codes.device)[codes.int()]
+        #                 nb       warp row8 g  kb     half step col16 q  i
+        view = codes.view(n_blocks, 4, 2, 8, k_blocks, 2, 2, 2, 4, 4)
+        words = torch.zeros(n_blocks, k_blocks, 2, 4, 8, 4, 2, 2, dtype=torch.int32, device=codes.device)
+        for col16, i, bits, shift in _places(format):
+            part = (view[..., col16, :, i] & bits).permute(0, 4, 5, 1, 3, 7, 6, 2).int()  # as words
+            words |= part << shift
+        return words.view(n_blocks, k_blocks, CODE_WORDS)
+
+    def _unpack_codes(self, words: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        n_blocks, k_blocks = words.shape[:2]
+        # nb kb half warp g q step row8 to nb warp row8 g kb half step q
+        words = words.reshape(n_blocks, k_blocks, 2, 4, 8, 4, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5)
+        codes = torch.zeros(n_blocks, 4, 2, 8, k_blocks, 2, 2, 2, 4, 4, dtype=torch.uint8, device=words.device)
+        for col16, i, bits, shift in _places(format):
+            codes[..., col16, :, i] |= ((words >> shift) & bits).to(torch.uint8)
+        if not format.has_zero:
+            inverse = sorted(range(16), key=lambda u: _SIGN_MAGNITUDE[u])
+            codes = torch.tensor(inverse, dtype=torch.uint8, device=words.device)[codes.int()]
+        return codes.view(n_blocks * BLOCK_N, k_blocks * BLOCK_K)
+
+
+def _places(format: WeightFormat) -> Iterator[tuple[int, int, int, int]]:
+    """(col16, i, bits of a code, shift to where they lie in its word)."""
+    for col16 in range(2):
+        for i in range(4):
+            if not format.has_zero:
+                yield col16, i, 15, 8 * i + 4 * col16
+            else:
+                yield col16, i, 7, 4 * i + 16 * col16
+                yield col16, i, 8, 8 * i + 4 - 4 * col16
