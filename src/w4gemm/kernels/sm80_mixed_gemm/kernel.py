@@ -66,6 +66,7 @@ from w4gemm.kernels.sm90 import MAX_EXPERTS
 _STREAM_BARRIER = 1
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
 _RESIDUALS_AHEAD = 2  # blocks of eight tokens
+_STORED_TOKENS = 32  # of 16 features at a time: the addresses of more would not fit the registers beside 128 sums
 
 
 class MixedGemm:
@@ -75,7 +76,7 @@ class MixedGemm:
         self.v = v = variant
         self.decoder = Decoder(v.kind, v.scale_kind, v.zero, only_fma=True)
         formula = Formula(v.epilogue, v.kind, v.out_kind, v.vector)
-        tokens = 8 * v.token_blocks
+        tokens = min(8 * v.token_blocks, _STORED_TOKENS)
         self.epilogue = Epilogue(formula, True, tokens, tokens, _RESIDUALS_AHEAD)
         self.experts = Groups(v.config.tile_m)
         # as if four accumulators a block of eight tokens: a thread's share is all that counts
@@ -368,11 +369,12 @@ class MixedGemm:
             token = tile[0] + m_place * (8 * v.token_blocks)
             feature = tile[1] * c.tile_n + n_place * (16 * v.units)
             staging = ring + v.fold_bytes + (n_place * v.m_warps + m_place) * v.staging_bytes
-            size = 4 * v.token_blocks
-            for u in cutlass.range_constexpr(v.units):
-                own = cute.make_tensor(acc.iterator + u * size, cute.make_layout(size))
-                # the lane anew, so that the addresses of one unit's rows are not kept for the next
-                place = (token, feature + 16 * u, thread_number() % 32)
+            tokens = self.epilogue.tokens
+            for i in cutlass.range_constexpr(v.accumulators * 2 // tokens):
+                unit, first = i * tokens // (8 * v.token_blocks), i * tokens % (8 * v.token_blocks)
+                own = cute.make_tensor(acc.iterator + i * tokens // 2, cute.make_layout(tokens // 2))
+                # the lane anew, so that what follows from it is not kept
+                place = (token + first, feature + 16 * unit, thread_number() % 32)
                 self.epilogue.store_quads(own, out, extras, place, staging)
 
     @cute.jit
