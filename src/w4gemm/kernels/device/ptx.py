@@ -45,16 +45,6 @@ def shared_address(pointer: Any) -> Int32:
     return Int32(pointer.toint())
 
 
-def block_number() -> Int32:
-    """The x of the CTA's index, read anew by each call: what follows from it need not be kept in registers."""
-    return asm("mov.u32 $0, %ctaid.x;", [Int32])[0]
-
-
-def thread_number() -> Int32:
-    """The x of the thread's index, read anew likewise."""
-    return asm("mov.u32 $0, %tid.x;", [Int32])[0]
-
-
 def load_shared(address: Int32, words: int) -> tuple[Int32, ...]:
     """1, 2 or 4 consecutive 32-bit words."""
     if words == 1:

@@ -21,8 +21,8 @@ of the CTA:
 The barrier says that slot i is there for all, and that all have read slot i - 1, which is then filled again. A lane's
 codes of a row unit and 64 columns are 16 bytes: one read, four matrix instructions along k for each block of tokens.
 
-At a tile's end the k sets hand their accumulators to the first one through the drained pipeline's memory, in order,
-and its warps store (device/epilogue.py, in quads: there is no stmatrix before SM90).
+At a tile's end all accumulators go to the drained pipeline's memory as rows of features; every thread then takes four
+features of a token at a time, adds them up over the k sets in order, and stores what the epilogue makes of them.
 
 Schedules: ``coop``, a CTA of eight warps on a multiprocessor; ``pingpong``, two of four, so that one multiplies while
 the other waits or stores; ``stream``, as pingpong, but the tiles that do not fill a wave, and those of the wave
@@ -44,18 +44,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from w4gemm.kernels.device.decode import Decoder
-from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
 from w4gemm.kernels.device.ptx import (
-    block_number,
     copy_async,
     load_matrix,
     load_shared,
     mma_m16n8k16,
     shared_address,
-    store_shared_f32x4,
-    thread_number,
+    store_shared_f32,
     to_float,
 )
 from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
@@ -65,8 +62,7 @@ from w4gemm.kernels.sm90 import MAX_EXPERTS
 
 _STREAM_BARRIER = 1
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
-_RESIDUALS_AHEAD = 2  # blocks of eight tokens
-_STORED_TOKENS = 32  # of 16 features at a time: the addresses of more would not fit the registers beside 128 sums
+_QUADS_TOGETHER = 4  # of a thread, whose bias and residual are on their way at once
 
 
 class MixedGemm:
@@ -75,9 +71,7 @@ class MixedGemm:
     def __init__(self, variant: Variant):
         self.v = v = variant
         self.decoder = Decoder(v.kind, v.scale_kind, v.zero, only_fma=True)
-        formula = Formula(v.epilogue, v.kind, v.out_kind, v.vector)
-        tokens = min(8 * v.token_blocks, _STORED_TOKENS)
-        self.epilogue = Epilogue(formula, True, tokens, tokens, _RESIDUALS_AHEAD)
+        self.formula = Formula(v.epilogue, v.kind, v.out_kind, v.vector)
         self.experts = Groups(v.config.tile_m)
         # as if four accumulators a block of eight tokens: a thread's share is all that counts
         self.stream_sum = StreamSum(2 * v.accumulators, 1)
@@ -135,6 +129,7 @@ class MixedGemm:
     ):
         v, c = self.v, self.v.config
         extras = (alpha, bias, residual, token_scale)
+        cta = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         ring = shared_address(smem.allocate_array(Int32, v.stages * v.stage_bytes // 4, byte_alignment=128))
         m_tiles, n_blocks, slots = (
@@ -151,8 +146,8 @@ class MixedGemm:
                 self.experts.fill(table, rows)
             cute.arch.sync_threads()
             m_tiles = table[experts - 1]
-            if block_number() < m_tiles * n_tiles:
-                m_tile, n_tile = tile_coordinates(block_number(), m_tiles, n_tiles, self.band)
+            if cta < m_tiles * n_tiles:
+                m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 expert, token, end = self.experts.find(table, rows, m_tile)
                 acc = self.multiply(x, weight_of(weight, expert, n_blocks), ring, (token, end, n_tile), Int32(0), slots)
                 self.store(acc, first_rows(out, end), extras_of(extras, expert, end), ring, (token, n_tile))
@@ -161,7 +156,7 @@ class MixedGemm:
             if const_expr(v.stream):
                 self.walk(x, weight, out, extras, (partials, flags), ring, (m_tiles, n_tiles, slots))
             else:
-                m_tile, n_tile = tile_coordinates(block_number(), m_tiles, n_tiles, self.band)
+                m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 acc = self.multiply(x, weight, ring, (m_tile * c.tile_m, out.shape[0], n_tile), Int32(0), slots)
                 self.store(acc, out, extras, ring, (m_tile * c.tile_m, n_tile))
 
@@ -170,19 +165,16 @@ class MixedGemm:
         """The pieces of a stream's CTA. sizes: tiles along m and n, slots along k."""
         v = self.v
         m_tiles, n_tiles, slots = sizes
-        thread = cute.arch.thread_idx()[0]
-        _, _, share = self.share(m_tiles * n_tiles, slots)
+        thread, ctas = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
+        # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
+        cta = ctas - 1 - cute.arch.block_idx()[0]
+        share = stream_share(cta, ctas, m_tiles * n_tiles, slots)
         for index in cutlass.range(share[0] + stream_pieces(share[2], share[3], slots), unroll=1):
-            cta, ctas, share = self.share(m_tiles * n_tiles, slots)
             tile, first, stop = stream_segment(index, cta, ctas, slots, share)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
-            place = (m_tile * v.config.tile_m, out.shape[0], n_tile)
-            acc = self.multiply(x, weight, ring, place, first, stop)
+            token = m_tile * v.config.tile_m
+            acc = self.multiply(x, weight, ring, (token, out.shape[0], n_tile), first, stop)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(v.accumulators))
-            # all of it once more: to keep it while a piece is multiplied would take registers
-            cta, ctas, share = self.share(m_tiles * n_tiles, slots)
-            tile, first, stop = stream_segment(index, cta, ctas, slots, share)
-            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
             if first > 0:
                 self.stream_sum.park(flat, *parked, cta, (0, thread), _STREAM_BARRIER)
             else:
@@ -191,18 +183,8 @@ class MixedGemm:
                     while other * (share[1] * slots) // ctas < (tile + 1) * slots:
                         self.stream_sum.add(flat, *parked, other, (0, thread), _STREAM_BARRIER)
                         other += 1
-                self.store(acc, out, extras, ring, (m_tile * v.config.tile_m, n_tile))
-            cute.arch.sync_threads()  # the staging buffer is read out
-
-    def share(self, tiles, slots):
-        """(this CTA, of how many, its share). Backwards: those that others wait for have the lower numbers of the grid,
-        which start first."""
-        ctas = cute.arch.grid_dim()[0]
-        cta = ctas - 1 - block_number()
-        return cta, ctas, stream_share(cta, ctas, tiles, slots)
-
-    def slots(self, x):
-        return cute.ceil_div(x.shape[1], self.v.config.tile_k)
+                self.store(acc, out, extras, ring, (token, n_tile))
+            cute.arch.sync_threads()  # the sums are read out
 
     def place(self):
         """(k set, place along the features, along the tokens, lane) of this warp."""
@@ -361,36 +343,42 @@ class MixedGemm:
     @cute.jit
     def store(self, acc, out, extras, ring, tile):
         """tile: (first token, tile along n)."""
-        v, c = self.v, self.v.config
-        k_set, n_place, m_place, _ = self.place()
-        if const_expr(v.k_sets > 1):
-            self.fold(acc, ring, k_set)
-        if k_set == 0:
-            token = tile[0] + m_place * (8 * v.token_blocks)
-            feature = tile[1] * c.tile_n + n_place * (16 * v.units)
-            staging = ring + v.fold_bytes + (n_place * v.m_warps + m_place) * v.staging_bytes
-            tokens = self.epilogue.tokens
-            for i in cutlass.range_constexpr(v.accumulators * 2 // tokens):
-                unit, first = i * tokens // (8 * v.token_blocks), i * tokens % (8 * v.token_blocks)
-                own = cute.make_tensor(acc.iterator + i * tokens // 2, cute.make_layout(tokens // 2))
-                # the lane anew, so that what follows from it is not kept
-                place = (token + first, feature + 16 * unit, thread_number() % 32)
-                self.epilogue.store_quads(own, out, extras, place, staging)
+        self.park(acc, ring)
+        cute.arch.sync_threads()
+        self.finish(out, extras, ring, tile)
+
+    def park(self, acc, ring):
+        """This warp's accumulators into the drained pipeline's memory, float32 [k set][token][feature]."""
+        v = self.v
+        k_set, n_place, m_place, lane = self.place()
+        token = (k_set * v.m_warps + m_place) * (8 * v.token_blocks) + lane % 4 * 2
+        at = ring + (token * v.sums_row + n_place * (16 * v.units) + lane // 4) * 4
+        for t in range(v.token_blocks):
+            for u in range(v.units):
+                for i in range(4):
+                    store_shared_f32(at + ((8 * t + i % 2) * v.sums_row + 16 * u + i // 2 * 8) * 4, acc[i, t, u])
 
     @cute.jit
-    def fold(self, acc, ring, k_set):
-        """All k sets but the first hand their accumulators to it."""
-        v = self.v
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(v.accumulators))
-        thread, size, line = cute.arch.thread_idx()[0] % v.set_threads, v.accumulators // 4, v.set_threads * 16
-        if k_set > 0:
-            for i in cutlass.range_constexpr(size):
-                at = ring + ((k_set - 1) * size + i) * line + thread * 16
-                store_shared_f32x4(at, [flat[4 * i + j] for j in range(4)])
-        cute.arch.sync_threads()
-        if k_set == 0:
-            for s in cutlass.range_constexpr(v.k_sets - 1):
-                for i in cutlass.range_constexpr(size):
-                    words = load_shared(ring + (s * size + i) * line + thread * 16, 4)
-                    for j in cutlass.range_constexpr(4):
-                        flat[4 * i + j] = flat[4 * i + j] + to_float("f32", words[j])
+    def finish(self, out, extras, ring, tile):
+        """Each thread sums quads, four features of a token, over the k sets, and stores them."""
+        v, c, formula = self.v, self.v.config, self.formula
+        thread, per_row = cute.arch.thread_idx()[0], c.tile_n // 4
+        quads = c.tile_m * per_row
+        alpha = formula.load_alpha(extras)
+        together = min(_QUADS_TOGETHER, -(-quads // v.threads))
+        for first in cutlass.range(thread, quads, together * v.threads, unroll=1):
+            places = []
+            for i in cutlass.range_constexpr(together):
+                index = first + i * v.threads
+                places.append((index // per_row, index % per_row * 4))
+            addends = []
+            for token, feature in places:
+                row, column = tile[0] + token, tile[1] * c.tile_n + feature
+                biases = [formula.load_bias(extras, column + j) for j in range(4)]
+                addends.append((alpha, biases, formula.load_residual(extras, row, column)))
+            for (token, feature), added in zip(places, addends, strict=True):
+                sums = [Float32(0.0)] * 4
+                for k_set in range(v.k_sets):
+                    at = ring + ((k_set * c.tile_m + token) * v.sums_row + feature) * 4
+                    sums = [y + to_float("f32", word) for y, word in zip(sums, load_shared(at, 4), strict=True)]
+                formula.store_quad(sums, added, out, tile[0] + token, tile[1] * c.tile_n + feature)

@@ -7,7 +7,6 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import sm90
-from w4gemm.kernels.device.staging import QUAD_ROW_BYTES
 from w4gemm.problem import GemmProblem
 
 CODE_BYTES = 2048
@@ -63,10 +62,6 @@ class Variant(sm90.Variant):
     @property
     def n_warps(self) -> int:
         return self.warps // (self.m_warps * self.k_sets)
-
-    @property
-    def set_threads(self) -> int:
-        return self.threads // self.k_sets
 
     @property
     def units(self) -> int:
@@ -139,18 +134,15 @@ class Variant(sm90.Variant):
         return min(self.config.stages, fit) if self.config.stages else fit
 
     @property
-    def fold_bytes(self) -> int:
-        """Accumulators that the k sets but the first hand over, in the drained pipeline's memory."""
-        return (self.k_sets - 1) * self.config.tile_m * self.config.tile_n * 4
+    def sums_row(self) -> int:
+        """Floats of a token's row of sums in the drained pipeline's memory: padded, so that a warp's stores fall into
+        different banks."""
+        return self.config.tile_n + 4
 
     @property
-    def staging_bytes(self) -> int:
-        """A warp's part of the epilogue's buffer, which lies behind what is handed over."""
-        return 8 * QUAD_ROW_BYTES
-
-    @property
-    def epilogue_bytes(self) -> int:
-        return self.fold_bytes + self.warps // self.k_sets * self.staging_bytes
+    def sums_bytes(self) -> int:
+        """The sums of all k sets."""
+        return self.k_sets * self.config.tile_m * self.sums_row * 4
 
     @property
     def shared_bytes(self) -> int:
