@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import on_hopper
 from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
-from w4gemm.ops import _is_dual, _needs_dispatcher
+from w4gemm.modes import is_dual, needs_dispatcher
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import kind_of
 
@@ -61,7 +62,7 @@ def quantize_activations(
     """
     k = _check(x, norm_weight, eps, silu_mul)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if _needs_dispatcher(x, (None, None, None)):
+    if needs_dispatcher(x, Fused()):
         x8, scale = torch.ops.w4gemm.quantize_activations(rows, norm_weight, eps, silu_mul)
     else:
         x8, scale = _quantize(rows, norm_weight, eps, silu_mul)
@@ -91,7 +92,7 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_m
         _check_norm_weight(norm_weight, x)
     for name, t in (("x", x), ("norm_weight", norm_weight)):
         tracked = t is not None and torch.is_grad_enabled() and t.requires_grad
-        if tracked or (not torch.compiler.is_compiling() and _is_dual(t)):
+        if tracked or (not torch.compiler.is_compiling() and is_dual(t)):
             raise NotImplementedError(
                 f"{name}: gradients of quantize_activations are not implemented; call it under no_grad"
             )

@@ -14,7 +14,8 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.gather import selected
 from w4gemm.kernels import Operands
-from w4gemm.ops import _FUSED, _WEIGHT, _flat, _needs_dispatcher, _parse_format, _requires_grad, _run, _unflat, _Weight
+from w4gemm.modes import needs_dispatcher, requires_grad
+from w4gemm.ops import _FUSED, _WEIGHT, _flat, _parse_format, _run, _unflat, _Weight
 from w4gemm.weight import QuantizedWeight
 
 
@@ -135,13 +136,13 @@ def _grouped(
 ) -> torch.Tensor:
     text = "" if config is None else config if isinstance(config, str) else arguments.config_text(config)
     epilogue, fused = arguments.fused(x, w, given, activation, out_dtype)
-    if torch.is_grad_enabled() and _requires_grad(x, fused):
+    if torch.is_grad_enabled() and requires_grad(x, fused):
         raise NotImplementedError("x: gradients of a grouped linear are not implemented; call it under no_grad")
     columns = epilogue.columns(w.n)
     flat = x.view(-1, w.k)
     if out is not None:
         arguments.check_out(out, x, w.n, epilogue, fused)
-    if _needs_dispatcher(x, fused):
+    if needs_dispatcher(x, fused):
         weight = (list(w.tensors), w.format.name, w.layout, w.n, w.k)
         d = torch.ops.w4gemm.grouped_linear(flat, *rows, *weight, *_flat(epilogue, fused), text)
         d = d.view(*x.shape[:-1], columns)

@@ -11,7 +11,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from w4gemm import arguments, dispatch
 from w4gemm.activations import quantize_activations
@@ -21,9 +20,9 @@ from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.gather import gather_columns, selected
 from w4gemm.kernels import Operands
+from w4gemm.modes import is_dual, needs_dispatcher, requires_grad
 from w4gemm.weight import QuantizedWeight
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FP8 = torch.float8_e4m3fn
 _BIAS = Epilogue(bias=True)
 _NONE = Fused()
@@ -94,7 +93,7 @@ def linear(
         epilogue, fused = arguments.fused(x, w, Fused(alpha, bias, residual, token_scale), activation, out_dtype)
         columns = epilogue.columns(columns)
     dtype = epilogue.result_dtype(x.dtype)
-    if _needs_dispatcher(x, fused):
+    if needs_dispatcher(x, fused):
         return _linear_dispatched(x, w, epilogue, fused, out, config, batch_invariant)
     rows = x if x.dim() == 2 else x.reshape(-1, w.k)
     if w.perm is not None:
@@ -152,37 +151,6 @@ def _run(
         dispatch.plan_for(call).launch(operands)
 
 
-def _needs_dispatcher(x: torch.Tensor, fused: Fused) -> bool:
-    """Whether anything but plain eager execution is going on: then only the registered operator is right."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in _PLAIN
-        or (torch.is_grad_enabled() and _requires_grad(x, fused))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    )
-
-
-def _requires_grad(x: torch.Tensor, fused: Fused) -> bool:
-    alpha, bias, residual, _ = fused
-    return (
-        x.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-        or (isinstance(alpha, torch.Tensor) and alpha.requires_grad)
-    )
-
-
-def _is_dual(t: object) -> bool:
-    """Whether forward-mode differentiation is going on, for which the operator would silently give zeros."""
-    return (
-        forward_ad._current_level >= 0 and isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
-    )
-
-
 def _linear_dispatched(
     x: torch.Tensor,
     w: QuantizedWeight,
@@ -194,17 +162,17 @@ def _linear_dispatched(
 ) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         for name, t in (("x", x), *fused._asdict().items()):
-            if _is_dual(t):
+            if is_dual(t):
                 raise NotImplementedError(
                     f"{name}: forward-mode derivatives of a 4-bit linear are not implemented; use backward"
                 )
-    if x.dtype == _FP8 and torch.is_grad_enabled() and _requires_grad(x, fused):
+    if x.dtype == _FP8 and torch.is_grad_enabled() and requires_grad(x, fused):
         raise NotImplementedError("x: gradients of a linear with fp8 activations are not implemented; call no_grad")
     rows = x.reshape(-1, w.k)
     if w.perm is not None:  # an operator that autograd undoes, and that a compiler may fuse with what made x
         rows = selected(rows, 1, w.perm)
     weight = (list(w.tensors), w.format.name, w.layout, w.n, w.k)
-    if not epilogue.linear and torch.is_grad_enabled() and _requires_grad(x, fused):
+    if not epilogue.linear and torch.is_grad_enabled() and requires_grad(x, fused):
         sums = torch.ops.w4gemm.linear(rows, *weight, *_flat(_FLOAT32, _NONE), config, batch_invariant)
         d = epilogue.apply(sums, *fused).to(epilogue.result_dtype(x.dtype))
     else:

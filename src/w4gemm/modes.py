@@ -1,0 +1,41 @@
+"""What PyTorch is doing around a call: whether plain eager execution is all there is."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from w4gemm.arguments import Fused
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def needs_dispatcher(x: torch.Tensor, fused: Fused) -> bool:
+    """Whether anything but plain eager execution is going on: then only the registered operator is right."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in _PLAIN
+        or (torch.is_grad_enabled() and requires_grad(x, fused))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def requires_grad(x: torch.Tensor, fused: Fused) -> bool:
+    alpha, bias, residual, _ = fused
+    return (
+        x.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+        or (isinstance(alpha, torch.Tensor) and alpha.requires_grad)
+    )
+
+
+def is_dual(t: object) -> bool:
+    """Whether forward-mode differentiation is going on, for which the operator would silently give zeros."""
+    return (
+        forward_ad._current_level >= 0 and isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
+    )
