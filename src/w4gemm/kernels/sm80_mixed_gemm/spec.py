@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -12,6 +13,7 @@ from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.base import Program
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.kernels.sm90 import Sm90Kernel
+from w4gemm.kernels.sm90_model import m_tiles
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.problem import Device, GemmProblem
 
@@ -50,7 +52,16 @@ _TILES = {
 }
 """(tile_m, tile_n, tile_k) by schedule: those that were the fastest somewhere on an H200 (2026-11-21), smaller ones for
 the shared memory of other GPUs, and those between. Others, of whole row units and at most 128 accumulators, compile as
-well; some spill."""
+well; streams of 128 accumulators spill."""
+
+_TIMES = {
+    "coop": (3.14, 0.0, 0.149, 0.156, 0.023, 0.97),
+    "pingpong": (4.65, 0.045, 0.106, 0.214, 0.007, 0.0),
+    "stream": (7.16, 0.023, 0.115, 0.179, 0.012, 1.08),
+}
+"""Microseconds, fitted to 430 timings (H200, 2026-11-21; the first choice then takes 1.03 times as long as the fastest
+config in the geometric mean, 1.16 times at worst): of a launch, a slot, 8192 codes that are decoded, 1e6 operations, 8
+KiB of x that are read from shared memory, and 8192 sums that are stored, or, of a stream, passed on."""
 
 
 class Sm80MixedGemm(Sm90Kernel):
@@ -91,6 +102,19 @@ class Sm80MixedGemm(Sm90Kernel):
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         return 1 if config.schedule == "coop" else 2
+
+    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
+        """Of the multiprocessor with the most tiles: each takes them one after the other, also where it holds two
+        CTAs. A stream gives all as much; each part of a tile is passed on by one CTA to the next."""
+        v = Variant.of(problem, config)
+        launch, slot, decode, operations, read, sums = _TIMES[config.schedule]
+        tile = config.tile_m * config.tile_n
+        tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
+        waves = tiles / problem.device.sms
+        waves, stored = (waves, max(1.0, 2 / waves)) if v.stream else (math.ceil(waves), math.ceil(waves))
+        slot += decode * config.tile_n * config.tile_k / 8192 * v.m_warps
+        slot += operations * 2 * tile * config.tile_k / 1e6 + read * v.x_bytes / 8192 * v.n_warps
+        return launch + waves * -(-problem.k // config.tile_k) * slot + sums * stored * tile / 8192
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
