@@ -55,13 +55,13 @@ the shared memory of other GPUs, and those between. Others, of whole row units a
 well; streams of 128 accumulators spill."""
 
 _TIMES = {
-    "coop": (3.14, 0.0, 0.149, 0.156, 0.023, 0.97),
-    "pingpong": (4.65, 0.045, 0.106, 0.214, 0.007, 0.0),
-    "stream": (7.16, 0.023, 0.115, 0.179, 0.012, 1.08),
+    "coop": (3.0041, 0.0, 0.1602, 0.146, 0.0213, 1.0291),
+    "pingpong": (4.4244, 0.0323, 0.1262, 0.2059, 0.0185, 0.0),
+    "stream": (7.2554, 0.0149, 0.0906, 0.1896, 0.0194, 0.713),
 }
-"""Microseconds, fitted to 430 timings (H200, 2026-11-21; the first choice then takes 1.03 times as long as the fastest
-config in the geometric mean, 1.16 times at worst): of a launch, a slot, 8192 codes that are decoded, 1e6 operations, 8
-KiB of x that are read from shared memory, and 8192 sums that are stored, or, of a stream, passed on."""
+"""Microseconds, fitted to timings of all configs on four layers, m 1 to 4096 (H200, 2026-11-21; docs/measured.md): of a
+launch, a slot, 8192 codes that are decoded, 1e6 operations, 8 KiB of x that are read from shared memory, and 8192 sums
+that are stored, or, of a stream, passed on."""
 
 
 class Sm80MixedGemm(Sm90Kernel):
