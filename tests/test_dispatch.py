@@ -13,7 +13,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import KERNELS, kernel_named, ranked
+from w4gemm.kernels import KERNELS, kernel_named, on_hopper, ranked
 from w4gemm.problem import H200, Device, GemmProblem
 
 CPU = Device("cpu")
@@ -121,6 +121,12 @@ def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
         at = replace(problem, device=device)
         assert all(kernel.resources(at, c).memory <= device.shared_memory for c in kernel.configs(at))
     assert caplog.text.count("(tcgen05) does not exist yet") == (device.capability[0] == 10)
+
+
+def test_what_is_compiled_for_hopper_runs_on_hopper_only():
+    """The small kernels beside the products have one target."""
+    assert on_hopper(H200_PROBLEM)
+    assert not any(on_hopper(replace(H200_PROBLEM, device=device)) for device in OLDER_AND_NEWER.values())
 
 
 def test_repack_is_suggested_where_it_helps():
