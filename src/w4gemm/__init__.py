@@ -11,7 +11,7 @@ from w4gemm.grouped import grouped_linear, masked_linear
 from w4gemm.nn import W4Experts, W4Linear
 from w4gemm.ops import linear
 from w4gemm.problem import Device, GemmProblem
-from w4gemm.quantization import quantize
+from w4gemm.quantization import fold_scales, quantize
 from w4gemm.routing import Routing, combine, route
 from w4gemm.runner import MixedGemm
 from w4gemm.tuning.tuner import autotune
@@ -36,6 +36,7 @@ __all__ = [
     "combine",
     "configs",
     "explain",
+    "fold_scales",
     "grouped_linear",
     "linear",
     "masked_linear",

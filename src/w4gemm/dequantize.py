@@ -11,10 +11,11 @@ from w4gemm.layouts import Parts
 def dequantize_parts(parts: Parts, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
     """w (n, k) in ``dtype``, as :mod:`w4gemm.formats` says.
 
-    float32: the product, which is exact, then the sum with a float zero point, rounded. 16-bit dtypes: the exact value,
-    rounded once, as a fused multiply-add in that dtype gives. float64: the float32 value.
+    float32: the product, which is exact, then the sum with a float zero point, rounded; with e4m3 scales the product
+    rounded to e4m3 times the channel's scale, rounded. 16-bit dtypes: the exact value, rounded once, as a fused
+    multiply-add in that dtype gives; with e4m3 scales the float32 value rounded. float64: the float32 value.
     """
-    codes, scales, zeros = parts
+    codes, scales, zeros, channels = parts
     k = codes.shape[1]
     length = format.group_length(k)
 
@@ -22,6 +23,10 @@ def dequantize_parts(parts: Parts, format: WeightFormat, dtype: torch.dtype) -> 
         return t.float().repeat_interleave(length, dim=1)[:, :k]
 
     u = codes.float()
+    if channels is not None:
+        largest = torch.finfo(format.scale_dtype).max
+        products = ((u - SYMMETRIC_ZERO) * spread(scales)).clamp(-largest, largest).to(format.scale_dtype)
+        return (products.float() * channels[:, None]).to(dtype)
     if zeros is None:
         return ((u - SYMMETRIC_ZERO) * spread(scales)).to(dtype)
     if format.zero == "int":

@@ -12,6 +12,9 @@ along k, and optionally one zero point per scale:
 ============  ==========================  =========================================
 
 The products above are exact in float32; a kernel rounds w once to the activation dtype.
+
+With e4m3 scales, for fp8 activations, there is a float32 scale c for each output channel too, and what a matrix
+instruction takes is rounded to e4m3: w = c * e4m3(s * (u - 8)), to the nearest, ties to even, saturating.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ PER_COLUMN = -1
 SYMMETRIC_ZERO = 8
 """The code that stands for 0 in a symmetric format."""
 
-_SCALE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_SCALE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 _ZERO_KINDS = ("none", "int", "float")
-_NAME = re.compile(r"int4_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>fp16|bf16))?")
+_NAME = re.compile(r"int4_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>fp16|bf16|e4m3))?")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class WeightFormat:
     Args:
         group_size: elements of k that share a scale: a positive multiple of 32, or -1 for one scale per output channel.
         zero: ``"none"``, ``"int"`` or ``"float"``; see the table in the module's docstring.
-        scale: dtype of the scales and of float zero points, ``"bf16"`` or ``"fp16"``.
+        scale: dtype of the scales and of float zero points, ``"bf16"`` or ``"fp16"``; or ``"e4m3"``, without zero
+            points and with a float32 scale for each output channel besides.
 
     Raises:
         ValueError: for any other value, naming the nearest legal one.
@@ -64,6 +68,8 @@ class WeightFormat:
             raise ValueError(f"zero: wanted one of {', '.join(_ZERO_KINDS)}, got {self.zero!r}")
         if self.scale not in _SCALE_DTYPES:
             raise ValueError(f"scale: wanted one of {', '.join(_SCALE_DTYPES)}, got {self.scale!r}")
+        if self.scale == "e4m3" and self.zero != "none":
+            raise ValueError(f"zero: wanted 'none' beside e4m3 scales, got {self.zero!r}; bf16 scales take it")
         group = "col" if g == PER_COLUMN else f"g{g}"
         zero = f"_z{self.zero}" if self.has_zero else ""
         scale = "" if self.scale == "bf16" else f"_{self.scale}"
@@ -73,6 +79,17 @@ class WeightFormat:
     @property
     def scale_dtype(self) -> torch.dtype:
         return _SCALE_DTYPES[self.scale]
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether there is a float32 scale for each output channel."""
+        return self.scale == "e4m3"
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the :class:`w4gemm.layouts.Parts` that there are."""
+        zeros, channels = ("zeros",) if self.has_zero else (), ("channels",) if self.has_channels else ()
+        return ("codes", "scales", *zeros, *channels)
 
     @property
     def has_zero(self) -> bool:
@@ -106,7 +123,7 @@ class WeightFormat:
         if found is None:
             raise ValueError(
                 f"format: wanted int4_g<group size> or int4_col, then optionally _zint or _zfloat, then optionally "
-                f"_fp16 or _bf16 (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), got {name!r}"
+                f"_fp16, _bf16 or _e4m3 (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), got {name!r}"
             )
         group = int(found["group"]) if found["group"] else PER_COLUMN
         return cls(group, found["zero"] or "none", found["scale"] or "bf16")

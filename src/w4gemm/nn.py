@@ -13,21 +13,20 @@ from w4gemm.act_order import PERM_DTYPE, is_permutation
 from w4gemm.arguments import check_activation
 from w4gemm.formats import WeightFormat
 from w4gemm.grouped import grouped_linear
-from w4gemm.layouts import layout_named
+from w4gemm.layouts import FP8_LAYOUT, layout_named
 from w4gemm.ops import linear
 from w4gemm.quantization import quantize
 from w4gemm.routing import combine, route
 from w4gemm.weight import QuantizedWeight
 
-_CANONICAL_NAMES = ("codes", "scales", "zeros")
-
 
 class W4Linear(torch.nn.Module):
     """y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
 
-    ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Its tensors are
-    registered as buffers of integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias
-    and ``dtype``. ``state_dict`` holds ``codes``, ``scales`` and ``zeros`` in the canonical layout, for a weight in
+    ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Of a weight that
+    came in the sm90_fp8 layout x is quantized to fp8 wherever there is a GPU. Its tensors are registered as buffers of
+    integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias and ``dtype``.
+    ``state_dict`` holds ``codes``, ``scales``, ``zeros`` and ``channels`` in the canonical layout, for a weight in
     act-order also ``perm``, and the format's name: the same bits whatever device wrote it.
 
     Args:
@@ -139,7 +138,9 @@ class W4Linear(torch.nn.Module):
         """Take ``w`` in the layout of its device and register its tensors, as integers, under ``packed0``, ..."""
         for name in [name for name in self._buffers if name.startswith("packed")]:
             del self._buffers[name]
-        self.weight = w.repack()
+        if not hasattr(self, "weight"):
+            self._fp8 = w.layout == FP8_LAYOUT
+        self.weight = w.repack(FP8_LAYOUT if self._fp8 and w.device.type == "cuda" else None)
         for i, t in enumerate(self.weight.tensors):
             self.register_buffer(f"packed{i}", _as_integers(t), persistent=False)
         if self.weight.perm is not None:
@@ -196,7 +197,7 @@ class W4Linear(torch.nn.Module):
         shapes = layout_named("canonical").shapes(self.format, w.n, w.k)
         if w.experts:
             shapes = tuple((dtype, (w.experts, *shape)) for dtype, shape in shapes)
-        keys = [prefix + name for name in _CANONICAL_NAMES[: len(shapes)]]
+        keys = [prefix + name for name in self.format.part_names]
         if prefix + "perm" in state_dict:  # only a weight in act-order has one
             shapes, keys = (*shapes, (PERM_DTYPE, (w.k,))), [*keys, prefix + "perm"]
         unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
@@ -274,4 +275,4 @@ def _format(format: WeightFormat | str) -> WeightFormat:
 
 def _as_integers(t: torch.Tensor) -> torch.Tensor:
     """The same memory as integers, which no conversion of a module's dtype touches."""
-    return t.view(torch.int16) if t.is_floating_point() else t
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.itemsize]) if t.is_floating_point() else t

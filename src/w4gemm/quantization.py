@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
-from w4gemm.layouts import Parts
+from w4gemm.layouts import Parts, layout_named
 from w4gemm.weight import QuantizedWeight, kind_of
+
+_LARGEST_E4M3_SCALE = 56
+"""8 times as much is 448, the largest e4m3."""
 
 
 def quantize(
@@ -39,6 +43,8 @@ def quantize(
         raise TypeError(f"weight: wanted a floating-point tensor (n, k), got {kind_of(weight)}")
     if 0 in weight.shape:
         raise ValueError(f"weight: wanted n >= 1 and k >= 1, got shape {tuple(weight.shape)}")
+    if format.has_channels:
+        return fold_scales(quantize(weight, replace(format, scale="bf16"), search=search, progress=progress))[0]
     n, k = weight.shape
     rows = max(1, 2**22 // k)
     # up to here every scale, zero point and weight stays finite, rounding included
@@ -58,6 +64,52 @@ def quantize(
     codes, scales = torch.cat([b.codes for b in blocks]), torch.cat([b.scales for b in blocks])
     zeros = torch.cat([b.zeros for b in blocks if b.zeros is not None]) if format.has_zero else None
     return QuantizedWeight.from_codes(format, codes, scales, zeros)
+
+
+def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
+    """A symmetric weight with e4m3 scales and a float32 scale for each output channel: for W4A8 products that multiply
+    codes and group scales in e4m3 (what vLLM's CUTLASS kernel computes). The codes stay as they are.
+
+    A channel's scale is its largest group scale / 56, and a group's that of the group in units of it, rounded to e4m3:
+    56 * 8 is 448, the largest e4m3.
+
+    Args:
+        w: with 16-bit scales and without zero points, in any layout; of several experts too, one after the other.
+
+    Returns:
+        The weight in w's layout if that holds it, else in the canonical one; and its relative error, the root of the
+        mean square of the difference to ``w.dequantize()`` over that of ``w.dequantize()``.
+
+    Raises:
+        TypeError, ValueError: if w is no such weight.
+    """
+    if not isinstance(w, QuantizedWeight):
+        raise TypeError(f"w: wanted a QuantizedWeight, got {kind_of(w)}")
+    if w.format.has_zero or w.format.has_channels:
+        raise ValueError(f"w: wanted a format without zero points and with 16-bit scales, got {w.format}")
+    format = replace(w.format, scale="e4m3")
+    layout = "canonical" if layout_named(w.layout).supports(format) else w.layout
+    errors: list[tuple[float, float]] = []
+    if not w.experts:
+        folded = _folded(w, format, errors).repack(layout)
+    else:
+        experts = (_folded(w.expert(e), format, errors) for e in range(w.experts))
+        folded = QuantizedWeight.stack(experts, w.experts, layout)
+    wrong, whole = (sum(part) for part in zip(*errors, strict=True))
+    return folded, (wrong / whole) ** 0.5 if whole else 0.0
+
+
+def _folded(w: QuantizedWeight, format: WeightFormat, errors: list[tuple[float, float]]) -> QuantizedWeight:
+    """One weight; its squared error and its own square are appended to ``errors``."""
+    codes, scales, *_ = w.parts()
+    largest = scales.float().abs().amax(1)
+    channels = torch.where(largest > 0, largest / _LARGEST_E4M3_SCALE, 1.0)
+    small = (scales.float() / channels[:, None]).to(format.scale_dtype)
+    tensors = layout_named("canonical").pack(Parts(codes, small, None, channels), format)
+    folded = QuantizedWeight(format, w.n, w.k, "canonical", tensors, w.perm)
+    before = w.dequantize()
+    errors.append(((folded.dequantize() - before).square().sum().item(), before.square().sum().item()))
+    return folded
 
 
 def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Parts:

@@ -12,7 +12,7 @@ from w4gemm import weight_file
 from w4gemm.act_order import check_perm, in_original_order, is_permutation, sorting_perm
 from w4gemm.dequantize import dequantize_parts
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import Parts, layout_named, native_layout
+from w4gemm.layouts import Parts, layout_for, layout_named
 from w4gemm.layouts.repack import repack_rows
 from w4gemm.problem import Device
 
@@ -82,6 +82,7 @@ class QuantizedWeight:
         scales: torch.Tensor,
         zeros: torch.Tensor | None = None,
         g_idx: torch.Tensor | None = None,
+        channels: torch.Tensor | None = None,
     ) -> QuantizedWeight:
         """A weight in the canonical layout from its numbers.
 
@@ -91,6 +92,7 @@ class QuantizedWeight:
             zeros: (n, groups) of ``format.zero_dtype``; None for a format without zero points.
             g_idx: the group of each column, integers (k), as GPTQ with desc_act stores it; None where group j // g
                 holds column j. Groups are full, but for the last one.
+            channels: float32 (n), the scale of each output channel; None for a format without.
 
         Raises:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
@@ -111,11 +113,16 @@ class QuantizedWeight:
             raise ValueError(f"zeros: {format} wants {format.zero_dtype} {(n, format.groups(k))}, got None")
         else:
             _check_part("zeros", zeros, format.zero_dtype, (n, format.groups(k)), codes.device)
-        _check_range(format, scales, zeros)
+        if channels is not None and format.has_channels:
+            _check_part("channels", channels, torch.float32, (n,), codes.device)
+        elif format.has_channels or channels is not None:
+            wanted = f"wants torch.float32 {(n,)}" if format.has_channels else "has none"
+            raise ValueError(f"channels: {format} {wanted}, got {kind_of(channels)}")
+        _check_range(format, scales, zeros, channels)
         perm = None if g_idx is None else sorting_perm(g_idx, format, k, codes.device)
         if perm is not None:
             codes = codes[:, perm]
-        tensors = layout_named("canonical").pack(Parts(codes.to(torch.uint8), scales, zeros), format)
+        tensors = layout_named("canonical").pack(Parts(codes.to(torch.uint8), scales, zeros, channels), format)
         return cls(format, n, k, "canonical", tensors, perm)
 
     @classmethod
@@ -146,8 +153,7 @@ class QuantizedWeight:
             pairs_of_experts = (cls.interleave(gate.expert(e), up.expert(e)) for e in range(gate.experts))
             return cls.stack(pairs_of_experts, gate.experts, gate.layout)
         a, b = gate.parts(), up.parts()
-        zeros = None if a.zeros is None or b.zeros is None else rows(a.zeros, b.zeros)
-        pairs = Parts(rows(a.codes, b.codes), rows(a.scales, b.scales), zeros)
+        pairs = Parts.of(None if s is None or t is None else rows(s, t) for s, t in zip(a, b, strict=True))
         tensors = layout_named(gate.layout).pack(pairs, gate.format)
         return replace(gate, n=2 * gate.n, tensors=tensors)
 
@@ -178,7 +184,7 @@ class QuantizedWeight:
             if not isinstance(w, cls) or w.experts or w.perm is not None:
                 raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {w!r}")
             if first is None:
-                target = native_layout(Device.of(w.device)) if layout is None else layout_named(layout).name
+                target = layout_for(Device.of(w.device), w.format) if layout is None else layout_named(layout).name
                 first = (w.format, w.n, w.k, w.device)
                 shapes = layout_named(target).shapes(w.format, w.n, w.k)
                 tensors = tuple(torch.empty((count, *s), dtype=d, device=w.device) for d, s in shapes)
@@ -207,16 +213,14 @@ class QuantizedWeight:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def parts(self) -> Parts:
-        """Codes uint8 (n, k), scales (n, groups) and zero points, unpacked from any layout.
+        """Codes uint8 (n, k), scales (n, groups), zero points and scales of channels, unpacked from any layout.
 
         Columns are in packed order, so that group j // g holds column j: with ``perm``, that is column perm[j] of w.
         Of experts, with a leading dimension each.
         """
         if self.experts:
-            each = [self.expert(e).parts() for e in range(self.experts)]
-            zeros = [p.zeros for p in each if p.zeros is not None]
-            codes, scales = torch.stack([p.codes for p in each]), torch.stack([p.scales for p in each])
-            return Parts(codes, scales, torch.stack(zeros) if zeros else None)
+            each = zip(*(self.expert(e).parts() for e in range(self.experts)), strict=True)
+            return Parts.of(None if ts[0] is None else torch.stack(ts) for ts in each)
         return layout_named(self.layout).unpack(self.tensors, self.format, self.n, self.k)
 
     def repack(self, layout: str | None = None) -> QuantizedWeight:
@@ -225,7 +229,7 @@ class QuantizedWeight:
         Args:
             layout: a layout's name; None for the one that the fastest kernel on this weight's device reads.
         """
-        target = native_layout(Device.of(self.device)) if layout is None else layout_named(layout).name
+        target = layout_for(Device.of(self.device), self.format) if layout is None else layout_named(layout).name
         if target == self.layout:
             return self
         if reason := layout_named(target).supports(self.format):
@@ -283,7 +287,7 @@ class QuantizedWeight:
             fits = [1] + [c for c in range(2, min(size // unit, 256) + 1) if size % (c * unit) == 0]
             what = "equal parts" if unit == 1 else f"equal parts of whole groups of {unit}"
             raise ValueError(f"count: {'nk'[dim]} {size} does not split into {count} {what}; counts that fit: {fits}")
-        codes, scales, zeros = self.parts()
+        codes, scales, zeros, channels = self.parts()
         elements = slice(index * size // count, (index + 1) * size // count)
         groups = slice(None) if unit == 1 else slice(elements.start // unit, -(-elements.stop // unit))
 
@@ -292,15 +296,18 @@ class QuantizedWeight:
             return view.clone(memory_format=torch.contiguous_format)  # the view would keep the whole weight's memory
 
         part = Parts(cut(codes, elements), cut(scales, groups), None if zeros is None else cut(zeros, groups))
+        if channels is not None:
+            part = part._replace(channels=channels[elements].clone() if dim == 0 else channels)
         n, k = part.codes.shape
         tensors = layout_named(self.layout).pack(part, self.format)
         return replace(self, n=n, k=k, tensors=tensors)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """``codes``, ``scales``, ``zeros`` and ``perm``, as far as there are, of a weight in the canonical layout."""
+        """``codes``, ``scales``, ``zeros``, ``channels`` and ``perm``, as far as there are, of a weight in the
+        canonical layout."""
         assert self.layout == "canonical"
         perm = {} if self.perm is None else {"perm": self.perm}
-        return dict(zip(_PARTS, self.tensors, strict=False)) | perm
+        return dict(zip(self.format.part_names, self.tensors, strict=True)) | perm
 
     def save(self, path: str | Path) -> None:
         """Write the weight to a safetensors file, in the canonical layout, with its format in the metadata."""
@@ -357,8 +364,17 @@ def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int
         raise ValueError(f"{name}: wanted device {device} like codes, got {t.device}")
 
 
-def _check_range(format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-    """Refuse numbers whose weights would be NaN or infinite."""
+def _check_range(
+    format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, channels: torch.Tensor | None
+) -> None:
+    """Refuse numbers whose weights would be NaN or infinite; of e4m3 scales also those that would saturate."""
+    if channels is not None:
+        if not channels.isfinite().all():
+            raise ValueError("channels: wanted finite numbers")
+        most = torch.finfo(format.scale_dtype).max / 8
+        if not (scales.float().abs() <= most).all():
+            raise ValueError(f"scales: wanted at most {most:g} in magnitude, so that 8 * scale is an e4m3, and no NaN")
+        return
     largest = scales.float().abs() * 15
     if format.zero == "float" and zeros is not None:
         largest = largest + zeros.float().abs()

@@ -11,6 +11,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
+from w4gemm.formats import WeightFormat
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
@@ -27,7 +28,7 @@ MAX_EXPERTS = 512
 
 _OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _KIND = {torch.float8_e4m3fn: "e4m3", **_OUT_KIND}
-_SCALE_KIND = {"fp16": "f16", "bf16": "bf16"}
+_SCALE_KIND = {"fp16": "f16", "bf16": "bf16", "e4m3": "e4m3"}
 _MIN_DRIVER = (12, 0)
 
 
@@ -39,7 +40,7 @@ class Variant:
     Args:
         config: tile, cluster, schedule, split_k, stages (0 = as many as fit).
         kind: "f16", "bf16" or "e4m3", the dtype of x.
-        scale_kind: dtype of the scales.
+        scale_kind: dtype of the scales, "f16", "bf16" or "e4m3".
         zero: "none", "int" or "float".
         scale_group: elements of k that share a scale in the packed layout: 32, 64 or 128.
         block_bytes: one 64 x 128 block of the packed weight: codes, scales, zero points.
@@ -67,6 +68,11 @@ class Variant:
     def out_kind(self) -> str:
         """dtype of d: "f16", "bf16" or "f32"."""
         return _OUT_KIND[self.epilogue.out_dtype or torch.float32]
+
+    @property
+    def folded(self) -> bool:
+        """Whether group scales are part of the e4m3 weights, beside scales of output channels."""
+        return self.scale_kind == "e4m3"
 
     @property
     def bias_kind(self) -> str:
@@ -141,7 +147,11 @@ class Sm90Kernel(ABC):
         return Status.no(reason) if reason else OK
 
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        return predicted_us(problem, self.name, config, self.ctas_per_sm(config))
+        return predicted_us(problem, self.timed_as(problem.format), config, self.ctas_per_sm(config))
+
+    def timed_as(self, format: WeightFormat) -> str:
+        """Under which name the model knows the times of configs."""
+        return self.name
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         """CTAs of a launch that one multiprocessor holds at once."""
@@ -217,7 +227,11 @@ class Sm90Kernel(ABC):
         token_scale = None
         if epilogue.token_scale:
             token_scale = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
-        extras = (alpha, bias, residual, token_scale)
+        channels = None
+        if variant.folded:
+            shape, order = ((experts, n), (1, 0)) if variant.grouped else ((n,), (0,))
+            channels = make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=4)
+        extras = (alpha, bias, residual, token_scale, channels)
         arguments = (x, weight, out, *extras, starts, ends, partials, flags, 1, stream)
         return Program(self.entry()(variant), arguments, self.arch(problem.device))
 
@@ -234,9 +248,9 @@ class Sm90Kernel(ABC):
         if residual is not None and residual.data_ptr() % 16:
             residual = residual.clone()
         blocks = weight[0] if rows is None else weight[0].flatten(0, 1)
-        compiled(
-            _tma_readable(x), blocks, out, alpha, bias, residual, token_scale, starts, ends, partials, flags, clusters
-        )
+        channels = weight[1] if len(weight) > 1 else None
+        extras = (alpha, bias, residual, token_scale, channels)
+        compiled(_tma_readable(x), blocks, out, *extras, starts, ends, partials, flags, clusters)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:

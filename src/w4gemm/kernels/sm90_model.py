@@ -8,14 +8,15 @@ of k and then stores its tile:
 slot_us grows from a config's time with the GPU to itself to its time with the GPU full, as CTAs share L2, memory and
 power: alone + shared * contention. Of a stream (stream-k) all CTAs have equal work; they park and add up parts of tiles
 besides, the more the smaller a CTA's part of a tile is. These three numbers of each config (alone, shared, tile_us) are
-measured: ``sm90_times.py``, made by ``bench/fit.py`` from timings of all configs on eleven layers. heat: large products
+measured: ``sm90_times.py`` and ``sm90_fp8_times.py``, made by ``bench/fit.py`` from timings of all configs on several
+layers. heat: large products
 bring the GPU to its power limit, which lowers the clock. bound is a smooth maximum.
 """
 
 from __future__ import annotations
 
 from w4gemm.config import GemmConfig
-from w4gemm.kernels.sm90_times import TIMES
+from w4gemm.kernels import sm90_fp8_times, sm90_times
 from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, scale_words
 from w4gemm.problem import GemmProblem
 
@@ -25,11 +26,12 @@ BYTES_PER_US = 4.4e6
 _SHARPNESS = 8
 _HEAT, _HOT_OPERATIONS = 0.15, 1.4e11
 _UNKNOWN = (1e3, 0.0, 0.0)
+_TIMES = sm90_times.TIMES | sm90_fp8_times.TIMES
 
 
 def predicted_us(problem: GemmProblem, kernel: str, config: GemmConfig, ctas_per_sm: int) -> float:
     """Microseconds; a config that was never measured is put last."""
-    times = TIMES.get(f"{kernel}/{config}", _UNKNOWN)
+    times = _TIMES.get(f"{kernel}/{config}", _UNKNOWN)
     return launch_us(problem, config, ctas_per_sm, times)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from w4gemm.formats import WeightFormat
 from w4gemm.layouts.base import PackLayout, Parts
 from w4gemm.layouts.canonical import CanonicalLayout
 from w4gemm.layouts.cpu import CpuLayout
@@ -35,4 +36,11 @@ def native_layout(device: Device) -> str:
     return "sm90" if device.kind == "cuda" and not device.rocm and device.capability >= (8, 0) else "canonical"
 
 
-__all__ = ["FP8_LAYOUT", "LAYOUTS", "PackLayout", "Parts", "layout_named", "native_layout"]
+def layout_for(device: Device, format: WeightFormat) -> str:
+    """The layout of ``format`` that the fastest kernel for ``device`` reads."""
+    native = native_layout(device)
+    choices = (native, FP8_LAYOUT) if native == "sm90" else (native,)
+    return next((name for name in choices if not LAYOUTS[name].supports(format)), "canonical")
+
+
+__all__ = ["FP8_LAYOUT", "LAYOUTS", "PackLayout", "Parts", "layout_for", "layout_named", "native_layout"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,15 @@ class Parts(NamedTuple):
     """``format.scale_dtype`` (n, groups)."""
     zeros: torch.Tensor | None
     """``format.zero_dtype`` (n, groups), or None for a format without zero points."""
+    channels: torch.Tensor | None = None
+    """float32 (n), or None for a format without scales of output channels."""
+
+    @classmethod
+    def of(cls, parts: Iterable[torch.Tensor | None]) -> Parts:
+        """From all of them in order."""
+        codes, scales, zeros, channels = parts
+        assert codes is not None and scales is not None
+        return cls(codes, scales, zeros, channels)
 
 
 class PackLayout(Protocol):

@@ -1,6 +1,7 @@
 """The canonical layout: what is saved, sharded and converted. Plain row-major, two codes a byte.
 
-codes uint8 (n, ceil(k / 2)), the even column in the low nibble; scales (n, groups); zeros (n, groups) if any.
+codes uint8 (n, ceil(k / 2)), the even column in the low nibble; scales (n, groups); zeros (n, groups) if any; channels
+float32 (n) if any.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ class CanonicalLayout:
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         groups = (n, format.groups(k))
-        shapes = [(torch.uint8, (n, -(-k // 2))), (format.scale_dtype, groups)]
+        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
+            (torch.uint8, (n, -(-k // 2))),
+            (format.scale_dtype, groups),
+        ]
         if format.zero_dtype is not None:
             shapes.append((format.zero_dtype, groups))
+        if format.has_channels:
+            shapes.append((torch.float32, (n,)))
         return tuple(shapes)
 
     def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
         codes = torch.nn.functional.pad(parts.codes, (0, parts.codes.shape[1] % 2))
         packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-        tensors = (packed, parts.scales.contiguous())
-        return tensors if parts.zeros is None else (*tensors, parts.zeros.contiguous())
+        return (packed, *(t.contiguous() for t in parts[1:] if t is not None))
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
-        packed, scales, *zeros = tensors
+        packed, *rest = tensors
         codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).reshape(n, -1)[:, :k]
-        return Parts(codes.contiguous(), scales, zeros[0] if zeros else None)
+        found = dict(zip(format.part_names, (codes.contiguous(), *rest), strict=True))
+        return Parts.of(found.get(name) for name in Parts._fields)

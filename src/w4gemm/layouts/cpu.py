@@ -26,7 +26,7 @@ class CpuLayout:
     name = "cpu"
 
     def supports(self, format: WeightFormat) -> str:
-        return ""
+        return "it has no place for scales of output channels; the canonical layout has" if format.has_channels else ""
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         chunks = -(-n // CHUNK)

@@ -30,14 +30,16 @@ def repack_rows(
     step = max(_ROWS, _ELEMENTS // k // _ROWS * _ROWS)
     for first in range(0, n, step):
         last = min(first + step, n)
-        rows = tuple(_entries(t, source, format, k, first, last) for t in tensors)
+        rows = tuple(_entries(t, i, source, format, k, first, last) for i, t in enumerate(tensors))
         packed = target.pack(source.unpack(rows, format, last - first, k), format)
-        for t, part in zip(into, packed, strict=True):
-            _entries(t, target, format, k, first, last).copy_(part)
+        for i, (t, part) in enumerate(zip(into, packed, strict=True)):
+            _entries(t, i, target, format, k, first, last).copy_(part)
 
 
-def _entries(t: torch.Tensor, layout: PackLayout, format: WeightFormat, k: int, first: int, last: int) -> torch.Tensor:
-    """What of a packed tensor holds the rows first .. last, first being a multiple of _ROWS."""
-    _, shape = layout.shapes(format, _ROWS, k)[0]
+def _entries(
+    t: torch.Tensor, index: int, layout: PackLayout, format: WeightFormat, k: int, first: int, last: int
+) -> torch.Tensor:
+    """What of a packed tensor, one of a layout's, holds the rows first .. last, first being a multiple of _ROWS."""
+    _, shape = layout.shapes(format, _ROWS, k)[index]
     each = shape[0]
     return t[first // _ROWS * each : -(-last // _ROWS) * each]

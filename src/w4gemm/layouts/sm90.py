@@ -45,7 +45,7 @@ class Sm90Layout:
     name = "sm90"
 
     def supports(self, format: WeightFormat) -> str:
-        return ""
+        return "e4m3 scales are for fp8 activations, the sm90_fp8 layout" if format.has_channels else ""
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         blocks = (-(-n // BLOCK_N), -(-k // BLOCK_K), CODE_WORDS + scale_words(format))
@@ -53,10 +53,10 @@ class Sm90Layout:
 
     def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
         n, k = parts.codes.shape
-        ((dtype, shape),) = self.shapes(format, n, k)
+        dtype, shape = self.shapes(format, n, k)[0]
         blocks = torch.empty(shape, dtype=dtype, device=parts.codes.device)
         blocks[:, :, :CODE_WORDS] = self._pack_codes(parts.codes, format, shape[0], shape[1])
-        words = [_pack_scales(parts.scales, format, k, shape[0], shape[1])]
+        words = [_pack_scales(self._scales_as_halves(parts.scales), format, k, shape[0], shape[1])]
         if parts.zeros is not None:
             words.append(_pack_scales(self._zeros_as_halves(parts.zeros, format), format, k, shape[0], shape[1]))
         blocks[:, :, CODE_WORDS:] = torch.stack(words, dim=-1).reshape(shape[0], shape[1], -1)
@@ -66,17 +66,23 @@ class Sm90Layout:
         (blocks,) = tensors
         codes = self._unpack_codes(blocks[:, :, :CODE_WORDS], format)[:n, :k].contiguous()
         words = blocks[:, :, CODE_WORDS:].reshape(*blocks.shape[:2], -1, 2 if format.has_zero else 1)
-        scales = _unpack_scales(words[..., 0], format, n, k)
+        scales = self._scales_from_halves(_unpack_scales(words[..., 0], format, n, k), format)
         if not format.has_zero:
             return Parts(codes, scales, None)
         zeros = self._zeros_from_halves(_unpack_scales(words[..., 1], format, n, k), format)
         return Parts(codes, scales, zeros)
 
+    def _scales_as_halves(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.contiguous().view(torch.int16)
+
+    def _scales_from_halves(self, halves: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        return halves.view(format.scale_dtype)
+
     def _zeros_as_halves(self, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        return zeros.to(format.scale_dtype)
+        return zeros.to(format.scale_dtype).view(torch.int16)
 
     def _zeros_from_halves(self, halves: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        return halves.to(format.zero_dtype)
+        return halves.view(format.scale_dtype).to(format.zero_dtype)
 
     def _pack_codes(self, codes: torch.Tensor, format: WeightFormat, n_blocks: int, k_blocks: int) -> torch.Tensor:
         n, k = codes.shape
@@ -111,13 +117,13 @@ def _register_shift(row8: int, col8: int, element: int) -> int:
 
 
 def _pack_scales(scales: torch.Tensor, format: WeightFormat, k: int, n_blocks: int, k_blocks: int) -> torch.Tensor:
-    """Words (n_blocks, k_blocks, groups per block * 32) of a scale-dtype tensor (n, groups)."""
+    """Words (n_blocks, k_blocks, groups per block * 32) of an int16 tensor (n, groups)."""
     step = scale_group(format)
     columns = torch.arange(0, k_blocks * BLOCK_K, step, device=scales.device)
     source = (columns // format.group_length(k)).clamp(max=scales.shape[1] - 1)
     expanded = torch.where(columns < k, scales[:, source], 0)  # a step wholly past k gets 0
     expanded = torch.nn.functional.pad(expanded, (0, 0, 0, n_blocks * BLOCK_N - scales.shape[0]))
-    half = expanded.contiguous().view(torch.int16).int() & 0xFFFF
+    half = expanded.contiguous().int() & 0xFFFF
     half = half.view(n_blocks, 4, 2, 8, k_blocks, BLOCK_K // step)  # nb warp row8 g kb group
     words = half[:, :, 0] | (half[:, :, 1] << 16)
     return words.permute(0, 3, 4, 1, 2).reshape(n_blocks, k_blocks, -1)
@@ -130,4 +136,4 @@ def _unpack_scales(words: torch.Tensor, format: WeightFormat, n: int, k: int) ->
     half = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=2)  # nb warp row8 g kb group
     half = half.reshape(n_blocks * BLOCK_N, k_blocks * (BLOCK_K // step))
     first = torch.arange(format.groups(k), device=words.device) * (format.group_length(k) // step)
-    return half[:n, first].to(torch.int16).view(format.scale_dtype).contiguous()
+    return half[:n, first].to(torch.int16).contiguous()

@@ -8,12 +8,13 @@ With lane = 4 * g + q, a code word holds the eight codes of row 16 * warp + 8 * 
 WGMMA as operand A: columns 32 * step + 16 * col16 + 4 * q + {0 .. 3} of the half, which are the bytes of register
 row8 + 2 * col16. How a word holds them is what its decoder (kernels/device/decode_fp8.py) takes least time for:
 
-    without zero points   col16 at bits 8 * i + 4 * col16 .., as sign and magnitude: 2 * v for v = u - 8 >= 0, else
+    for symmetric codes   col16 at bits 8 * i + 4 * col16 .., as sign and magnitude: 2 * v for v = u - 8 >= 0, else
                           2 * (-1 - v) + 1
-    otherwise             u as an index into a table of 16: its low three bits at 4 * i + 16 * col16 .., its high bit
+    zero points, e4m3     u as an index into a table of 16: its low three bits at 4 * i + 16 * col16 .., its high bit
                           at 8 * i + 7 - 4 * col16
 
-for i = 0 .. 3, the byte. A zero point z is stored as 16 * z. Rows past n and groups past k have scale and zero point 0;
+for i = 0 .. 3, the byte. A zero point z is stored as 16 * z; an e4m3 scale as 16 times its bits, and the
+scales of output channels as a second tensor, float32 (n). Rows past n and groups past k have scale and zero point 0;
 columns past k in the last group have code 8, and need activations of 0 there.
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 import torch
 
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.layouts.base import Parts
 from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, Sm90Layout
 
 _SIGN_MAGNITUDE = [2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in range(16)]
@@ -43,17 +45,38 @@ class Sm90Fp8Layout(Sm90Layout):
             )
         return ""
 
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        channels = ((torch.float32, (n,)),) if format.has_channels else ()
+        return (*super().shapes(format, n, k), *channels)
+
+    def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+        blocks = super().pack(parts, format)
+        return blocks if parts.channels is None else (*blocks, parts.channels.contiguous())
+
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
+        return super().unpack(tensors[:1], format, n, k)._replace(channels=tensors[1] if format.has_channels else None)
+
+    def _scales_as_halves(self, scales: torch.Tensor) -> torch.Tensor:
+        if scales.dtype != torch.float8_e4m3fn:
+            return super()._scales_as_halves(scales)
+        return scales.view(torch.uint8).short() * _ROW_BYTES
+
+    def _scales_from_halves(self, halves: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        if not format.has_channels:
+            return super()._scales_from_halves(halves, format)
+        return (halves // _ROW_BYTES).to(torch.uint8).view(format.scale_dtype)
+
     def _zeros_as_halves(self, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        return (zeros.short() * _ROW_BYTES).view(format.scale_dtype)
+        return zeros.short() * _ROW_BYTES
 
     def _zeros_from_halves(self, halves: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        return (halves.view(torch.int16) // _ROW_BYTES).to(torch.uint8)
+        return (halves // _ROW_BYTES).to(torch.uint8)
 
     def _pack_codes(self, codes: torch.Tensor, format: WeightFormat, n_blocks: int, k_blocks: int) -> torch.Tensor:
         n, k = codes.shape
         pad = (0, k_blocks * BLOCK_K - k, 0, n_blocks * BLOCK_N - n)
         codes = torch.nn.functional.pad(codes, pad, value=SYMMETRIC_ZERO)
-        if not format.has_zero:
+        if not _by_table(format):
             codes = torch.tensor(_SIGN_MAGNITUDE, dtype=torch.uint8, device=codes.device)[codes.int()]
         #                 nb       warp row8 g  kb     half step col16 q  i
         view = codes.view(n_blocks, 4, 2, 8, k_blocks, 2, 2, 2, 4, 4)
@@ -70,17 +93,21 @@ class Sm90Fp8Layout(Sm90Layout):
         codes = torch.zeros(n_blocks, 4, 2, 8, k_blocks, 2, 2, 2, 4, 4, dtype=torch.uint8, device=words.device)
         for col16, i, bits, shift in _places(format):
             codes[..., col16, :, i] |= ((words >> shift) & bits).to(torch.uint8)
-        if not format.has_zero:
+        if not _by_table(format):
             inverse = sorted(range(16), key=lambda u: _SIGN_MAGNITUDE[u])
             codes = torch.tensor(inverse, dtype=torch.uint8, device=words.device)[codes.int()]
         return codes.view(n_blocks * BLOCK_N, k_blocks * BLOCK_K)
+
+
+def _by_table(format: WeightFormat) -> bool:
+    return format.has_zero or format.has_channels
 
 
 def _places(format: WeightFormat) -> Iterator[tuple[int, int, int, int]]:
     """(col16, i, bits of a code, shift to where they lie in its word)."""
     for col16 in range(2):
         for i in range(4):
-            if not format.has_zero:
+            if not _by_table(format):
                 yield col16, i, 15, 8 * i + 4 * col16
             else:
                 yield col16, i, 7, 4 * i + 16 * col16

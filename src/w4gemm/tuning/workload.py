@@ -91,6 +91,9 @@ def random_weight(n: int, k: int, format: WeightFormat, device: torch.device) ->
     g = torch.Generator(device=device).manual_seed(1)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
     scales = torch.rand(n, format.groups(k), device=device, generator=g) * 0.01 + 0.005
+    if format.has_channels:
+        channels = scales[:, 0].clone()
+        return QuantizedWeight.from_codes(format, codes, (100 * scales).to(format.scale_dtype), channels=channels)
     zeros = None
     if format.zero_dtype is not None:
         zeros = torch.rand(scales.shape, device=device, generator=g) * (15 if format.zero == "int" else 0.1)

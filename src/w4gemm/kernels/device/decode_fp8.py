@@ -1,12 +1,14 @@
-"""From packed 4-bit codes to e4m3 elements of a WGMMA's operand A, in registers, as exact multiples of the scale.
+"""From packed 4-bit codes to e4m3 elements of a WGMMA's operand A, in registers.
 
-In e4m3 the bytes 0 .. 16 are 0 .. 16 times 2**-9: subnormals, the binade above them and one more number lie on one
-line. So the byte of 2 * v, for v = u - 8, is v's sign at bit 7 beside 2 * abs(v), and sums of such bytes are 2**-8
-times sums of v. The scale is applied to the float32 sums of a group, after the products.
+With 16-bit scales, as exact multiples of the scale. In e4m3 the bytes 0 .. 16 are 0 .. 16 times 2**-9: subnormals, the
+binade above them and one more number lie on one line. So the byte of 2 * v, for v = u - 8, is v's sign at bit 7 beside
+2 * abs(v), and sums of such bytes are 2**-8 times sums of v. The scale is applied to the float32 sums of a group, after
+the products.
 
-    without zero points   a code is 2 * t + s with v = t, or for s = 1 v = -1 - t; adding 129 * s to it gives the byte
-    integer zero points   the byte of 2 * (u - z) for all 16 codes is a row of a table in shared memory, 16 bytes for
-                          each z; prmt picks four of eight bytes, once from the lower half and once from the upper
+    symmetric            a code is 2 * t + s with v = t, or for s = 1 v = -1 - t; adding 129 * s to it gives the byte
+    integer zero points  the bytes of 2 * (u - z) for all 16 codes are a row of a table in shared memory, one row for
+                         each z; prmt picks four of eight bytes, once from the lower half and once from the upper
+    e4m3 scales          likewise with one row for each scale s: s * (u - 8), rounded to e4m3
 
 One code word (see layouts/sm90_fp8.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
 """
@@ -18,9 +20,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
-from w4gemm.kernels.device.decode_table import TABLE_BYTES
+from w4gemm.kernels.device.decode_table import table_rows
 from w4gemm.kernels.device.ptx import asm, half_to_float, load_shared, store_shared
 
 _UNIT = 256.0
@@ -29,7 +31,7 @@ _UNIT = 256.0
 
 @dataclass(frozen=True)
 class Fp8Decoder:
-    """Decodes to e4m3, with scales of ``scale_kind`` and zero points "none" or "int"."""
+    """Decodes to e4m3, with scales of ``scale_kind`` ("bf16", "f16" or "e4m3") and zero points "none" or "int"."""
 
     scale_kind: str
     zero: str
@@ -41,25 +43,29 @@ class Fp8Decoder:
     def words_per_scale(self) -> int:
         return 1 if self.zero == "none" else 2
 
+    @property
+    def folded(self) -> bool:
+        """Whether the scale is part of what is decoded."""
+        return self.scale_kind == "e4m3"
+
     @cute.jit
-    def fill_table(self, table: Int32, thread: Int32):
-        """Four bytes of the table by each of 64 threads; a barrier must follow."""
-        if thread < TABLE_BYTES // 4:
-            z, word = thread // 4, Int32(0)
-            for i in cutlass.range_constexpr(4):
-                v = thread % 4 * 4 + i - z
-                size = cutlass.max(v, -v)
-                byte = cutlass.min(2 * size, size + 8)  # above 16 there is every second number
-                if v < 0:
-                    byte = byte | 0x80
-                word = word | (byte << (8 * i))
-            store_shared(table + thread * 4, word)
+    def fill_table(self, table: Int32, thread: Int32, threads: int):
+        """Words of the table, four bytes each, by all threads; a barrier must follow."""
+        words = 4 * table_rows(self.scale_kind, self.zero)
+        for first in cutlass.range_constexpr(0, words, threads):
+            index = first + thread
+            if index < words:
+                row, code = index // 4, index % 4 * 4
+                if const_expr(self.folded):
+                    store_shared(table + index * 4, _scaled_codes(row, code - 8))
+                else:
+                    store_shared(table + index * 4, _differences(code - row))
 
     def prepare(self, words: tuple[Int32, ...], table: Int32) -> Any:
-        """Once a group: the table's rows of rows g and g + 8, None without zero points. words: of scale and zero."""
-        if self.zero == "none":
+        """Once a group: the table's rows of rows g and g + 8, None without a table. words: of scale and zero."""
+        if not table_rows(self.scale_kind, self.zero):
             return None, None
-        low, high = words[1] & 0xFFFF, words[1] >> 16
+        low, high = words[-1] & 0xFFFF, words[-1] >> 16
         return load_shared(table + low, 4), load_shared(table + high, 4)
 
     def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
@@ -70,6 +76,39 @@ class Fp8Decoder:
         """The four fragment registers of one WGMMA: rows g, g + 8, g, g + 8."""
         rows = [_signed(w) if row is None else _picked(w, row) for w, row in zip(words, prepared, strict=True)]
         return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
+
+
+@cute.jit
+def _differences(first: Int32):
+    """The bytes of 2 * v for v = first .. first + 3."""
+    word = Int32(0)
+    for i in cutlass.range_constexpr(4):
+        v = first + i
+        size = cutlass.max(v, -v)
+        byte = cutlass.min(2 * size, size + 8)  # above 16 there is every second number
+        if v < 0:
+            byte = byte | 0x80
+        word = word | (byte << (8 * i))
+    return word
+
+
+def _scaled_codes(scale: Int32, first: Int32) -> Int32:
+    """The e4m3 nearest to scale * v for v = first .. first + 3; scale: the bits of an e4m3."""
+    value, factor = Float32(first), _float_of_e4m3(scale)
+    products = [(value + Float32(i)) * factor for i in range(4)]
+    text = (
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }"
+    )
+    return asm(text, [Int32], products, pure=True)[0]
+
+
+def _float_of_e4m3(bits: Int32) -> Float32:
+    text = (
+        "{ .reg .b16 e, h, none; .reg .b32 t; mov.b32 {e, none}, $1; cvt.rn.f16x2.e4m3x2 t, e; "
+        "mov.b32 {h, none}, t; cvt.f32.f16 $0, h; }"
+    )
+    return asm(text, [Float32], [bits], pure=True)[0]
 
 
 def _signed(word: Int32) -> tuple[Int32, ...]:

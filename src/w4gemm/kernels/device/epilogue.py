@@ -27,7 +27,7 @@ from w4gemm.kernels.device.ptx import (
     store_shared_f32,
     to_float,
 )
-from w4gemm.kernels.device.staging import QUAD_ROW_BYTES, ROW_BYTES
+from w4gemm.kernels.device.staging import QUAD_ROW_BYTES, TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class Epilogue:
         token0, feature0, thread = place
         lane, warp = thread % 32, thread // 32
         alpha = formula.load_alpha(extras)
-        biases = [formula.load_bias(extras, feature0 + warp * 16 + lane // 4 + 8 * half) for half in range(2)]
+        features = [feature0 + warp * 16 + lane // 4 + 8 * half for half in range(2)]
+        biases = [formula.load_bias(extras, feature) for feature in features]
+        channels = [formula.load_channel(extras, feature) for feature in features]
         for c in cutlass.range_constexpr(self.tokens // chunk):
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
             for pair in cutlass.range_constexpr((chunk + 15) // 16):
@@ -68,17 +70,17 @@ class Epilogue:
                 token = token0 + c * chunk + pair * 16 + lane % 4 * 2
                 tokens = [token + 8 * (i // 2) + i % 2 for i in range(count // 2)]
                 scales = [formula.load_token_scale(extras, t, out.shape[0]) for t in tokens]
-                sums = [scaled(acc[first + i], scales[i // 4 * 2 + i % 2]) for i in range(count)]
+                sums = [scaled(acc[first + i], scales[i // 4 * 2 + i % 2], channels[i // 2 % 2]) for i in range(count)]
                 values = [formula.feature_value(sums[i], alpha, biases[i // 2 % 2]) for i in range(count)]
                 registers = [pack_half2(formula.out_kind, values[i], values[i + 1]) for i in range(0, count, 2)]
                 row = pair * 16 + lane % 8 + (lane // 16 * 8 if count == 8 else 0)
-                store_matrix_transposed(staging + row * ROW_BYTES + warp * 32 + (lane // 8) % 2 * 16, registers)
+                store_matrix_transposed(staging + row * TOKEN_BYTES + warp * 32 + (lane // 8) % 2 * 16, registers)
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is filled
             for part in cutlass.range_constexpr((chunk * 8 + 127) // 128):
                 index = part * 128 + thread
                 row = index // 8
                 if row < chunk:
-                    words = load_shared(staging + row * ROW_BYTES + index % 8 * 16, 4)
+                    words = load_shared(staging + row * TOKEN_BYTES + index % 8 * 16, 4)
                     formula.store(words, out, token0 + c * chunk + row, feature0 + index % 8 * 8)
 
     def store_quads(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, staging: Int32) -> None:
@@ -89,6 +91,7 @@ class Epilogue:
         write = own + lane % 4 * 2 * QUAD_ROW_BYTES + lane // 4 * 4
         token, feature = token0 + lane // 4, feature0 + warp * 16 + lane % 4 * 4
         alpha, biases = formula.load_alpha(extras), [formula.load_bias(extras, feature + i) for i in range(4)]
+        channels = [formula.load_channel(extras, feature + i) for i in range(4)]
         # always before d is stored over them
         residuals = [formula.load_residual(extras, token + 8 * b, feature) for b in range(min(self.ahead, blocks))]
         for b in range(blocks):
@@ -100,7 +103,7 @@ class Epilogue:
             cute.arch.sync_warp()  # the buffer is filled
             words = load_shared(own + lane // 4 * QUAD_ROW_BYTES + lane % 4 * 16, 4)
             scale = formula.load_token_scale(extras, token + 8 * b, out.shape[0])
-            sums = [scaled(to_float("f32", word), scale) for word in words]
+            sums = [scaled(to_float("f32", word), scale, channels[i]) for i, word in enumerate(words)]
             formula.store_quad(sums, (alpha, biases, residuals[b]), out, token + 8 * b, feature)
 
     def prefetch(self, extras: Any, place: Any) -> None:

@@ -47,7 +47,8 @@ _FAR = 20.0
 class Formula:
     """What becomes of sums, what that takes, and where it goes. No control flow of the device: plain Python.
 
-    ``extras`` are the kernel's arguments (alpha, bias, residual, token scales), None where absent. ``kind`` is the
+    ``extras`` are the kernel's arguments (alpha, bias, residual, token scales, channel scales), None where absent.
+    ``channels`` says whether there are scales of output channels. ``kind`` is the
     dtype of the bias, ``out_kind`` that of d and residual. ``vector`` says that every row of d starts at a multiple of
     16 bytes and is a multiple of 16 bytes long. A quad is four neighbouring features of one token, the first a multiple
     of four.
@@ -59,6 +60,7 @@ class Formula:
     kind: str
     out_kind: str
     vector: bool
+    channels: bool = False
 
     def load_alpha(self, extras: Any) -> Float32 | None:
         """Once a thread."""
@@ -79,6 +81,14 @@ class Formula:
         if not self.epilogue.token_scale:
             return None
         return to_float("f32", load_global(extras[3].iterator.toint() + Int64(token) * 4, 1, token < rows)[0])
+
+    def load_channel(self, extras: Any, feature: Int32) -> Float32 | None:
+        """What the sums of a feature are multiplied by; 0 past the last one."""
+        if not self.channels:
+            return None
+        channels = extras[4]
+        address = channels.iterator.toint() + Int64(feature) * 4
+        return to_float("f32", load_global(address, 1, feature < channels.shape[0])[0])
 
     def load_residual(self, extras: Any, token: Int32, feature: Int32) -> list[Int32]:
         """What is added to a quad, as words of one or two columns of d; 0 past the last one."""
@@ -147,8 +157,10 @@ class Formula:
                 store_global_half(address + 2 * i, half, (token < m) & (column + i < columns))
 
 
-def scaled(value: Float32, scale: Float32 | None) -> Float32:
-    return value if scale is None else value * scale
+def scaled(value: Float32, *scales: Float32 | None) -> Float32:
+    for scale in scales:
+        value = value if scale is None else value * scale
+    return value
 
 
 def affine(value: Float32, alpha: Float32 | None, bias: Float32 | None) -> Float32:

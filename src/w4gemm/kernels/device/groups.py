@@ -75,15 +75,21 @@ def first_rows(t: cute.Tensor, end: Int32) -> cute.Tensor:
 
 
 def extras_of(extras: Any, expert: Int32, end: Int32) -> Any:
-    """(alpha, bias, residual, and what else there is) of an expert: its own bias (n) of (experts, n), the residual cut
-    off at its last row."""
-    alpha, bias, residual, *others = extras
-    if bias is not None:
-        n = bias.shape[1]
-        bias = cute.make_tensor(bias.iterator + expert * n, cute.make_layout((n,)))
+    """(alpha, bias, residual, token scales, channel scales) of an expert: its own rows of those that are (experts, n),
+    the residual cut off at its last row."""
+    alpha, bias, residual, token_scale, channels = extras
+    bias, channels = row_of(bias, expert), row_of(channels, expert)
     if residual is not None:
         residual = first_rows(residual, end)
-    return alpha, bias, residual, *others
+    return alpha, bias, residual, token_scale, channels
+
+
+def row_of(t: cute.Tensor | None, index: Int32) -> cute.Tensor | None:
+    """Row ``index`` of a contiguous matrix, where there is one."""
+    if t is None:
+        return None
+    n = t.shape[1]
+    return cute.make_tensor(t.iterator + index * n, cute.make_layout((n,)))
 
 
 def weight_of(weight: cute.Tensor, expert: Int32, n_blocks: Int32) -> cute.Tensor:

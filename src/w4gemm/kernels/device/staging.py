@@ -1,6 +1,6 @@
 """The epilogue's staging buffer; host code uses this too, so nothing of the DSL is imported here."""
 
-ROW_BYTES = 144
+TOKEN_BYTES = 144
 """Of one token as halves: 64 features of 2 bytes, and 16 bytes that keep an 8x8 matrix's rows in different banks."""
 
 QUAD_ROW_BYTES = 80

@@ -79,6 +79,7 @@ class Decode:
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
         token_scale: None,
+        channels: None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: None,
@@ -121,7 +122,7 @@ class Decode:
         ends: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual)
+        extras = (alpha, bias, residual, None, None)
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.memory.SmemAllocator()

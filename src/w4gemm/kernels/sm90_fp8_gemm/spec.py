@@ -11,22 +11,27 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
+from w4gemm.formats import WeightFormat
 from w4gemm.kernels.sm90 import Sm90Kernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import GemmProblem
 
-_TILE_M = (8, 16, 32, 64, 128)
+_TILE_M = (8, 16, 32, 64, 128, 192, 256)
 _TILE_N = (64, 128, 192, 256)
-_TILE_K = (256, 512)
+_TILE_K = (128, 256, 512)
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
 """(cluster_m, cluster_n, split_k)."""
-_MAX_TILE_M = {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}}
-"""By schedule and tile_n, which fix the number of threads: what two sets of accumulators leave room for."""
+_MAX_TILE_M = {
+    True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
+    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 32}},
+}
+"""By whether scales are applied to sums (which takes two sets of accumulators besides), schedule and tile_n, which fix
+the number of threads: what the registers leave room for."""
 
 
 class Sm90Fp8Gemm(Sm90Kernel):
-    """W4A8 on SM90: e4m3 activations, group scales applied to float32 sums. Any m, n, k, every format without float
-    zero points."""
+    """W4A8 on SM90, e4m3 activations: any m, n, k, every format without float zero points. Scales are applied to the
+    float32 sums of a group; e4m3 ones to the weights, which are then rounded to e4m3."""
 
     name = "sm90_fp8_gemm"
     layout = "sm90_fp8"
@@ -39,12 +44,15 @@ class Sm90Fp8Gemm(Sm90Kernel):
 
         return MixedGemm
 
+    def timed_as(self, format: WeightFormat) -> str:
+        return f"{self.name} folded" if format.has_channels else self.name
+
     def ctas_per_sm(self, config: GemmConfig) -> int:
         return 2 if config.schedule == "pingpong" else 1
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         v = Variant.of(problem, GemmConfig(8, 64, 256))
-        return list(_fitting(v.zero, v.scale_group, v.block_bytes, v.grouped))
+        return list(_fitting(v.zero, v.scale_kind, v.scale_group, v.block_bytes, v.grouped))
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """Groups are added up in order by each set on its blocks of k."""
@@ -54,23 +62,29 @@ class Sm90Fp8Gemm(Sm90Kernel):
 
 
 @functools.cache
-def _fitting(zero: str, scale_group: int, block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
+def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
     sizes = itertools.product(("coop", "pingpong"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
-        if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0):
+        config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
+        v = Variant(config, "e4m3", scale_kind, zero, scale_group, block_bytes, PLAIN, True, grouped)
+        if tile_m > _MAX_TILE_M[v.promoted][schedule].get(tile_n, 0):
             continue
-        if schedule == "pingpong" and cluster_n > 1:
+        if schedule == "pingpong" and tile_m <= 128 and cluster_n > 1:
             continue
         if grouped and (split_k > 1 or cluster_m > 1):
             continue
         # weights are worth sharing where many tokens meet them; each of two CTAs fetches one of two row blocks
         if cluster_m > 1 and (tile_n != 128 or tile_m < 128 or schedule != "coop"):
             continue
-        config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
-        v = Variant(config, "e4m3", "bf16", zero, scale_group, block_bytes, PLAIN, True, grouped)
-        if v.blocks > 2 * v.k_sets:  # a slot that one set alone goes through has two blocks
+        if tile_m > 128 and (tile_k > 128 or (schedule == "pingpong" and split_k > 1)):
+            continue
+        if v.promoted and tile_k == 128:  # a slot has a chunk for each of two sets of fragments
+            continue
+        if not v.promoted and tile_k == 128 and tile_m < 64:  # small slots cost more than they hold
+            continue
+        if tile_k > 128 and v.blocks != 2 * v.k_sets:  # two blocks for each set
             continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)

@@ -98,14 +98,13 @@ class MixedGemm:
             if variant.kind == "e4m3"
             else Decoder(variant.kind, variant.scale_kind, variant.zero)
         )
-        formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector)
+        formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded)
         self.epilogue = Epilogue(
             formula, variant.quads, variant.stored_tokens, variant.staging_tokens, variant.residuals_ahead
         )
         self.chunks = variant.config.tile_k // variant.chunk_k  # steps of 128 bytes of x along k in one slot
         self.experts = Groups(variant.config.tile_m)
         self.stream_sum = StreamSum(variant.config.tile_m, variant.row_groups)
-        self.slots_per_block = 2 if variant.halves else 1
         self.cluster = variant.config.cluster_m * variant.config.cluster_n * variant.config.split_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
         # what a thread holds of a block, or of half a block, in registers: code words, and scales of so many groups
@@ -124,6 +123,7 @@ class MixedGemm:
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
         token_scale: cute.Tensor | None,
+        channels: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
@@ -132,7 +132,8 @@ class MixedGemm:
         stream: Any,
     ):
         """x (m, k), weight int32 (n blocks, k blocks, words), out and residual (m, columns), alpha a number or (1),
-        bias (n), token_scale (m). Grouped: weight with the n blocks of all experts in a row, bias (experts, n), starts
+        bias and channels (n), token_scale (m). Grouped: weight with the n blocks of all experts in a row, bias and
+        channels (experts, n), starts
         and ends of the experts' rows, int32 (experts). partials and flags, for schedule stream: see
         device/stream_k.py. max_clusters: how many clusters of this kernel the device holds at once."""
         c = self.v.config
@@ -165,7 +166,7 @@ class MixedGemm:
             clusters = clusters * weight.shape[1]  # a block of k for each CTA at least
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
-        extras, rows, parked = (alpha, bias, residual, token_scale), (starts, ends), (partials, flags)
+        extras, rows, parked = (alpha, bias, residual, token_scale, channels), (starts, ends), (partials, flags)
         self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, *extras, *rows, *parked).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
@@ -190,13 +191,14 @@ class MixedGemm:
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
         token_scale: cute.Tensor | None,
+        channels: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual, token_scale)
+        extras = (alpha, bias, residual, token_scale, channels)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
@@ -215,7 +217,7 @@ class MixedGemm:
         decode_table = Int32(0)
         if const_expr(v.decode_table_bytes > 0):
             decode_table = shared_address(smem.allocate_array(Int32, v.decode_table_bytes // 4, byte_alignment=16))
-            self.decoder.fill_table(decode_table, cute.arch.thread_idx()[0])
+            self.decoder.fill_table(decode_table, cute.arch.thread_idx()[0], v.threads)
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(v.stages):
@@ -230,15 +232,15 @@ class MixedGemm:
 
         cta = cute.arch.block_idx()[0]
         rank = cta % self.cluster
-        # the k blocks of this CTA, in slots: all of them, or its share
-        slots = cute.ceil_div(weight.shape[1], v.blocks)
+        # the steps along k of this CTA, all of them or its share; then in slots
+        slots = cute.ceil_div(weight.shape[1], v.step_blocks)
         first_slot = Int32(0)
         if const_expr(c.split_k > 1):
             share = slots // c.split_k
             extra = slots - share * c.split_k
             first_slot = rank * share + cutlass.min(rank, extra)
             slots = share + (1 if rank < extra else 0)
-        first_slot, slots = first_slot * self.slots_per_block, slots * self.slots_per_block
+        first_slot, slots = first_slot * self.v.slots_per_step, slots * self.v.slots_per_step
         n_blocks = weight.shape[0] // starts.shape[0] if const_expr(v.grouped) else weight.shape[0]
         m_tiles, n_tiles = self.tiles(out.shape[0], n_blocks)
         if const_expr(v.grouped):
@@ -392,7 +394,7 @@ class MixedGemm:
                 for b in cutlass.range_constexpr(v.blocks):
                     # past the last k block: that block again, which meets the zeros that TMA puts past the end of x
                     k_block = slot // 2 if const_expr(v.halves) else slot * v.blocks + b
-                    if const_expr(v.blocks > 1):
+                    if const_expr(v.step_blocks > 1):
                         k_block = cutlass.min(k_block, weight.shape[1] - 1)
                     source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_block) * v.block_bytes
                     target = s_weight + stage * v.weight_bytes + (wg * v.blocks + b) * v.part_bytes
@@ -475,15 +477,14 @@ class MixedGemm:
                     self.begin_groups(operands, ring, sums, stage, who)
                 else:
                     self.load_part(packed, ring, stage, 0, who)
-            # a step takes fragments of both sets, so that their registers alternate: a slot, or two of halves
-            for i in cutlass.range(slots // self.slots_per_block, unroll=1):
-                for part in cutlass.range_constexpr(self.slots_per_block):
+            for i in cutlass.range(slots // self.v.slots_per_step, unroll=1):
+                for part in cutlass.range_constexpr(self.v.slots_per_step):
                     current = stage
                     stage += 1
                     if stage == v.stages:
                         stage = Int32(0)
                         phase = phase ^ 1
-                    done = i * self.slots_per_block + part
+                    done = i * self.v.slots_per_step + part
                     state = (current, stage, phase, done > 0, done + 1 < slots)
                     if const_expr(v.promoted):
                         self.multiply_groups(mma, ring, operands, sums, state, who)
@@ -540,7 +541,7 @@ class MixedGemm:
         tiles, stream = m_tiles * n_tiles, (Int32(0), Int32(0), Int32(0), Int32(0))
         count = 1
         if const_expr(self.v.stream):
-            blocks = slots // self.slots_per_block
+            blocks = slots // self.v.slots_per_step
             stream = stream_share(cluster, clusters, tiles, blocks)
             count = stream[0] + stream_pieces(stream[2], stream[3], blocks)
         elif const_expr(self.v.persistent):
@@ -553,16 +554,16 @@ class MixedGemm:
         cluster, clusters, _, _, first_slot, slots = work
         tile = cluster + index * clusters
         if const_expr(self.v.stream):
-            blocks = slots // self.slots_per_block
+            blocks = slots // self.v.slots_per_step
             tile, first, stop = stream_segment(index, cluster, clusters, blocks, stream)
-            first_slot, slots = first * self.slots_per_block, (stop - first) * self.slots_per_block
+            first_slot, slots = first * self.v.slots_per_step, (stop - first) * self.v.slots_per_step
         return tile, first_slot, slots
 
     @cute.jit
     def gather(self, flat, tile, work, stream, parked, place):
         """Add what the next CTAs multiplied of this tile."""
         cluster, clusters, slots = work[0], work[1], work[5]
-        blocks = slots // self.slots_per_block
+        blocks = slots // self.v.slots_per_step
         other, cut = cluster + 1, stream[1] * blocks
         while other * cut // clusters < (tile + 1) * blocks:
             self.stream_sum.add(flat, *parked, other, place, _EPILOGUE_BARRIER + place[0])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from w4gemm.kernels import sm90
-from w4gemm.kernels.device.decode_table import TABLE_BYTES
-from w4gemm.kernels.device.staging import QUADS_BYTES, ROW_BYTES
+from w4gemm.kernels.device.decode_table import ROW_BYTES, table_rows
+from w4gemm.kernels.device.staging import QUADS_BYTES, TOKEN_BYTES
 
 CODE_BYTES = 4096
 """Of a 64 x 128 block; its scales follow."""
@@ -32,7 +32,7 @@ class Variant(sm90.Variant):
     @property
     def promoted(self) -> bool:
         """Whether scales are applied to the sums of each group, not to its weights."""
-        return self.kind == "e4m3"
+        return self.kind == "e4m3" and self.scale_kind != "e4m3"
 
     @property
     def token_parts(self) -> int:
@@ -46,7 +46,7 @@ class Variant(sm90.Variant):
 
     @property
     def decode_table_bytes(self) -> int:
-        return TABLE_BYTES if self.kind == "e4m3" and self.zero != "none" else 0
+        return ROW_BYTES * table_rows(self.scale_kind, self.zero) if self.kind == "e4m3" else 0
 
     @property
     def row_groups(self) -> int:
@@ -58,8 +58,8 @@ class Variant(sm90.Variant):
         """Sets of consumer warpgroups that share the k blocks of a slot: as many as there are registers for, since with
         few tokens one set alone does not keep the tensor cores busy while it decodes."""
         limit = 4 if self.occupancy == 1 and self.config.tile_m <= 64 else 2
-        if self.promoted:  # the two sets of fragment registers take turns within a slot
-            return min(self.blocks // 2, max(1, limit // self.row_groups))
+        if self.kind == "e4m3":  # the two sets of fragment registers take turns within a slot
+            return max(1, min(self.blocks // 2, limit // self.row_groups))
         return min(self.blocks, max(1, limit // self.row_groups)) if self.config.tile_m <= 128 else 1
 
     @property
@@ -119,6 +119,17 @@ class Variant(sm90.Variant):
         return max(1, self.config.tile_k // 128)
 
     @property
+    def slots_per_step(self) -> int:
+        """Slots that a step of the main loop goes through: two where a slot has one chunk alone, so that the two sets
+        of fragment registers take turns."""
+        return 2 if self.config.tile_k == self.chunk_k else 1
+
+    @property
+    def step_blocks(self) -> int:
+        """Weight blocks along k in one step."""
+        return max(1, self.slots_per_step * self.config.tile_k // 128)
+
+    @property
     def halves(self) -> bool:
         """Whether a stage holds half a block along k: 64 columns, with the scales that they need."""
         return self.config.tile_k == 64
@@ -158,7 +169,7 @@ class Variant(sm90.Variant):
     @property
     def staging_bytes(self) -> int:
         """The epilogue's staging buffer of one warpgroup."""
-        return max(self.staging_tokens * ROW_BYTES, QUADS_BYTES if self.quads else 0)
+        return max(self.staging_tokens * TOKEN_BYTES, QUADS_BYTES if self.quads else 0)
 
     @property
     def quads(self) -> bool:

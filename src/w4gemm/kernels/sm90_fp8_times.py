@@ -1,0 +1,1 @@
+TIMES: dict[str, tuple[float, float, float]] = {}
