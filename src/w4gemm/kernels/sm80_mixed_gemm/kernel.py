@@ -89,6 +89,7 @@ class MixedGemm:
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
         token_scale: None,
+        channels: None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
@@ -104,7 +105,7 @@ class MixedGemm:
         ctas = m_tiles * cute.ceil_div(n_blocks, v.row_blocks)
         if const_expr(v.stream):
             ctas = cutlass.min(ctas * cute.ceil_div(x.shape[1], c.tile_k), max_ctas)
-        self.kernel(x, weight, out, alpha, bias, residual, token_scale, starts, ends, partials, flags).launch(
+        self.kernel(x, weight, out, alpha, bias, residual, starts, ends, partials, flags).launch(
             grid=[ctas, 1, 1],
             block=[v.threads, 1, 1],
             min_blocks_per_mp=v.occupancy,
@@ -121,14 +122,13 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
-        token_scale: None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual, token_scale)
+        extras = (alpha, bias, residual, None, None)
         cta = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         ring = shared_address(smem.allocate_array(Int32, v.stages * v.stage_bytes // 4, byte_alignment=128))
