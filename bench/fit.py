@@ -2,7 +2,8 @@
 
 ROWS are JSON lines with n, k, m, format, config ("kernel/config") and us, of one GPU, all of fp8 or all of 16-bit
 activations. Writes sm90_times.py or sm90_fp8_times.py and prints, for each (n, k, m), how far the first choice is from
-the fastest config. Needs numpy and scipy.
+the fastest config. With ``--keep``, configs that have constants keep them: new ones are fitted beside them, and no
+choice among the others changes. Needs numpy and scipy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from scipy.optimize import minimize
 
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import kernel_named, sm90_model
+from w4gemm.kernels import kernel_named, sm90_fp8_times, sm90_model, sm90_times
 from w4gemm.kernels.sm90 import Sm90Kernel
 from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.problem import H200, GemmProblem
@@ -41,7 +42,9 @@ Point = tuple[int, int, int, str]
 """(n, k, m, format)."""
 
 
-def main(paths: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    paths = [a for a in arguments if a != "--keep"]
+    kept = sm90_times.TIMES | sm90_fp8_times.TIMES if "--keep" in arguments else {}
     rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
     measured: dict[str, list[tuple[Launch, float]]] = defaultdict(list)
     points: dict[Point, dict[str, tuple[Launch, float]]] = defaultdict(dict)
@@ -70,7 +73,8 @@ def main(paths: list[str]) -> None:
     rounds: list[tuple[float, dict[str, tuple[float, float, float]]]] = []
     for _ in range(ROUNDS):
         times = {
-            config: fit(
+            config: kept.get(config)
+            or fit(
                 [
                     (launch, us / slower[at(launch)], weight(launch[0], us) * blame[config, at(launch)])
                     for launch, us in samples

@@ -35,7 +35,7 @@ def test_explain_a_gpu_that_is_not_there(capsys):
     out, _ = run(capsys, "explain", "--m", "500", "--n", "1024", "--k", "1024", "--device", "h200")
     problem = w4gemm.GemmProblem(512, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
     assert out.startswith("NVIDIA H200, compute capability 9.0, 132 multiprocessors\nm 512, n 1024, k 1024")
-    assert "chosen once for m 385 to 512" in out and "roofline: 1.4 us" in out
+    assert "chosen once for m 449 to 512" in out and "roofline: 1.4 us" in out
     found = w4gemm.explain(problem)
     assert f"chosen: {found.chosen[0]}/{found.chosen[1]} ({found.source})" in out
     rows = out.split("\n\n")[1].splitlines()
@@ -149,7 +149,7 @@ def test_layers_of_a_hugging_face_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("1..8192", dispatch.BOUNDS), ("1..", (*dispatch.BOUNDS, 16384)), ("5,20", (8, 32)), ("9..17", (16, 32))],
+    [("1..8192", dispatch.BOUNDS), ("1..", (*dispatch.BOUNDS, 16384)), ("5,20", (8, 24)), ("9..17", (16, 24))],
 )
 def test_tokens(text, wanted):
     assert problems.parse_tokens(text) == list(wanted)

@@ -12,11 +12,13 @@ from w4gemm.formats import PER_COLUMN
 
 GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
 ALL = [WeightFormat(*parts) for parts in itertools.product(GROUPS, ("none", "int", "float"), ("bf16", "fp16"))]
+FOLDED = [WeightFormat(group, "none", "e4m3") for group in GROUPS]
 
 
 def test_string_form_round_trips_and_is_unique():
-    assert [WeightFormat.parse(str(f)) for f in ALL] == ALL
-    assert len({str(f) for f in ALL}) == len(ALL)
+    every = ALL + FOLDED
+    assert [WeightFormat.parse(str(f)) for f in every] == every
+    assert len({str(f) for f in every}) == len(every)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_group_size_wants_an_int(group):
 def test_other_refusals():
     with pytest.raises(ValueError, match="zero: wanted one of none, int, float, got 'yes'"):
         WeightFormat(zero="yes")
-    with pytest.raises(ValueError, match="scale: wanted one of fp16, bf16, got 'fp8'"):
+    with pytest.raises(ValueError, match="scale: wanted one of fp16, bf16, e4m3, got 'fp8'"):
         WeightFormat(scale="fp8")
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from test_formats import ALL
+from test_formats import ALL, FOLDED
 from w4gemm import WeightFormat
 from w4gemm.layouts import LAYOUTS, Parts, layout_named, native_layout
 from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, scale_group, scale_words
@@ -23,8 +23,11 @@ def random_parts(format: WeightFormat, n: int, k: int, seed: int = 0) -> Parts:
     codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
     shape = (n, format.groups(k))
     scales = torch.randn(shape, generator=g).to(format.scale_dtype)
-    scales[torch.rand(shape, generator=g) < 0.1] = -0.0
-    scales[torch.rand(shape, generator=g) < 0.1] = torch.finfo(format.scale_dtype).smallest_normal / 4
+    scales = torch.where(torch.rand(shape, generator=g) < 0.1, -0.0, scales.float()).to(format.scale_dtype)
+    small = torch.tensor(torch.finfo(format.scale_dtype).smallest_normal / 4)
+    scales = torch.where(torch.rand(shape, generator=g) < 0.1, small, scales.float()).to(format.scale_dtype)
+    if format.has_channels:
+        return Parts(codes, scales, None, torch.randn(n, generator=g))
     if format.zero == "int":
         return Parts(codes, scales, torch.randint(0, 16, shape, generator=g, dtype=torch.uint8))
     zeros = torch.randn(shape, generator=g).to(format.scale_dtype) if format.zero == "float" else None
@@ -33,7 +36,7 @@ def random_parts(format: WeightFormat, n: int, k: int, seed: int = 0) -> Parts:
 
 def bits(t: torch.Tensor | None) -> torch.Tensor | None:
     """For bit-equality: -0 is not 0."""
-    return t if t is None or t.dtype == torch.uint8 else t.view(torch.int16)
+    return t if t is None else t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.itemsize])
 
 
 def assert_same(a: Parts, b: Parts) -> None:
@@ -43,7 +46,7 @@ def assert_same(a: Parts, b: Parts) -> None:
             assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y)), name
 
 
-@pytest.mark.parametrize("format", ALL, ids=str)
+@pytest.mark.parametrize("format", ALL + FOLDED, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 def test_round_trip_is_bit_equal(layout, format):
     if layout.supports(format):
@@ -62,7 +65,7 @@ def test_packing_reads_views(layout):
     format = WeightFormat(32, "int")
     whole = random_parts(format, 96, 512)
     view = Parts(whole.codes[16:80, 128:384], whole.scales[16:80, 4:12], whole.zeros[16:80, 4:12])
-    copy = Parts(*(t.contiguous() for t in view))
+    copy = Parts.of(None if t is None else t.contiguous() for t in view)
     for a, b in zip(layout.pack(view, format), layout.pack(copy, format), strict=True):
         assert torch.equal(a, b)
 

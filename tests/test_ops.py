@@ -17,7 +17,7 @@ from w4gemm.formats import WeightFormat
 
 N, K = 130, 96
 FORMAT = WeightFormat.parse("int4_g32_zint_fp16")
-NOT_FUSED = (None,) * 5
+NOT_FUSED = (None,) * 6
 """The operator's arguments for a call without residual, alpha, activation and out_dtype."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -275,14 +275,14 @@ def test_opcheck_fused(w, x, bias, activation):
     weight = (list(w.tensors), str(w.format), w.layout, w.n, w.k)
     residual = given["residual"].flatten(0, 1)
     for alpha, scale in ((None, 1.5), (torch.ones(1, device=x.device), None)):
-        flat = (bias, residual, alpha, scale, activation, torch.float32)
+        flat = (bias, residual, None, alpha, scale, activation, torch.float32)
         torch.library.opcheck(torch.ops.w4gemm.linear.default, (rows, *weight, *flat, "", False))
 
 
 def test_the_operator_alone_has_no_fused_gradients(w, x):
     rows = x.view(-1, K).clone().requires_grad_()
     weight = (list(w.tensors), str(w.format), w.layout, w.n, w.k)
-    flat = (None, None, None, 2.0, None, None)
+    flat = (None, None, None, None, 2.0, None, None)
     d = torch.ops.w4gemm.linear(rows, *weight, *flat, "", False)
     with pytest.raises(NotImplementedError, match="call w4gemm.linear"):
         d.sum().backward()

@@ -18,13 +18,31 @@ from w4gemm.problem import H200, Device, GemmProblem
 
 pytest.importorskip("cutlass")
 
-INSTRUCTION = {"sm80_mixed_gemm": "HMMA.16816", "sm90_decode": "HMMA", "sm90_mixed_gemm": "HGMMA"}
+INSTRUCTION = {
+    "sm80_mixed_gemm": "HMMA.16816",
+    "sm90_decode": "HMMA",
+    "sm90_mixed_gemm": "HGMMA",
+    "sm90_fp8_gemm": "QGMMA",
+}
 """The matrix instruction that each compiled kernel was written for; a new kernel adds its line."""
 
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
-CASES = [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES
+FP8 = torch.float8_e4m3fn
+FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "int4_g32_fp16"]
+CASES = [
+    pytest.param(kernel_named(kernel), name, dtype, id=f"{kernel}-{name}-{str(dtype).removeprefix('torch.')}")
+    for kernel in INSTRUCTION
+    for name, dtype in (
+        [(name, FP8) for name in FP8_FORMATS]
+        if kernel == "sm90_fp8_gemm"
+        else [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES
+    )
+]
+NEEDY = {"sm90_fp8_gemm": ("int4_g32_zint", "int4_g128", "int4_g128_e4m3")}
+"""By kernel, the formats that need the most registers, or that alone have some configs; else those of _NEEDY."""
+_NEEDY = ("int4_g32_zfloat", "int4_g128")
 
 
 def gpu_kernels() -> list[Kernel]:
@@ -32,38 +50,50 @@ def gpu_kernels() -> list[Kernel]:
 
 
 def problem(name: str, dtype: torch.dtype = torch.bfloat16, m: int = 16, **kwargs) -> GemmProblem:
-    return GemmProblem(m, 8192, 8192, dtype, WeightFormat.parse(name), "sm90", device=H200, **kwargs)
+    layout = "sm90_fp8" if dtype == FP8 else "sm90"
+    return GemmProblem(m, 8192, 8192, dtype, WeightFormat.parse(name), layout, device=H200, **kwargs)
+
+
+def problem_of(kernel: Kernel, name: str, m: int = 16, **kwargs) -> GemmProblem:
+    return problem(name, FP8 if kernel.name == "sm90_fp8_gemm" else torch.bfloat16, m, **kwargs)
+
+
+def check_kernel(kernel: Kernel, p: GemmProblem, config: GemmConfig) -> None:
+    sass = disassemble(object_code(kernel, p, config))
+    # a WGMMA along k is as long as a group of 32, whose sums are waited for
+    check(sass, INSTRUCTION[kernel.name], asynchronous=not (p.dtype == FP8 and p.format.group_size == 32))
 
 
 def test_every_kernel_that_compiles_is_checked():
-    p = problem("int4_g128")
-    compiling = {k.name for k in KERNELS if (c := k.configs(p)) and k.program(p, c[0]) is not None}
+    compiling = set()
+    for k in KERNELS:
+        p = problem_of(k, "int4_g128")
+        if (c := k.configs(p)) and k.program(p, c[0]) is not None:
+            compiling.add(k.name)
     assert compiling == set(INSTRUCTION)
 
 
 @pytest.mark.parametrize("m", [1, 4096])
-@pytest.mark.parametrize("name, dtype", CASES, ids=lambda v: str(v).removeprefix("torch."))
-@pytest.mark.parametrize("kernel", gpu_kernels(), ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel, name, dtype", CASES)
 def test_best_config(kernel, name, dtype, m):
     p = problem(name, dtype, m, epilogue=Epilogue(bias=m > 1))
     _, _, config = ranked([kernel], p)[0]
-    check(disassemble(object_code(kernel, p, config)), INSTRUCTION[kernel.name])
+    check_kernel(kernel, p, config)
 
 
 def all_configs() -> list:
     """Every config, each for the format that it is legal for and that needs the most registers."""
     found = {}
     for kernel in gpu_kernels():
-        for name in ("int4_g32_zfloat", "int4_g128"):
-            for config in kernel.configs(problem(name)):
+        for name in NEEDY.get(kernel.name, _NEEDY):
+            for config in kernel.configs(problem_of(kernel, name)):
                 found.setdefault((kernel.name, str(config)), name)
     return [pytest.param(*key, name, id="-".join((*key, name))) for key, name in found.items()]
 
 
 @pytest.mark.parametrize("kernel, config, name", all_configs())
 def test_every_config(kernel, config, name):
-    code = object_code(kernel_named(kernel), problem(name), GemmConfig.parse(config))
-    check(disassemble(code), INSTRUCTION[kernel])
+    check_kernel(kernel_named(kernel), problem_of(kernel_named(kernel), name), GemmConfig.parse(config))
 
 
 OTHER_GPUS = {
@@ -102,7 +132,8 @@ def configs_with_epilogues() -> list:
     ]
     found = {}
     for kernel in gpu_kernels():
-        configs = sorted(kernel.configs(problem("int4_g32_zfloat")), key=lambda c: c.tile_m)
+        name = NEEDY.get(kernel.name, _NEEDY)[0]
+        configs = sorted(kernel.configs(problem_of(kernel, name)), key=lambda c: c.tile_m)
         for c in configs:
             found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.split_k] = str(c)
     cases = zip(found.items(), itertools.cycle(epilogues), strict=False)
@@ -111,23 +142,26 @@ def configs_with_epilogues() -> list:
 
 @pytest.mark.parametrize("kernel, config, epilogue, n", configs_with_epilogues())
 def test_epilogues(kernel, config, epilogue, n):
-    p = replace(problem("int4_g32_zfloat", epilogue=epilogue), n=n)
-    check(disassemble(object_code(kernel_named(kernel), p, GemmConfig.parse(config))), INSTRUCTION[kernel])
+    found = kernel_named(kernel)
+    scaled = epilogue._replace(token_scale=kernel == "sm90_fp8_gemm")
+    p = replace(problem_of(found, NEEDY.get(kernel, _NEEDY)[0], epilogue=scaled), n=n)
+    check_kernel(found, p, GemmConfig.parse(config))
 
 
 def grouped_configs() -> list:
     """Of the configs for experts with as many threads, that with the most tokens."""
     found = {}
-    for kernel, name in itertools.product(gpu_kernels(), ("int4_g32_zfloat", "int4_g128")):
-        for c in sorted(kernel.configs(problem(name, experts=8)), key=lambda c: c.tile_m):
-            found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.cluster_n, c.split_k, name] = str(c)
+    for kernel in gpu_kernels():
+        for name in NEEDY.get(kernel.name, _NEEDY):
+            for c in sorted(kernel.configs(problem_of(kernel, name, experts=8)), key=lambda c: c.tile_m):
+                found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.cluster_n, c.split_k, name] = str(c)
     return [pytest.param(key[0], config, key[-1], id=f"{key[0]}-{config}-{key[-1]}") for key, config in found.items()]
 
 
 @pytest.mark.parametrize("kernel, config, name", grouped_configs())
 def test_grouped(kernel, config, name):
-    code = object_code(kernel_named(kernel), problem(name, m=512, experts=8), GemmConfig.parse(config))
-    check(disassemble(code), INSTRUCTION[kernel])
+    found = kernel_named(kernel)
+    check_kernel(found, problem_of(found, name, m=512, experts=8), GemmConfig.parse(config))
 
 
 def test_the_checks_find_what_they_look_for():

@@ -38,8 +38,9 @@ from w4gemm.tuning import store
 
 _log = logging.getLogger("w4gemm")
 
-BOUNDS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-"""Last m of every interval but the last."""
+_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+BOUNDS = (*_TILES, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
+"""Last m of every interval but the last: where one tile is full, from 256 on where about so many waves of tiles are."""
 _LARGEST = 16384
 """The m that stands for the last interval."""
 
@@ -201,7 +202,10 @@ def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
 
 
 def _recorded(problem: GemmProblem, legal: list[str]) -> tuple[str, store.Record] | None:
+    last = interval_of(problem.m)[1]
     for source, record in store.find(problem):
+        if record.m[1] != last:  # an interval was longer once, and its end says little about tiles for fewer tokens
+            continue
         if record.choice in legal and record.revision == kernel_named(record.kernel).revision:
             return source, record
     return None

@@ -32,7 +32,7 @@ _log = logging.getLogger("w4gemm")
 
 TOP = 10
 """Configs that are measured of a problem, by prediction. Of those in bench/results/configs.jsonl (H200, 2026-11-21) the
-fastest is among the first 6 guesses but for 0.3 % at most, and always among the first 8."""
+fastest is among the first 8 guesses but for 2 % at most, and among these but for 0.4 %."""
 _MAX_ERROR = 2e-2
 _LOOKS, _REPLAYS, _FEW_REPLAYS = 1, 11, 3
 """At first; of the finalists; of those with long calls on a GPU, which the timer warms up for."""

@@ -20,6 +20,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.cpu import kernel
+from w4gemm.layouts import layout_named
 from w4gemm.layouts.cpu import CHUNK
 from w4gemm.problem import GemmProblem
 
@@ -45,6 +46,8 @@ class CpuMixedGemm:
             return Status.no(f"wants {', '.join(map(str, _DTYPES))} activations, not {problem.dtype}")
         if problem.layout not in _LAYOUTS:
             return Status.no(f"reads weights in the layouts {', '.join(_LAYOUTS)}, not {problem.layout}")
+        if reason := layout_named(problem.layout).supports(problem.format):
+            return Status.no(f"cannot take {problem.format}: {reason}")
         return OK
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:

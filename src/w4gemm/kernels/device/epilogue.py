@@ -66,7 +66,7 @@ class Epilogue:
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
             for pair in cutlass.range_constexpr((chunk + 15) // 16):
                 first = (c * chunk + pair * 16) // 8 * 4
-                count = 8 if chunk >= 16 else 4
+                count = 8 if chunk >= pair * 16 + 16 else 4
                 token = token0 + c * chunk + pair * 16 + lane % 4 * 2
                 tokens = [token + 8 * (i // 2) + i % 2 for i in range(count // 2)]
                 scales = [formula.load_token_scale(extras, t, out.shape[0]) for t in tokens]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from w4gemm.kernels.device.ptx import cluster_address, load_shared_cluster, store_shared_f32x4
 
@@ -16,7 +16,8 @@ class Reduction:
     """For a tile of ``tokens`` tokens, ``ranks`` CTAs with ``threads`` consumer threads each.
 
     Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order: the result does not depend on timing.
-    Where the shares of the first ranks are all there is, the last ranks have nothing to sum.
+    Where the shares of the first ranks are all there is, the last ranks have nothing to sum; of a share that reaches
+    past the tile, what lies behind is the tile's last block again.
     """
 
     tokens: int
@@ -36,15 +37,18 @@ class Reduction:
 
         A cluster barrier must follow before the parked values are overwritten or their CTA exits.
         """
-        first = rank * self.share
-        mine = first < self.tokens // 8
+        first, blocks = rank * self.share, self.tokens // 8
+        mine = first < blocks
         if mine:
             for i in cutlass.range_constexpr(4 * self.share):
                 acc[i] = Float32(0.0)
             for r in cutlass.range_constexpr(self.ranks):
-                other = cluster_address(own + first * self.line, Int32(r))
+                other = cluster_address(own, Int32(r))
                 for i in cutlass.range_constexpr(self.share):
-                    values = load_shared_cluster(other + i * self.line)
+                    block = first + i
+                    if const_expr(blocks % self.share > 0):
+                        block = cutlass.min(block, blocks - 1)
+                    values = load_shared_cluster(other + block * self.line)
                     for j in cutlass.range_constexpr(4):
                         acc[4 * i + j] = acc[4 * i + j] + values[j]
         return first * 8, mine

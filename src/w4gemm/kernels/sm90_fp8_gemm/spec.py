@@ -19,8 +19,10 @@ from w4gemm.problem import GemmProblem
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
 _TILE_N = (64, 128, 192, 256)
 _TILE_K = (128, 256, 512)
-_CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
+_CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
+_ONE_GROUP = 4224
+"""Bytes of a packed block with a single group of scales and no zero points."""
 _MAX_TILE_M = {
     True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
     False: {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 32}},
@@ -76,15 +78,18 @@ def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, gro
         if grouped and (split_k > 1 or cluster_m > 1):
             continue
         # weights are worth sharing where many tokens meet them; each of two CTAs fetches one of two row blocks
-        if cluster_m > 1 and (tile_n != 128 or tile_m < 128 or schedule != "coop"):
+        if cluster_m > 1 and (tile_n != 128 or tile_m < 128 or schedule != "coop" or tile_k * tile_m > 2**15):
             continue
         if tile_m > 128 and (tile_k > 128 or (schedule == "pingpong" and split_k > 1)):
             continue
         if v.promoted and tile_k == 128:  # a slot has a chunk for each of two sets of fragments
             continue
-        if not v.promoted and tile_k == 128 and tile_m < 64:  # small slots cost more than they hold
+        if (tile_k == 128 and tile_m < 128) or (tile_n == 192 and tile_m < 64):  # never the fastest
             continue
         if tile_k > 128 and v.blocks != 2 * v.k_sets:  # two blocks for each set
+            continue
+        # the scales and zero points of many groups spill where four warpgroups share the registers
+        if v.promoted and v.warpgroups == 4 and tile_m > 32 and block_bytes > _ONE_GROUP:
             continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)

@@ -154,8 +154,8 @@ class MixedGemm:
         box_layout = cute.tile_to_shape(
             atom, (self.v.box_tokens, self.v.chunk_k, self.v.boxes * self.chunks * self.v.stages), order=(0, 1, 2)
         )
-        box = cute.slice_(box_layout, (None, None, 0))
         box_shape = (self.v.box_tokens, self.v.chunk_k)
+        box = cute.tile_to_shape(atom, box_shape, order=(0, 1))
         tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, box_shape, num_multicast=c.cluster_n)
         experts = starts.shape[0] if const_expr(self.v.grouped) else 1
         m_tiles, n_tiles = self.tiles(x.shape[0], weight.shape[0] // experts)
@@ -289,8 +289,6 @@ class MixedGemm:
         full, empty, s_x, s_weight = ring
         m_tiles, n_tiles = work[2], work[3]
         rank_m, rank_n = self.place_in_cluster(rank)
-        s_boxes = cute.make_tensor(s_x.iterator, box_layout.outer)
-        x_parts = self.partition(tma, tma_x, s_boxes, rank_n)
         # those who get the same x, and those who get the same weights
         x_mask = cutlass.Int16(Int32((1 << c.cluster_n) - 1) << (rank_m * c.cluster_n))
         weight_mask = cutlass.Int16(Int32(sum(1 << i * c.cluster_n for i in range(c.cluster_m))) << rank_n)
@@ -308,10 +306,8 @@ class MixedGemm:
             m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
             expert, token, end = self.find(m_tile, *tokens[:2])
             boxes = self.boxes_of(token, end)
-            own, (t_s, t_g), first_box = weight, x_parts, m_tile * v.boxes
-            if const_expr(v.grouped):
-                own, first_box = weight_of(weight, expert, tokens[2]), 0
-                t_s, t_g = self.partition(tma, cute.domain_offset((token, 0), tma_x), s_boxes, rank_n)
+            x_parts = self.partition(tma, tma_x, (s_x, box_layout), (token, end), rank_n)
+            own = weight_of(weight, expert, tokens[2]) if const_expr(v.grouped) else weight
             for i in cutlass.range(slots, unroll=1):
                 slot = first_slot + i
                 if index > 0 or i >= early:
@@ -320,10 +316,11 @@ class MixedGemm:
                 for chunk in cutlass.range_constexpr(self.chunks):
                     for b in cutlass.range_constexpr(v.boxes):
                         if b < boxes:
+                            t_s, t_g = x_parts[b]
                             cute.copy(
                                 tma,
-                                t_g[(None, first_box + b, slot * self.chunks + chunk)],
-                                t_s[(None, (stage * self.chunks + chunk) * v.boxes + b)],
+                                t_g[(None, 0, slot * self.chunks + chunk)],
+                                t_s[(None, (stage * self.chunks + chunk) * v.boxes)],
                                 tma_bar_ptr=full + stage,
                                 mcast_mask=x_mask,
                             )
@@ -364,11 +361,21 @@ class MixedGemm:
         boxes = cutlass.min(cute.ceil_div(end - token, v.box_tokens), v.boxes)
         return cutlass.max(boxes, 0) if const_expr(v.config.cluster_m > 1) else boxes
 
-    def partition(self, tma, tma_x, s_boxes, share):
-        """The boxes of x in shared memory and, by (token box, chunk of k), in global memory."""
-        g_x = cute.local_tile(tma_x, (self.v.box_tokens, self.v.chunk_k), (None, None))
+    def partition(self, tma, tma_x, shared, tokens, share):
+        """For each box of the tile of x with the first token and the end ``tokens``: where it goes, by chunk of k of
+        the first box, and where it comes from, by (0, chunk of k). shared: (s_x, box_layout)."""
+        (s_x, box_layout), (token, end), box = shared, tokens, self.v.box_tokens
         group, cluster = cute.group_modes, cute.make_layout(self.v.config.cluster_n)
-        return cpasync.tma_partition(tma, share, cluster, group(s_boxes, 0, 2), group(g_x, 0, 2))
+        # The last box that is fetched ends at the last token, rounded up to eight: rows past m are slow, those that the
+        # box before brings as well are not. By a shift, and uniform, since x waits for it.
+        last, parts = cutlass.max(((end - token + 7) >> 3) - box // 8, 0), []
+        for b in range(self.v.boxes):
+            eights = cute.arch.make_warp_uniform(cutlass.min(b * box // 8, last)) if b > 0 else 0
+            s_boxes = cute.make_tensor(s_x.iterator + eights * (8 * self.v.chunk_k), box_layout.outer)
+            tokens_on = cute.domain_offset((token + eights * 8, 0), tma_x)
+            g_x = cute.local_tile(tokens_on, (box, self.v.chunk_k), (None, None))
+            parts.append(cpasync.tma_partition(tma, share, cluster, group(s_boxes, 0, 2), group(g_x, 0, 2)))
+        return parts
 
     @cute.jit
     def find(self, m_tile, m, groups):
@@ -606,6 +613,10 @@ class MixedGemm:
         if k_set == 0:
             reduction.park(flat, parked)
         self.cluster_barrier()
+        if const_expr(v.stored_tokens * c.split_k > c.tile_m):  # the last share reaches past the tile
+            end, (alpha, bias, residual) = cutlass.min(place[0] + c.tile_m, out.shape[0]), extras
+            out = first_rows(out, end)
+            extras = alpha, bias, None if const_expr(residual is None) else first_rows(residual, end)
         if k_set == 0:
             first, mine = reduction.sum(flat, parked, rank)
             if mine:

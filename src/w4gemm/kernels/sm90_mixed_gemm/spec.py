@@ -16,6 +16,17 @@ from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
 _TILE_N = (64, 128, 192, 256)
+_MANY = set(itertools.product(("coop",), (64, 128), (128,), (1, 2)))
+_FEW = {("coop", 256, 128, 1), *itertools.product(("coop",), (64, 128), (256,), (1, 2))}
+_STREAM = {("stream", 128, 128, 1)}
+_BETWEEN = {
+    24: _FEW | {("coop", 64, 512, 1), ("coop", 64, 512, 2)},
+    **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
+    **dict.fromkeys((80, 96, 112), _MANY | _STREAM | {("coop", 64, 256, 1), ("coop", 192, 128, 2)}),
+    **dict.fromkeys((160, 224), _MANY),
+}
+"""Tiles for about as many tokens as they hold, since rows past m cost time: by tile_m what is the fastest of its
+neighbours somewhere, as (schedule, tile_n, tile_k, split_k)."""
 _TILE_K = (64, 128, 256, 512)
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
 """(cluster_m, cluster_n, split_k)."""
@@ -63,11 +74,16 @@ class Sm90MixedGemm(Sm90Kernel):
 @functools.cache
 def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
-    sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
+    tile_m_sizes = _TILE_M if grouped else (*_TILE_M, *_BETWEEN)
+    sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, tile_m_sizes, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (
             schedule == "pingpong" and tile_m <= 128 and cluster_n > 1
+        ):
+            continue
+        if tile_m in _BETWEEN and (
+            cluster_m * cluster_n > 1 or (schedule, tile_n, tile_k, split_k) not in _BETWEEN[tile_m]
         ):
             continue
         if tile_k > 128 and tile_m > 128:  # ptxas serializes some of these, and none was ever the fastest
@@ -87,7 +103,7 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
         if cluster_m > 1 and (tile_n != 128 or tile_m < 128 or schedule != "coop"):
             continue
         # a CTA of a stream walks over parts of tiles, which other sums through the drained pipeline do not allow
-        if schedule == "stream" and (tile_m not in (32, 64, 128, 256) or tile_k > 128 or cluster_n * split_k > 1):
+        if schedule == "stream" and (tile_m in (8, 16, 192) or tile_k > 128 or cluster_n * split_k > 1):
             continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue

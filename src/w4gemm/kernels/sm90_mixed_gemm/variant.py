@@ -152,10 +152,13 @@ class Variant(sm90.Variant):
 
     @property
     def box_tokens(self) -> int:
-        """Tokens of one TMA box. Boxes wholly past m are not fetched, since rows past m are slow: 31 of them in a box
-        of 64 make a launch half as long again (H200, 2026-11-21). Smaller boxes have fewer, and cost nothing where a
-        tile has 128 tokens; elsewhere they make full tiles 5 % slower and more."""
-        return 32 if self.config.tile_m == 128 else min(self.config.tile_m, 64)
+        """Tokens of one TMA box, at most 64, a part of tile_m. Rows past m are slow: 31 of them in a box of 64 make a
+        launch half as long again, eight cost nothing (H200, 2026-11-21). So boxes wholly past m are not fetched, and
+        the last one that is reaches back; only a tile's first box has no room for that. Boxes of 32 cost nothing where
+        a tile has 128 tokens; elsewhere they make full tiles 5 % slower and more."""
+        if self.config.tile_m == 128:
+            return 32
+        return next(box for box in range(min(self.config.tile_m, 64), 0, -8) if self.config.tile_m % box == 0)
 
     @property
     def boxes(self) -> int:
@@ -178,15 +181,16 @@ class Variant(sm90.Variant):
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens of a tile that one CTA stores: with split_k its share, in whole blocks of eight."""
-        return max(8, self.config.tile_m // 8 // self.config.split_k * 8)
+        """Tokens of a tile that one CTA stores: with split_k its share, in whole blocks of eight, the last perhaps past
+        the tile."""
+        return -(-self.config.tile_m // (8 * self.config.split_k)) * 8
 
     @property
     def staging_tokens(self) -> int:
         """Tokens that pass through the staging buffer at a time. 256 tokens leave no room for more than 16 beside three
         whole blocks; beside halves, five stages and a large buffer do better than six and a small one."""
-        limit = 128 if self.halves else 16 if self.config.tile_m > 192 else 32
-        return next(c for c in (128, 96, 64, 32, 16, 8) if c <= limit and self.stored_tokens % c == 0)
+        limit = 128 if self.halves else 16 if self.config.tile_m > 192 else 32 if self.config.tile_m > 160 else 56
+        return next(chunk for chunk in range(limit, 0, -8) if self.stored_tokens % chunk == 0)
 
     @property
     def residuals_ahead(self) -> int:

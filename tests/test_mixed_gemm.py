@@ -1,0 +1,45 @@
+"""What holds of the Hopper kernel's configs before anything is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from w4gemm import dispatch
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels import kernel_named, ranked
+from w4gemm.kernels.sm90 import SHARED_MEMORY
+from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.problem import H200, GemmProblem
+
+KERNEL = kernel_named("sm90_mixed_gemm")
+PROBLEM = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+LAYERS = [(6144, 4096), (8192, 8192), (28672, 4096), (8192, 28672), (4096, 14336)]
+
+
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g32_zfloat"])
+@pytest.mark.parametrize("experts", [0, 8])
+def test_sizes_that_follow_from_a_config(format, experts):
+    problem = replace(PROBLEM, format=WeightFormat.parse(format), experts=experts)
+    for config in KERNEL.configs(problem):
+        v = Variant.of(problem, config)
+        assert v.box_tokens % 8 == 0 and v.box_tokens <= 64 and v.boxes * v.box_tokens == config.tile_m
+        assert v.stored_tokens % v.staging_tokens == 0
+        shares = v.stored_tokens * config.split_k
+        assert config.tile_m <= shares < config.tile_m + 8 * config.split_k, "all tokens are stored"
+        assert v.shared_bytes <= SHARED_MEMORY
+
+
+def test_few_enough_to_compile_them_all():
+    assert sum(len(kernel.configs(PROBLEM)) for kernel in dispatch.KERNELS if kernel.supports(PROBLEM)) <= 280
+
+
+@pytest.mark.parametrize("n, k", LAYERS)
+def test_a_tile_has_about_as_many_tokens_as_there_are(n, k):
+    """Rows past m in a tile's first box are slow, up to half as long again; a few cost nothing."""
+    for m in (m for m in dispatch.BOUNDS if 16 < m <= 64):
+        problem = replace(PROBLEM, m=m, n=n, k=k)
+        _, _, config = ranked([KERNEL], problem)[0]
+        assert config.tile_m - m <= 16, (m, config)
