@@ -58,17 +58,10 @@ class StreamSum:
             store_release(flag, Int32(0))
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         other = self.address(partials, cta, wg, thread)
-<<<<<<< HEAD
-        ahead = min(_ON_THEIR_WAY, self.tokens // 8)
-        for first in cutlass.range_constexpr(0, self.tokens // 8, ahead):
-            values = [load_global_f32x4(other + (first + i) * 2048) for i in range(ahead)]
-            for i in cutlass.range_constexpr(ahead):
-=======
         for first in cutlass.range_constexpr(0, self.tokens // 8, _ON_THEIR_WAY):
             count = min(_ON_THEIR_WAY, self.tokens // 8 - first)
             values = [load_global_f32x4(other + (first + i) * 2048) for i in range(count)]
             for i in cutlass.range_constexpr(count):
->>>>>>> main
                 for j in cutlass.range_constexpr(4):
                     at = 4 * (first + i) + j
                     acc[at] = acc[at] + values[i][j]
