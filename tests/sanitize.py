@@ -15,6 +15,13 @@ from w4gemm import WeightFormat
 from w4gemm.reference import grouped_reference, linear_reference
 
 CASES = {
+    "sm80_mixed_gemm/8x64x256_1x1x1_coop": (5, 200, 4224),
+    "sm80_mixed_gemm/16x128x128_1x1x1_pingpong": (13, 130, 2112),
+    "sm80_mixed_gemm/16x64x256_1x1x1_stream": (13, 1000, 4096),
+    "sm80_mixed_gemm/64x64x256_1x1x1_coop": (100, 300, 1100),
+    "sm80_mixed_gemm/64x256x128_1x1x1_coop": (70, 700, 2048),
+    "sm80_mixed_gemm/64x128x64_1x1x1_stream": (200, 9000, 576),
+    "sm80_mixed_gemm/128x128x64_1x1x1_pingpong": (260, 1000, 1152),
     "sm90_decode/8x64x128_1x1x1_coop": (5, 200, 4096),
     "sm90_decode/8x64x128_1x1x1_pingpong": (8, 20000, 256),
     "sm90_decode/16x32x128_1x1x1_coop_k2": (13, 130, 2112),
@@ -36,6 +43,9 @@ CASES = {
 
 
 GROUPED = {
+    "sm80_mixed_gemm/16x64x256_1x1x1_coop": (130, 1100),
+    "sm80_mixed_gemm/64x128x64_1x1x1_pingpong": (3000, 384),
+    "sm80_mixed_gemm/128x128x128_1x1x1_coop": (700, 640),
     "sm90_decode/8x64x128_1x1x1_coop": (130, 640),
     "sm90_decode/16x32x128_1x1x1_pingpong_k2": (130, 2112),
     "sm90_mixed_gemm/64x128x128_1x1x1_coop": (3000, 384),

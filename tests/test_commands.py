@@ -60,14 +60,11 @@ def test_resources_fit_the_device():
     for m in (1, 64, 4096):
         problem = w4gemm.GemmProblem(m, 6144, 4096, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
         for candidate in w4gemm.explain(problem).candidates:
-            found, per_sm = candidate.resources, 2 if candidate.config.schedule == "pingpong" else 1
+            found = candidate.resources
             assert 0 < found.memory <= problem.device.shared_memory
             assert found.threads <= 1024 and found.threads % 32 == 0 and found.registers <= 255
             assert found.stages >= 1 and found.ctas >= 1
-            assert found.waves in (
-                pytest.approx(found.ctas / (132 * per_sm), abs=0.01),
-                pytest.approx(found.ctas / 132, abs=0.01),
-            )
+            assert any(found.waves == pytest.approx(found.ctas / (132 * per_sm), abs=0.01) for per_sm in (1, 2))
 
 
 def test_gemm(capsys, folder):

@@ -13,7 +13,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import KERNELS, kernel_named, ranked
+from w4gemm.kernels import KERNELS, kernel_named, on_hopper, ranked
 from w4gemm.problem import H200, Device, GemmProblem
 
 CPU = Device("cpu")
@@ -80,8 +80,9 @@ def test_an_illegal_config_is_named_with_legal_ones():
 
 
 REFUSED = {
-    "an old GPU": replace(H200_PROBLEM, device=Device("cuda", "NVIDIA A100", (8, 0), 108, 166912)),
-    "a new GPU": replace(H200_PROBLEM, device=Device("cuda", "NVIDIA B200", (10, 0), 148, 232448)),
+    "an old GPU": replace(H200_PROBLEM, device=Device("cuda", "NVIDIA T4", (7, 5), 40, 65536)),
+    "a GPU that is not known yet": replace(H200_PROBLEM, device=Device("cuda", "NVIDIA X", (13, 0), 200, 232448)),
+    "a GPU with little shared memory": replace(H200_PROBLEM, device=Device("cuda", "NVIDIA Y", (8, 6), 20, 65536)),
     "an AMD GPU": replace(H200_PROBLEM, device=Device("cuda", "AMD MI300X", (9, 4), 304, 65536, rocm=True)),
     "float32 on a GPU": replace(H200_PROBLEM, dtype=torch.float32),
     "a GPU layout on the CPU": replace(PROBLEM, layout="sm90"),
@@ -98,6 +99,36 @@ def test_no_kernel(problem):
     explanation = dispatch.explain(problem)
     assert explanation.ranking == ()
     assert all(kernel.supports(problem).reason in str(explanation) for kernel in KERNELS)
+
+
+OLDER_AND_NEWER = {
+    "A100": Device("cuda", "NVIDIA A100", (8, 0), 108, 166912),
+    "RTX 4090": Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376),
+    "RTX 5090": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
+    "B200": Device("cuda", "NVIDIA B200", (10, 0), 148, 232448),
+}
+
+
+@pytest.mark.parametrize("device", OLDER_AND_NEWER.values(), ids=OLDER_AND_NEWER)
+def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
+    """What all of them have is enough, in the shared memory that they have; of SM100's own units a sentence is said."""
+    monkeypatch.setattr(dispatch, "compiled", lambda kernel, problem, config: kernel.program(problem, config))
+    caplog.set_level(logging.WARNING, "w4gemm")
+    kernel = kernel_named("sm80_mixed_gemm")
+    for m in (1, 64, 4096):
+        for invariant in (False, True):
+            plan = dispatch.plan(replace(H200_PROBLEM, m=m, device=device, batch_invariant=invariant))
+            assert plan.kernel is kernel
+    for problem in (H200_PROBLEM, replace(H200_PROBLEM, experts=8)):
+        at = replace(problem, device=device)
+        assert all(kernel.resources(at, c).memory <= device.shared_memory for c in kernel.configs(at))
+    assert caplog.text.count("(tcgen05) does not exist yet") == (device.capability[0] == 10)
+
+
+def test_what_is_compiled_for_hopper_runs_on_hopper_only():
+    """The small kernels beside the products have one target."""
+    assert on_hopper(H200_PROBLEM)
+    assert not any(on_hopper(replace(H200_PROBLEM, device=device)) for device in OLDER_AND_NEWER.values())
 
 
 def test_repack_is_suggested_where_it_helps():

@@ -20,7 +20,8 @@ from w4gemm import GemmConfig, WeightFormat, environment
 from w4gemm.jit import adopt, compiled, disk, object_code
 from w4gemm.jit import compile as jit
 from w4gemm.jit.pool import CompilePool
-from w4gemm.problem import GemmProblem
+from w4gemm.kernels import kernel_named
+from w4gemm.problem import Device, GemmProblem
 
 pytest.importorskip("cutlass")
 
@@ -61,6 +62,21 @@ def test_memory_then_disk_then_compile(folder, builds, monkeypatch):
     assert callable(compiled(kernel, PROBLEM, CONFIG))
     assert len(builds) == 1, "found on disk"
     assert [f.name for f in folder.iterdir()] == builds, "one object and no temporary files"
+
+
+def test_an_object_is_never_taken_on_another_architecture(folder, builds, monkeypatch):
+    """Not even where the kernel, its compile key and its code are the same."""
+    devices = [Device("cuda", "some GPU", capability, 100, 101376) for capability in ((8, 6), (8, 9), (12, 0))]
+    problems = [GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "sm90", device=d) for d in devices]
+    kernel, config = kernel_named("sm80_mixed_gemm"), GemmConfig(8, 64, 256)
+    assert len({kernel.compile_key(problem, config) for problem in problems}) == 1
+    functions = [compiled(kernel, problem, config) for problem in problems]
+    assert len(set(functions)) == 3 and [name.split("-")[1] for name in builds] == ["sm_86", "sm_89", "sm_120a"]
+    forget(monkeypatch)
+    for problem, name in zip(problems, tuple(builds), strict=True):
+        code = object_code(kernel, problem, config)
+        assert code == disk.read(name) and all(code != disk.read(other) for other in builds if other != name)
+    assert len(builds) == 3, "found on disk"
 
 
 def test_nothing_to_compile(folder):

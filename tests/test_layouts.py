@@ -137,8 +137,9 @@ def test_names():
 
 
 def test_native_layout_of_devices():
-    assert native_layout(H200) == "sm90"
-    for device in (Device("cpu"), Device("cuda", "A100", (8, 0)), Device("cuda", "MI300", (9, 4), rocm=True)):
+    for device in (H200, Device("cuda", "A100", (8, 0)), Device("cuda", "RTX 5090", (12, 0))):
+        assert native_layout(device) == "sm90", device
+    for device in (Device("cpu"), Device("cuda", "T4", (7, 5)), Device("cuda", "MI300", (9, 4), rocm=True)):
         assert native_layout(device) in LAYOUTS and native_layout(device) != "sm90", device
 
 

@@ -14,11 +14,16 @@ from w4gemm import GemmConfig, WeightFormat
 from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel, kernel_named, ranked
-from w4gemm.problem import H200, GemmProblem
+from w4gemm.problem import H200, Device, GemmProblem
 
 pytest.importorskip("cutlass")
 
-INSTRUCTION = {"sm90_decode": "HMMA", "sm90_mixed_gemm": "HGMMA", "sm90_fp8_gemm": "QGMMA"}
+INSTRUCTION = {
+    "sm80_mixed_gemm": "HMMA.16816",
+    "sm90_decode": "HMMA",
+    "sm90_mixed_gemm": "HGMMA",
+    "sm90_fp8_gemm": "QGMMA",
+}
 """The matrix instruction that each compiled kernel was written for; a new kernel adds its line."""
 
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
@@ -89,6 +94,32 @@ def all_configs() -> list:
 @pytest.mark.parametrize("kernel, config, name", all_configs())
 def test_every_config(kernel, config, name):
     check_kernel(kernel_named(kernel), problem_of(kernel_named(kernel), name), GemmConfig.parse(config))
+
+
+OTHER_GPUS = {
+    "sm_80": Device("cuda", "A100", (8, 0), 108, 166912),
+    "sm_86": Device("cuda", "A10", (8, 6), 72, 101376),
+    "sm_89": Device("cuda", "L40S", (8, 9), 142, 101376),
+    "sm_100a": Device("cuda", "B200", (10, 0), 148, 232448),
+    "sm_120a": Device("cuda", "RTX 5090", (12, 0), 170, 101376),
+}
+
+
+@pytest.mark.parametrize(
+    "config, name, dtype",
+    [
+        ("8x64x256_1x1x1_coop", "int4_g128", torch.bfloat16),
+        ("128x128x64_1x1x1_coop", "int4_g32_zfloat", torch.bfloat16),
+        ("64x128x128_1x1x1_stream", "int4_g64_zint_fp16", torch.float16),
+    ],
+)
+@pytest.mark.parametrize("arch", OTHER_GPUS)
+def test_other_gpus(arch, config, name, dtype):
+    """Of what all GPUs share, a few configs for each target: the compiler differs, the source does not."""
+    kernel = kernel_named("sm80_mixed_gemm")
+    p = replace(problem(name, dtype), device=OTHER_GPUS[arch])
+    assert kernel.program(p, GemmConfig.parse(config)).arch == arch
+    check(disassemble(object_code(kernel, p, GemmConfig.parse(config))), INSTRUCTION[kernel.name])
 
 
 def configs_with_epilogues() -> list:

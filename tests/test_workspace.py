@@ -10,20 +10,25 @@ from w4gemm.kernels import workspace
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = "sm90_mixed_gemm/128x128x128_1x1x1_stream"
+CONFIGS = ("sm90_mixed_gemm/128x128x128_1x1x1_stream", "sm80_mixed_gemm/64x128x128_1x1x1_stream")
 SIZE = workspace.FLAG_BYTES + 4
-N, K, M = 2048, 4096, 300  # 48 tiles: each is cut for several CTAs
+N, K, M = 2048, 4096, 300  # few tiles: each is cut for several CTAs
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request) -> str:
+    return request.param
 
 
 @pytest.fixture
-def product():
+def product(config):
     """(x, weight, d) of products of one shape with different numbers."""
 
     def make(seed: int):
         g = torch.Generator(device="cuda").manual_seed(seed)
         w = w4gemm.quantize(torch.randn(N, K, generator=g, device="cuda")).repack("sm90")
         x = torch.randn(M, K, generator=g, device="cuda").bfloat16()
-        d = w4gemm.linear(x, w, config=CONFIG)
+        d = w4gemm.linear(x, w, config=config)
         wanted = x.float() @ w.dequantize(torch.float32).T
         assert (d.float() - wanted).norm() < 4e-3 * wanted.norm()
         return x, w, d
@@ -48,20 +53,20 @@ def test_a_stream_keeps_its_flags_and_shares_them_with_no_other():
     assert found[:3] == found[3:] and len(set(found)) == 3
 
 
-def test_a_workspace_of_the_caller(product):
+def test_a_workspace_of_the_caller(product, config):
     x, w, wanted = product(0)
     gemm = w4gemm.MixedGemm(w.format, x.dtype)
-    size = gemm.workspace_bytes(M, N, K, CONFIG)
+    size = gemm.workspace_bytes(M, N, K, config)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
     for _ in range(3):
         d = torch.full_like(wanted, float("nan"))
-        gemm.run(x, w.tensors, d, config=CONFIG, workspace=workspace)
+        gemm.run(x, w.tensors, d, config=config, workspace=workspace)
         assert torch.equal(d, wanted)
     with pytest.raises(ValueError, match=f"workspace: wanted at least {size} contiguous bytes"):
-        gemm.run(x, w.tensors, d, config=CONFIG, workspace=workspace[1:])
+        gemm.run(x, w.tensors, d, config=config, workspace=workspace[1:])
 
 
-def test_streams_at_the_same_time(product):
+def test_streams_at_the_same_time(product, config):
     products = [product(seed) for seed in range(3)]
     streams = [torch.cuda.Stream() for _ in products]
     torch.cuda.synchronize()
@@ -69,19 +74,19 @@ def test_streams_at_the_same_time(product):
     for _ in range(20):
         for (x, w, _), stream in zip(products, streams, strict=True):
             with torch.cuda.stream(stream):
-                got.append(w4gemm.linear(x, w, config=CONFIG))
+                got.append(w4gemm.linear(x, w, config=config))
     torch.cuda.synchronize()
     for i, d in enumerate(got):
         assert torch.equal(d, products[i % 3][2]), i
 
 
-def test_graphs_at_the_same_time(product):
+def test_graphs_at_the_same_time(product, config):
     """Captured on one and the same stream, replayed on different ones."""
     products, graphs, results = [product(seed) for seed in range(2)], [], []
     for x, w, _ in products:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results.append([w4gemm.linear(x, w, config=CONFIG) for _ in range(4)])
+            results.append([w4gemm.linear(x, w, config=config) for _ in range(4)])
         graphs.append(graph)
     streams = [torch.cuda.Stream() for _ in graphs]
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
-from w4gemm.kernels import KERNELS
+from w4gemm.kernels import on_hopper
 from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
 from w4gemm.modes import is_dual, needs_dispatcher
 from w4gemm.problem import Device, GemmProblem
@@ -139,7 +139,7 @@ def _launcher(
 ) -> Callable[..., Any] | None:
     """The compiled kernel; None where it does not run."""
     problem = GemmProblem(1, k, k, dtype, WeightFormat(), "sm90", device=Device.of(device))
-    if not kernel.takes(k) or not any(product.supports(problem) for product in KERNELS):
+    if not kernel.takes(k) or not on_hopper(problem):
         return None
     return compiled(kernel, problem, GemmConfig(1, 1, 1))
 

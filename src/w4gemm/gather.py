@@ -11,7 +11,7 @@ import torch
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
-from w4gemm.kernels import KERNELS
+from w4gemm.kernels import on_hopper
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.problem import Device, GemmProblem
 
@@ -48,7 +48,7 @@ def selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 def _launcher(k: int, dtype: torch.dtype, device: torch.device) -> tuple[Callable[..., Any], int] | None:
     """The compiled kernel and the device's number of multiprocessors; None where our kernels do not run."""
     problem = GemmProblem(1, k, k, dtype, WeightFormat(), "sm90", device=Device.of(device))
-    if not any(kernel.supports(problem) for kernel in KERNELS):
+    if not on_hopper(problem):
         return None
     function = compiled(_KERNEL, problem, _NO_CONFIG)
     return None if function is None else (function, problem.device.sms)

@@ -11,7 +11,7 @@ import torch
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
-from w4gemm.kernels import KERNELS
+from w4gemm.kernels import on_hopper
 from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.problem import Device, GemmProblem
 
@@ -96,7 +96,7 @@ def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
 def _launcher(dtype: torch.dtype, terms: int, device: torch.device) -> Callable[..., Any] | None:
     """The compiled kernel; None where our kernels do not run."""
     problem = GemmProblem(1, 8, 8, dtype, WeightFormat(), "sm90", device=Device.of(device))
-    if dtype.itemsize != 2 or not any(kernel.supports(problem) for kernel in KERNELS):
+    if dtype.itemsize != 2 or not on_hopper(problem):
         return None
     return compiled(_KERNEL, problem, GemmConfig(1, 1, terms))
 

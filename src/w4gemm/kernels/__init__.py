@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from w4gemm.kernels.base import Kernel, Operands, Program, Resources, Status, ranked
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
+from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+from w4gemm.problem import GemmProblem
 
-KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), Sm90Fp8Gemm(), CpuMixedGemm())
+KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), Sm90Fp8Gemm(), Sm80MixedGemm(), CpuMixedGemm())
 
 
 def kernel_named(name: str) -> Kernel:
@@ -23,4 +25,9 @@ def kernel_named(name: str) -> Kernel:
     raise ValueError(f"kernel: wanted one of {', '.join(k.name for k in KERNELS)}, got {name!r}")
 
 
-__all__ = ["KERNELS", "Kernel", "Operands", "Program", "Resources", "Status", "kernel_named", "ranked"]
+def on_hopper(problem: GemmProblem) -> bool:
+    """Whether the kernels for SM90 run here, and with them those small ones beside them that are compiled for it."""
+    return bool(kernel_named("sm90_mixed_gemm").supports(problem))
+
+
+__all__ = ["KERNELS", "Kernel", "Operands", "Program", "Resources", "Status", "kernel_named", "on_hopper", "ranked"]

@@ -18,7 +18,7 @@ from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.sm90_model import predicted_us
 from w4gemm.layouts import layout_named
 from w4gemm.layouts.sm90 import BLOCK_K, CODE_WORDS, scale_group, scale_words
-from w4gemm.problem import GemmProblem
+from w4gemm.problem import Device, GemmProblem
 
 SHARED_MEMORY = 232448
 """Bytes that one CTA may use on SM90."""
@@ -114,18 +114,25 @@ class Sm90Kernel(ABC):
     def entry(self) -> Callable[[Any], Callable[..., None]]:
         """The device class: made from a variant, called by ``cute.compile``. Imports the DSL."""
 
-    def supports(self, problem: GemmProblem) -> Status:
-        device = problem.device
+    def refusal(self, device: Device) -> str:
+        """Why the kernel cannot run on a device, and what could, or the empty string."""
         if device.kind != "cuda" or device.rocm:
             have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
-            return Status.no(f"needs an NVIDIA GPU of compute capability 9.0, this is {have}")
+            return f"needs an NVIDIA GPU of compute capability 9.0, this is {have}"
         if device.capability != (9, 0):
             have = ".".join(map(str, device.capability))
-            return Status.no(
-                f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
-            )
+            return f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
         if device.shared_memory < SHARED_MEMORY:
-            return Status.no(f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}")
+            return f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
+        return ""
+
+    def arch(self, device: Device) -> str:
+        """The target that a device's code is compiled for."""
+        return "sm_90a"
+
+    def supports(self, problem: GemmProblem) -> Status:
+        if reason := self.refusal(problem.device):
+            return Status.no(reason)
         if problem.dtype not in self.dtypes:
             return Status.no(f"needs {' or '.join(map(str, self.dtypes))} activations, got {problem.dtype}")
         if problem.layout != self.layout:
@@ -159,7 +166,7 @@ class Sm90Kernel(ABC):
         n_tiles = -(-problem.n // (config.tile_n * config.cluster_n)) * config.cluster_n
         ctas, per_sm = m_tiles * n_tiles * config.split_k, self.ctas_per_sm(config)
         if config.schedule == "stream":  # of as many CTAs as there is room for, each has a part of a tile at least
-            ctas = min(ctas * -(-problem.k // BLOCK_K), problem.device.sms)
+            ctas = min(ctas * -(-problem.k // BLOCK_K), problem.device.sms * per_sm)
         even = min(255, 65536 // (variant.threads * per_sm) // 8 * 8)
         return Resources(
             variant.shared_bytes,
@@ -226,7 +233,7 @@ class Sm90Kernel(ABC):
             channels = make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=4)
         extras = (alpha, bias, residual, token_scale, channels)
         arguments = (x, weight, out, *extras, starts, ends, partials, flags, 1, stream)
-        return Program(self.entry()(variant), arguments, "sm_90a")
+        return Program(self.entry()(variant), arguments, self.arch(problem.device))
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         clusters = (

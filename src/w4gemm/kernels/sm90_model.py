@@ -38,9 +38,9 @@ def predicted_us(problem: GemmProblem, kernel: str, config: GemmConfig, ctas_per
 def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times: tuple[float, float, float]) -> float:
     alone, shared, tile_us = times
     cluster = config.cluster_m * config.cluster_n * config.split_k
-    m_tiles = _m_tiles(problem, config.tile_m * config.cluster_m)
+    along_m = m_tiles(problem, config.tile_m * config.cluster_m)
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
-    fill = m_tiles * n_tiles / (problem.device.sms // cluster * ctas_per_sm)
+    fill = along_m * n_tiles / (problem.device.sms // cluster * ctas_per_sm)
     slots = -(-problem.k // (config.tile_k * config.split_k))
     full, part = int(fill), fill - int(fill)
     if config.schedule == "stream":
@@ -53,8 +53,8 @@ def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times:
     return FIXED_US + (busy**_SHARPNESS + _bytes_us(problem) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _m_tiles(problem: GemmProblem, tile_m: int) -> int:
-    """Of a grouped product: as if every expert had as many tokens."""
+def m_tiles(problem: GemmProblem, tile_m: int) -> int:
+    """Token tiles. Of a grouped product: as if every expert had as many tokens."""
     experts = min(max(1, problem.experts), problem.m)
     return experts * -(-problem.m // (experts * tile_m))
 

@@ -33,7 +33,7 @@ def native_layout(device: Device) -> str:
     """The layout that the fastest kernel for ``device`` reads."""
     if device.kind == "cpu":
         return "cpu"
-    return "sm90" if device.kind == "cuda" and not device.rocm and device.capability[0] == 9 else "canonical"
+    return "sm90" if device.kind == "cuda" and not device.rocm and device.capability >= (8, 0) else "canonical"
 
 
 def layout_for(device: Device, format: WeightFormat) -> str:

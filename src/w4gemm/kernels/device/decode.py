@@ -19,6 +19,7 @@ from w4gemm.kernels.device.ptx import asm, broadcast_half, half_to_float, pack_h
 _BIAS = {"f16": (0x64006400, 0xE400E400), "bf16": (0x43004300, 0xC300C300)}
 _MINUS_BIAS_8 = {"f16": 0xE408E408, "bf16": 0xC308C308}
 _BIAS_VALUE = {"f16": 1024.0, "bf16": 128.0}
+_ONE, _MINUS_ONE, _MINUS_ZERO = (0x3F803F80, 0xBF80BF80, 0x80008000)  # bf16, in both halves
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class Decoder:
     """Decodes to ``kind`` ("f16" or "bf16") with scales of ``scale_kind`` and zero points "none", "int" or "float".
 
     Where the two kinds differ the product is formed in float32 and rounded once, at about twice the instructions.
+    ``only_fma``: for GPUs before SM90, which have no other arithmetic on pairs of bf16; the bits are the same.
     """
 
     kind: str
     scale_kind: str
     zero: str
+    only_fma: bool = False
 
     words_per_step = 1
     """Code words that feed one matrix instruction."""
@@ -59,14 +62,11 @@ class Decoder:
             value = Float32(-_BIAS_VALUE[self.kind]) - half_to_float(self.scale_kind, word, high)
             return pack_half2(self.kind, value, value)
         minus_bias = Int32(_signed(_BIAS[self.kind][1]))
-        text = f"sub.rn.{self.kind}x2 $0, $1, $2;"
-        return asm(text, [Int32], [minus_bias, broadcast_half(word, high)], pure=True)[0]
+        return self._pairwise("sub", minus_bias, broadcast_half(word, high))
 
     def decode_exact(self, word: Int32, offsets: tuple[Int32, Int32]) -> tuple[Int32, ...]:
         """The four fragment registers of a code word as exact integers, for a kernel that scales its accumulators."""
-        add = f"add.rn.{self.kind}x2 $0, $1, $2;"
-        biased = self._biased(word)
-        return tuple(asm(add, [Int32], [b, offsets[i % 2]], pure=True)[0] for i, b in enumerate(biased))
+        return tuple(self._pairwise("add", b, offsets[i % 2]) for i, b in enumerate(self._biased(word)))
 
     def scales_and_zeros(self, words: tuple[Int32, ...]) -> tuple[tuple[Float32, Float32 | None], ...]:
         """For rows g and g + 8, in float32: the scale, and the float zero point if there is one."""
@@ -104,12 +104,20 @@ class Decoder:
     def _scaled(self, exact: Int32, scale: Int32 | Float32, zero: Int32 | Float32 | None) -> Int32:
         if not self.mixed:
             if zero is None:
-                return asm(f"mul.rn.{self.kind}x2 $0, $1, $2;", [Int32], [exact, scale], pure=True)[0]
+                return self._pairwise("mul", exact, scale)
             return asm(f"fma.rn.{self.kind}x2 $0, $1, $2, $3;", [Int32], [exact, scale, zero], pure=True)[0]
         low, high = (half_to_float(self.kind, exact, h) for h in (False, True))
         if zero is None:
             return pack_half2(self.kind, low * scale, high * scale)
         return pack_half2(self.kind, low * scale + zero, high * scale + zero)
+
+    def _pairwise(self, operation: str, x: Int32, y: Int32) -> Int32:
+        """x + y, x - y or x * y, of two elements each, rounded once."""
+        if not self.only_fma or self.kind == "f16":
+            return asm(f"{operation}.rn.{self.kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
+        one, minus_one, minus_zero = (Int32(_signed(bits)) for bits in (_ONE, _MINUS_ONE, _MINUS_ZERO))
+        factors = {"add": (x, one, y), "sub": (y, minus_one, x), "mul": (x, y, minus_zero)}[operation]
+        return asm("fma.rn.bf16x2 $0, $1, $2, $3;", [Int32], factors, pure=True)[0]
 
 
 def _signed(bits: int) -> int:

@@ -189,6 +189,11 @@ def capped_magnitude(x: Float32, limit: Float32) -> Float32:
     return asm("{ .reg .f32 a; abs.f32 a, $1; min.f32 $0, a, $2; }", [Float32], [x, limit], pure=True)[0]
 
 
+def copy_async(destination: Int32, source: Int64, size: Int32) -> None:
+    """``cp.async`` of 16 bytes from global to shared memory: ``size`` of them, the rest zeros, which are not read."""
+    asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [destination, source, size])
+
+
 def bulk_copy(destination: Int32, source: Int64, size: Int32, barrier: Int32) -> None:
     """Copy ``size`` bytes from global to shared memory, completing on an mbarrier; issued by one thread."""
     asm(

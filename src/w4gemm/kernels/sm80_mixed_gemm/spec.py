@@ -1,0 +1,158 @@
+"""Host side of the kernel for GPUs without Hopper's units: where it runs, its configs and their order."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from w4gemm.config import GemmConfig
+from w4gemm.epilogue import PLAIN
+from w4gemm.kernels.base import Program
+from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm90 import Sm90Kernel
+from w4gemm.kernels.sm90_model import m_tiles
+from w4gemm.kernels.workspace import FLAG_BYTES
+from w4gemm.problem import Device, GemmProblem
+
+_log = logging.getLogger("w4gemm")
+
+TARGETS = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_87",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (11, 0): "sm_110a",
+    (12, 0): "sm_120a",
+    (12, 1): "sm_121a",
+}
+"""What CuTe DSL compiles for, by compute capability."""
+
+SHARED_MEMORY = 101376
+"""Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
+
+_TILES = {
+    "coop": (
+        *((8, 64, 256), (16, 64, 256), (32, 64, 256), (64, 64, 256), (64, 128, 128), (64, 256, 64)),
+        *((64, 256, 128), (128, 128, 64), (128, 128, 128), (128, 256, 64)),
+    ),
+    "pingpong": (
+        *((8, 64, 128), (8, 64, 256), (8, 128, 128), (16, 64, 128), (16, 64, 256), (16, 128, 128), (32, 64, 128)),
+        *((32, 128, 128), (64, 64, 128), (64, 128, 64), (64, 128, 128), (128, 128, 64)),
+    ),
+    "stream": (
+        *((8, 64, 256), (16, 64, 128), (16, 64, 256), (16, 128, 128), (32, 128, 128), (64, 64, 128), (64, 128, 64)),
+        *((64, 128, 128), (64, 128, 256)),
+    ),
+}
+"""(tile_m, tile_n, tile_k) by schedule: those that were the fastest somewhere on an H200 (2026-11-21), smaller ones for
+the shared memory of other GPUs, and those between. Others, of whole row units and at most 128 accumulators, compile as
+well; streams of 128 accumulators spill."""
+
+_TIMES = {
+    "coop": (3.0041, 0.0, 0.1602, 0.146, 0.0213, 1.0291),
+    "pingpong": (4.4244, 0.0323, 0.1262, 0.2059, 0.0185, 0.0),
+    "stream": (7.2554, 0.0149, 0.0906, 0.1896, 0.0194, 0.713),
+}
+"""Microseconds, fitted to timings of all configs on four layers, m 1 to 4096 (H200, 2026-11-21; docs/measured.md): of a
+launch, a slot, 8192 codes that are decoded, 1e6 operations, 8 KiB of x that are read from shared memory, and 8192 sums
+that are stored, or, of a stream, passed on."""
+
+
+class Sm80MixedGemm(Sm90Kernel):
+    """W4A16 with cp.async and mma.sync, on any GPU from SM80 on: any m, n, k, every format, fp16 and bf16."""
+
+    name = "sm80_mixed_gemm"
+    revision = 1
+    variant = Variant
+
+    def entry(self) -> Callable[[Any], Callable[..., None]]:
+        from w4gemm.kernels.sm80_mixed_gemm.kernel import MixedGemm
+
+        return MixedGemm
+
+    def refusal(self, device: Device) -> str:
+        if device.kind != "cuda" or device.rocm:
+            have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
+            return f"needs an NVIDIA GPU of compute capability 8.0 or newer, this is {have}"
+        have = f"{device.name or 'this GPU'} has {'.'.join(map(str, device.capability))}"
+        if device.capability < (8, 0):
+            return (
+                f"needs compute capability 8.0 or newer (A100, RTX 30 and later), {have}; w.to('cpu') runs on the CPU"
+            )
+        if device.capability not in TARGETS:
+            known = ", ".join(".".join(map(str, c)) for c in TARGETS)
+            return f"needs a compute capability that it has a target for ({known}), {have}; a newer w4gemm may have it"
+        if device.shared_memory < SHARED_MEMORY:
+            return f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
+        return ""
+
+    def arch(self, device: Device) -> str:
+        return TARGETS[device.capability]
+
+    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+        if problem.device.capability[0] == 10:
+            _say_what_is_missing(problem.device.name)
+        return super().program(problem, config)
+
+    def ctas_per_sm(self, config: GemmConfig) -> int:
+        return 1 if config.schedule == "coop" else 2
+
+    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
+        """Of the multiprocessor with the most tiles: each takes them one after the other, also where it holds two
+        CTAs. A stream gives all as much; each part of a tile is passed on by one CTA to the next."""
+        v = Variant.of(problem, config)
+        launch, slot, decode, operations, read, sums = _TIMES[config.schedule]
+        tile = config.tile_m * config.tile_n
+        tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
+        waves = tiles / problem.device.sms
+        waves, stored = (waves, max(1.0, 2 / waves)) if v.stream else (math.ceil(waves), math.ceil(waves))
+        slot += decode * config.tile_n * config.tile_k / 8192 * v.m_warps
+        slot += operations * 2 * tile * config.tile_k / 1e6 + read * v.x_bytes / 8192 * v.n_warps
+        return launch + waves * -(-problem.k // config.tile_k) * slot + sums * stored * tile / 8192
+
+    def configs(self, problem: GemmProblem) -> list[GemmConfig]:
+        block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
+        return list(_fitting(block_bytes, problem.experts > 0, problem.device.shared_memory))
+
+    def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
+        """Flags, and the accumulators that every CTA of a stream may have to park."""
+        if config.schedule != "stream":
+            return 0
+        return FLAG_BYTES + self.ctas_per_sm(config) * problem.device.sms * config.tile_m * config.tile_n * 4
+
+    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
+        """One set of warps on all of k adds up steps of 16 in order: nothing else matters. Several sets take runs of
+        columns of each slot; a stream cuts k where the number of tiles says."""
+        if config.schedule == "stream":
+            return None
+        sets = Variant.of(problem, config).k_sets
+        return self.name, sets, 0 if sets == 1 else config.tile_k
+
+
+@functools.cache
+def _fitting(block_bytes: int, grouped: bool, shared_memory: int) -> tuple[GemmConfig, ...]:
+    """Every config whose pipeline, at least two deep, and epilogue fit shared memory."""
+    found = []
+    for schedule, tiles in _TILES.items():
+        if grouped and schedule == "stream":  # it wants to know the number of tiles beforehand
+            continue
+        for tile in tiles:
+            config = GemmConfig(*tile, schedule=schedule)
+            v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped, shared_memory)
+            if v.stages >= 2 and v.sums_bytes <= v.stages * v.stage_bytes:
+                found.append(config)
+    return tuple(found)
+
+
+@functools.cache
+def _say_what_is_missing(name: str) -> None:
+    _log.warning(
+        "%s runs sm80_mixed_gemm, slower than it could be: a kernel for its tensor cores (tcgen05) does not exist yet",
+        name or "this GPU",
+    )
