@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.formats import PER_COLUMN, WeightFormat
 from w4gemm.kernels import KERNELS
-from w4gemm.layouts import native_layout
+from w4gemm.layouts import FP8_LAYOUT, layout_for
 from w4gemm.problem import H200, Device, GemmProblem
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -27,11 +27,23 @@ DEVICES: dict[str, Device] = {
     "AMD GPUs": Device("cuda", "AMD Instinct MI300X", (9, 4), 304, 65536, rocm=True),
     "CPU": Device("cpu"),
 }
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 FORMATS = tuple(
     WeightFormat(*which)
     for which in itertools.product((32, 64, 128, 256, PER_COLUMN), ("none", "int", "float"), ("bf16", "fp16"))
 )
+
+
+FP8_FORMATS = (
+    *(format for format in FORMATS if format.zero != "float"),
+    *(WeightFormat(group_size, "none", "e4m3") for group_size in (32, 64, 128, 256, PER_COLUMN)),
+)
+"""For fp8 activations; the README says so beside the table."""
 
 
 def table() -> str:
@@ -44,16 +56,20 @@ def table() -> str:
 
 
 def cell(device: Device, dtype: torch.dtype) -> str:
-    layout = native_layout(device)
     problems = [
-        GemmProblem(64, 4096, 4096, dtype, format, layout, device=device, experts=experts)
-        for format in FORMATS
+        GemmProblem(64, 4096, 4096, dtype, format, layout_of(device, dtype, format), device=device, experts=experts)
+        for format in (FP8_FORMATS if dtype == torch.float8_e4m3fn else FORMATS)
         for experts in (0, 8)
     ]
     found = [f"`{kernel.name}`" for kernel in KERNELS if all(kernel.supports(p) for p in problems)]
     some = [kernel.name for kernel in KERNELS if any(kernel.supports(p) for p in problems)]
     assert len(found) == len(some), f"{some} take some formats only: the table must say which"
     return ", ".join(found) or "-"
+
+
+def layout_of(device: Device, dtype: torch.dtype, format: WeightFormat) -> str:
+    native = layout_for(device, format)
+    return FP8_LAYOUT if dtype == torch.float8_e4m3fn and native == "sm90" else native
 
 
 def written(readme: str) -> str:
