@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.formats import PER_COLUMN, WeightFormat
 from w4gemm.kernels import KERNELS
-from w4gemm.layouts import FP8_LAYOUT, layout_for
+from w4gemm.layouts import layout_for
 from w4gemm.problem import H200, Device, GemmProblem
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -57,7 +57,7 @@ def table() -> str:
 
 def cell(device: Device, dtype: torch.dtype) -> str:
     problems = [
-        GemmProblem(64, 4096, 4096, dtype, format, layout_of(device, dtype, format), device=device, experts=experts)
+        GemmProblem(64, 4096, 4096, dtype, format, layout_for(device, format, dtype), device=device, experts=experts)
         for format in (FP8_FORMATS if dtype == torch.float8_e4m3fn else FORMATS)
         for experts in (0, 8)
     ]
@@ -65,11 +65,6 @@ def cell(device: Device, dtype: torch.dtype) -> str:
     some = [kernel.name for kernel in KERNELS if any(kernel.supports(p) for p in problems)]
     assert len(found) == len(some), f"{some} take some formats only: the table must say which"
     return ", ".join(found) or "-"
-
-
-def layout_of(device: Device, dtype: torch.dtype, format: WeightFormat) -> str:
-    native = layout_for(device, format)
-    return FP8_LAYOUT if dtype == torch.float8_e4m3fn and native == "sm90" else native
 
 
 def written(readme: str) -> str:

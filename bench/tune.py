@@ -24,7 +24,7 @@ from bench.shapes import SETS
 from w4gemm import dispatch, environment
 from w4gemm.cli.problems import chosen_device, parse_tokens
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import native_layout
+from w4gemm.layouts import layout_for
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning import record, store
 from w4gemm.tuning.workload import Workload
@@ -82,7 +82,7 @@ def gains(name: str, args: argparse.Namespace, device: Any, where: torch.device)
     for n, k in SETS[name]:
         workload = None
         for m in parse_tokens(args.m):
-            problem = GemmProblem(m, n, k, dtype, format, native_layout(device), device=device)
+            problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
             workload = workload or Workload(problem, where)
             plan = dispatch.plan(problem)
             _, kernel, config = dispatch.explain(problem).ranking[0]

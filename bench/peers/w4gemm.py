@@ -12,13 +12,9 @@ import w4gemm
 from w4gemm import dispatch
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import FP8_LAYOUT, native_layout
+from w4gemm.layouts import layout_for
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import QuantizedWeight
-
-
-def layout_of(device: Device, dtype: torch.dtype) -> str:
-    return FP8_LAYOUT if dtype == FP8 else native_layout(device)
 
 
 class W4gemm:
@@ -32,13 +28,13 @@ class W4gemm:
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         device = Device.of(torch.device("cuda"))
-        problem = GemmProblem(1, n, k, dtype, format, layout_of(device, dtype), device=device)
+        problem = GemmProblem(1, n, k, dtype, format, layout_for(device, format, dtype), device=device)
         status = dispatch.explain(problem).status
         return "" if any(status.values()) else "; ".join(f"{name}: {s.reason}" for name, s in status.items())
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         device = Device.of(weight.device)
-        packed = weight.repack(layout_of(device, dtype))
+        packed = weight.repack(layout_for(device, weight.format, dtype))
         scaled = dtype == FP8
         epilogue = PLAIN._replace(token_scale=scaled)
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from w4gemm import dispatch, environment
-from w4gemm.cli.generate import DTYPES
-from w4gemm.cli.problems import add_layer_arguments, device_line, parse_layers, parse_tokens, problems
+from w4gemm.cli.problems import DTYPES, add_layer_arguments, device_line, parse_layers, parse_tokens, problems
 from w4gemm.cli.report import progress_bar, say
 from w4gemm.config import GemmConfig
 from w4gemm.errors import UnsupportedError
@@ -40,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sms", type=int, metavar="N", help="its multiprocessors (default: 132, as an H100 SXM or H200)"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float8_e4m3fn"), default="bfloat16", help="(default: %(default)s)"
+    )
     parser.add_argument(
         "--top", type=int, default=1, metavar="N", help="also the N best guesses (default: %(default)s)"
     )

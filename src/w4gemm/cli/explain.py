@@ -8,7 +8,7 @@ from w4gemm import dispatch
 from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import native_layout
+from w4gemm.layouts import layout_for
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning.roofline import roofline_us
 
@@ -33,13 +33,14 @@ def run(args: argparse.Namespace) -> int:
     if min(args.m, args.n, args.k) < 1:
         raise ValueError(f"--m, --n, --k: wanted numbers from 1, got {args.m}, {args.n}, {args.k}")
     device, _ = chosen_device(args.device)
+    format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     problem = GemmProblem(
         dispatch.representative(args.m),
         args.n,
         args.k,
-        chosen_dtype(args.dtype, device),
-        WeightFormat.parse(args.format),
-        native_layout(device),
+        dtype,
+        format,
+        layout_for(device, format, dtype),
         Epilogue(args.activation, residual=args.residual),
         device,
         args.batch_invariant,

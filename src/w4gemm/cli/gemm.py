@@ -9,7 +9,7 @@ from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtyp
 from w4gemm.cli.report import progress_bar
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import native_layout
+from w4gemm.layouts import layout_for
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning.roofline import Work, roofline_us
 from w4gemm.tuning.tuner import Outcome, tune
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     assert where is not None
     format = WeightFormat.parse(args.format)
     dtype = chosen_dtype(args.dtype, device)
-    problem = GemmProblem(args.m, args.n, args.k, dtype, format, native_layout(device), device=device)
+    problem = GemmProblem(args.m, args.n, args.k, dtype, format, layout_for(device, format, dtype), device=device)
     print(f"{device_line(device)}\n{problem}")
     if args.profile:
         with progress_bar() as progress:

@@ -12,16 +12,18 @@ import torch
 from w4gemm import dispatch
 from w4gemm.checkpoints import find_checkpoint
 from w4gemm.checkpoints.gguf import INT4_FORMATS, GGUFCheckpoint
-from w4gemm.cli.generate import DTYPES, choose_device
+from w4gemm.cli.generate import DTYPES as _WIDE
+from w4gemm.cli.generate import choose_device
 from w4gemm.cli.report import say
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import native_layout
+from w4gemm.layouts import layout_for
 from w4gemm.problem import H200, Device, GemmProblem
 
 SIMULATED = {"h200": H200}
 """Devices that need not be there, for what only chooses and compiles."""
+DTYPES = _WIDE | {"float8_e4m3fn": torch.float8_e4m3fn}
 _RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
 
 
@@ -89,11 +91,12 @@ def problems(
     layers: list[Layer], tokens: list[int], device: Device, dtype: torch.dtype, batch_invariant: bool = False
 ) -> list[GemmProblem]:
     """One for each layer and interval of m."""
-    layout = native_layout(device)
+    scaled = dtype == torch.float8_e4m3fn  # as linear calls it that quantizes x
     return [
         GemmProblem(m, layer.n, layer.k, dtype, layer.format, layout, epilogue, device, batch_invariant)
         for layer in layers
-        for epilogue in (Epilogue(bias=True) if layer.bias else PLAIN,)
+        for layout in (layout_for(device, layer.format, dtype),)
+        for epilogue in (Epilogue(bias=layer.bias, token_scale=scaled),)
         for m in tokens
     ]
 

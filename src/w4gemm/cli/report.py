@@ -15,7 +15,7 @@ from torch import nn
 from w4gemm import dispatch
 from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import native_layout
+from w4gemm.layouts import layout_for
 from w4gemm.nn import W4Linear
 from w4gemm.problem import Device, GemmProblem
 
@@ -90,7 +90,8 @@ def _call(layer: W4Linear, m: int, dtype: torch.dtype) -> dispatch.Call:
 def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:
     """What to ask the kernels about when there is no weight at hand."""
     described = Device.of(device)
-    return GemmProblem(16, 4096, 4096, dtype, WeightFormat(), native_layout(described), device=described)
+    layout = layout_for(described, WeightFormat(), dtype)
+    return GemmProblem(16, 4096, 4096, dtype, WeightFormat(), layout, device=described)
 
 
 def refusals(device: torch.device | str) -> str:

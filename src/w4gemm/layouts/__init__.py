@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts.base import PackLayout, Parts
 from w4gemm.layouts.canonical import CanonicalLayout
@@ -36,10 +38,12 @@ def native_layout(device: Device) -> str:
     return "sm90" if device.kind == "cuda" and not device.rocm and device.capability >= (8, 0) else "canonical"
 
 
-def layout_for(device: Device, format: WeightFormat) -> str:
-    """The layout of ``format`` that the fastest kernel for ``device`` reads."""
+def layout_for(device: Device, format: WeightFormat, dtype: torch.dtype | None = None) -> str:
+    """The layout of ``format`` that the fastest kernel for ``device`` and x of ``dtype`` reads."""
     native = native_layout(device)
-    choices = (native, FP8_LAYOUT) if native == "sm90" else (native,)
+    choices = [native, FP8_LAYOUT] if native == "sm90" else [native]
+    if dtype == torch.float8_e4m3fn:
+        choices.reverse()
     return next((name for name in choices if not LAYOUTS[name].supports(format)), "canonical")
 
 
