@@ -17,7 +17,7 @@ from w4gemm.tuning import roofline
 
 ROOT = Path(__file__).parent.parent
 GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
-RATES = BYTES_PER_US, FLOP_PER_US = roofline.RATES["NVIDIA H200"]
+RATES = BYTES_PER_US, FLOP_PER_US = roofline.RATES["NVIDIA H200"][:2]
 
 Point = tuple[int, int, int]
 Times = dict[Point, dict[str, float]]

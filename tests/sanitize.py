@@ -2,11 +2,14 @@
 walk over tiles, wrap their rings, and end raggedly.
 
     for tool in memcheck racecheck synccheck; do
-        compute-sanitizer --tool $tool --kernel-name-exclude kernel_substring=at:: python tests/sanitize.py
+        compute-sanitizer --tool $tool --kernel-name-exclude kernel_substring=at:: python tests/sanitize.py [fp8]
     done
 """
 
 from __future__ import annotations
+
+import sys
+from dataclasses import replace
 
 import torch
 
@@ -56,6 +59,17 @@ GROUPED = {
     "sm90_mixed_gemm/256x64x128_1x1x1_pingpong": (3000, 384),
     "sm90_mixed_gemm/256x128x64_1x1x1_coop": (3000, 384),
 }
+FP8 = {
+    "sm90_fp8_gemm/8x64x512_1x1x1_coop": (5, 200, 4096),
+    "sm90_fp8_gemm/16x64x512_1x1x1_pingpong_k2": (13, 130, 4200),
+    "sm90_fp8_gemm/64x128x256_1x1x1_coop": (100, 20000, 384),
+    "sm90_fp8_gemm/64x64x256_1x2x1_coop": (64, 9000, 640),
+    "sm90_fp8_gemm/128x128x256_1x1x1_coop": (260, 9000, 640),
+    "sm90_fp8_gemm/128x128x256_2x1x1_coop": (300, 9000, 640),
+    "sm90_fp8_gemm/256x128x128_1x1x1_coop": (600, 9000, 640),
+    "sm90_fp8_gemm/256x64x128_1x2x1_pingpong": (600, 9000, 512),
+}
+"""(m, n, k) with fp8 activations; each also with experts, for as many formats as it is legal for."""
 COUNTS = (5, 0, 70, 300, 1, 0, 40)
 """Rows of the experts of GROUPED."""
 
@@ -67,12 +81,40 @@ def grouped(format: WeightFormat) -> None:
         each = [w4gemm.quantize(torch.randn(n, k), format).to("cuda") for _ in COUNTS]
         w = w4gemm.QuantizedWeight.stack(each)
         x = torch.randn(sum(COUNTS), k, device="cuda", dtype=torch.bfloat16)
+        problem = w4gemm.GemmProblem(len(x), n, k, x.dtype, format, w.layout, experts=w.experts)
+        if config not in w4gemm.configs(problem):  # with many groups some have no room for several experts
+            continue
         for given in ({}, fused(i, len(x), n)):
             got = w4gemm.grouped_linear(x, w, offsets, config=config, **given).double()
             given.pop("out_dtype", None)
             wanted = grouped_reference(x, w, offsets, **given)
             error = ((got - wanted).norm() / wanted.norm()).item()
             assert error < 4e-3, f"{config} {format} {given}: {error}"
+
+
+def fp8(format: WeightFormat) -> int:
+    """How many products."""
+    count = 0
+    for i, (config, (m, n, k)) in enumerate(FP8.items()):
+        w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack("sm90_fp8")
+        x = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
+        scale, several = torch.rand(m, device="cuda") + 0.5, w4gemm.QuantizedWeight.stack([w] * 3, layout="sm90_fp8")
+        offsets = torch.tensor([0, m // 3, m // 3, m], dtype=torch.int32, device="cuda")
+        problem = w4gemm.GemmProblem(m, n, k, x.dtype, format, w.layout)
+        for given in ({}, fused(i, m, n)):
+            given["token_scale"] = scale
+            wanted = linear_reference(x, w, **{name: t for name, t in given.items() if name != "out_dtype"})
+            calls = {
+                problem: lambda: w4gemm.linear(x, w, config=config, **given),  # noqa: B023
+                replace(problem, experts=3): lambda: w4gemm.grouped_linear(x, several, offsets, config=config, **given),  # noqa: B023
+            }
+            for which, call in calls.items():
+                if config not in w4gemm.configs(which):
+                    continue
+                error = ((call().double() - wanted).norm() / wanted.norm()).item()
+                assert error < 4e-3, f"{config} {which} {given}: {error}"
+                count += 1
+    return count
 
 
 def fused(i: int, m: int, n: int) -> dict:
@@ -100,8 +142,12 @@ def activations() -> None:
                 assert x8.shape == (5, k) and (x8.float().abs().amax(1) == 448).all() and scale.isfinite().all()
 
 
-def main() -> None:
+def main(only: str = "") -> None:
     torch.manual_seed(0)
+    count = sum(fp8(WeightFormat.parse(name)) for name in ("int4_g128", "int4_g32_zint", "int4_g128_e4m3"))
+    print(f"{count} products of fp8 activations, all right", flush=True)
+    if only == "fp8":
+        return
     for format in (WeightFormat(128), WeightFormat(32, "float", "fp16")):
         for i, (config, (m, n, k)) in enumerate(CASES.items()):
             w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack()
@@ -115,8 +161,8 @@ def main() -> None:
         grouped(format)
     activations()
     torch.cuda.synchronize()
-    print(f"{4 * len(CASES) + 4 * len(GROUPED)} products and 18 quantizations, all right")
+    print(f"{4 * len(CASES)} products, those of experts and 18 quantizations, all right")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

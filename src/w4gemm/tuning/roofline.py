@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from w4gemm.layouts import layout_named
 from w4gemm.problem import GemmProblem
 
-RATES: dict[str, tuple[float, float]] = {"NVIDIA H200": (4.5e6, 790e6)}
-"""(bytes, operations) a microsecond by device name: what large library matmuls reach there (2026-11-21; power-limited,
-so below the data sheet's)."""
+RATES: dict[str, tuple[float, float, float]] = {"NVIDIA H200": (4.5e6, 790e6, 1550e6)}
+"""(bytes, operations, operations on fp8 activations) a microsecond by device name: what large library matmuls reach
+there (2026-11-21; power-limited, so below the data sheet's)."""
 
 
 @dataclass(frozen=True)
@@ -40,4 +40,4 @@ def roofline_us(problem: GemmProblem) -> float | None:
     if rates is None:
         return None
     work = Work.of(problem)
-    return max(work.bytes / rates[0], work.operations / rates[1])
+    return max(work.bytes / rates[0], work.operations / rates[2 if problem.dtype.itemsize == 1 else 1])
