@@ -16,10 +16,11 @@ from w4gemm import arguments, dispatch
 from w4gemm.activations import quantize_activations
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.epilogue import PLAIN, Epilogue, default_out_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.gather import gather_columns, selected
 from w4gemm.kernels import Operands
+from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.modes import is_dual, needs_dispatcher, requires_grad
 from w4gemm.weight import QuantizedWeight
 
@@ -74,7 +75,7 @@ def linear(
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; lists each kernel's reason.
     """
-    if arguments.wants_quantizing(x, w):
+    if w.__class__ is QuantizedWeight and w.layout == FP8_LAYOUT and arguments.wants_quantizing(x, w):
         arguments.check(x, w, None)
         arguments.check_unscaled(token_scale, x)
         out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -86,13 +87,12 @@ def linear(
         config = arguments.config_text(config)
     if batch_invariant is not False and batch_invariant is not True:
         raise TypeError(f"batch_invariant: wanted a bool, got {type(batch_invariant).__name__} {batch_invariant!r}")
-    columns = w.n
+    dtype, columns = default_out_dtype(x.dtype) if x.dtype is _FP8 else x.dtype, w.n
     if alpha is None and activation is None and residual is None and out_dtype is None and token_scale is None:
         epilogue, fused = (PLAIN, _NONE) if bias is None else (_BIAS, Fused(bias=bias))
     else:
         epilogue, fused = arguments.fused(x, w, Fused(alpha, bias, residual, token_scale), activation, out_dtype)
-        columns = epilogue.columns(columns)
-    dtype = epilogue.result_dtype(x.dtype)
+        dtype, columns = epilogue.result_dtype(dtype), epilogue.columns(columns)
     if needs_dispatcher(x, fused):
         return _linear_dispatched(x, w, epilogue, fused, out, config, batch_invariant)
     rows = x if x.dim() == 2 else x.reshape(-1, w.k)

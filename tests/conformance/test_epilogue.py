@@ -85,7 +85,7 @@ ACTIVATED = [
     for p in TARGETS
     for target in p.values
     for a in ACTIVATIONS
-    for dtype in {torch.float32, target.out_dtype}
+    for dtype in dict.fromkeys((torch.float32, target.out_dtype))
 ]
 SEVERAL = [
     Epilogue("gelu", "device", True, True),

@@ -249,14 +249,14 @@ class Sm90Kernel(ABC):
             residual = residual.clone()
         blocks = weight[0] if rows is None else weight[0].flatten(0, 1)
         channels = weight[1] if len(weight) > 1 else None
-        extras = (alpha, bias, residual, token_scale, channels)
-        compiled(_tma_readable(x), blocks, out, *extras, starts, ends, partials, flags, clusters)
+        x = _tma_readable(x)
+        extras = alpha, bias, residual, token_scale, channels
+        compiled(x, blocks, out, *extras, starts, ends, partials, flags, clusters)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:
     """x itself where TMA can read it (rows at multiples of 16 bytes), else a copy, k padded with zeros."""
-    per_line = 16 // x.itemsize
-    if x.stride(0) % per_line == 0 and x.data_ptr() % 16 == 0:
+    if x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
     bits = x.view(torch.uint8) if x.itemsize == 1 else x  # fp8 cannot be padded
-    return torch.nn.functional.pad(bits, (0, -x.shape[1] % per_line)).contiguous().view(x.dtype)
+    return torch.nn.functional.pad(bits, (0, -x.shape[1] % (16 // x.itemsize))).contiguous().view(x.dtype)
