@@ -1,8 +1,8 @@
 """Measure mixtures of experts: ``python -m bench.grouped --shapes 8x28672x4096 --tokens 1,16 --routing balanced,zipf``.
 
 The protocol is that of bench/run.py, for weights of several experts (experts x n x k) and a number of tokens for each
-on average; ``m`` of a row is that number. Beside w4gemm: Humming's grouped kernel, if installed. Rows go to
-bench/results/grouped.jsonl.
+on average; ``m`` of a row is that number. Beside w4gemm, if installed: with bf16 activations Humming's grouped kernel,
+with ``--dtype float8_e4m3fn --format int4_g128_e4m3`` vLLM's CUTLASS one. Rows go to bench/results/grouped.jsonl.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.peers.base import gptq_words, missing_package, package_version
+from bench.peers import vllm_ops
+from bench.peers.base import FP8, gptq_words, missing_package, package_version, token_scales
 from bench.run import random_weight
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, dispatch
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
-from w4gemm.problem import Device, GemmProblem
+from w4gemm.layouts import layout_for
+from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 
@@ -45,45 +48,56 @@ def main() -> None:
     parser.add_argument("--tokens", default=TOKENS, help="for each expert on average (default: %(default)s)")
     parser.add_argument("--routing", default="balanced", help="of balanced, zipf, hot (default: %(default)s)")
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="of activations: bfloat16 or float8_e4m3fn")
     parser.add_argument("--configs", type=int, default=0, help="also time as many of the best-ranked configs")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args()
     facts, started = record.facts(), time.monotonic()
     format, tokens = WeightFormat.parse(args.format), [int(t) for t in args.tokens.split(",")]
+    dtype = {"bfloat16": torch.bfloat16, "float8_e4m3fn": FP8}[args.dtype]
     if args.configs:
-        compile_ahead(args.shapes, tokens, format, args.configs)
+        compile_ahead(args.shapes, tokens, format, dtype, args.configs)
     for shape in args.shapes.split(","):
         experts, n, k = map(int, shape.split("x"))
-        weights, peers = prepare(experts, n, k, format)
+        weights, peers = prepare(experts, n, k, format, dtype)
         for m, routing in itertools.product(tokens, args.routing.split(",")):
             if time.monotonic() - started > args.seconds:
                 return
-            rows = measure(weights, peers, m, routing, args.configs)
-            common = {"kind": "time", "run": record.run_name(facts), "work": "w4a16_grouped", "m": m, "n": n, "k": k}
-            common |= {"experts": experts, "routing": routing, "format": args.format, "dtype": "bfloat16"}
+            rows = measure(weights, peers, m, routing, dtype, args.configs)
+            work = "w4a8_grouped" if dtype == FP8 else "w4a16_grouped"
+            common = {"kind": "time", "run": record.run_name(facts), "work": work, "m": m, "n": n, "k": k}
+            common |= {"experts": experts, "routing": routing, "format": args.format, "dtype": args.dtype}
             record.append(args.out, *(common | row | facts for row in rows))
             print(line(shape, m, routing, rows), flush=True)
         del weights, peers
         torch.cuda.empty_cache()
 
 
-def prepare(experts: int, n: int, k: int, format: WeightFormat) -> tuple[list[QuantizedWeight], dict[str, Run]]:
+def prepare(
+    experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype
+) -> tuple[list[QuantizedWeight], dict[str, Run]]:
     """Copies of a weight to rotate over, and each peer's way to multiply by its own copies."""
-    words, scales = [], []
+    words, scales, channels = [], [], []
 
     def each() -> Iterator[QuantizedWeight]:
         one = random_weight(n, k, format)
         for e in range(experts):
-            codes, s, zeros, _ = one.parts()
+            codes, s, zeros, c = one.parts()
             codes = codes.roll(e, 0)
             if humming:
                 words.append(gptq_words(codes))
                 scales.append(s)
-            yield QuantizedWeight.from_codes(format, codes, s, zeros)
+            if cutlass:
+                words.append(gptq_words((codes.int() - 8) & 0xF))
+                scales.append(s.t().contiguous())
+                channels.append(c)
+            yield QuantizedWeight.from_codes(format, codes, s, zeros, channels=c)
 
-    humming = not missing_package("humming-kernels", "humming") and not format.has_zero
-    w = QuantizedWeight.stack(each(), experts)
+    humming = dtype != FP8 and not missing_package("humming-kernels", "humming") and not format.has_zero
+    cutlass = format.has_channels and format.group_size == 128 and not vllm_ops.missing("cutlass_w4a8_moe_mm")
+    layout = layout_for(Device.of("cuda"), format, dtype)
+    w = QuantizedWeight.stack(each(), experts, layout)
     count = max(2, math.ceil(_ROTATED_BYTES / w.nbytes))
     copies = [w, *(replace(w, tensors=tuple(t.clone() for t in w.tensors)) for _ in range(count - 1))]
     peers: dict[str, Run] = {}
@@ -92,7 +106,42 @@ def prepare(experts: int, n: int, k: int, format: WeightFormat) -> tuple[list[Qu
             peers["humming"] = humming_grouped(torch.stack(words), torch.stack(scales), format, n, k, count)
         except Exception as e:  # a peer's failure is a result, not the end of the run
             print(f"  humming: {e!r:.300}", flush=True)
+    if cutlass:
+        try:
+            given = torch.stack(words), torch.stack(scales), torch.stack([c for c in channels if c is not None])
+            peers["cutlass_w4a8"] = cutlass_grouped(*given, n, k, count)
+        except Exception as e:
+            print(f"  cutlass_w4a8: {e!r:.300}", flush=True)
     return copies, peers
+
+
+def cutlass_grouped(
+    words: torch.Tensor, scales: torch.Tensor, channels: torch.Tensor, n: int, k: int, count: int
+) -> Run:
+    """vLLM's: words int32 (experts, n, k / 8) of signed codes, scales e4m3 (experts, k / 128, n), channels float32
+    (experts, n)."""
+    ops, experts = vllm_ops.operators(), len(words)
+    encoded, strides = ops.cutlass_encode_and_reorder_int4b_grouped(words)
+    first = (encoded, ops.cutlass_pack_scale_fp8(scales), channels[..., None].contiguous())
+    copies = [first, *(tuple(t.clone() for t in first) for _ in range(count - 1))]
+    scale_strides = torch.zeros(experts, 2, dtype=torch.int64, device="cuda")
+    scale_strides[:, 0] = n
+    of_x, of_out = (torch.full((experts,), size, dtype=torch.int64, device="cuda") for size in (k, n))
+    sizes: dict[int, torch.Tensor] = {}
+
+    def run(copy: int, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        w, s, c = copies[copy % count]
+        if offsets.data_ptr() not in sizes:  # (n, rows, k) of each expert; not part of what is timed
+            rows = offsets.diff().int()
+            sizes.clear()
+            sizes[offsets.data_ptr()] = torch.stack((rows * 0 + n, rows, rows * 0 + k), 1)
+        problem, scale = sizes[offsets.data_ptr()], token_scales()[: len(x), None]
+        ops.cutlass_w4a8_moe_mm(
+            out, x, w, scale, c, s, 128, offsets[:-1], problem, of_x, strides, of_out, scale_strides, None
+        )
+        return out
+
+    return run
 
 
 def humming_grouped(words: torch.Tensor, scales: torch.Tensor, format: WeightFormat, n: int, k: int, count: int) -> Run:
@@ -118,26 +167,30 @@ def humming_grouped(words: torch.Tensor, scales: torch.Tensor, format: WeightFor
 
 
 def measure(
-    weights: list[QuantizedWeight], peers: dict[str, Run], m: int, routing: str, configs: int
+    weights: list[QuantizedWeight], peers: dict[str, Run], m: int, routing: str, dtype: torch.dtype, configs: int
 ) -> list[dict[str, Any]]:
     """A row for each implementation whose output is right, and for each of our configs asked for."""
     w = weights[0]
     counts = divide(routing, m, w.experts)
     offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
     total = sum(counts)
-    xs = [torch.randn(total, w.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    xs = [torch.randn(total, w.k, device="cuda").to(dtype) for _ in range(2)]
+    scaled = token_scales()[:total] if dtype == FP8 else None
     out = torch.empty(total, w.n, device="cuda", dtype=torch.bfloat16)
 
     def ours(config: str | None) -> Run:
-        return lambda i, x, o, d: w4gemm.grouped_linear(x, weights[i % len(weights)], o, out=d, config=config)
+        return lambda i, x, o, d: w4gemm.grouped_linear(
+            x, weights[i % len(weights)], o, token_scale=scaled, out=d, config=config
+        )
 
-    plan = str(dispatch.plan_for(call_of(w, total)))
+    plan = str(dispatch.plan_for(call_of(w, total, dtype)))
     runs: list[tuple[str, str, str, Run]] = [("w4gemm", w4gemm.__version__, plan, ours(None))]
-    runs += [(name, package_version("humming-kernels"), "", run) for name, run in peers.items()]
-    runs += [("w4gemm_config", w4gemm.__version__, c, ours(c)) for c in best(w, total, configs)]
+    versions = {"humming": package_version("humming-kernels"), "cutlass_w4a8": vllm_ops.version()}
+    runs += [(name, versions[name], "", run) for name, run in peers.items()]
+    runs += [("w4gemm_config", w4gemm.__version__, c, ours(c)) for c in best(w, total, dtype, configs)]
     rows, graphs = [], []
     for name, version, config, run in runs:
-        layout = offsets if name.startswith("w4gemm") else offsets.long()
+        layout = offsets.long() if name in peers else offsets
         try:
             error = error_of(run(0, xs[0], layout, out.fill_(torch.nan)), xs[0], w, counts)
         except Exception as e:
@@ -178,17 +231,15 @@ def error_of(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, counts: list[
     return worst
 
 
-def call_of(w: QuantizedWeight, total: int) -> dispatch.Call:
-    x = torch.empty(0, dtype=torch.bfloat16, device=w.device)
-    interval, plain = dispatch.interval(-(-total // w.experts)), dispatch.Epilogue()
-    return dispatch.Call(interval, w.n, w.k, x.dtype, w.format, w.layout, plain, w.device, "", False, w.experts)
+def call_of(w: QuantizedWeight, total: int, dtype: torch.dtype) -> dispatch.Call:
+    interval, epilogue = dispatch.interval(-(-total // w.experts)), Epilogue(token_scale=dtype == FP8)
+    return dispatch.Call(interval, w.n, w.k, dtype, w.format, w.layout, epilogue, w.device, "", False, w.experts)
 
 
-def best(w: QuantizedWeight, total: int, count: int) -> list[str]:
+def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int) -> list[str]:
     """The best-ranked configs, of each token tile at most three."""
-    problem = GemmProblem(
-        total, w.n, w.k, torch.bfloat16, w.format, w.layout, device=Device.of(w.device), experts=w.experts
-    )
+    epilogue, device = Epilogue(token_scale=dtype == FP8), Device.of(w.device)
+    problem = GemmProblem(total, w.n, w.k, dtype, w.format, w.layout, epilogue, device, experts=w.experts)
     return best_of(problem, count)
 
 
@@ -203,7 +254,7 @@ def best_of(problem: GemmProblem, count: int) -> list[str]:
     return found
 
 
-def compile_ahead(shapes: str, tokens: list[int], format: WeightFormat, count: int) -> None:
+def compile_ahead(shapes: str, tokens: list[int], format: WeightFormat, dtype: torch.dtype, count: int) -> None:
     """On all cores, since one process compiles one kernel at a time."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
@@ -211,7 +262,8 @@ def compile_ahead(shapes: str, tokens: list[int], format: WeightFormat, count: i
     jobs: dict[str, GemmProblem] = {}
     for shape, m in itertools.product(shapes.split(","), tokens):
         experts, n, k = map(int, shape.split("x"))
-        problem = GemmProblem(m * experts, n, k, torch.bfloat16, format, "sm90", experts=experts)
+        layout, epilogue = layout_for(H200, format, dtype), Epilogue(token_scale=dtype == FP8)
+        problem = GemmProblem(m * experts, n, k, dtype, format, layout, epilogue, experts=experts)
         jobs |= dict.fromkeys(best_of(problem, count), problem)
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, jobs.items()))
@@ -225,7 +277,8 @@ def _compile(job: tuple[str, GemmProblem]) -> None:
 def line(shape: str, m: int, routing: str, rows: list[dict[str, Any]]) -> str:
     us = {row["impl"]: row["us_p50"] for row in rows if row["impl"] != "w4gemm_config"}
     tried = sorted((row["us_p50"], row["config"]) for row in rows if row["impl"] == "w4gemm_config")
-    ratio = f"humming / w4gemm {us['humming'] / us['w4gemm']:.2f}; " if len(us) == 2 else ""
+    peer = next((name for name in us if name != "w4gemm"), None)
+    ratio = f"{peer} / w4gemm {us[peer] / us['w4gemm']:.2f}; " if peer and "w4gemm" in us else ""
     chosen = next((row["config"] for row in rows if row["impl"] == "w4gemm"), "")
     text = f"{shape}, {m} tokens, {routing}: {ratio}{us} {chosen}"
     return text + "".join(f"\n    {t:.1f} {c}" for t, c in tried[:4])
