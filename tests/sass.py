@@ -37,12 +37,24 @@ def disassemble(code: bytes) -> Sass:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(_cubin(code))
         f.flush()
-        text = _cuobjdump("--dump-sass", f.name)
-        usage = _cuobjdump("--dump-resource-usage", f.name)
+        return Sass(_cuobjdump("--dump-sass", f.name), *_usage(f.name))
+
+
+def local_memory(code: bytes) -> int:
+    """Bytes of stack and local memory a thread uses, without disassembling, which takes a hundred times as long."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(_cubin(code))
+        f.flush()
+        return _usage(f.name)[1]
+
+
+def _usage(file: str) -> tuple[int, int]:
+    """Registers, and bytes of stack and local memory."""
+    usage = _cuobjdump("--dump-resource-usage", file)
     found = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
     assert len(found) == 1, f"wanted one kernel, found {len(found)}:\n{usage}"
     registers, stack, local = map(int, found[0])
-    return Sass(text, registers, stack + local)
+    return registers, stack + local
 
 
 def check(sass: Sass, instruction: str, *, asynchronous: bool = True) -> None:

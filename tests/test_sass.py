@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sass import Sass, check, disassemble
+from sass import Sass, check, disassemble, local_memory
 from tiny_kernel import TinyKernel
 from w4gemm import GemmConfig, WeightFormat
 from w4gemm.epilogue import Epilogue
@@ -58,7 +58,11 @@ def problem_of(kernel: Kernel, name: str, m: int = 16, **kwargs) -> GemmProblem:
     return problem(name, FP8 if kernel.name == "sm90_fp8_gemm" else torch.bfloat16, m, **kwargs)
 
 
-def check_kernel(kernel: Kernel, p: GemmProblem, config: GemmConfig) -> None:
+def check_kernel(kernel: Kernel, p: GemmProblem, config: GemmConfig, *, whole: bool = True) -> None:
+    """whole: read the machine code; else only what it takes of local memory, which is known much sooner."""
+    if not whole:
+        assert local_memory(object_code(kernel, p, config)) == 0
+        return
     sass = disassemble(object_code(kernel, p, config))
     # a WGMMA along k is as long as a group of 32, whose sums are waited for
     check(sass, INSTRUCTION[kernel.name], asynchronous=not (p.dtype == FP8 and p.format.group_size == 32))
@@ -82,18 +86,26 @@ def test_best_config(kernel, name, dtype, m):
 
 
 def all_configs() -> list:
-    """Every config, each for the format that it is legal for and that needs the most registers."""
-    found = {}
+    """Every config, each for the format that it is legal for and that needs the most registers; and whether it has the
+    most tokens of those that differ in nothing else."""
+    found: dict[tuple[str, GemmConfig], str] = {}
     for kernel in gpu_kernels():
         for name in NEEDY.get(kernel.name, _NEEDY):
             for config in kernel.configs(problem_of(kernel, name)):
-                found.setdefault((kernel.name, str(config)), name)
-    return [pytest.param(*key, name, id="-".join((*key, name))) for key, name in found.items()]
+                found.setdefault((kernel.name, config), name)
+    most = {}
+    for kernel, c in sorted(found, key=lambda key: key[1].tile_m):
+        most[kernel, replace(c, tile_m=1)] = c
+    return [
+        pytest.param(kernel, str(c), name, most[kernel, replace(c, tile_m=1)] == c, id=f"{kernel}-{c}-{name}")
+        for (kernel, c), name in found.items()
+    ]
 
 
-@pytest.mark.parametrize("kernel, config, name", all_configs())
-def test_every_config(kernel, config, name):
-    check_kernel(kernel_named(kernel), problem_of(kernel_named(kernel), name), GemmConfig.parse(config))
+@pytest.mark.parametrize("kernel, config, name, whole", all_configs())
+def test_every_config(kernel, config, name, whole):
+    found = kernel_named(kernel)
+    check_kernel(found, problem_of(found, name), GemmConfig.parse(config), whole=whole)
 
 
 OTHER_GPUS = {
@@ -161,11 +173,13 @@ def grouped_configs() -> list:
 @pytest.mark.parametrize("kernel, config, name", grouped_configs())
 def test_grouped(kernel, config, name):
     found = kernel_named(kernel)
-    check_kernel(found, problem_of(found, name, m=512, experts=8), GemmConfig.parse(config))
+    whole = name == NEEDY.get(kernel, _NEEDY)[0]
+    check_kernel(found, problem_of(found, name, m=512, experts=8), GemmConfig.parse(config), whole=whole)
 
 
 def test_the_checks_find_what_they_look_for():
     sass = disassemble(object_code(TinyKernel(), problem("int4_g128"), GemmConfig(64, 64, 64)))
+    assert local_memory(object_code(TinyKernel(), problem("int4_g128"), GemmConfig(64, 64, 64))) == 0
     assert sass.count("EXIT") >= 1 and 0 < sass.registers < 32 and sass.stack == 0
     assert sass.count("FADD") + sass.count("FMUL") == 1 and sass.count("STG") == 1
     with pytest.raises(AssertionError, match="no HGMMA"):
