@@ -1,5 +1,6 @@
 """Tables and plots of one run of ``bench.run``: ``python -m bench.report [FILE]`` writes docs/benchmarks.md,
-docs/benchmarks.html and docs/plots/. Only rows of one run are compared. Needs matplotlib."""
+docs/benchmarks.html and docs/plots/, or, of rows with fp8 activations, docs/benchmarks-w4a8.md and its plot. Only rows
+of one run are compared. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,61 @@ from w4gemm.tuning import roofline
 
 ROOT = Path(__file__).parent.parent
 GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
-RATES = BYTES_PER_US, FLOP_PER_US = roofline.RATES["NVIDIA H200"][:2]
+RATES = roofline.RATES["NVIDIA H200"][:2]
 
 Point = tuple[int, int, int]
 Times = dict[Point, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one page is about."""
+
+    page: str
+    """Its name without an ending, and that of its plot."""
+    plot: str
+    head: str
+    """What was measured, and how."""
+    activation_bytes: int
+    rate: float
+    """Operations a microsecond that large matmuls reach."""
+    not_peers: tuple[str, ...] = ()
+    """Implementations that are shown, but are not what ratios are taken of."""
+
+    def roofline_us(self, point: Point) -> float:
+        """max(bytes / 4.5 TB/s, operations / rate) of int4 g128 with 16-bit scales."""
+        n, k, m = point
+        size = n * k / 2 + 2 * n * k / 128 + m * (2 * n + self.activation_bytes * k)
+        return max(size / RATES[0], 2 * m * n * k / self.rate)
+
+    def ratio(self, us: dict[str, float]) -> float:
+        """The best peer's time over ours."""
+        peers = [t for name, t in us.items() if not name.startswith(("w4gemm", *self.not_peers))]
+        return min(peers) / min(t for name, t in us.items() if name.startswith("w4gemm"))
+
+
+W4A16 = Work(
+    "benchmarks",
+    "roofline",
+    "W4A16, int4 g128 symmetric, bf16, on {machine}, run\n`{run}`: all implementations interleaved in one process, "
+    "microseconds a call in a CUDA graph over\nrotating weights, medians (the protocol of `bench/run.py`; rows in "
+    "bench/results/times.jsonl). w4gemm runs\nwhat it chooses unasked. Machete, Marlin: vLLM's; cublas: bf16 weights.",
+    2,
+    RATES[1],
+)
+W4A8 = Work(
+    "benchmarks-w4a8",
+    "roofline-w4a8",
+    "W4A8, int4 g128 symmetric and e4m3 activations with a scale a token, on {machine},\nrun `{run}`: all "
+    "implementations interleaved in one process, microseconds a call in a CUDA\ngraph over rotating weights, medians "
+    "(the protocol of `bench/run.py`; rows in bench/results/w4a8.jsonl). w4gemm runs what\nit chooses unasked. "
+    "`e4m3`: group scales in e4m3, part of the e4m3 weight that is multiplied; else they are bf16, and applied\nto "
+    "float32 sums. cutlass_w4a8: vLLM's. cublas: the same numbers as a weight in fp8, shown for what large matmuls "
+    "reach, not\ncounted as a peer. A ratio takes the faster of either's two ways.",
+    1,
+    roofline.RATES["NVIDIA H200"][2],
+    ("cublas",),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,36 +84,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = parser.parse_args(argv).file
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "time" and row["run"] == rows[-1]["run"]]
+    work = W4A8 if rows[0]["work"] == "w4a8" else W4A16
+    times, versions = by_point(rows)
+    plot(work, times, list(versions))
+    (ROOT / f"docs/{work.page}.md").write_text(text(work, rows[0], times, versions))
+    if work is W4A16:
+        page = html.page(times, rows[0], versions, RATES, work.roofline_us, work.ratio)
+        (ROOT / "docs/benchmarks.html").write_text(page)
+
+
+def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
+    """Microseconds, and the version of every implementation; several formats count as several."""
     times: Times = defaultdict(dict)
+    versions: dict[str, str] = {}
     for row in rows:
-        times[row["n"], row["k"], row["m"]][row["impl"]] = row["us_p50"]
-    versions = {row["impl"]: row["impl_version"] for row in rows}
-    plot(times, list(versions))
-    (ROOT / "docs/benchmarks.md").write_text(text(rows[0], times, versions))
-    (ROOT / "docs/benchmarks.html").write_text(html.page(times, rows[0], versions, RATES, roofline_us, ratio))
+        name = f"{row['impl']} e4m3" if row["format"].endswith("_e4m3") else row["impl"]
+        times[row["n"], row["k"], row["m"]][name] = row["us_p50"]
+        versions[name] = row["impl_version"]
+    return times, versions
 
 
-def roofline_us(point: Point) -> float:
-    """max(bytes / 4.5 TB/s, operations / 790 TFLOP/s) of int4 g128 with bf16 activations."""
-    n, k, m = point
-    size = n * k / 2 + 2 * n * k / 128 + 2 * m * (n + k)
-    return max(size / BYTES_PER_US, 2 * m * n * k / FLOP_PER_US)
-
-
-def ratio(us: dict[str, float]) -> float:
-    """The best peer's time over ours."""
-    return min(t for name, t in us.items() if name != "w4gemm") / us["w4gemm"]
-
-
-def text(row: dict[str, Any], times: Times, versions: dict[str, str]) -> str:
+def text(work: Work, row: dict[str, Any], times: Times, versions: dict[str, str]) -> str:
     names = list(versions)
+    machine = f"one {row['gpu']} (driver {row['driver']}, torch {row['torch']})"
     lines = [
         "# Benchmarks",
         "",
-        f"W4A16, int4 g128 symmetric, bf16, on one {row['gpu']} (driver {row['driver']}, torch {row['torch']}), run",
-        f"`{row['run']}`: all implementations interleaved in one process, microseconds a call in a CUDA graph over",
-        "rotating weights, medians (the protocol of `bench/run.py`; rows in bench/results/times.jsonl). w4gemm runs",
-        "what it chooses unasked. Machete, Marlin: vLLM's; cublas: bf16 weights.",
+        *work.head.format(machine=machine, run=row["run"]).splitlines(),
         "",
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
         "",
@@ -68,11 +118,11 @@ def text(row: dict[str, Any], times: Times, versions: dict[str, str]) -> str:
         "|---|---|---|",
     ]
     for name, (first, last) in GROUPS.items():
-        found = sorted((ratio(us), p) for p, us in times.items() if first <= p[2] <= last)
+        found = sorted((work.ratio(us), p) for p, us in times.items() if first <= p[2] <= last)
         mean = math.exp(sum(math.log(r) for r, _ in found) / len(found))
         worst, (n, k, m) = found[0]
         lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {n}x{k}, m {m} |")
-    lines += ["", "![Time over roofline](plots/roofline.svg)", ""]
+    lines += ["", f"![Time over roofline](plots/{work.plot}.svg)", ""]
     lines += [
         "| n x k | m | roofline | " + " | ".join(names) + " | best peer / w4gemm |",
         "|---" * (len(names) + 4) + "|",
@@ -80,11 +130,12 @@ def text(row: dict[str, Any], times: Times, versions: dict[str, str]) -> str:
     for point in sorted(times):
         n, k, m = point
         cells = [f"{times[point][name]:.1f}" if name in times[point] else "-" for name in names]
-        lines.append(f"| {n}x{k} | {m} | {roofline_us(point):.1f} | {' | '.join(cells)} | {ratio(times[point]):.2f} |")
+        ratio = work.ratio(times[point])
+        lines.append(f"| {n}x{k} | {m} | {work.roofline_us(point):.1f} | {' | '.join(cells)} | {ratio:.2f} |")
     return "\n".join(lines) + "\n"
 
 
-def plot(times: Times, names: list[str]) -> None:
+def plot(work: Work, times: Times, names: list[str]) -> None:
     """Time over roofline against m, a panel a layer, a line an implementation."""
     import matplotlib
 
@@ -97,8 +148,10 @@ def plot(times: Times, names: list[str]) -> None:
         tokens = sorted(m for a, b, m in times if (a, b) == (n, k))
         for name in names:
             ms = [m for m in tokens if name in times[n, k, m]]
-            over = [times[n, k, m][name] / roofline_us((n, k, m)) for m in ms]
+            over = [times[n, k, m][name] / work.roofline_us((n, k, m)) for m in ms]
             style = {"linewidth": 2.6, "color": "black", "zorder": 3} if name == "w4gemm" else {"linewidth": 1.2}
+            if name == "w4gemm e4m3":
+                style = {"linewidth": 2.6, "color": "dimgray", "zorder": 3}
             panel.plot(ms, over, marker=".", label=name, **style)
         panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
         panel.set(title=f"{n} x {k}", xscale="log", xlabel="m (tokens)", ylim=(0.8, 6))
@@ -108,8 +161,8 @@ def plot(times: Times, names: list[str]) -> None:
     figure.tight_layout()
     folder = ROOT / "docs/plots"
     folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "roofline.svg")
-    figure.savefig(folder / "roofline.png", dpi=110)
+    figure.savefig(folder / f"{work.plot}.svg")
+    figure.savefig(folder / f"{work.plot}.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -47,26 +47,29 @@ def test_peers_say_why_they_cannot_run(peer):
 
 
 def test_roofline_is_bytes_then_operations():
-    assert report.roofline_us((8192, 8192, 1)) == pytest.approx(7.7, abs=0.1)
-    assert report.roofline_us((8192, 8192, 4096)) == pytest.approx(695.9, abs=0.5)
+    assert report.W4A16.roofline_us((8192, 8192, 1)) == pytest.approx(7.7, abs=0.1)
+    assert report.W4A16.roofline_us((8192, 8192, 4096)) == pytest.approx(695.9, abs=0.5)
+    assert report.W4A8.roofline_us((8192, 8192, 4096)) == pytest.approx(354.7, abs=0.5)
 
 
-def test_the_recorded_table_is_whole_and_its_report_is_true(tmp_path, monkeypatch):
-    rows = [json.loads(line) for line in (ROOT / "bench/results/times.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize(
+    "file, work", [("times.jsonl", report.W4A16), ("w4a8.jsonl", report.W4A8)], ids=["w4a16", "w4a8"]
+)
+def test_the_recorded_table_is_whole_and_its_report_is_true(file, work):
+    rows = [json.loads(line) for line in (ROOT / "bench/results" / file).read_text().splitlines()]
     assert all(row["rel_error"] < 1e-2 and row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
-    times: report.Times = {}
-    for row in rows:
-        if row["run"] == rows[-1]["run"]:
-            times.setdefault((row["n"], row["k"], row["m"]), {})[row["impl"]] = row["us_p50"]
-    versions = {row["impl"]: row["impl_version"] for row in rows}
-    text = report.text(rows[-1], times, versions)
-    assert text == (ROOT / "docs/benchmarks.md").read_text(), "run python -m bench.report"
-    page = html.page(times, rows[-1], versions, report.RATES, report.roofline_us, report.ratio)
+    rows = [row for row in rows if row["run"] == rows[-1]["run"]]
+    times, versions = report.by_point(rows)
+    text = report.text(work, rows[-1], times, versions)
+    assert text == (ROOT / f"docs/{work.page}.md").read_text(), "run python -m bench.report"
+    assert all("w4gemm" in us and len(us) > 1 for us in times.values())
+    assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]
+    if work is not report.W4A16:
+        return
+    page = html.page(times, rows[-1], versions, report.RATES, work.roofline_us, work.ratio)
     assert page == (ROOT / "docs/benchmarks.html").read_text(), "run python -m bench.report"
     assert "src=" not in page and "href=" not in page, "self-contained"
     assert page.count("<svg") == 1 + len({(n, k) for n, k, _ in times})
-    assert all("w4gemm" in us and len(us) > 1 for us in times.values())
-    assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]
 
 
 def test_the_readme_tells_the_reports_numbers():
