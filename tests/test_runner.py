@@ -44,6 +44,22 @@ def test_the_whole_epilogue(weight):
     assert torch.equal(d, wanted)
 
 
+@pytest.mark.parametrize("name", ["int4_g32_fp16", "int4_g32_e4m3"])
+def test_fp8_activations(name):
+    w = w4gemm.quantize(torch.randn(N, K), name)
+    epilogue = Epilogue("gelu", bias=True, token_scale=True)
+    gemm = MixedGemm(name, torch.float8_e4m3fn, "cpu", epilogue=epilogue)
+    w = w.repack(gemm.layout)
+    x8, scale = w4gemm.quantize_activations(torch.randn(M, K))
+    bias, out = torch.randn(N).bfloat16(), torch.empty(M, N, dtype=torch.bfloat16)
+    gemm.run(x8, w.tensors, out, bias=bias, token_scale=scale)
+    assert torch.equal(out, w4gemm.linear(x8, w, bias, activation="gelu", token_scale=scale))
+    with pytest.raises(ValueError, match="token_scale: the epilogue .* wants True, got none"):
+        gemm.run(x8, w.tensors, out, bias=bias)
+    with pytest.raises(ValueError, match="token_scale: wanted torch.float32 .5,. on cpu, got torch.float64"):
+        gemm.run(x8, w.tensors, out, bias=bias, token_scale=scale.double())
+
+
 def test_other_frameworks_by_dlpack(weight):
     """NumPy stands for them: its arrays have __dlpack__ and are no torch tensors."""
     gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from w4gemm import dispatch
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.epilogue import PLAIN, Epilogue, bias_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import Operands, kernel_named
-from w4gemm.layouts import layout_named, native_layout
+from w4gemm.layouts import layout_for, layout_named
 from w4gemm.problem import Device, GemmProblem
 
 _ALIGNMENT = 16
@@ -25,15 +25,15 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class MixedGemm:
-    """d = act(alpha * (a @ b.T) + bias) + residual for one kind of weight on one device, any m, n and k.
+    """d = act(alpha * token_scale * (a @ b.T) + bias) + residual for one kind of weight on one device, any m, n and k.
 
     Args:
         format: what the numbers of b mean, or its string.
-        dtype: of a: float16 or bfloat16, on the CPU also float32.
+        dtype: of a: float16, bfloat16 or float8_e4m3fn, on the CPU also float32.
         device: where.
         layout: of b; None for the one that the fastest kernel reads. ``w.repack(layout).tensors`` of a
             :class:`w4gemm.QuantizedWeight` are such tensors; their shapes are :meth:`weight_shapes`.
-        epilogue: which of alpha, bias, residual and activation :meth:`run` is given, and the dtype of d.
+        epilogue: which of alpha, bias, residual, token_scale and activation :meth:`run` is given, and the dtype of d.
         batch_invariant: as for :func:`w4gemm.linear`.
     """
 
@@ -52,7 +52,8 @@ class MixedGemm:
         if not isinstance(self.format, WeightFormat):
             object.__setattr__(self, "format", WeightFormat.parse(self.format))
         if self.layout is None:
-            object.__setattr__(self, "layout", native_layout(Device.of(device)))
+            assert isinstance(self.format, WeightFormat)
+            object.__setattr__(self, "layout", layout_for(Device.of(device), self.format, self.dtype))
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
         """What dispatch is asked about for these sizes: m is that of its interval."""
@@ -98,6 +99,7 @@ class MixedGemm:
         alpha: Any = None,
         bias: Any = None,
         residual: Any = None,
+        token_scale: Any = None,
         config: str | None = None,
         workspace: Any = None,
         stream: torch.cuda.Stream | int | None = None,
@@ -109,8 +111,9 @@ class MixedGemm:
             b: the packed tensors of a weight (n, k), a sequence.
             out: (m, n), or (m, n / 2) with silu_mul; contiguous. It may be the residual.
             alpha: a number or a float32 tensor of one element, as the epilogue says.
-            bias: (n) of a's dtype.
+            bias: (n) of a's dtype; beside fp8 a, of out's 16-bit dtype or bfloat16.
             residual: of out's shape and dtype.
+            token_scale: float32 (m), for fp8 a.
             config: one of :meth:`configs`; None for the tuned or predicted one.
             workspace: at least :meth:`workspace_bytes` bytes on the GPU, zero before the first launch that uses them;
                 launches that may run at the same time must not share them. None: a launch looks after itself. Not
@@ -126,7 +129,8 @@ class MixedGemm:
         bias = None if bias is None else _tensor("bias", bias)
         residual = None if residual is None else _tensor("residual", residual)
         alpha = alpha if alpha is None or isinstance(alpha, (int, float)) else _tensor("alpha", alpha)
-        operands = Operands(a, weight, out, alpha, bias, residual)
+        token_scale = None if token_scale is None else _tensor("token_scale", token_scale)
+        operands = Operands(a, weight, out, alpha, bias, residual, token_scale)
         n = self._check(operands)
         m, k = a.shape
         if m == 0:
@@ -161,14 +165,14 @@ class MixedGemm:
 
     def _check(self, operands: Operands) -> int:
         """Everything that a kernel takes for granted; gives n."""
-        a, weight, out, alpha, bias, residual, *_ = operands
+        a, weight, out, alpha, bias, residual, token_scale, *_ = operands
         epilogue, device = self.epilogue, self.device
         assert isinstance(device, torch.device)
         if a.dim() != 2 or out.dim() != 2 or a.shape[0] != out.shape[0]:
             raise ValueError(f"a, out: wanted (m, k) and (m, n), got {tuple(a.shape)} and {tuple(out.shape)}")
         n, k = out.shape[1] * (2 if epilogue.gated else 1), a.shape[1]
         _fits("a", a, self.dtype, (a.shape[0], k), device, rows=True)
-        _fits("out", out, epilogue.out_dtype or self.dtype, tuple(out.shape), device)
+        _fits("out", out, epilogue.result_dtype(self.dtype), tuple(out.shape), device)
         shapes = self.weight_shapes(n, k)
         if len(shapes) != len(weight):
             raise ValueError(f"b: wanted {len(shapes)} tensors in the {self.layout} layout, got {len(weight)}")
@@ -176,7 +180,9 @@ class MixedGemm:
             _fits(f"b[{i}]", t, dtype, shape, device)
         kind = None if alpha is None else "device" if isinstance(alpha, torch.Tensor) else "host"
         asked = {"alpha": epilogue.alpha, "bias": epilogue.bias, "residual": epilogue.residual}
+        asked["token_scale"] = epilogue.token_scale
         came = {"alpha": kind, "bias": bias is not None, "residual": residual is not None}
+        came["token_scale"] = token_scale is not None
         for name, wanted in asked.items():
             if wanted != came[name]:
                 raise ValueError(
@@ -185,7 +191,9 @@ class MixedGemm:
         if isinstance(alpha, torch.Tensor):
             _fits("alpha", alpha, torch.float32, (1,), device, alignment=4)
         if bias is not None:
-            _fits("bias", bias, self.dtype, (n,), device, alignment=2)
+            _fits("bias", bias, bias_dtype(self.dtype, epilogue.out_dtype), (n,), device, alignment=2)
+        if token_scale is not None:
+            _fits("token_scale", token_scale, torch.float32, (a.shape[0],), device, alignment=4)
         if residual is not None:
             _fits("residual", residual, out.dtype, tuple(out.shape), device)
         return n

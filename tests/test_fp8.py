@@ -1,0 +1,161 @@
+"""fp8 activations and e4m3 scales: what users call, on the CPU; the kernels are in conformance/."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm import QuantizedWeight, W4Linear, WeightFormat, linear
+from w4gemm.reference import grouped_reference, linear_reference
+
+N, K = 130, 384
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def w() -> QuantizedWeight:
+    return w4gemm.quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 3, K, generator=torch.Generator().manual_seed(1))
+
+
+def close(d: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (d.double() - wanted).norm() < 4e-3 * wanted.norm()
+
+
+def test_quantized_and_multiplied(w, x):
+    x8, scale = w4gemm.quantize_activations(x)
+    for one in (w, w.repack(), w4gemm.fold_scales(w)[0]):
+        d = linear(x8, one, token_scale=scale)
+        assert d.dtype == torch.bfloat16 and d.shape == (2, 3, N)
+        wanted = linear_reference(x8.view(-1, K), one, token_scale=scale.view(-1)).view(2, 3, N)
+        close(d, wanted)
+        assert torch.equal(linear(x8, one, token_scale=scale[..., None]), d)
+    assert (linear(x8, w, token_scale=scale).float() - linear(x, w)).norm() < 0.04 * linear(x, w).norm()
+
+
+def test_dtypes_of_the_result_and_the_bias(w, x):
+    x8, bias = x.to(FP8), torch.randn(N)
+    assert linear(x8, w, bias.bfloat16()).dtype == torch.bfloat16
+    assert linear(x8, w, bias.half(), out_dtype=torch.float16).dtype == torch.float16
+    assert linear(x8, w, bias.bfloat16(), out_dtype=torch.float32).dtype == torch.float32
+    with pytest.raises(TypeError, match=r"bias: wanted torch.bfloat16 beside fp8 x, got torch.float32"):
+        linear(x8, w, bias)
+    with pytest.raises(TypeError, match=r"out: wanted torch.bfloat16"):
+        linear(x8, w, out=torch.empty(2, 3, N))
+
+
+@pytest.mark.parametrize(
+    "scale, error, message",
+    [
+        (
+            torch.ones(2, 3, dtype=torch.float64),
+            TypeError,
+            r"token_scale: wanted torch.float32 \(2, 3\), got torch.float64",
+        ),
+        (torch.ones(6), ValueError, r"token_scale: wanted shape \(2, 3\), one number for each row of x"),
+        (1.0, TypeError, r"token_scale: wanted torch.float32 \(2, 3\), got float"),
+    ],
+)
+def test_bad_token_scale(w, x, scale, error, message):
+    with pytest.raises(error, match=message):
+        linear(x.to(FP8), w, token_scale=scale)
+
+
+def test_only_fp8_has_scales(w, x):
+    with pytest.raises(TypeError, match=r"token_scale: wanted None for x of torch.float32"):
+        linear(x, w, token_scale=torch.ones(2, 3))
+
+
+def test_compiled_and_through_the_operator(w, x):
+    x8, scale = w4gemm.quantize_activations(x)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda x8, scale: linear(x8, w, token_scale=scale, activation="gelu"), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(x8, scale), linear(x8, w, token_scale=scale, activation="gelu"))
+
+
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g32_e4m3"])
+def test_experts(format):
+    each = [w4gemm.quantize(torch.randn(N, K), format) for _ in range(3)]
+    several, offsets = QuantizedWeight.stack(each), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    x8, scale = w4gemm.quantize_activations(torch.randn(9, K))
+    wanted = grouped_reference(x8, several, offsets, token_scale=scale)
+    close(w4gemm.grouped_linear(x8, several, offsets, token_scale=scale), wanted)
+    order = torch.randperm(9)
+    back = torch.argsort(order)
+    gathered = w4gemm.grouped_linear(
+        x8.view(torch.uint8)[order].view(FP8), several, offsets, indices=back, token_scale=scale[order]
+    )
+    close(gathered, wanted)
+
+
+# --- e4m3 scales -----------------------------------------------------------------------------------------------------
+
+
+def test_folding_keeps_the_codes_and_says_what_it_costs(w):
+    for one in (w, w.repack("sm90_fp8"), QuantizedWeight.stack([w, w], layout="canonical")):
+        folded, error = w4gemm.fold_scales(one)
+        assert str(folded.format) == "int4_g128_e4m3" and folded.layout == one.layout
+        before, after = one.parts(), folded.parts()
+        assert torch.equal(before.codes, after.codes) and before.channels is None
+        assert after.channels.shape == before.scales.shape[:-1] and after.scales.float().abs().max() == 56
+        measured = (folded.dequantize() - one.dequantize()).norm() / one.dequantize().norm()
+        assert error == pytest.approx(measured.item(), rel=1e-4) and 0.005 < error < 0.05
+
+
+def test_folding_what_has_no_scale():
+    zero = QuantizedWeight.from_codes(
+        WeightFormat(), torch.randint(0, 16, (4, 256)), torch.zeros(4, 2, dtype=torch.bfloat16)
+    )
+    folded, error = w4gemm.fold_scales(zero)
+    assert error == 0 and (folded.dequantize() == 0).all()
+
+
+def test_folding_refuses(w):
+    with pytest.raises(ValueError, match="w: wanted a format without zero points and with 16-bit scales, got .*_zint"):
+        w4gemm.fold_scales(w4gemm.quantize(torch.randn(4, 128), "int4_g128_zint"))
+    with pytest.raises(ValueError, match="got int4_g128_e4m3"):
+        w4gemm.fold_scales(w4gemm.fold_scales(w)[0])
+    with pytest.raises(TypeError, match="w: wanted a QuantizedWeight, got torch.float32"):
+        w4gemm.fold_scales(torch.randn(4, 128))
+
+
+def test_e4m3_parts_are_checked():
+    format, codes = WeightFormat.parse("int4_g128_e4m3"), torch.zeros(4, 128, dtype=torch.uint8)
+    scales, channels = torch.ones(4, 1).to(FP8), torch.ones(4)
+    make = QuantizedWeight.from_codes
+    assert make(format, codes, scales, channels=channels).parts().channels is not None
+    with pytest.raises(ValueError, match=r"channels: int4_g128_e4m3 wants torch.float32 \(4,\), got NoneType"):
+        make(format, codes, scales)
+    with pytest.raises(ValueError, match="channels: int4_g128 has none, got torch.float32"):
+        make(WeightFormat(), codes, scales.bfloat16(), channels=channels)
+    with pytest.raises(ValueError, match="scales: wanted at most 56 in magnitude"):
+        make(format, codes, (100 * torch.ones(4, 1)).to(FP8), channels=channels)
+    with pytest.raises(ValueError, match="zero: wanted 'none' beside e4m3 scales"):
+        WeightFormat(128, "int", "e4m3")
+
+
+def test_the_layouts_that_cannot_hold_it_say_so(w):
+    folded = w4gemm.fold_scales(w)[0]
+    with pytest.raises(ValueError, match="layout: sm90 cannot hold int4_g128_e4m3: .*sm90_fp8 layout"):
+        folded.repack("sm90")
+    assert folded.repack().layout == "canonical"  # what the CPU can read of it
+    with pytest.raises(ValueError, match="layout: sm90_fp8 cannot hold int4_g32_zfloat: .*sm90 layout"):
+        w4gemm.quantize(torch.randn(4, 64), "int4_g32_zfloat").repack("sm90_fp8")
+
+
+def test_a_layer(w, x):
+    folded = w4gemm.fold_scales(w)[0]
+    layer = W4Linear.from_weight(folded)
+    d = layer(x)
+    assert torch.equal(d, linear(x, folded))
+    other = W4Linear(K, N, bias=False, format="int4_g128_e4m3")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), d) and set(layer.state_dict()) >= {"codes", "scales", "channels"}
+    assert torch.equal(layer.half().weight.parts().channels, folded.parts().channels)
