@@ -18,7 +18,8 @@ FOLDED = [WeightFormat(group, "none", "e4m3") for group in GROUPS]
 def test_string_form_round_trips_and_is_unique():
     every = ALL + FOLDED
     assert [WeightFormat.parse(str(f)) for f in every] == every
-    assert len({str(f) for f in every}) == len(every)
+    assert len({str(f) for f in every}) == len(set(every)) == len(every)
+    assert [hash(WeightFormat.parse(str(f))) for f in every] == [hash(f) for f in every]
 
 
 @pytest.mark.parametrize(

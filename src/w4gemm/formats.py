@@ -73,8 +73,14 @@ class WeightFormat:
         group = "col" if g == PER_COLUMN else f"g{g}"
         zero = f"_z{self.zero}" if self.has_zero else ""
         scale = "" if self.scale == "bf16" else f"_{self.scale}"
+        # plans are looked up by it; of small integers, so that it is the same in every process
+        kinds = _ZERO_KINDS.index(self.zero), tuple(_SCALE_DTYPES).index(self.scale)
+        object.__setattr__(self, "_hash", hash((g, *kinds)))
         # kept, since torch.compile cannot always build a string from g, which it may take for a symbol
         object.__setattr__(self, "name", f"int4_{group}{zero}{scale}")
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
 
     @property
     def scale_dtype(self) -> torch.dtype:

@@ -16,7 +16,7 @@ from w4gemm import arguments, dispatch
 from w4gemm.activations import quantize_activations
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue, default_out_dtype
+from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.gather import gather_columns, selected
 from w4gemm.kernels import Operands
@@ -87,12 +87,14 @@ def linear(
         config = arguments.config_text(config)
     if batch_invariant is not False and batch_invariant is not True:
         raise TypeError(f"batch_invariant: wanted a bool, got {type(batch_invariant).__name__} {batch_invariant!r}")
-    dtype, columns = default_out_dtype(x.dtype) if x.dtype is _FP8 else x.dtype, w.n
+    dtype, columns = x.dtype, w.n
     if alpha is None and activation is None and residual is None and out_dtype is None and token_scale is None:
         epilogue, fused = (PLAIN, _NONE) if bias is None else (_BIAS, Fused(bias=bias))
     else:
         epilogue, fused = arguments.fused(x, w, Fused(alpha, bias, residual, token_scale), activation, out_dtype)
         dtype, columns = epilogue.result_dtype(dtype), epilogue.columns(columns)
+    if dtype is _FP8:
+        dtype = torch.bfloat16
     if needs_dispatcher(x, fused):
         return _linear_dispatched(x, w, epilogue, fused, out, config, batch_invariant)
     rows = x if x.dim() == 2 else x.reshape(-1, w.k)

@@ -250,8 +250,7 @@ class Sm90Kernel(ABC):
         blocks = weight[0] if rows is None else weight[0].flatten(0, 1)
         channels = weight[1] if len(weight) > 1 else None
         x = _tma_readable(x)
-        extras = alpha, bias, residual, token_scale, channels
-        compiled(x, blocks, out, *extras, starts, ends, partials, flags, clusters)
+        compiled(x, blocks, out, alpha, bias, residual, token_scale, channels, starts, ends, partials, flags, clusters)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:
