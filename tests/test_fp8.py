@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm import QuantizedWeight, W4Linear, WeightFormat, linear
+from w4gemm import QuantizedWeight, W4Linear, WeightFormat, linear, ops
 from w4gemm.reference import grouped_reference, linear_reference
 
 N, K = 130, 384
@@ -159,3 +159,39 @@ def test_a_layer(w, x):
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), d) and set(layer.state_dict()) >= {"codes", "scales", "channels"}
     assert torch.equal(layer.half().weight.parts().channels, folded.parts().channels)
+
+
+# --- 16-bit activations of a weight for fp8 --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
+    """What a kernel is given; none runs such a weight on the CPU."""
+    seen = []
+    monkeypatch.setattr(ops, "_run", lambda operands, *rest: seen.append((operands, rest[1])))
+    x, bias = x.to(dtype), torch.randn(N).to(dtype)
+    d = linear(x, w.repack("sm90_fp8"), bias)
+    assert d.dtype == dtype and d.shape == (2, 3, N)
+    ((operands, epilogue),) = seen
+    x8, scale = w4gemm.quantize_activations(x.view(-1, K))
+    assert torch.equal(operands.x.view(torch.uint8), x8.view(torch.uint8)) and torch.equal(operands.token_scale, scale)
+    assert operands.out.dtype == dtype and epilogue.token_scale and epilogue.result_dtype(FP8) == dtype
+    with pytest.raises(TypeError, match=f"token_scale: wanted None for x of {dtype}, which is quantized here"):
+        linear(x, w.repack("sm90_fp8"), token_scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g128_e4m3"])
+def test_wide_activations_on_a_gpu(w, x, format):
+    """linear, a layer and experts quantize x themselves."""
+    one = w if format == "int4_g128" else w4gemm.fold_scales(w)[0]
+    packed, x = one.to("cuda").repack("sm90_fp8"), x.to("cuda", torch.bfloat16)
+    x8, scale = w4gemm.quantize_activations(x)
+    wanted = linear(x8, packed, token_scale=scale)
+    assert torch.equal(linear(x, packed), wanted)
+    assert torch.equal(W4Linear.from_weight(packed)(x), wanted)
+    several, offsets = QuantizedWeight.stack([packed] * 2), torch.tensor([0, 2, 6], dtype=torch.int32, device="cuda")
+    several = several.repack("sm90_fp8")
+    rows, scales = x8.view(-1, K), scale.view(-1)
+    alone = w4gemm.grouped_linear(rows, several, offsets, token_scale=scales)
+    assert torch.equal(w4gemm.grouped_linear(x.view(-1, K), several, offsets), alone)

@@ -144,22 +144,6 @@ def fused(
     return epilogue, Fused(alpha, bias, residual, token_scale)
 
 
-def wants_quantizing(x: object, w: object) -> bool:
-    """Whether x is 16-bit and w a weight for fp8 activations."""
-    return (
-        isinstance(w, QuantizedWeight)
-        and w.layout == FP8_LAYOUT
-        and isinstance(x, torch.Tensor)
-        and x.dtype in _HALVES
-        and x.device.type == "cuda"
-    )
-
-
-def check_unscaled(token_scale: object, x: torch.Tensor) -> None:
-    if token_scale is not None:
-        raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which linear quantizes itself")
-
-
 def _token_scale(scale: object, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != _FP8:
         raise TypeError(f"token_scale: wanted None for x of {x.dtype}, since only fp8 x has scales")

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from w4gemm import arguments
-from w4gemm.activations import quantize_activations
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.gather import selected
 from w4gemm.kernels import Operands
+from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.modes import needs_dispatcher, requires_grad
-from w4gemm.ops import _FUSED, _WEIGHT, _flat, _parse_format, _run, _unflat, _Weight
+from w4gemm.ops import _FUSED, _WEIGHT, _flat, _parse_format, _run, _unflat, _Weight, quantized
 from w4gemm.weight import QuantizedWeight
 
 
@@ -60,7 +60,8 @@ def grouped_linear(
         UnsupportedError: if no kernel can run this here.
         NotImplementedError: where a gradient would be needed.
     """
-    x, token_scale, out_dtype = _quantized(x, w, token_scale, out_dtype)
+    if isinstance(w, QuantizedWeight) and w.layout == FP8_LAYOUT:
+        x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
     arguments.check_grouped(x, w, bias, out_dtype)
     if x.dim() != 2:
         raise ValueError(f"x: wanted shape (total_m, k), got {tuple(x.shape)}")
@@ -97,7 +98,8 @@ def masked_linear(
     Returns:
         (experts, max_m, n), or n / 2; rows from counts[e] on are not written.
     """
-    x, token_scale, out_dtype = _quantized(x, w, token_scale, out_dtype)
+    if isinstance(w, QuantizedWeight) and w.layout == FP8_LAYOUT:
+        x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
     arguments.check_grouped(x, w, bias, out_dtype)
     if x.dim() != 3 or x.shape[0] != w.experts or not x.is_contiguous():
         raise ValueError(
@@ -112,16 +114,6 @@ def masked_linear(
 @functools.lru_cache(maxsize=1024)
 def _multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
     return step * torch.arange(count, dtype=torch.int32, device=device)
-
-
-def _quantized(
-    x: torch.Tensor, w: QuantizedWeight, token_scale: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype | None]:
-    """16-bit activations of a weight for fp8, and their scales; what else there is as it came."""
-    if not arguments.wants_quantizing(x, w):
-        return x, token_scale, out_dtype
-    arguments.check_unscaled(token_scale, x)
-    return *quantize_activations(x), x.dtype if out_dtype is None else out_dtype
 
 
 def _grouped(

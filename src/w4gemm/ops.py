@@ -16,7 +16,7 @@ from w4gemm import arguments, dispatch
 from w4gemm.activations import quantize_activations
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.epilogue import PLAIN, Epilogue, default_out_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.gather import gather_columns, selected
 from w4gemm.kernels import Operands
@@ -75,11 +75,8 @@ def linear(
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; lists each kernel's reason.
     """
-    if w.__class__ is QuantizedWeight and w.layout == FP8_LAYOUT and arguments.wants_quantizing(x, w):
-        arguments.check(x, w, None)
-        arguments.check_unscaled(token_scale, x)
-        out_dtype = x.dtype if out_dtype is None else out_dtype
-        x, token_scale = quantize_activations(x)
+    if w.__class__ is QuantizedWeight and w.layout == FP8_LAYOUT:
+        x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
     arguments.check(x, w, bias, out_dtype)
     if config is None:
         config = ""
@@ -94,7 +91,7 @@ def linear(
         epilogue, fused = arguments.fused(x, w, Fused(alpha, bias, residual, token_scale), activation, out_dtype)
         dtype, columns = epilogue.result_dtype(dtype), epilogue.columns(columns)
     if dtype is _FP8:
-        dtype = torch.bfloat16
+        dtype = default_out_dtype(dtype)
     if needs_dispatcher(x, fused):
         return _linear_dispatched(x, w, epilogue, fused, out, config, batch_invariant)
     rows = x if x.dim() == 2 else x.reshape(-1, w.k)
@@ -107,6 +104,18 @@ def linear(
     arguments.check_out(out, x, w.n, epilogue, fused)
     _run(Operands(rows, w.tensors, out.view(-1, columns), *fused), w, epilogue, config, batch_invariant)
     return out
+
+
+def quantized(
+    x: torch.Tensor, token_scale: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype | None]:
+    """For a weight that meets fp8 activations: 16-bit x in fp8, its scales, and the dtype of what comes of it. What is
+    no 16-bit tensor as it came."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float16, torch.bfloat16):
+        return x, token_scale, out_dtype
+    if token_scale is not None:
+        raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which is quantized here")
+    return *quantize_activations(x), out_dtype or x.dtype
 
 
 class _Weight(NamedTuple):

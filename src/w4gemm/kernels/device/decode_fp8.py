@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from w4gemm.kernels.device.decode_table import table_rows
-from w4gemm.kernels.device.ptx import asm, half_to_float, load_shared, store_shared
+from w4gemm.kernels.device.ptx import asm, half_to_float, load_shared, pack_e4m3, store_shared
 
 _UNIT = 256.0
 """What sums of bytes are multiplied by to be sums of u - z."""
@@ -95,12 +95,7 @@ def _differences(first: Int32):
 def _scaled_codes(scale: Int32, first: Int32) -> Int32:
     """The e4m3 nearest to scale * v for v = first .. first + 3; scale: the bits of an e4m3."""
     value, factor = Float32(first), _float_of_e4m3(scale)
-    products = [(value + Float32(i)) * factor for i in range(4)]
-    text = (
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
-        "mov.b32 $0, {low, high}; }"
-    )
-    return asm(text, [Int32], products, pure=True)[0]
+    return pack_e4m3([(value + Float32(i)) * factor for i in range(4)])
 
 
 def _float_of_e4m3(bits: Int32) -> Float32:

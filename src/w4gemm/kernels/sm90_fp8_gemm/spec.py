@@ -1,19 +1,17 @@
-"""Host side of the W4A8 kernel: its configs. The device code is that of sm90_mixed_gemm."""
+"""Host side of the W4A8 kernel: its configs. All else is sm90_mixed_gemm's."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels.sm90 import Sm90Kernel
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -21,8 +19,6 @@ _TILE_N = (64, 128, 192, 256)
 _TILE_K = (128, 256, 512)
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
-_ONE_GROUP = 4224
-"""Bytes of a packed block with a single group of scales and no zero points."""
 _MAX_TILE_M = {
     True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
     False: {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 32}},
@@ -31,7 +27,7 @@ _MAX_TILE_M = {
 the number of threads: what the registers leave room for."""
 
 
-class Sm90Fp8Gemm(Sm90Kernel):
+class Sm90Fp8Gemm(Sm90MixedGemm):
     """W4A8 on SM90, e4m3 activations: any m, n, k, every format without float zero points. Scales are applied to the
     float32 sums of a group; e4m3 ones to the weights, which are then rounded to e4m3."""
 
@@ -39,28 +35,13 @@ class Sm90Fp8Gemm(Sm90Kernel):
     layout = "sm90_fp8"
     dtypes = (torch.float8_e4m3fn,)
     revision = 1
-    variant = Variant
-
-    def entry(self) -> Callable[[Any], Callable[..., None]]:
-        from w4gemm.kernels.sm90_mixed_gemm.kernel import MixedGemm
-
-        return MixedGemm
 
     def timed_as(self, format: WeightFormat) -> str:
         return f"{self.name} folded" if format.has_channels else self.name
 
-    def ctas_per_sm(self, config: GemmConfig) -> int:
-        return 2 if config.schedule == "pingpong" else 1
-
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         v = Variant.of(problem, GemmConfig(8, 64, 256))
         return list(_fitting(v.zero, v.scale_kind, v.scale_group, v.block_bytes, v.grouped))
-
-    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        """Groups are added up in order by each set on its blocks of k."""
-        sets = Variant.of(problem, config).k_sets
-        alone = sets == 1 and config.split_k == 1
-        return self.name, sets, config.split_k, 0 if alone else config.tile_k
 
 
 def _spills_with_groups(v: Variant) -> bool:
@@ -95,7 +76,7 @@ def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, gro
             continue
         if tile_k > 128 and v.blocks != 2 * v.k_sets:  # two blocks for each set
             continue
-        if v.promoted and block_bytes > _ONE_GROUP and _spills_with_groups(v):
+        if v.promoted and block_bytes > ONE_GROUP and _spills_with_groups(v):
             continue
         # looking for an expert's rows takes registers
         if grouped and (schedule == "pingpong" or (v.promoted and v.warpgroups == 4)) and 32 < tile_m <= 128:

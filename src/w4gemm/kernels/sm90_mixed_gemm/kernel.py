@@ -41,6 +41,10 @@ its sums pass through the drained pipeline. Programmatic dependent
 launch: the weights of the first slot are requested before ``griddepcontrol.wait``. Nothing earlier in the stream may
 therefore still be writing them, which holds because this kernel lets its successor start only after its own wait.
 
+With fp8 activations (v.kind "e4m3", the kernel sm90_fp8_gemm) a step is 128 columns long, still 128 bytes of x, and the
+codes become e4m3. With 16-bit scales (v.promoted) those multiply the float32 sums of each group: ``multiply_groups``
+takes the place of ``multiply_slot``, with two sets of sums of a part of the tokens beside the accumulators.
+
 Grouped (v.grouped), there are several weights, experts, each for some rows of x that only the device knows: a warp of
 each CTA counts all experts' tiles first (device/groups.py), after ``griddepcontrol.wait``. The boxes of x then start at
 any row; rows past the expert's last one are multiplied and not stored.

@@ -10,7 +10,7 @@ from typing import Any
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.sm90 import Sm90Kernel
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.problem import GemmProblem
 
@@ -30,8 +30,6 @@ neighbours somewhere, as (schedule, tile_n, tile_k, split_k)."""
 _TILE_K = (64, 128, 256, 512)
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
 """(cluster_m, cluster_n, split_k)."""
-_ONE_GROUP = 4224
-"""Bytes of a packed block with a single group of scales and no zero points."""
 _MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """By schedule and tile_n, which fix the number of threads: what the accumulators leave room for in the registers."""
 
@@ -95,7 +93,7 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
             continue
         # looking for an expert's rows takes registers: with the scales of many groups these would spill
         large = (tile_m, schedule) == (128, "pingpong") or (tile_m, tile_n) == (256, 128)
-        if grouped and (large or (tile_k, cluster_n) == (512, 2)) and block_bytes > _ONE_GROUP:
+        if grouped and (large or (tile_k, cluster_n) == (512, 2)) and block_bytes > ONE_GROUP:
             continue
         if tile_n == 192 and tile_m < 64:
             continue
@@ -114,7 +112,7 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
         if v.blocks > v.k_sets:  # ptxas serializes the WGMMAs of slots with several blocks a set
             continue
         # the scales of many groups spill where two sets share half a multiprocessor
-        if schedule == "pingpong" and v.k_sets > 1 and tile_m > 32 and block_bytes > _ONE_GROUP:
+        if schedule == "pingpong" and v.k_sets > 1 and tile_m > 32 and block_bytes > ONE_GROUP:
             continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)

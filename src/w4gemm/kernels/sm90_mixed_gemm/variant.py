@@ -11,6 +11,9 @@ from w4gemm.kernels.device.staging import QUADS_BYTES, TOKEN_BYTES
 CODE_BYTES = 4096
 """Of a 64 x 128 block; its scales follow."""
 
+ONE_GROUP = CODE_BYTES + 128
+"""Bytes of a block with a single group of scales and no zero points."""
+
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
 """Besides accumulators: fragments, what is packed, addresses."""
