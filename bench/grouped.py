@@ -1,8 +1,9 @@
 """Measure mixtures of experts: ``python -m bench.grouped --shapes 8x28672x4096 --tokens 1,16 --routing balanced,zipf``.
 
 The protocol is that of bench/run.py, for weights of several experts (experts x n x k) and a number of tokens for each
-on average; ``m`` of a row is that number. Beside w4gemm, if installed: with bf16 activations Humming's grouped kernel,
-with ``--dtype float8_e4m3fn --format int4_g128_e4m3`` vLLM's CUTLASS one. Rows go to bench/results/grouped.jsonl.
+on average; ``m`` of a row is that number. Beside w4gemm, if installed: Humming's grouped kernel (in W4A8 it takes bf16
+and quantizes it within the call), and with ``--dtype float8_e4m3fn --format int4_g128_e4m3`` vLLM's CUTLASS one. Rows
+go to bench/results/grouped.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from bench.peers import vllm_ops
 from bench.peers.base import FP8, gptq_words, missing_package, package_version, token_scales
-from bench.run import random_weight
+from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, dispatch
@@ -36,7 +37,6 @@ RESULTS = Path(__file__).parent / "results/grouped.jsonl"
 SHAPES = "8x28672x4096,128x1536x2048,32x4096x7168"
 TOKENS = "1,4,16,32,64,128,512,1024"
 _ROTATED_BYTES = 400e6
-_MAX_ERROR = 1e-2
 
 Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """run(copy of the weight, x, m_offsets, out)."""
@@ -78,7 +78,7 @@ def prepare(
     experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype
 ) -> tuple[list[QuantizedWeight], dict[str, Run]]:
     """Copies of a weight to rotate over, and each peer's way to multiply by its own copies."""
-    words, scales, channels = [], [], []
+    words, scales, signed_words, e4m3_scales, channels = [], [], [], [], []
 
     def each() -> Iterator[QuantizedWeight]:
         one = random_weight(n, k, format)
@@ -87,14 +87,14 @@ def prepare(
             codes = codes.roll(e, 0)
             if humming:
                 words.append(gptq_words(codes))
-                scales.append(s)
+                scales.append(s if c is None else s.float() * c[:, None])
             if cutlass:
-                words.append(gptq_words((codes.int() - 8) & 0xF))
-                scales.append(s.t().contiguous())
+                signed_words.append(gptq_words((codes.int() - 8) & 0xF))
+                e4m3_scales.append(s.t().contiguous())
                 channels.append(c)
             yield QuantizedWeight.from_codes(format, codes, s, zeros, channels=c)
 
-    humming = dtype != FP8 and not missing_package("humming-kernels", "humming") and not format.has_zero
+    humming = not missing_package("humming-kernels", "humming") and not format.has_zero
     cutlass = format.has_channels and format.group_size == 128 and not vllm_ops.missing("cutlass_w4a8_moe_mm")
     layout = layout_for(Device.of("cuda"), format, dtype)
     w = QuantizedWeight.stack(each(), experts, layout)
@@ -103,13 +103,15 @@ def prepare(
     peers: dict[str, Run] = {}
     if humming:
         try:
-            peers["humming"] = humming_grouped(torch.stack(words), torch.stack(scales), format, n, k, count)
+            given = torch.stack(words), torch.stack(scales).bfloat16()
+            peers["humming"] = humming_grouped(*given, format.group_size, n, k, count, quantizes=dtype == FP8)
         except Exception as e:  # a peer's failure is a result, not the end of the run
             print(f"  humming: {e!r:.300}", flush=True)
     if cutlass:
         try:
-            given = torch.stack(words), torch.stack(scales), torch.stack([c for c in channels if c is not None])
-            peers["cutlass_w4a8"] = cutlass_grouped(*given, n, k, count)
+            of_channels = torch.stack([c for c in channels if c is not None])
+            given = torch.stack(signed_words), torch.stack(e4m3_scales)
+            peers["cutlass_w4a8"] = cutlass_grouped(*given, of_channels, n, k, count)
         except Exception as e:
             print(f"  cutlass_w4a8: {e!r:.300}", flush=True)
     return copies, peers
@@ -144,13 +146,16 @@ def cutlass_grouped(
     return run
 
 
-def humming_grouped(words: torch.Tensor, scales: torch.Tensor, format: WeightFormat, n: int, k: int, count: int) -> Run:
+def humming_grouped(
+    words: torch.Tensor, scales: torch.Tensor, group_size: int, n: int, k: int, count: int, quantizes: bool
+) -> Run:
     from humming.forward import humming_forward
     from humming.layer import HummingLayer
 
-    weight_config = {"dtype": "int4", "group_size": max(0, format.group_size)}
-    layer = HummingLayer(n, k, weight_config, num_experts=len(words), torch_dtype=torch.bfloat16).to("cuda")
-    layer.load_from_tensors({"weight": words, "weight_scale": scales.bfloat16()})
+    weight_config = {"dtype": "int4", "group_size": max(0, group_size)}
+    inputs = {"dtype": "float8e4m3"} if quantizes else None
+    layer = HummingLayer(n, k, weight_config, inputs, num_experts=len(words), torch_dtype=torch.bfloat16).to("cuda")
+    layer.load_from_tensors({"weight": words, "weight_scale": scales})
     layer.transform()
     first = (layer.weight.data, layer.weight_scale.data, layer.locks)
     copies = [first, *(tuple(t.clone() for t in first) for _ in range(count - 1))]
@@ -175,6 +180,7 @@ def measure(
     offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
     total = sum(counts)
     xs = [torch.randn(total, w.k, device="cuda").to(dtype) for _ in range(2)]
+    wide = [x.bfloat16() for x in xs]
     scaled = token_scales()[:total] if dtype == FP8 else None
     out = torch.empty(total, w.n, device="cuda", dtype=torch.bfloat16)
 
@@ -190,17 +196,17 @@ def measure(
     runs += [("w4gemm_config", w4gemm.__version__, c, ours(c)) for c in best(w, total, dtype, configs)]
     rows, graphs = [], []
     for name, version, config, run in runs:
-        layout = offsets.long() if name in peers else offsets
+        layout, inputs = (offsets.long() if name in peers else offsets), (wide if name == "humming" else xs)
         try:
-            error = error_of(run(0, xs[0], layout, out.fill_(torch.nan)), xs[0], w, counts)
+            error = error_of(run(0, inputs[0], layout, out.fill_(torch.nan)), xs[0], w, counts)
         except Exception as e:
             print(f"  {name} {config}: {e!r:.200}", flush=True)
             continue
-        if not error < _MAX_ERROR:
+        if not error < (MAX_QUANTIZED_ERROR if inputs is wide and dtype == FP8 else MAX_ERROR):
             print(f"  {name} {config}, {m} tokens: relative error {error:.3g}, not timed", flush=True)
             continue
         calls = range(max(2, len(weights)))
-        graphs.append([lambda r=run, i=i, o=layout: r(i, xs[i % 2], o, out) for i in calls])  # type: ignore[misc]
+        graphs.append([lambda r=run, i=i, o=layout, xs=inputs: r(i, xs[i % 2], o, out) for i in calls])  # type: ignore[misc]
         rows.append({"impl": name, "impl_version": version, "config": config, "rel_error": round(error, 6)})
     for row, t in zip(rows, time_graphs(graphs, replays=9 if m <= 128 else 5), strict=True):
         row |= {"us_p20": round(t.p20, 2), "us_p50": round(t.p50, 2), "us_p80": round(t.p80, 2)}

@@ -27,8 +27,8 @@ from w4gemm.tuning.timing import time_graphs
 
 RESULTS = Path(__file__).parent / "results/times.jsonl"
 _ROTATED_BYTES = 400e6
-_MAX_ERROR = 1e-2
-_MAX_QUANTIZED_ERROR = 5e-2
+MAX_ERROR = 1e-2
+MAX_QUANTIZED_ERROR = 5e-2
 """Of an implementation that quantizes x itself."""
 _MANY_TOKENS = 512
 """Beyond these a few copies do: the product takes longer than its weight."""
@@ -130,7 +130,7 @@ def measure(entries: list[Entry], m: int) -> list[dict[str, Any]]:
         except Exception as e:
             print(f"  {name}: {e!r:.200}", flush=True)
             continue
-        if not error < (_MAX_QUANTIZED_ERROR if entry.prepared.activations else _MAX_ERROR):
+        if not error < (MAX_QUANTIZED_ERROR if entry.prepared.activations else MAX_ERROR):
             print(f"  {name}: relative error {error:.3g}, not timed", flush=True)
             continue
         used = entry.copies if m <= _MANY_TOKENS else entry.copies[:4]

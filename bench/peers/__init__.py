@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from bench.peers import cublas, cutlass_w4a8, humming, machete, marlin, quack, torch_int4, w4gemm
+from bench.peers import cublas, cutlass_w4a8, humming, machete, marlin, quack, sm80_mixed_gemm, torch_int4, w4gemm
 from bench.peers.base import Peer, Prepared
 
 PEERS: tuple[Peer, ...] = tuple(
-    m.PEER for m in (w4gemm, humming, machete, marlin, quack, torch_int4, cutlass_w4a8, cublas)
+    m.PEER for m in (w4gemm, humming, machete, marlin, quack, torch_int4, cutlass_w4a8, cublas, sm80_mixed_gemm)
 )
+_ON_REQUEST = ("sm80_mixed_gemm",)
 
 
 def peers_named(text: str) -> tuple[Peer, ...]:
-    """The peers of comma-separated names, or ``all``.
+    """The peers of comma-separated names, or ``all`` but the kernel that is slower than another of ours.
 
     Raises:
         ValueError: for a name that there is not.
     """
     by_name = {peer.name: peer for peer in PEERS}
-    names = list(by_name) if text == "all" else text.split(",")
+    names = [name for name in by_name if name not in _ON_REQUEST] if text == "all" else text.split(",")
     if unknown := [name for name in names if name not in by_name]:
         raise ValueError(f"impl: wanted all or some of {', '.join(by_name)}, got {', '.join(unknown)}")
     return tuple(by_name[name] for name in dict.fromkeys(names))

@@ -18,7 +18,9 @@ from w4gemm.weight import QuantizedWeight
 
 
 class W4gemm:
-    name = "w4gemm"
+    def __init__(self, name: str = "w4gemm", kernel: str = "") -> None:
+        """With ``kernel`` the best-ranked config of this kernel is forced, as where no other can run."""
+        self.name, self._kernel = name, kernel
 
     def version(self) -> str:
         return w4gemm.__version__
@@ -40,11 +42,15 @@ class W4gemm:
 
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
             scales = token_scales()[: len(x)] if scaled else None
+            if self._kernel and not config:
+                config = chosen(len(x))
             return w4gemm.linear(
                 x, replace(packed, tensors=tensors), token_scale=scales, out=out, config=config or None
             )
 
         def chosen(m: int) -> str:
+            if self._kernel:
+                return configs(m)[0]
             interval = dispatch.interval(m)
             call = dispatch.Call(
                 interval, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, packed.device, ""
@@ -53,7 +59,8 @@ class W4gemm:
 
         def configs(m: int) -> Sequence[str]:
             problem = GemmProblem(m, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, device)
-            return [f"{kernel}/{config}" for _, kernel, config in dispatch.explain(problem).ranking]
+            ranking = dispatch.explain(problem).ranking
+            return [f"{kernel}/{c}" for _, kernel, c in ranking if kernel == (self._kernel or kernel)]
 
         return Prepared(packed.tensors, run, chosen, configs)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from w4gemm.kernels.device.formula import Formula, scaled
 from w4gemm.kernels.device.ptx import (
@@ -62,14 +62,15 @@ class Epilogue:
         features = [feature0 + warp * 16 + lane // 4 + 8 * half for half in range(2)]
         biases = [formula.load_bias(extras, feature) for feature in features]
         channels = [formula.load_channel(extras, feature) for feature in features]
+        token_scales = self.load_token_scales(extras, token0, lane, out.shape[0])
         for c in cutlass.range_constexpr(self.tokens // chunk):
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
             for pair in cutlass.range_constexpr((chunk + 15) // 16):
                 first = (c * chunk + pair * 16) // 8 * 4
                 count = 8 if chunk >= pair * 16 + 16 else 4
-                token = token0 + c * chunk + pair * 16 + lane % 4 * 2
-                tokens = [token + 8 * (i // 2) + i % 2 for i in range(count // 2)]
-                scales = [formula.load_token_scale(extras, t, out.shape[0]) for t in tokens]
+                row = c * chunk + pair * 16
+                tokens = [(row + 8 * (i // 2), lane % 4 * 2 + i % 2) for i in range(count // 2)]
+                scales = [token_scale(token_scales, *token) for token in tokens]
                 sums = [scaled(acc[first + i], scales[i // 4 * 2 + i % 2], channels[i // 2 % 2]) for i in range(count)]
                 values = [formula.feature_value(sums[i], alpha, biases[i // 2 % 2]) for i in range(count)]
                 registers = [pack_half2(formula.out_kind, values[i], values[i + 1]) for i in range(0, count, 2)]
@@ -92,6 +93,7 @@ class Epilogue:
         token, feature = token0 + lane // 4, feature0 + warp * 16 + lane % 4 * 4
         alpha, biases = formula.load_alpha(extras), [formula.load_bias(extras, feature + i) for i in range(4)]
         channels = [formula.load_channel(extras, feature + i) for i in range(4)]
+        token_scales = self.load_token_scales(extras, token0, lane, out.shape[0])
         # always before d is stored over them
         residuals = [formula.load_residual(extras, token + 8 * b, feature) for b in range(min(self.ahead, blocks))]
         for b in range(blocks):
@@ -102,9 +104,17 @@ class Epilogue:
                 store_shared_f32(write + i % 2 * QUAD_ROW_BYTES + i // 2 * 32, acc[4 * b + i])
             cute.arch.sync_warp()  # the buffer is filled
             words = load_shared(own + lane // 4 * QUAD_ROW_BYTES + lane % 4 * 16, 4)
-            scale = formula.load_token_scale(extras, token + 8 * b, out.shape[0])
+            scale = token_scale(token_scales, 8 * b, lane // 4)
             sums = [scaled(to_float("f32", word), scale, channels[i]) for i, word in enumerate(words)]
             formula.store_quad(sums, (alpha, biases, residuals[b]), out, token + 8 * b, feature)
+
+    def load_token_scales(self, extras: Any, token0: Int32, lane: Int32, rows: Any) -> list[Float32]:
+        """A warp's, all requested at once: lane i has those of tokens i, 32 + i, ... None of them without."""
+        if not self.formula.epilogue.token_scale:
+            return []
+        return [
+            self.formula.load_token_scale(extras, token0 + first + lane, rows) for first in range(0, self.tokens, 32)
+        ]
 
     def prefetch(self, extras: Any, place: Any) -> None:
         """Bring the residuals of a tile into L2."""
@@ -112,3 +122,8 @@ class Epilogue:
         for first in range(0, self.tokens, 128):
             token = token0 + first + thread % min(128, self.tokens)
             self.formula.prefetch_residual(extras, token, feature0, 64)
+
+
+def token_scale(scales: list[Float32], block: int, token: Int32) -> Float32 | None:
+    """That of a token of the block of eight which begins at ``block``."""
+    return cute.arch.shuffle_sync(scales[block // 32], block % 32 + token) if scales else None
