@@ -44,25 +44,36 @@ class Epilogue:
     chunk: int
     ahead: int
 
-    @cute.jit
-    def store(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, staging: Int32, barrier: Int32):
-        """acc: flat float32 accumulators. extras: see Formula. place: (first token, first feature, thread of the
-        warpgroup 0..127). staging: this warpgroup's buffer. barrier: a named barrier of its own."""
-        if const_expr(self.quads):
-            self.store_quads(acc, out, extras, place, staging)
+    def load(self, extras: Any, place: Any, tokens: Any) -> Any:
+        """What the sums of a tile meet: alpha, biases and scales of the thread's features, scales of the warp's tokens.
+        Asked for before the last sums are there. extras: see Formula. place: (first token, first feature, thread of the
+        warpgroup 0..127). tokens: how many there are."""
+        formula = self.formula
+        token0, feature0, thread = place
+        lane, first = thread % 32, feature0 + thread // 32 * 16
+        if self.quads:
+            features = [first + lane % 4 * 4 + i for i in range(4)]
         else:
-            self.store_halves(acc, out, extras, place, staging, barrier)
+            features = [first + lane // 4 + 8 * half for half in range(2)]
+        biases = [formula.load_bias(extras, feature) for feature in features]
+        channels = [formula.load_channel(extras, feature) for feature in features]
+        return formula.load_alpha(extras), biases, channels, self.load_token_scales(extras, token0, lane, tokens)
 
     @cute.jit
-    def store_halves(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, staging: Int32, barrier: Int32):
+    def store(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, loaded: Any, memory: Any):
+        """acc: flat float32 accumulators. extras, place, loaded: see ``load``. memory: this warpgroup's staging buffer,
+        and a named barrier of its own."""
+        if const_expr(self.quads):
+            self.store_quads(acc, out, extras, place, loaded, memory[0])
+        else:
+            self.store_halves(acc, out, place, loaded, *memory)
+
+    @cute.jit
+    def store_halves(self, acc: cute.Tensor, out: cute.Tensor, place: Any, loaded: Any, staging: Int32, barrier: Int32):
         formula, chunk = self.formula, self.chunk
         token0, feature0, thread = place
         lane, warp = thread % 32, thread // 32
-        alpha = formula.load_alpha(extras)
-        features = [feature0 + warp * 16 + lane // 4 + 8 * half for half in range(2)]
-        biases = [formula.load_bias(extras, feature) for feature in features]
-        channels = [formula.load_channel(extras, feature) for feature in features]
-        token_scales = self.load_token_scales(extras, token0, lane, out.shape[0])
+        alpha, biases, channels, token_scales = loaded
         for c in cutlass.range_constexpr(self.tokens // chunk):
             cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
             for pair in cutlass.range_constexpr((chunk + 15) // 16):
@@ -84,16 +95,16 @@ class Epilogue:
                     words = load_shared(staging + row * TOKEN_BYTES + index % 8 * 16, 4)
                     formula.store(words, out, token0 + c * chunk + row, feature0 + index % 8 * 8)
 
-    def store_quads(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, staging: Int32) -> None:
+    def store_quads(
+        self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, loaded: Any, staging: Int32
+    ) -> None:
         formula, blocks = self.formula, self.tokens // 8
         token0, feature0, thread = place
         lane, warp = thread % 32, thread // 32
         own = staging + warp * (8 * QUAD_ROW_BYTES)
         write = own + lane % 4 * 2 * QUAD_ROW_BYTES + lane // 4 * 4
         token, feature = token0 + lane // 4, feature0 + warp * 16 + lane % 4 * 4
-        alpha, biases = formula.load_alpha(extras), [formula.load_bias(extras, feature + i) for i in range(4)]
-        channels = [formula.load_channel(extras, feature + i) for i in range(4)]
-        token_scales = self.load_token_scales(extras, token0, lane, out.shape[0])
+        alpha, biases, channels, token_scales = loaded
         # always before d is stored over them
         residuals = [formula.load_residual(extras, token + 8 * b, feature) for b in range(min(self.ahead, blocks))]
         for b in range(blocks):

@@ -31,6 +31,8 @@ before, are cut along k so that all CTAs have equal work (device/stream_k.py). O
 Grouped (v.grouped), every CTA counts all experts' tiles first (device/groups.py) and takes one; the grid is as large
 as it may have to be, and who has no tile leaves.
 
+From SM90 on, a launch does not wait for the one before to end: it requests the weights of its first slot meanwhile.
+
 Registers of a thread: units x token_blocks x 4 accumulators (128 at most), 4 x units code words, 2 x token_blocks of x,
 4 of decoded weights, scales, about 30 more. Nothing here needs SM90: bf16 pairs are added and multiplied by fma.
 """
@@ -111,6 +113,7 @@ class MixedGemm:
             min_blocks_per_mp=v.occupancy,
             preferred_smem_carveout=100,
             stream=stream,
+            use_pdl=v.dependent_launch,
         )
 
     @cute.kernel
@@ -138,6 +141,7 @@ class MixedGemm:
             cute.ceil_div(x.shape[1], c.tile_k),
         )
         if const_expr(v.grouped):
+            self.wait_for_inputs()
             experts = starts.shape[0]
             n_blocks = n_blocks // experts
             n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
@@ -154,10 +158,14 @@ class MixedGemm:
         else:
             n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
             if const_expr(v.stream):
+                self.wait_for_inputs()
                 self.walk(x, weight, out, extras, (partials, flags), ring, (m_tiles, n_tiles, slots))
             else:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
-                acc = self.multiply(x, weight, ring, (m_tile * c.tile_m, out.shape[0], n_tile), Int32(0), slots)
+                self.load_weights(weight, ring, n_tile, Int32(0), Int32(0))
+                self.wait_for_inputs()
+                tile = (m_tile * c.tile_m, out.shape[0], n_tile)
+                acc = self.multiply(x, weight, ring, tile, Int32(0), slots, early=1)
                 self.store(acc, out, extras, ring, (m_tile * c.tile_m, n_tile))
 
     @cute.jit
@@ -186,6 +194,13 @@ class MixedGemm:
                 self.store(acc, out, extras, ring, (token, n_tile))
             cute.arch.sync_threads()  # the sums are read out
 
+    def wait_for_inputs(self):
+        """Until the kernels before have written what this one reads, the weight aside. Only then may the next start, so
+        none of those can still be writing weights either."""
+        if self.v.dependent_launch:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+
     def place(self):
         """(k set, place along the features, along the tokens, lane) of this warp."""
         v = self.v
@@ -197,15 +212,19 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------- main loop
 
     @cute.jit
-    def multiply(self, x, weight, ring, tile, first, stop):
+    def multiply(self, x, weight, ring, tile, first, stop, early: cutlass.Constexpr = 0):
         """The accumulators (4, token blocks, row units) of a tile's slots first .. stop. tile: (first token, end of the
-        tokens, tile along n)."""
+        tokens, tile along n). early: slots whose weights have been requested."""
         v = self.v
         acc = cute.make_rmem_tensor((4, v.token_blocks, v.units), Float32)
         acc.fill(0.0)
         for i in cutlass.range(v.stages - 1, unroll=1):
             if first + i < stop:
-                self.load(x, weight, ring, tile, first + i, i)
+                if const_expr(early == 0):
+                    self.load_weights(weight, ring, tile[2], first + i, i)
+                elif i >= early:
+                    self.load_weights(weight, ring, tile[2], first + i, i)
+                self.load_x(x, ring, tile, first + i, i)
             cute.arch.cp_async_commit_group()
         stage, free = Int32(0), Int32(v.stages - 1)
         for slot in cutlass.range(first, stop, unroll=1):
@@ -213,7 +232,8 @@ class MixedGemm:
             cute.arch.sync_threads()
             packed = self.read_codes(ring, stage, 0)
             if slot + (v.stages - 1) < stop:
-                self.load(x, weight, ring, tile, slot + (v.stages - 1), free)
+                self.load_x(x, ring, tile, slot + (v.stages - 1), free)
+                self.load_weights(weight, ring, tile[2], slot + (v.stages - 1), free)
             cute.arch.cp_async_commit_group()
             for j in cutlass.range_constexpr(v.chunks):
                 self.multiply_chunk(acc, ring, stage, j, packed if j == 0 else self.read_codes(ring, stage, j))
@@ -226,10 +246,10 @@ class MixedGemm:
         return acc
 
     @cute.jit
-    def load(self, x, weight, ring, tile, slot, stage):
-        """Request a slot of k into a stage of the ring."""
+    def load_x(self, x, ring, tile, slot, stage):
+        """Request a slot's x into a stage of the ring."""
         v, c = self.v, self.v.config
-        token0, end, n_tile = tile
+        token0, end, _ = tile
         thread = cute.arch.thread_idx()[0]
         # x: neighbouring threads copy neighbouring parts of a row
         parts = c.tile_k // 8
@@ -248,7 +268,11 @@ class MixedGemm:
                 if row + i * step < c.tile_m:
                     copy_async(to, source, bytes)
             source += Int64(x.stride[0]) * (2 * step)
-        # weights: of each block, or half block, the codes and then the scales
+
+    @cute.jit
+    def load_weights(self, weight, ring, n_tile, slot, stage):
+        """Request a slot's weights: of each block, or half block, the codes and then the scales."""
+        v = self.v
         half = slot % 2 if const_expr(v.halves) else 0
         scales = 2 * CODE_BYTES + (half * v.scale_bytes if const_expr(v.scale_group < 128) else 0)
         target = ring + stage * v.stage_bytes + v.x_bytes

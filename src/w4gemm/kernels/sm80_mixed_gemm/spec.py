@@ -68,7 +68,7 @@ class Sm80MixedGemm(Sm90Kernel):
     """W4A16 with cp.async and mma.sync, on any GPU from SM80 on: any m, n, k, every format, fp16 and bf16."""
 
     name = "sm80_mixed_gemm"
-    revision = 1
+    revision = 2
     variant = Variant
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:

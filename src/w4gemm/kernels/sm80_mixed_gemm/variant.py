@@ -19,13 +19,17 @@ _MAX_STAGES = 8
 
 @dataclass(frozen=True)
 class Variant(sm90.Variant):
-    """``shared_memory``: bytes that one CTA of the device may use."""
+    """``shared_memory``: bytes that one CTA of the device may use. ``dependent_launch``: whether the device has
+    programmatic dependent launch."""
 
     shared_memory: int = sm90.SHARED_MEMORY
+    dependent_launch: bool = True
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
-        return replace(super().of(problem, config), shared_memory=problem.device.shared_memory)
+        device = problem.device
+        pdl = device.capability >= (9, 0)
+        return replace(super().of(problem, config), shared_memory=device.shared_memory, dependent_launch=pdl)
 
     # --- the warps of a CTA
 

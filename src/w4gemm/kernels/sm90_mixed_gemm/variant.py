@@ -175,7 +175,10 @@ class Variant(sm90.Variant):
     @property
     def staging_bytes(self) -> int:
         """The epilogue's staging buffer of one warpgroup."""
-        return max(self.staging_tokens * TOKEN_BYTES, QUADS_BYTES if self.quads else 0)
+        return self._staging_bytes(self.staging_tokens)
+
+    def _staging_bytes(self, staging_tokens: int) -> int:
+        return max(staging_tokens * TOKEN_BYTES, QUADS_BYTES if self.quads else 0)
 
     @property
     def quads(self) -> bool:
@@ -190,10 +193,13 @@ class Variant(sm90.Variant):
 
     @property
     def staging_tokens(self) -> int:
-        """Tokens that pass through the staging buffer at a time. 256 tokens leave no room for more than 16 beside three
-        whole blocks; beside halves, five stages and a large buffer do better than six and a small one."""
-        limit = 128 if self.halves else 16 if self.config.tile_m > 192 else 32 if self.config.tile_m > 160 else 56
-        return next(chunk for chunk in range(limit, 0, -8) if self.stored_tokens % chunk == 0)
+        """Tokens that pass through the staging buffer at a time, 16 to 128: as many as do not cost a stage. Of halves,
+        five stages and a large buffer do better than six and a small one."""
+        chunks = [chunk for chunk in range(16, 129, 8) if self.stored_tokens % chunk == 0] or [8]
+        stages = self._stages_beside(chunks[0])
+        if self.halves:
+            stages = min(stages, 5)
+        return next(chunk for chunk in reversed(chunks) if self._stages_beside(chunk) >= stages)
 
     @property
     def residuals_ahead(self) -> int:
@@ -216,8 +222,12 @@ class Variant(sm90.Variant):
 
     @property
     def stages(self) -> int:
+        return self._stages_beside(self.staging_tokens)
+
+    def _stages_beside(self, staging_tokens: int) -> int:
+        """As many as there is room for, at most as the config says."""
         room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
-        room -= self.staging_buffers * self.staging_bytes + self.fold_bytes + self.table_bytes
+        room -= self.staging_buffers * self._staging_bytes(staging_tokens) + self.fold_bytes + self.table_bytes
         room -= self.decode_table_bytes
         fit = min(8, room // self.stage_bytes)
         return min(self.config.stages, fit) if self.config.stages else fit
