@@ -20,8 +20,8 @@ _TILE_K = (128, 256, 512)
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
 _MAX_TILE_M = {
-    True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}, "stream": {128: 128}},
-    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 32}, "stream": {128: 256}},
+    True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
+    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 32}},
 }
 """By whether scales are applied to sums (which takes two sets of accumulators besides), schedule and tile_n, which fix
 the number of threads: what the registers leave room for."""
@@ -54,7 +54,7 @@ def _spills_with_groups(v: Variant) -> bool:
 @functools.cache
 def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
-    sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
+    sizes = itertools.product(("coop", "pingpong"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
@@ -63,11 +63,7 @@ def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, gro
             continue
         if schedule == "pingpong" and tile_m <= 128 and cluster_n > 1:
             continue
-        # a CTA of a stream walks over parts of tiles, which sums of several sets do not allow
-        if schedule == "stream" and (tile_m < 32 or tile_k > 256 or cluster_m * cluster_n * split_k > 1):
-            continue
-        # streams and split_k want to know the number of tiles beforehand; neighbours along m may be of two experts
-        if grouped and (schedule == "stream" or split_k > 1 or cluster_m > 1):
+        if grouped and (split_k > 1 or cluster_m > 1):
             continue
         # weights are worth sharing where many tokens meet them; each of two CTAs fetches one of two row blocks
         if cluster_m > 1 and (tile_n != 128 or tile_m < 128 or schedule != "coop" or tile_k * tile_m > 2**15):

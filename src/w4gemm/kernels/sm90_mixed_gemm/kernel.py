@@ -167,7 +167,8 @@ class MixedGemm:
             m_tiles = most_tiles(x.shape[0], experts, c.tile_m)
         clusters = m_tiles * n_tiles
         if const_expr(self.v.stream):
-            clusters = clusters * weight.shape[1]  # a block of k for each CTA at least
+            steps = cute.ceil_div(weight.shape[1], self.v.step_blocks)
+            clusters = clusters * steps  # a step of k for each CTA at least
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
         extras, rows, parked = (alpha, bias, residual, token_scale, channels), (starts, ends), (partials, flags)
