@@ -5,12 +5,20 @@ from __future__ import annotations
 from w4gemm.kernels.base import Kernel, Operands, Program, Resources, Status, ranked
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
+from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 from w4gemm.problem import GemmProblem
 
-KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), Sm90Fp8Gemm(), Sm80MixedGemm(), CpuMixedGemm())
+KERNELS: tuple[Kernel, ...] = (
+    Sm90Decode(),
+    Sm90MixedGemm(),
+    Sm90Fp8Gemm(),
+    Sm89Fp8Gemm(),
+    Sm80MixedGemm(),
+    CpuMixedGemm(),
+)
 
 
 def kernel_named(name: str) -> Kernel:
