@@ -169,9 +169,9 @@ def square_root(x: Float32) -> Float32:
     return asm("sqrt.rn.f32 $0, $1;", [Float32], [x], pure=True)[0]
 
 
-def maximum_halves(x: Int32, y: Int32) -> Int32:
-    """The larger one of each half, as unsigned integers."""
-    return asm("max.u16x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
+def maximum_halves(kind: str, x: Int32, y: Int32) -> Int32:
+    """The larger one of each half, of ``kind`` ("f16" or "bf16"); a NaN without sign if either is."""
+    return asm(f"max.NaN.{kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
 
 
 def warp_maximum(x: Int32) -> Int32:

@@ -6,6 +6,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.sm80_mixed_gemm.spec import TIMES, Sm80MixedGemm, Tiles
+from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.layouts.sm90 import scale_group
 from w4gemm.problem import GemmProblem
 
@@ -41,10 +42,14 @@ class Sm89Fp8Gemm(Sm80MixedGemm):
     otherwise = "w.repack('sm90') takes 16-bit activations from 8.0 on, w.to('cpu') runs on the CPU"
 
     def times(self, problem: GemmProblem, config: GemmConfig) -> tuple[float, ...]:
-        """Those of sm80_mixed_gemm with twice the operations, and what the scales of sums take. Not fitted: nothing has
-        been measured on a GPU that has this instruction."""
+        """Those of sm80_mixed_gemm, with twice the operations, or, where e4m3 are widened, half as many instructions
+        again for a code; and with what the scales of sums take. Not fitted: nothing has been measured on a GPU that has
+        an instruction for e4m3."""
         launch, slot, decode, operations, read, sums = TIMES[config.schedule]
-        operations /= 2
+        if Variant.of(problem, config).widened:
+            decode *= 1.5
+        else:
+            operations /= 2
         if not problem.format.has_channels:
             operations += _PROMOTION / scale_group(problem.format)
         return launch, slot, decode, operations, read, sums
