@@ -23,6 +23,9 @@ _TILES: Tiles = {
 """(tile_m, tile_n, tile_k) by schedule: as those of sm80_mixed_gemm, with as many bytes of x in a slot. At most 64
 accumulators, since those of 128 spill where e4m3 are multiplied as fp16."""
 
+_STREAM = 1.15
+"""How much longer streams take beside the others than those of sm80_mixed_gemm (widened, n and k 8192, m 1 to 1024; H200,
+2026-11-21)."""
 _PROMOTION = 2.3
 """Microseconds of 1e6 operations in groups of one: an fma for each, of which a multiprocessor does 128 a cycle."""
 
@@ -45,7 +48,8 @@ class Sm89Fp8Gemm(Sm80MixedGemm):
         """Those of sm80_mixed_gemm, with twice the operations, or, where e4m3 are widened, half as many instructions
         again for a code; and with what the scales of sums take. Not fitted: nothing has been measured on a GPU that has
         an instruction for e4m3."""
-        launch, slot, decode, operations, read, sums = TIMES[config.schedule]
+        slower = _STREAM if config.schedule == "stream" else 1.0
+        launch, slot, decode, operations, read, sums = (slower * us for us in TIMES[config.schedule])
         if Variant.of(problem, config).widened:
             decode *= 1.5
         else:
