@@ -142,16 +142,13 @@ def test_other_gpus(arch, config, name, dtype):
 )
 @pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3"])
 def test_fp8_on_other_gpus(arch, instruction, name):
-    """Every config; of those that differ in the tokens alone the machine code of that with the most."""
+    """Every config, and the machine code of one."""
     kernel, p = kernel_named("sm89_fp8_gemm"), replace(problem(name, FP8), device=OTHER_GPUS[arch])
-    configs = sorted(kernel.configs(p), key=lambda c: c.tile_m)
-    most = {replace(c, tile_m=1): c for c in configs}
+    configs = kernel.configs(p)
     for config in configs:
         assert kernel.program(p, config).arch == arch
-        code = object_code(kernel, p, config)
-        assert local_memory(code) == 0, config
-        if config in most.values():
-            check(disassemble(code), instruction)
+        assert local_memory(object_code(kernel, p, config)) == 0, config
+    check(disassemble(object_code(kernel, p, configs[0])), instruction)
 
 
 def configs_with_epilogues() -> list:

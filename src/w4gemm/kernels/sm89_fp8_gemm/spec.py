@@ -24,8 +24,8 @@ _TILES: Tiles = {
 accumulators, since those of 128 spill where e4m3 are multiplied as fp16."""
 
 _STREAM = 1.15
-"""How much longer streams take beside the others than those of sm80_mixed_gemm (widened, n and k 8192, m 1 to 1024; H200,
-2026-11-21)."""
+"""How much longer streams take beside the others than those of sm80_mixed_gemm (widened, n and k 8192, m 1 to 1024;
+H200, 2026-11-21)."""
 _PROMOTION = 2.3
 """Microseconds of 1e6 operations in groups of one: an fma for each, of which a multiprocessor does 128 a cycle."""
 
