@@ -1,12 +1,13 @@
 """Tables and plots of one run of ``bench.run``: ``python -m bench.report [FILE]`` writes docs/benchmarks.md,
-docs/benchmarks.html and docs/plots/, or, of rows with fp8 activations, docs/benchmarks-w4a8.md and its plot. Only rows
-of one run are compared. Needs matplotlib."""
+docs/benchmarks.html and docs/plots/, or, of rows with fp8 activations or of the kernel for older GPUs, a page and a
+plot of their own. Only rows of one run are compared. Needs matplotlib."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Work:
     """Operations a microsecond that large matmuls reach."""
     not_peers: tuple[str, ...] = ()
     """Implementations that are shown, but are not what ratios are taken of."""
+    ours: str = "w4gemm"
+    """What the names of our implementations begin with."""
 
     def roofline_us(self, point: Point) -> float:
         """max(bytes / 4.5 TB/s, operations / rate) of int4 g128 with 16-bit scales."""
@@ -48,31 +51,43 @@ class Work:
 
     def ratio(self, us: dict[str, float]) -> float:
         """The best peer's time over ours."""
-        peers = [t for name, t in us.items() if not name.startswith(("w4gemm", *self.not_peers))]
-        return min(peers) / min(t for name, t in us.items() if name.startswith("w4gemm"))
+        peers = [t for name, t in us.items() if not name.startswith((self.ours, *self.not_peers))]
+        return min(peers) / min(t for name, t in us.items() if name.startswith(self.ours))
 
 
 W4A16 = Work(
     "benchmarks",
     "roofline",
-    "W4A16, int4 g128 symmetric, bf16, on {machine}, run\n`{run}`: all implementations interleaved in one process, "
-    "microseconds a call in a CUDA graph over\nrotating weights, medians (the protocol of `bench/run.py`; rows in "
-    "bench/results/times.jsonl). w4gemm runs\nwhat it chooses unasked. Machete, Marlin: vLLM's; cublas: bf16 weights.",
+    "W4A16, int4 g128 symmetric, bf16, on {machine}, run `{run}`: all implementations interleaved in one process, "
+    "microseconds a call in a CUDA graph over rotating weights, medians (the protocol of `bench/run.py`; rows in "
+    "bench/results/times.jsonl). w4gemm runs what it chooses unasked. Machete, Marlin: vLLM's; cublas: bf16 weights.",
     2,
     RATES[1],
 )
 W4A8 = Work(
     "benchmarks-w4a8",
     "roofline-w4a8",
-    "W4A8, int4 g128 symmetric and e4m3 activations with a scale a token, on {machine},\nrun `{run}`: all "
-    "implementations interleaved in one process, microseconds a call in a CUDA\ngraph over rotating weights, medians "
-    "(the protocol of `bench/run.py`; rows in bench/results/w4a8.jsonl). w4gemm runs what\nit chooses unasked. "
-    "`e4m3`: group scales in e4m3, part of the e4m3 weight that is multiplied; else they are bf16, and applied\nto "
-    "float32 sums. cutlass_w4a8: vLLM's. cublas: the same numbers as a weight in fp8, shown for what large matmuls "
-    "reach, not\ncounted as a peer. A ratio takes the faster of either's two ways.",
+    "W4A8, int4 g128 symmetric and e4m3 activations with a scale a token, on {machine}, run `{run}`: all "
+    "implementations interleaved in one process, microseconds a call in a CUDA graph over rotating weights, medians "
+    "(the protocol of `bench/run.py`; rows in bench/results/w4a8.jsonl). w4gemm runs what it chooses unasked. `e4m3`: "
+    "group scales in e4m3, part of the e4m3 weight that is multiplied; else they are bf16, and applied to float32 "
+    "sums. cutlass_w4a8: vLLM's. humming takes bf16 and quantizes it within the call, for about 3 us. cublas: the same "
+    "numbers as a weight in fp8, shown for what large matmuls reach, not counted as a peer. A ratio takes the faster "
+    "of either's two ways.",
     1,
     roofline.RATES["NVIDIA H200"][2],
     ("cublas",),
+)
+SM80 = Work(
+    "benchmarks-sm80",
+    "roofline-sm80",
+    "The kernel for GPUs without Hopper's units, `sm80_mixed_gemm`, forced on {machine}, run `{run}`: W4A16, int4 g128 "
+    "symmetric, bf16; all implementations interleaved in one process, microseconds a call in a CUDA graph over "
+    "rotating weights, medians (the protocol of `bench/run.py`; rows in bench/results/sm80.jsonl). Its config is what "
+    "its model ranks first. marlin: vLLM's. torch_int4: PyTorch's `_weight_int4pack_mm`.",
+    2,
+    RATES[1],
+    ours="sm80_mixed_gemm",
 )
 
 
@@ -84,13 +99,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = parser.parse_args(argv).file
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "time" and row["run"] == rows[-1]["run"]]
-    work = W4A8 if rows[0]["work"] == "w4a8" else W4A16
+    work = work_of(rows)
     times, versions = by_point(rows)
     plot(work, times, list(versions))
     (ROOT / f"docs/{work.page}.md").write_text(text(work, rows[0], times, versions))
     if work is W4A16:
         page = html.page(times, rows[0], versions, RATES, work.roofline_us, work.ratio)
         (ROOT / "docs/benchmarks.html").write_text(page)
+
+
+def work_of(rows: list[dict[str, Any]]) -> Work:
+    """The page that rows of one run are for."""
+    if rows[0]["work"] == "w4a8":
+        return W4A8
+    return SM80 if any(row["impl"] == SM80.ours for row in rows) else W4A16
 
 
 def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
@@ -110,21 +132,23 @@ def text(work: Work, row: dict[str, Any], times: Times, versions: dict[str, str]
     lines = [
         "# Benchmarks",
         "",
-        *work.head.format(machine=machine, run=row["run"]).splitlines(),
+        *textwrap.wrap(work.head.format(machine=machine, run=row["run"]), 120),
         "",
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
         "",
-        "| m | best peer / w4gemm, geometric mean | worst point |",
+        f"| m | best peer / {work.ours}, geometric mean | worst point |",
         "|---|---|---|",
     ]
     for name, (first, last) in GROUPS.items():
         found = sorted((work.ratio(us), p) for p, us in times.items() if first <= p[2] <= last)
+        if not found:
+            continue
         mean = math.exp(sum(math.log(r) for r, _ in found) / len(found))
         worst, (n, k, m) = found[0]
         lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {n}x{k}, m {m} |")
     lines += ["", f"![Time over roofline](plots/{work.plot}.svg)", ""]
     lines += [
-        "| n x k | m | roofline | " + " | ".join(names) + " | best peer / w4gemm |",
+        "| n x k | m | roofline | " + " | ".join(names) + f" | best peer / {work.ours} |",
         "|---" * (len(names) + 4) + "|",
     ]
     for point in sorted(times):
@@ -149,7 +173,7 @@ def plot(work: Work, times: Times, names: list[str]) -> None:
         for name in names:
             ms = [m for m in tokens if name in times[n, k, m]]
             over = [times[n, k, m][name] / work.roofline_us((n, k, m)) for m in ms]
-            style = {"linewidth": 2.6, "color": "black", "zorder": 3} if name == "w4gemm" else {"linewidth": 1.2}
+            style = {"linewidth": 2.6, "color": "black", "zorder": 3} if name == work.ours else {"linewidth": 1.2}
             if name == "w4gemm e4m3":
                 style = {"linewidth": 2.6, "color": "dimgray", "zorder": 3}
             panel.plot(ms, over, marker=".", label=name, **style)

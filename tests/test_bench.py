@@ -53,16 +53,20 @@ def test_roofline_is_bytes_then_operations():
 
 
 @pytest.mark.parametrize(
-    "file, work", [("times.jsonl", report.W4A16), ("w4a8.jsonl", report.W4A8)], ids=["w4a16", "w4a8"]
+    "file, work",
+    [("times.jsonl", report.W4A16), ("w4a8.jsonl", report.W4A8), ("sm80.jsonl", report.SM80)],
+    ids=["w4a16", "w4a8", "sm80"],
 )
 def test_the_recorded_table_is_whole_and_its_report_is_true(file, work):
     rows = [json.loads(line) for line in (ROOT / "bench/results" / file).read_text().splitlines()]
-    assert all(row["rel_error"] < 1e-2 and row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
+    assert all(row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
+    # Humming's W4A8 quantizes x within the call
+    assert all(row["rel_error"] < (5e-2 if (row["impl"], row["work"]) == ("humming", "w4a8") else 1e-2) for row in rows)
     rows = [row for row in rows if row["run"] == rows[-1]["run"]]
     times, versions = report.by_point(rows)
     text = report.text(work, rows[-1], times, versions)
     assert text == (ROOT / f"docs/{work.page}.md").read_text(), "run python -m bench.report"
-    assert all("w4gemm" in us and len(us) > 1 for us in times.values())
+    assert work is report.work_of(rows) and all(work.ours in us and len(us) > 1 for us in times.values())
     assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]
     if work is not report.W4A16:
         return

@@ -107,7 +107,7 @@ def unsupported(
 
 
 FP8 = torch.float8_e4m3fn
-_MOST_TOKENS = 32768
+_MOST_TOKENS = 2**18
 
 
 @functools.cache

@@ -36,8 +36,9 @@ fastest is among the first 8 guesses but for 2 % at most, and among these but fo
 _MAX_ERROR = 2e-2
 _LOOKS, _REPLAYS, _FEW_REPLAYS = 1, 11, 3
 """At first; of the finalists; of those with long calls on a GPU, which the timer warms up for."""
-_FINALISTS, _NEAR = 4, 1.25
-"""At most so many configs are timed well, and only those that took at most so much of the fastest's time at a look."""
+_FINALISTS, _NEAR, _LONG_NEAR = 4, 1.25, 1.06
+"""At most so many configs are timed well, and only those that took at most so much of the fastest's time at a look;
+long calls vary less."""
 _AS_FAST = 1.03
 _WORTH = 0.99
 """A config replaces the first guess if it takes at most so much of its time, in the geometric mean of two m: with less
@@ -55,7 +56,7 @@ class Outcome:
     times: dict[str, Timing]
     """Of ``"<kernel>/<config>"``, about fastest first: the finalists with many replays, the others with few."""
     ragged: dict[str, Timing]
-    """Of the finalists, at an m inside the interval that no tile divides."""
+    """Of the finalists, at an m inside the interval that no tile divides; of long calls, again at the last."""
     failed: dict[str, str]
     """Configs that could not be compiled or gave a wrong result, and why."""
     first_guess: str
@@ -214,7 +215,8 @@ class _Times(NamedTuple):
     """At the interval's last m; of all configs, fastest first."""
     ragged: dict[str, Timing]
     """Of the finalists, at an m inside that no tile divides: tiles that reach past m cost some configs up to half as
-    much again (m 96, n = k = 5120: 24.7 us where another takes 16.6, 16.0 and 16.3 at m 128; H200, 2026-11-21)."""
+    much again (m 96, n = k = 5120: 24.7 us where another takes 16.6, 16.0 and 16.3 at m 128; H200, 2026-11-21). Long
+    calls have many tiles, of which few reach past m: theirs are the times at the last."""
 
 
 def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> str:
@@ -251,13 +253,15 @@ def _times(launches: dict[str, Launch], operands: list[Operands], workload: Work
     names, m = list(launches), operands[0].x.shape[0]
     times = dict(zip(names, workload.time(list(launches.values()), operands, _LOOKS), strict=True))
     names.sort(key=lambda name: times[name].p50)
-    limit = _NEAR * times[names[0]].p50
-    finalists = [n for i, n in enumerate(names) if n == first or (i < _FINALISTS and times[n].p50 <= limit)]
     long = workload.device.type == "cuda" and times[names[0]].p50 > LONG_CALL_US
+    limit = (_LONG_NEAR if long else _NEAR) * times[names[0]].p50
+    finalists = [n for i, n in enumerate(names) if n == first or (i < _FINALISTS and times[n].p50 <= limit)]
     again, replays = [launches[name] for name in finalists], _FEW_REPLAYS if long else _REPLAYS
     times |= dict(zip(finalists, workload.time(again, operands, replays), strict=True))
-    inside = workload.time(again, workload.operands(_ragged(m)), replays)
-    ragged = dict(zip(finalists, inside, strict=True))
+    ragged = {name: times[name] for name in finalists}
+    if not long:
+        inside = workload.time(again, workload.operands(_ragged(m)), replays)
+        ragged = dict(zip(finalists, inside, strict=True))
     finalists.sort(key=lambda name: times[name].p50)
     ordered = (*finalists, *(n for n in names if n not in finalists))
     return _Times({name: times[name] for name in ordered}, ragged)

@@ -167,7 +167,8 @@ class MixedGemm:
             m_tiles = most_tiles(x.shape[0], experts, c.tile_m)
         clusters = m_tiles * n_tiles
         if const_expr(self.v.stream):
-            clusters = clusters * weight.shape[1]  # a block of k for each CTA at least
+            steps = cute.ceil_div(weight.shape[1], self.v.step_blocks)
+            clusters = clusters * steps  # a step of k for each CTA at least
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
         extras, rows, parked = (alpha, bias, residual, token_scale, channels), (starts, ends), (partials, flags)
@@ -503,13 +504,16 @@ class MixedGemm:
                         self.multiply_slot(mma, ring, operands, state, who, part)
             if const_expr(v.turns > 1):
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
-            own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
-            if const_expr(c.split_k == 1):
+            loaded = None
+            if const_expr(v.loads_early):
+                own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
                 loaded = self.epilogue.load(own_extras, place, own_out.shape[0])
             if const_expr(not v.promoted):
                 warpgroup.wait_group(0)
                 if slots > 0:
                     self.release(empty, (stage + v.stages - 1) % v.stages, rank)
+            if const_expr(not v.loads_early):
+                own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
             if const_expr(v.k_sets > 1):
                 self.fold(flat, shared_address(s_fold), k_set, thread)
             if const_expr(c.split_k > 1):
@@ -520,14 +524,14 @@ class MixedGemm:
                 else:
                     if slots < work[5]:
                         self.gather(flat, tile, work, stream, parked, (wg, t))
-                    self.finish(flat, own_out, own_extras, place, loaded, s_staging, wg)
+                    self.finish(flat, own_out, own_extras, place, s_staging, wg)
             elif const_expr(v.k_sets == 1):
-                self.finish(flat, own_out, own_extras, place, loaded, s_staging, wg + turn)
+                self.finish(flat, own_out, own_extras, place, s_staging, wg + turn, loaded)
                 if const_expr(v.turns > 1):
                     stage, phase = self.skip(slots, stage, phase)
             else:
                 if k_set == 0:
-                    self.finish(flat, own_out, own_extras, place, loaded, s_staging, wg)
+                    self.finish(flat, own_out, own_extras, place, s_staging, wg)
 
     def x_operands(self, mma, thr, s_x):
         """x as operand B, by parts of the tokens."""
@@ -626,9 +630,7 @@ class MixedGemm:
             first, mine = reduction.sum(flat, parked, rank)
             if mine:
                 share = cute.make_tensor(flat.iterator, cute.make_layout(v.stored_tokens // 2))
-                place = (place[0] + first, place[1], place[2])
-                loaded = self.epilogue.load(extras, place, out.shape[0])
-                self.finish(share, out, extras, place, loaded, s_staging, wg)
+                self.finish(share, out, extras, (place[0] + first, place[1], place[2]), s_staging, wg)
         self.cluster_barrier()  # the neighbours have read what this CTA parked
 
     @cute.jit
@@ -789,6 +791,8 @@ class MixedGemm:
                 cute.arch.mbarrier_arrive(empty + stage, Int32(other * c.cluster_n + rank_n))
 
     @cute.jit
-    def finish(self, flat, out, extras, place, loaded, s_staging, wg):
+    def finish(self, flat, out, extras, place, s_staging, wg, loaded=None):
+        if const_expr(loaded is None):
+            loaded = self.epilogue.load(extras, place, out.shape[0])
         memory = (s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)
         self.epilogue.store(flat, out, extras, place, loaded, memory)

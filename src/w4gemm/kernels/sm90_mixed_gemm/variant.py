@@ -174,12 +174,19 @@ class Variant(sm90.Variant):
     @property
     def staging_tokens(self) -> int:
         """Tokens that pass through the staging buffer at a time, 16 to 128: as many as do not cost a stage. Of halves,
-        five stages and a large buffer do better than six and a small one."""
-        chunks = [chunk for chunk in range(16, 129, 8) if self.stored_tokens % chunk == 0] or [8]
+        five stages and a large buffer do better than six and a small one. With four warpgroups, long rounds spill."""
+        most = 128 if self.warpgroups < 4 else 56
+        chunks = [chunk for chunk in range(16, most + 1, 8) if self.stored_tokens % chunk == 0] or [8]
         stages = self._stages_beside(chunks[0])
         if self.halves:
             stages = min(stages, 5)
         return next(chunk for chunk in reversed(chunks) if self._stages_beside(chunk) >= stages)
+
+    @property
+    def loads_early(self) -> bool:
+        """Whether what a tile's sums meet (bias, scales of tokens) is asked for before the last sums are there. Where
+        they go other ways first, it would take registers meanwhile."""
+        return self.k_sets == 1 and self.config.split_k == 1 and not self.stream
 
     @property
     def residuals_ahead(self) -> int:
