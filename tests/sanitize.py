@@ -60,6 +60,11 @@ GROUPED = {
     "sm90_mixed_gemm/256x128x64_1x1x1_coop": (3000, 384),
 }
 FP8 = {
+    "sm89_fp8_gemm/8x64x512_1x1x1_coop": (5, 200, 4096),
+    "sm89_fp8_gemm/16x128x256_1x1x1_stream": (13, 1000, 4200),
+    "sm89_fp8_gemm/64x64x256_1x1x1_coop": (100, 300, 1100),
+    "sm89_fp8_gemm/64x128x128_1x1x1_pingpong": (260, 1000, 1152),
+    "sm89_fp8_gemm/128x128x128_1x1x1_coop": (260, 1000, 640),
     "sm90_fp8_gemm/8x64x512_1x1x1_coop": (5, 200, 4096),
     "sm90_fp8_gemm/16x64x512_1x1x1_pingpong_k2": (13, 130, 4200),
     "sm90_fp8_gemm/64x128x256_1x1x1_coop": (100, 20000, 384),

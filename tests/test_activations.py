@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ from w4gemm import GemmConfig, WeightFormat, quantize_activations
 from w4gemm.activations import in_pytorch
 from w4gemm.jit import object_code
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
-from w4gemm.problem import GemmProblem
+from w4gemm.problem import Device, GemmProblem
 
 E4M3 = torch.float8_e4m3fn
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -322,6 +325,22 @@ def test_compiles(front, wide):
         if wide:
             assert sass.count("LDGSTS" if front == "silu_mul" else "LDG") == chunks * (1 if front == "" else 2)
         assert sass.count("ACQBULK") == 1, "waits for the kernel before"
+
+
+@pytest.mark.parametrize("arch, capability", [("sm_89", (8, 9)), ("sm_100a", (10, 0)), ("sm_120a", (12, 0))])
+def test_compiles_for_other_gpus(arch, capability):
+    pytest.importorskip("cutlass")
+    device = Device("cuda", arch, capability, 100, 101376)
+    for front, wide in itertools.product(FRONTS, (True, False)):
+        kernel = ActivationQuantize(front, wide)
+        longest = max(k for k in range(8, 70000, 8) if kernel.takes(k, device.shared_memory))
+        for k in (8192, longest) if wide else (8192,):  # single columns of the longest rows spill two words on SM89
+            at = replace(problem(k), device=device)
+            assert kernel.program(at, GemmConfig(1, 1, 1)).arch == arch
+            sass = disassemble(object_code(kernel, at, GemmConfig(1, 1, 1)))
+            assert sass.count("LDL") == sass.count("STL") == sass.stack == 0
+            assert sass.registers * kernel.shape(k)[0] <= 65536
+            assert sass.count("ACQBULK") == (capability >= (9, 0))
 
 
 @pytest.mark.parametrize("front", ["", "silu_mul"])

@@ -13,13 +13,14 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import KERNELS, kernel_named, on_hopper, ranked
+from w4gemm.kernels import KERNELS, kernel_named, multiplies_fp8, on_hopper, ranked
 from w4gemm.problem import H200, Device, GemmProblem
 
 CPU = Device("cpu")
 FORMAT = WeightFormat.parse("int4_g32_zfloat_fp16")
 PROBLEM = GemmProblem(8, 130, 96, torch.float32, FORMAT, "cpu", device=CPU)
 H200_PROBLEM = GemmProblem(16, 4096, 4096, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="sm90_fp8")
 
 
 def test_intervals_of_m():
@@ -85,6 +86,7 @@ REFUSED = {
     "a GPU with little shared memory": replace(H200_PROBLEM, device=Device("cuda", "NVIDIA Y", (8, 6), 20, 65536)),
     "an AMD GPU": replace(H200_PROBLEM, device=Device("cuda", "AMD MI300X", (9, 4), 304, 65536, rocm=True)),
     "float32 on a GPU": replace(H200_PROBLEM, dtype=torch.float32),
+    "fp8 on a GPU without e4m3": replace(FP8_PROBLEM, device=Device("cuda", "NVIDIA A10", (8, 6), 72, 101376)),
     "a GPU layout on the CPU": replace(PROBLEM, layout="sm90"),
     "an unknown device": replace(PROBLEM, device=Device("mps")),
 }
@@ -123,6 +125,39 @@ def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
         at = replace(problem, device=device)
         assert all(kernel.resources(at, c).memory <= device.shared_memory for c in kernel.configs(at))
     assert caplog.text.count("(tcgen05) does not exist yet") == (device.capability[0] == 10)
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "RTX 5090", "B200"])
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g32_zint", "int4_g128_e4m3"])
+def test_fp8_without_hoppers_units(name, format, monkeypatch):
+    monkeypatch.setattr(dispatch, "compiled", lambda kernel, problem, config: kernel.program(problem, config))
+    at = replace(FP8_PROBLEM, device=OLDER_AND_NEWER[name], format=WeightFormat.parse(format))
+    kernel = kernel_named("sm89_fp8_gemm")
+    for m in (1, 64, 4096):
+        for invariant in (False, True):
+            assert dispatch.plan(replace(at, m=m, batch_invariant=invariant)).kernel is kernel
+    for problem in (at, replace(at, experts=8)):
+        assert all(kernel.resources(problem, c).memory <= at.device.shared_memory for c in kernel.configs(problem))
+
+
+def test_fp8_without_e4m3():
+    a100, t4 = OLDER_AND_NEWER["A100"], Device("cuda", "NVIDIA T4", (7, 5), 40, 65536)
+    for device in (a100, t4):
+        reason = kernel_named("sm89_fp8_gemm").supports(replace(FP8_PROBLEM, device=device)).reason
+        assert "needs compute capability 8.9 or newer" in reason and "e4m3" in reason and device.name in reason
+        assert not multiplies_fp8(device)
+    assert multiplies_fp8(H200) and all(multiplies_fp8(d) for d in OLDER_AND_NEWER.values() if d is not a100)
+
+
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g32", "int4_col_zint", "int4_g128_e4m3"])
+def test_on_hopper_its_own_fp8_kernel_is_chosen(format):
+    for n, k in ((512, 512), (4096, 4096), (57344, 8192), (8192, 28672)):
+        for m in (*dispatch.BOUNDS, 16384):
+            for experts in (0, 8):
+                for invariant in (False, True):
+                    p = replace(FP8_PROBLEM, m=m, n=n, k=k, experts=experts, batch_invariant=invariant)
+                    p = replace(p, format=WeightFormat.parse(format))
+                    assert dispatch.explain(p).ranking[0][1] == "sm90_fp8_gemm", p
 
 
 def test_what_is_compiled_for_hopper_runs_on_hopper_only():

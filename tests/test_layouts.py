@@ -10,7 +10,7 @@ import torch
 
 from test_formats import ALL, FOLDED
 from w4gemm import WeightFormat
-from w4gemm.layouts import LAYOUTS, Parts, layout_named, native_layout
+from w4gemm.layouts import LAYOUTS, Parts, layout_for, layout_named, native_layout
 from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, scale_group, scale_words
 from w4gemm.problem import H200, Device
 
@@ -141,6 +141,17 @@ def test_native_layout_of_devices():
         assert native_layout(device) == "sm90", device
     for device in (Device("cpu"), Device("cuda", "T4", (7, 5)), Device("cuda", "MI300", (9, 4), rocm=True)):
         assert native_layout(device) in LAYOUTS and native_layout(device) != "sm90", device
+
+
+def test_layout_for_activations():
+    """e4m3 begins with SM89."""
+    folded = WeightFormat.parse("int4_g128_e4m3")
+    for device in (H200, Device("cuda", "RTX 4090", (8, 9)), Device("cuda", "RTX 5090", (12, 0))):
+        assert layout_for(device, WeightFormat(), torch.float8_e4m3fn) == "sm90_fp8"
+        assert (layout_for(device, WeightFormat()), layout_for(device, folded)) == ("sm90", "sm90_fp8")
+    a100 = Device("cuda", "A100", (8, 0))
+    assert layout_for(a100, WeightFormat(), torch.float8_e4m3fn) == "sm90"
+    assert layout_for(a100, folded) == "canonical"
 
 
 def test_sizes():

@@ -20,11 +20,13 @@ pytest.importorskip("cutlass")
 
 INSTRUCTION = {
     "sm80_mixed_gemm": "HMMA.16816",
+    "sm89_fp8_gemm": "HMMA.16816",
     "sm90_decode": "HMMA",
     "sm90_mixed_gemm": "HGMMA",
     "sm90_fp8_gemm": "QGMMA",
 }
-"""The matrix instruction that each compiled kernel was written for; a new kernel adds its line."""
+"""The matrix instruction that each compiled kernel was written for, on an H200; a new kernel adds its line."""
+FP8_KERNELS = ("sm89_fp8_gemm", "sm90_fp8_gemm")
 
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
@@ -36,11 +38,11 @@ CASES = [
     for kernel in INSTRUCTION
     for name, dtype in (
         [(name, FP8) for name in FP8_FORMATS]
-        if kernel == "sm90_fp8_gemm"
+        if kernel in FP8_KERNELS
         else [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES
     )
 ]
-NEEDY = {"sm90_fp8_gemm": ("int4_g32_zint", "int4_g128", "int4_g128_e4m3")}
+NEEDY = dict.fromkeys(FP8_KERNELS, ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"))
 """By kernel, the formats that need the most registers, or that alone have some configs; else those of _NEEDY."""
 _NEEDY = ("int4_g32_zfloat", "int4_g128")
 
@@ -55,7 +57,7 @@ def problem(name: str, dtype: torch.dtype = torch.bfloat16, m: int = 16, **kwarg
 
 
 def problem_of(kernel: Kernel, name: str, m: int = 16, **kwargs) -> GemmProblem:
-    return problem(name, FP8 if kernel.name == "sm90_fp8_gemm" else torch.bfloat16, m, **kwargs)
+    return problem(name, FP8 if kernel.name in FP8_KERNELS else torch.bfloat16, m, **kwargs)
 
 
 def check_kernel(kernel: Kernel, p: GemmProblem, config: GemmConfig, *, whole: bool = True) -> None:
@@ -134,6 +136,21 @@ def test_other_gpus(arch, config, name, dtype):
     check(disassemble(object_code(kernel, p, GemmConfig.parse(config))), INSTRUCTION[kernel.name])
 
 
+@pytest.mark.parametrize(
+    "arch, instruction",
+    [("sm_89", "QMMA.16832"), ("sm_100a", "HMMA.16816"), ("sm_120a", "QMMA.16832")],
+)
+@pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3"])
+def test_fp8_on_other_gpus(arch, instruction, name):
+    """Every config, and the machine code of one."""
+    kernel, p = kernel_named("sm89_fp8_gemm"), replace(problem(name, FP8), device=OTHER_GPUS[arch])
+    configs = kernel.configs(p)
+    for config in configs:
+        assert kernel.program(p, config).arch == arch
+        assert local_memory(object_code(kernel, p, config)) == 0, config
+    check(disassemble(object_code(kernel, p, configs[0])), instruction)
+
+
 def configs_with_epilogues() -> list:
     """Of the configs with as many threads, that with the most tokens, in turn with one of the epilogues that need the
     most registers."""
@@ -155,7 +172,7 @@ def configs_with_epilogues() -> list:
 @pytest.mark.parametrize("kernel, config, epilogue, n", configs_with_epilogues())
 def test_epilogues(kernel, config, epilogue, n):
     found = kernel_named(kernel)
-    scaled = epilogue._replace(token_scale=kernel == "sm90_fp8_gemm")
+    scaled = epilogue._replace(token_scale=kernel in FP8_KERNELS)
     p = replace(problem_of(found, NEEDY.get(kernel, _NEEDY)[0], epilogue=scaled), n=n)
     check_kernel(found, p, GemmConfig.parse(config))
 

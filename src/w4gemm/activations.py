@@ -12,7 +12,7 @@ from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
-from w4gemm.kernels import on_hopper
+from w4gemm.kernels import multiplies_fp8
 from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
 from w4gemm.modes import is_dual, needs_dispatcher
 from w4gemm.problem import Device, GemmProblem
@@ -39,15 +39,15 @@ def quantize_activations(
     - silu(gate) * up for x = (gate, up) side by side, gate first, as a merged gate_up projection gives them. (With
       rows in pairs, as ``QuantizedWeight.interleave`` has them, ``linear(..., activation="silu_mul")`` does it.)
 
-    On Hopper one kernel does it, else PyTorch's operators. Of x alone both give the same bits, but for the sign of a
-    NaN; after an RMSNorm the order of its sum differs, after silu the exponential does, in the last bits of float32. A
-    row's bits do not depend on the other rows.
+    On GPUs with e4m3 (SM89 and later) one kernel does it, else PyTorch's operators. Of x alone both give the same bits,
+    but for the sign of a NaN; after an RMSNorm the order of its sum differs, after silu the exponential does, in the
+    last bits of float32. A row's bits do not depend on the other rows.
 
     Args:
         x: (..., k) or, with ``silu_mul``, (..., 2 k), float16 or bfloat16; on the CPU also float32. Any strides; those
             of rows cost nothing. The kernel is fast where k and the distance of rows are multiples of 8 and x is
-            aligned to 16 bytes; there it takes k up to 65,536 (57,344 with silu_mul, 32,768 with RMSNorm), elsewhere up
-            to 32,768. Longer rows are PyTorch's.
+            aligned to 16 bytes; there it takes k up to 65,536 (57,344 with silu_mul, 24,576 in the shared memory of
+            SM89 and SM120; 32,768 with RMSNorm), elsewhere up to 32,768. Longer rows are PyTorch's.
         norm_weight: (k) of x's dtype and contiguous, or None for no RMSNorm.
         eps: of the RMSNorm.
         silu_mul: whether x holds gates and ups.
@@ -138,9 +138,10 @@ def _launcher(
     kernel: ActivationQuantize, k: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., Any] | None:
     """The compiled kernel; None where it does not run."""
-    problem = GemmProblem(1, k, k, dtype, WeightFormat(), "sm90", device=Device.of(device))
-    if not kernel.takes(k) or not on_hopper(problem):
+    described = Device.of(device)
+    if not multiplies_fp8(described) or not kernel.takes(k, described.shared_memory):
         return None
+    problem = GemmProblem(1, k, k, dtype, WeightFormat(), "sm90", device=described)
     return compiled(kernel, problem, GemmConfig(1, 1, 1))
 
 

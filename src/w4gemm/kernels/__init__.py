@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import torch
+
+from w4gemm.formats import WeightFormat
 from w4gemm.kernels.base import Kernel, Operands, Program, Resources, Status, ranked
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
+from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
-from w4gemm.problem import GemmProblem
+from w4gemm.layouts import FP8_LAYOUT
+from w4gemm.problem import Device, GemmProblem
 
-KERNELS: tuple[Kernel, ...] = (Sm90Decode(), Sm90MixedGemm(), Sm90Fp8Gemm(), Sm80MixedGemm(), CpuMixedGemm())
+KERNELS: tuple[Kernel, ...] = (
+    Sm90Decode(),
+    Sm90MixedGemm(),
+    Sm90Fp8Gemm(),
+    Sm89Fp8Gemm(),
+    Sm80MixedGemm(),
+    CpuMixedGemm(),
+)
 
 
 def kernel_named(name: str) -> Kernel:
@@ -30,4 +42,21 @@ def on_hopper(problem: GemmProblem) -> bool:
     return bool(kernel_named("sm90_mixed_gemm").supports(problem))
 
 
-__all__ = ["KERNELS", "Kernel", "Operands", "Program", "Resources", "Status", "kernel_named", "on_hopper", "ranked"]
+def multiplies_fp8(device: Device) -> bool:
+    """Whether the kernels for fp8 activations run on a GPU, and with them the one that quantizes what they take."""
+    problem = GemmProblem(1, 128, 128, torch.float8_e4m3fn, WeightFormat(), FP8_LAYOUT, device=device)
+    return bool(kernel_named("sm89_fp8_gemm").supports(problem))
+
+
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Operands",
+    "Program",
+    "Resources",
+    "Status",
+    "kernel_named",
+    "multiplies_fp8",
+    "on_hopper",
+    "ranked",
+]

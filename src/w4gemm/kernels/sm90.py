@@ -14,6 +14,7 @@ from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
+from w4gemm.kernels.device.decode_table import ROW_BYTES, table_rows
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.sm90_model import predicted_us
 from w4gemm.layouts import layout_named
@@ -68,6 +69,26 @@ class Variant:
     def out_kind(self) -> str:
         """dtype of d: "f16", "bf16" or "f32"."""
         return _OUT_KIND[self.epilogue.out_dtype or torch.float32]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of x."""
+        return 1 if self.kind == "e4m3" else 2
+
+    @property
+    def chunk_k(self) -> int:
+        """Elements along k of 128 bytes of x: what is decoded and multiplied at a time."""
+        return 128 // self.itemsize
+
+    @property
+    def promoted(self) -> bool:
+        """Whether scales are applied to the sums of each group, not to its weights."""
+        return self.kind == "e4m3" and self.scale_kind != "e4m3"
+
+    @property
+    def decode_table_bytes(self) -> int:
+        """Shared memory of the fp8 decoder's table."""
+        return ROW_BYTES * table_rows(self.scale_kind, self.zero) if self.kind == "e4m3" else 0
 
     @property
     def folded(self) -> bool:

@@ -14,6 +14,8 @@ from w4gemm.problem import Device
 
 FP8_LAYOUT = "sm90_fp8"
 """Of weights that meet fp8 activations on a GPU."""
+_FP8_CAPABILITY = (8, 9)
+"""From here on GPUs have e4m3."""
 
 LAYOUTS: dict[str, PackLayout] = {
     layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Sm90Layout(), Sm90Fp8Layout())
@@ -41,7 +43,7 @@ def native_layout(device: Device) -> str:
 def layout_for(device: Device, format: WeightFormat, dtype: torch.dtype | None = None) -> str:
     """The layout of ``format`` that the fastest kernel for ``device`` and x of ``dtype`` reads."""
     native = native_layout(device)
-    choices = [native, FP8_LAYOUT] if native == "sm90" else [native]
+    choices = [native, FP8_LAYOUT] if native == "sm90" and device.capability >= _FP8_CAPABILITY else [native]
     if dtype == torch.float8_e4m3fn:
         choices.reverse()
     return next((name for name in choices if not LAYOUTS[name].supports(format)), "canonical")

@@ -5,14 +5,14 @@ float32, rounded once to x's dtype. ``w4gemm.activations`` has the same in PyTor
 
 A CTA takes one row. A thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart: it requests all of them
 before it uses the first, and keeps y in registers, two columns a word. Bits without their sign are ordered like the
-numbers, infinity above all and NaN above that, so the top is a maximum of 16-bit integers: two at a time in a thread,
-one ``redux`` in a warp, and one more over the warps' after the row's one barrier. "rms" has another barrier before, for
-the sum of squares, which is added in an order that depends on k alone.
+numbers, infinity above all and NaN above that, so the top of a warp's is one ``redux`` of integers, after maxima of two
+numbers at a time in each thread, and there is one more over the warps' after the row's one barrier. "rms" has another
+barrier before, for the sum of squares, which is added in an order that depends on k alone.
 
 Every access is of eight columns; where k or an address does not allow that (``wide`` False), of one.
 
-Programmatic dependent launch: the norm's weight is requested before ``griddepcontrol.wait``, and the product that
-follows requests its weights meanwhile.
+Programmatic dependent launch, from SM90 on: the norm's weight is requested before ``griddepcontrol.wait``, and the
+product that follows requests its weights meanwhile.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Quantize:
 
     ``front``: "", "rms" or "silu_mul". ``staged_bytes``: of shared memory for x's row, of a wide silu_mul.
     ``largest`` is e4m3's largest number, ``smallest`` what a smaller top counts as.
+    ``dependent_launch``: whether the device has programmatic dependent launch.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Quantize:
     staged_bytes: int
     largest: float
     smallest: float
+    dependent_launch: bool
 
     @cute.jit
     def __call__(
@@ -78,7 +80,7 @@ class Quantize:
     ):
         """x (m, k), of silu_mul (m, 2 k); weight (k), of rms; x8 as bytes (m, k), contiguous; scales float32 (m)."""
         self.kernel(x, weight, x8, scales, eps).launch(
-            grid=[x8.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True
+            grid=[x8.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.dependent_launch
         )
 
     @cute.kernel
@@ -91,8 +93,9 @@ class Quantize:
         factors = []
         if cutlass.const_expr(self.front == "rms"):
             factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         source = x.iterator.toint() + row * x.stride[0] * 2
         if cutlass.const_expr(self.front == "silu_mul"):
             y = self.gated_row(source, columns, k, smem)
@@ -180,8 +183,8 @@ class Quantize:
         both = Int32(0)
         for words in y:
             for word in words:
-                both = maximum_halves(both, word & _MAGNITUDES)
-        bits = warp_maximum(maximum_halves(both, both >> 16) & 0xFFFF)
+                both = maximum_halves(self.kind, both, word & _MAGNITUDES)
+        bits = warp_maximum(maximum_halves(self.kind, both, both >> 16) & 0xFFFF)
         if cutlass.const_expr(self.threads > 32):
             lane = thread % 32
             if lane == 0:

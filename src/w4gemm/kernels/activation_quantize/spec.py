@@ -12,6 +12,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.base import Program
+from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
 from w4gemm.kernels.sm90 import SHARED_MEMORY
 from w4gemm.problem import GemmProblem
 
@@ -31,8 +32,8 @@ _REDUCED_BYTES = 256
 
 @dataclass(frozen=True)
 class ActivationQuantize:
-    """Rows to e4m3 on SM90, for 16-bit x. Has what ``w4gemm.jit`` needs of a ``Kernel``; of a problem only dtype and k
-    count, and of the code neither depends on m: a row's bits are the same whatever the others are.
+    """Rows to e4m3 from SM89 on, for 16-bit x. Has what ``w4gemm.jit`` needs of a ``Kernel``; of a problem only dtype,
+    k and device count, and of the code neither depends on m: a row's bits are the same whatever the others are.
 
     Args:
         front: what is done to x first: "", "rms" or "silu_mul".
@@ -46,10 +47,10 @@ class ActivationQuantize:
 
     name = "activation_quantize"
 
-    def takes(self, k: int) -> bool:
+    def takes(self, k: int, shared_memory: int = SHARED_MEMORY) -> bool:
         """Whether the registers of a CTA hold a row, and its shared memory the two that silu_mul makes one of."""
         most = _MOST_CHUNKS if self.wide and self.front != "rms" else _MOST_CHUNKS // 2
-        return self.shape(k)[1] <= most and self.staged_bytes(k) + _REDUCED_BYTES <= SHARED_MEMORY
+        return self.shape(k)[1] <= most and self.staged_bytes(k) + _REDUCED_BYTES <= shared_memory
 
     @staticmethod
     def aligned(x: torch.Tensor, weight: torch.Tensor | None, k: int) -> bool:
@@ -93,6 +94,13 @@ class ActivationQuantize:
         scales = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         kernel = Quantize(
-            kind, self.front, self.wide, *self.shape(problem.k), self.staged_bytes(problem.k), LARGEST, SMALLEST
+            kind,
+            self.front,
+            self.wide,
+            *self.shape(problem.k),
+            self.staged_bytes(problem.k),
+            LARGEST,
+            SMALLEST,
+            dependent_launch=problem.device.capability >= (9, 0),
         )
-        return Program(kernel, (x, weight, x8, scales, 0.0, stream), "sm_90a")
+        return Program(kernel, (x, weight, x8, scales, 0.0, stream), TARGETS[problem.device.capability])

@@ -169,9 +169,9 @@ def square_root(x: Float32) -> Float32:
     return asm("sqrt.rn.f32 $0, $1;", [Float32], [x], pure=True)[0]
 
 
-def maximum_halves(x: Int32, y: Int32) -> Int32:
-    """The larger one of each half, as unsigned integers."""
-    return asm("max.u16x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
+def maximum_halves(kind: str, x: Int32, y: Int32) -> Int32:
+    """The larger one of each half, of ``kind`` ("f16" or "bf16"); a NaN without sign if either is."""
+    return asm(f"max.NaN.{kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
 
 
 def warp_maximum(x: Int32) -> Int32:
@@ -237,6 +237,12 @@ def pack_e4m3(values: Sequence[Float32]) -> Int32:
     return asm(text, [Int32], list(values), pure=True)[0]
 
 
+def e4m3_to_halves(word: Int32) -> tuple[Int32, ...]:
+    """Four e4m3 as fp16, exactly: two in each of two words, in order."""
+    text = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
+    return asm(text, [Int32] * 2, [word], pure=True, early=True)
+
+
 def float_word(value: Float32) -> Int32:
     """The bits of a float32."""
     return asm("mov.b32 $0, $1;", [Int32], [value], pure=True)[0]
@@ -277,10 +283,12 @@ def store_shared_f32(address: Int32, value: Float32) -> None:
     asm("st.shared.f32 [$0], $1;", [], [address, value])
 
 
-def mma_m16n8k16(kind: str, acc: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]) -> tuple[Float32, ...]:
-    """acc + a @ b, with float32 accumulators, on one warp."""
+def mma_sync(kind: str, acc: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]) -> tuple[Float32, ...]:
+    """acc + a @ b, with float32 accumulators, on one warp: 32 bytes along k of 16 rows of a and eight columns of b,
+    16 elements of a 16-bit kind or, from SM89 on, 32 of "e4m3"."""
+    shape = "m16n8k32" if kind == "e4m3" else "m16n8k16"
     text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     return asm(text, [Float32] * 4, [*a, *b, *acc], pure=True)

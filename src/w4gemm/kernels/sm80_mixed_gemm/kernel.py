@@ -31,10 +31,16 @@ before, are cut along k so that all CTAs have equal work (device/stream_k.py). O
 Grouped (v.grouped), every CTA counts all experts' tiles first (device/groups.py) and takes one; the grid is as large
 as it may have to be, and who has no tile leaves.
 
+With fp8 activations (v.kind "e4m3", the kernel sm89_fp8_gemm) the instruction is m16n8k32. A run is 128 columns, still
+128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. Codes, in the order of layouts/sm90_fp8.py,
+become e4m3, by a table behind the ring where they have zero points or e4m3 scales. 16-bit scales (v.promoted) multiply
+the float32 sums of each group, for which there is a second set of accumulators.
+
 From SM90 on, a launch does not wait for the one before to end: it requests the weights of its first slot meanwhile.
 
-Registers of a thread: units x token_blocks x 4 accumulators (128 at most), 4 x units code words, 2 x token_blocks of x,
-4 of decoded weights, scales, about 30 more. Nothing here needs SM90: bf16 pairs are added and multiplied by fma.
+Registers of a thread: units x token_blocks x 4 accumulators (128 at most, or two sets of 64), 4 x units code words (8 x
+units with fp8 activations), 2 x token_blocks of x, 4 of decoded weights, scales, about 30 more. Nothing else here needs
+more than SM80: bf16 pairs are added and multiplied by fma.
 """
 
 from __future__ import annotations
@@ -46,13 +52,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from w4gemm.kernels.device.decode import Decoder
-from w4gemm.kernels.device.formula import Formula
+from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
+from w4gemm.kernels.device.formula import Formula, scaled
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
 from w4gemm.kernels.device.ptx import (
     copy_async,
+    e4m3_to_halves,
+    fma,
     load_matrix,
     load_shared,
-    mma_m16n8k16,
+    mma_sync,
     shared_address,
     store_shared_f32,
     to_float,
@@ -72,13 +81,17 @@ class MixedGemm:
 
     def __init__(self, variant: Variant):
         self.v = v = variant
-        self.decoder = Decoder(v.kind, v.scale_kind, v.zero, only_fma=True)
-        self.formula = Formula(v.epilogue, v.kind, v.out_kind, v.vector)
+        self.decoder = (
+            Fp8Decoder(v.scale_kind, v.zero)
+            if v.kind == "e4m3"
+            else Decoder(v.kind, v.scale_kind, v.zero, only_fma=True)
+        )
+        self.formula = Formula(v.epilogue, v.bias_kind, v.out_kind, v.vector, v.folded)
         self.experts = Groups(v.config.tile_m)
         # as if four accumulators a block of eight tokens: a thread's share is all that counts
         self.stream_sum = StreamSum(2 * v.accumulators, 1)
         self.band = max(1, _TOKENS_PER_BAND // v.config.tile_m)
-        self.groups = max(1, 64 // v.scale_group)  # of scales in 64 columns
+        self.groups = max(1, v.chunk_k // v.scale_group)  # of scales in a run of columns
         self.group_bytes = 128 * self.decoder.words_per_scale  # of a group's scales in a block
 
     @cute.jit
@@ -90,8 +103,8 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
-        token_scale: None,
-        channels: None,
+        token_scale: cute.Tensor | None,
+        channels: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
@@ -107,7 +120,8 @@ class MixedGemm:
         ctas = m_tiles * cute.ceil_div(n_blocks, v.row_blocks)
         if const_expr(v.stream):
             ctas = cutlass.min(ctas * cute.ceil_div(x.shape[1], c.tile_k), max_ctas)
-        self.kernel(x, weight, out, alpha, bias, residual, starts, ends, partials, flags).launch(
+        extras = (alpha, bias, residual, token_scale, channels)
+        self.kernel(x, weight, out, *extras, starts, ends, partials, flags).launch(
             grid=[ctas, 1, 1],
             block=[v.threads, 1, 1],
             min_blocks_per_mp=v.occupancy,
@@ -125,23 +139,26 @@ class MixedGemm:
         alpha: Float32 | cute.Tensor | None,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        token_scale: cute.Tensor | None,
+        channels: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual, None, None)
+        extras = (alpha, bias, residual, token_scale, channels)
         cta = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
-        ring = shared_address(smem.allocate_array(Int32, v.stages * v.stage_bytes // 4, byte_alignment=128))
+        words = (v.stages * v.stage_bytes + v.decode_table_bytes) // 4
+        ring = shared_address(smem.allocate_array(Int32, words, byte_alignment=128))
         m_tiles, n_blocks, slots = (
             cute.ceil_div(out.shape[0], c.tile_m),
             weight.shape[0],
             cute.ceil_div(x.shape[1], c.tile_k),
         )
         if const_expr(v.grouped):
-            self.wait_for_inputs()
+            self.begin(ring)
             experts = starts.shape[0]
             n_blocks = n_blocks // experts
             n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
@@ -158,12 +175,12 @@ class MixedGemm:
         else:
             n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
             if const_expr(v.stream):
-                self.wait_for_inputs()
+                self.begin(ring)
                 self.walk(x, weight, out, extras, (partials, flags), ring, (m_tiles, n_tiles, slots))
             else:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 self.load_weights(weight, ring, n_tile, Int32(0), Int32(0))
-                self.wait_for_inputs()
+                self.begin(ring)
                 tile = (m_tile * c.tile_m, out.shape[0], n_tile)
                 acc = self.multiply(x, weight, ring, tile, Int32(0), slots, early=1)
                 self.store(acc, out, extras, ring, (m_tile * c.tile_m, n_tile))
@@ -194,12 +211,19 @@ class MixedGemm:
                 self.store(acc, out, extras, ring, (token, n_tile))
             cute.arch.sync_threads()  # the sums are read out
 
-    def wait_for_inputs(self):
-        """Until the kernels before have written what this one reads, the weight aside. Only then may the next start, so
-        none of those can still be writing weights either."""
+    def begin(self, ring):
+        """Fill the decoder's table, which all may read behind the main loop's first barrier. Then wait until the
+        kernels before have written what this one reads, the weight aside. Only then may the next start, so none of
+        those can still be writing weights either."""
+        if self.v.decode_table_bytes:
+            self.decoder.fill_table(self.table(ring), cute.arch.thread_idx()[0], self.v.threads)
         if self.v.dependent_launch:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+
+    def table(self, ring):
+        """The fp8 decoder's, behind the ring."""
+        return ring + self.v.stages * self.v.stage_bytes
 
     def place(self):
         """(k set, place along the features, along the tokens, lane) of this warp."""
@@ -216,8 +240,7 @@ class MixedGemm:
         """The accumulators (4, token blocks, row units) of a tile's slots first .. stop. tile: (first token, end of the
         tokens, tile along n). early: slots whose weights have been requested."""
         v = self.v
-        acc = cute.make_rmem_tensor((4, v.token_blocks, v.units), Float32)
-        acc.fill(0.0)
+        acc = self.no_sums()
         for i in cutlass.range(v.stages - 1, unroll=1):
             if first + i < stop:
                 if const_expr(early == 0):
@@ -252,12 +275,13 @@ class MixedGemm:
         token0, end, _ = tile
         thread = cute.arch.thread_idx()[0]
         # x: neighbouring threads copy neighbouring parts of a row
-        parts = c.tile_k // 8
+        columns = 16 // v.itemsize
+        parts = c.tile_k // columns
         part, row = thread % parts, thread // parts
-        column = slot * c.tile_k + part * 8
-        size = cutlass.max(cutlass.min((x.shape[1] - column) * 2, 16), 0)
+        column = slot * c.tile_k + part * columns
+        size = cutlass.max(cutlass.min((x.shape[1] - column) * v.itemsize, 16), 0)
         step = v.threads // parts
-        source = x.iterator.toint() + (Int64(token0 + row) * x.stride[0] + column) * 2
+        source = x.iterator.toint() + (Int64(token0 + row) * x.stride[0] + column) * v.itemsize
         target = ring + stage * v.stage_bytes + part // 8 * (c.tile_m * 128)
         for i in cutlass.range_constexpr(-(-c.tile_m // step)):
             to = target + (row + i * step) * 128 + ((part ^ (row + i * step)) % 8) * 16
@@ -267,7 +291,7 @@ class MixedGemm:
             else:
                 if row + i * step < c.tile_m:
                     copy_async(to, source, bytes)
-            source += Int64(x.stride[0]) * (2 * step)
+            source += Int64(x.stride[0]) * (v.itemsize * step)
 
     @cute.jit
     def load_weights(self, weight, ring, n_tile, slot, stage):
@@ -303,16 +327,19 @@ class MixedGemm:
     # --------------------------------------------------- arithmetic (no control flow of the device: plain Python)
 
     def read_codes(self, ring, stage, j):
-        """(code words [unit][step], a function that gives a group's scale words [unit]) of a warp's j-th 64 columns of
-        a slot. The first group's are read at once, the others not before they are used: registers are scarce."""
+        """(code words [unit], a function that gives a group's scale words [unit]) of a warp's j-th run of columns in a
+        slot. The first group's are read at once, the others not before they are used: registers are scarce."""
         v, width = self.v, self.decoder.words_per_scale
         k_set, n_place, _, lane = self.place()
         chunk = k_set * v.chunks + j if v.k_sets > 1 else j
-        block, half = (0, 0) if v.halves else (chunk // 2, chunk % 2)
+        halves = v.chunk_k // 64  # of a block, in a run
+        block, half = (0, 0) if v.halves else (chunk, 0) if halves == 2 else (chunk // 2, chunk % 2)
         unit = n_place * v.units
         base = ring + stage * v.stage_bytes + v.x_bytes + (unit // 4 * v.blocks + block) * v.part_bytes
         codes = base + half * CODE_BYTES + unit % 4 * 512 + lane * 16
-        words = [load_shared(codes + u * 512, 4) for u in range(v.units)]
+        words = [
+            sum((load_shared(codes + u * 512 + i * CODE_BYTES, 4) for i in range(halves)), ()) for u in range(v.units)
+        ]
         scales = base + v.code_bytes + (unit % 4 * 8 + lane // 4) * (4 * width)
         if v.scale_group < 128:
             scales += half * (self.groups * self.group_bytes)
@@ -324,27 +351,54 @@ class MixedGemm:
         return words, lambda g: read_scales(g) if g else first
 
     def multiply_chunk(self, acc, ring, stage, j, packed):
-        v = self.v
+        """acc += a run of columns, group by group."""
+        v, width, steps = self.v, self.decoder.words_per_step, 4 // self.groups
         words, scales = packed
         x_address = self.x_address(ring, stage, j)
-        prepared: list = []
-        for step in range(4):
-            group, rest = divmod(step, 4 // self.groups)
-            if rest == 0:
-                prepared = [self.decoder.prepare(s, Int32(0)) for s in scales(group)]
-            if v.token_blocks > 1 or step % 2 == 0:
-                fragments = self.read_x(x_address, step)
-            for u in range(v.units):
-                a = self.decoder.decode((words[u][step],), prepared[u])
-                for t in range(v.token_blocks):
-                    b = fragments[t] if v.token_blocks > 1 else fragments[step % 2]
-                    sums = mma_m16n8k16(v.kind, [acc[i, t, u] for i in range(4)], a, b)
-                    for i in range(4):
-                        acc[i, t, u] = sums[i]
+        for group in range(self.groups):
+            scale_words = scales(group)
+            prepared = [self.decoder.prepare(s, self.table(ring)) for s in scale_words]
+            sums = self.no_sums() if v.promoted else acc
+            for step in range(group * steps, (group + 1) * steps):
+                if v.token_blocks > 1 or step % 2 == 0:
+                    fragments = self.read_x(x_address, step)
+                for u in range(v.units):
+                    a = self.decoder.decode(words[u][step * width : (step + 1) * width], prepared[u])
+                    for t in range(v.token_blocks):
+                        b = fragments[t] if v.token_blocks > 1 else fragments[step % 2]
+                        product = self.add_product([sums[i, t, u] for i in range(4)], a, b)
+                        for i in range(4):
+                            sums[i, t, u] = product[i]
+            if v.promoted:
+                self.promote(acc, sums, scale_words)
+
+    def no_sums(self):
+        """Accumulators (4, token blocks, row units), all 0."""
+        acc = cute.make_rmem_tensor((4, self.v.token_blocks, self.v.units), Float32)
+        acc.fill(0.0)
+        return acc
+
+    def promote(self, acc, sums, scale_words):
+        """acc += a group's sums, by the scales of rows g and g + 8."""
+        for u, words in enumerate(scale_words):
+            factors = self.decoder.scales(words)
+            for t in range(self.v.token_blocks):
+                for i in range(4):
+                    acc[i, t, u] = fma(sums[i, t, u], factors[i // 2], acc[i, t, u])
+
+    def add_product(self, sums, a, b):
+        """sums + a @ b, of a step along k. Without an instruction for e4m3 in two halves, as fp16: ptxas would make the
+        same of it, and spill. In both halves a register's first two columns meet each other, and then its last two."""
+        v = self.v
+        if not v.widened:
+            return mma_sync(v.kind, sums, a, b)
+        for half in range(2):
+            sums = mma_sync("f16", sums, [e4m3_to_halves(r)[half] for r in a], [e4m3_to_halves(r)[half] for r in b])
+        return sums
 
     def x_address(self, ring, stage, j):
-        """Where a lane's rows for ldmatrix begin: four 8 x 8 matrices are 16 tokens x 16 columns, or, where a warp has
-        eight tokens, 8 x 32."""
+        """Where a lane's rows for ldmatrix begin: four 8 x 8 matrices are 16 tokens x 32 bytes, or, where a warp has
+        eight tokens, 8 x 64."""
         v = self.v
         k_set, _, m_place, lane = self.place()
         chunk = k_set * v.chunks + j if v.k_sets > 1 else j
@@ -395,14 +449,17 @@ class MixedGemm:
             for i in cutlass.range_constexpr(together):
                 index = first + i * v.threads
                 places.append((index // per_row, index % per_row * 4))
-            addends = []
+            addends, factors = [], []
             for token, feature in places:
                 row, column = tile[0] + token, tile[1] * c.tile_n + feature
                 biases = [formula.load_bias(extras, column + j) for j in range(4)]
                 addends.append((alpha, biases, formula.load_residual(extras, row, column)))
-            for (token, feature), added in zip(places, addends, strict=True):
+                channels = [formula.load_channel(extras, column + j) for j in range(4)]
+                factors.append((formula.load_token_scale(extras, row, out.shape[0]), channels))
+            for (token, feature), added, (scale, channels) in zip(places, addends, factors, strict=True):
                 sums = [Float32(0.0)] * 4
                 for k_set in range(v.k_sets):
                     at = ring + ((k_set * c.tile_m + token) * v.sums_row + feature) * 4
                     sums = [y + to_float("f32", word) for y, word in zip(sums, load_shared(at, 4), strict=True)]
+                sums = [scaled(y, scale, channel) for y, channel in zip(sums, channels, strict=True)]
                 formula.store_quad(sums, added, out, tile[0] + token, tile[1] * c.tile_n + feature)

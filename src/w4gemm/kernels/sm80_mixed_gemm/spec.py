@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 from w4gemm.config import GemmConfig
@@ -33,10 +34,12 @@ TARGETS = {
 }
 """What CuTe DSL compiles for, by compute capability."""
 
+Tiles = dict[str, tuple[tuple[int, int, int], ...]]
+
 SHARED_MEMORY = 101376
 """Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
 
-_TILES = {
+TILES: Tiles = {
     "coop": (
         *((8, 64, 256), (16, 64, 256), (32, 64, 256), (64, 64, 256), (64, 128, 128), (64, 256, 64)),
         *((64, 256, 128), (128, 128, 64), (128, 128, 128), (128, 256, 64)),
@@ -54,7 +57,7 @@ _TILES = {
 the shared memory of other GPUs, and those between. Others, of whole row units and at most 128 accumulators, compile as
 well; streams of 128 accumulators spill."""
 
-_TIMES = {
+TIMES = {
     "coop": (3.0041, 0.0, 0.1602, 0.146, 0.0213, 1.0291),
     "pingpong": (4.4244, 0.0323, 0.1262, 0.2059, 0.0185, 0.0),
     "stream": (7.2554, 0.0149, 0.0906, 0.1896, 0.0194, 0.713),
@@ -70,6 +73,11 @@ class Sm80MixedGemm(Sm90Kernel):
     name = "sm80_mixed_gemm"
     revision = 2
     variant = Variant
+    tiles = TILES
+    least = (8, 0)
+    """The compute capability from which on there is all that it takes."""
+    since = "A100, RTX 30 and later"
+    otherwise = "w.to('cpu') runs on the CPU"
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
         from w4gemm.kernels.sm80_mixed_gemm.kernel import MixedGemm
@@ -77,16 +85,15 @@ class Sm80MixedGemm(Sm90Kernel):
         return MixedGemm
 
     def refusal(self, device: Device) -> str:
+        least = ".".join(map(str, self.least))
         if device.kind != "cuda" or device.rocm:
             have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
-            return f"needs an NVIDIA GPU of compute capability 8.0 or newer, this is {have}"
+            return f"needs an NVIDIA GPU of compute capability {least} or newer, this is {have}"
         have = f"{device.name or 'this GPU'} has {'.'.join(map(str, device.capability))}"
-        if device.capability < (8, 0):
-            return (
-                f"needs compute capability 8.0 or newer (A100, RTX 30 and later), {have}; w.to('cpu') runs on the CPU"
-            )
+        if device.capability < self.least:
+            return f"needs compute capability {least} or newer ({self.since}), {have}; {self.otherwise}"
         if device.capability not in TARGETS:
-            known = ", ".join(".".join(map(str, c)) for c in TARGETS)
+            known = ", ".join(".".join(map(str, c)) for c in TARGETS if c >= self.least)
             return f"needs a compute capability that it has a target for ({known}), {have}; a newer w4gemm may have it"
         if device.shared_memory < SHARED_MEMORY:
             return f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
@@ -97,7 +104,7 @@ class Sm80MixedGemm(Sm90Kernel):
 
     def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
         if problem.device.capability[0] == 10:
-            _say_what_is_missing(problem.device.name)
+            _say_what_is_missing(self.name, problem.device.name)
         return super().program(problem, config)
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
@@ -107,7 +114,7 @@ class Sm80MixedGemm(Sm90Kernel):
         """Of the multiprocessor with the most tiles: each takes them one after the other, also where it holds two
         CTAs. A stream gives all as much; each part of a tile is passed on by one CTA to the next."""
         v = Variant.of(problem, config)
-        launch, slot, decode, operations, read, sums = _TIMES[config.schedule]
+        launch, slot, decode, operations, read, sums = self.times(problem, config)
         tile = config.tile_m * config.tile_n
         tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
         waves = tiles / problem.device.sms
@@ -116,9 +123,13 @@ class Sm80MixedGemm(Sm90Kernel):
         slot += operations * 2 * tile * config.tile_k / 1e6 + read * v.x_bytes / 8192 * v.n_warps
         return launch + waves * -(-problem.k // config.tile_k) * slot + sums * stored * tile / 8192
 
+    def times(self, problem: GemmProblem, config: GemmConfig) -> tuple[float, ...]:
+        """Constants of the model, as ``TIMES`` has them."""
+        return TIMES[config.schedule]
+
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
-        return list(_fitting(block_bytes, problem.experts > 0, problem.device.shared_memory))
+        v = Variant.of(problem, GemmConfig(8, 64, 128))
+        return list(_fitting(tuple(self.tiles.items()), replace(v, epilogue=PLAIN, vector=True)))
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Flags, and the accumulators that every CTA of a stream may have to park."""
@@ -136,23 +147,27 @@ class Sm80MixedGemm(Sm90Kernel):
 
 
 @functools.cache
-def _fitting(block_bytes: int, grouped: bool, shared_memory: int) -> tuple[GemmConfig, ...]:
-    """Every config whose pipeline, at least two deep, and epilogue fit shared memory."""
+def _fitting(tiles: tuple[tuple[str, tuple[tuple[int, int, int], ...]], ...], like: Variant) -> tuple[GemmConfig, ...]:
+    """Every config whose accumulators fit the registers, and whose pipeline, at least two deep, and epilogue fit shared
+    memory. like: a variant that differs in the config alone."""
     found = []
-    for schedule, tiles in _TILES.items():
-        if grouped and schedule == "stream":  # it wants to know the number of tiles beforehand
+    for schedule, sizes in tiles:
+        if like.grouped and schedule == "stream":  # it wants to know the number of tiles beforehand
             continue
-        for tile in tiles:
-            config = GemmConfig(*tile, schedule=schedule)
-            v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped, shared_memory)
+        for size in sizes:
+            v = replace(like, config=GemmConfig(*size, schedule=schedule))
+            # ptxas multiplies all groups of a slot at once, so their sums take registers beside the accumulators
+            if v.promoted and v.accumulators * v.chunks > (64 if v.scale_group == 128 else 32):
+                continue
             if v.stages >= 2 and v.sums_bytes <= v.stages * v.stage_bytes:
-                found.append(config)
+                found.append(v.config)
     return tuple(found)
 
 
 @functools.cache
-def _say_what_is_missing(name: str) -> None:
+def _say_what_is_missing(kernel: str, device: str) -> None:
     _log.warning(
-        "%s runs sm80_mixed_gemm, slower than it could be: a kernel for its tensor cores (tcgen05) does not exist yet",
-        name or "this GPU",
+        "%s runs %s, slower than it could be: a kernel for its tensor cores (tcgen05) does not exist yet",
+        device or "this GPU",
+        kernel,
     )

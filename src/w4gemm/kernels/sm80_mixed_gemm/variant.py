@@ -12,6 +12,9 @@ from w4gemm.problem import GemmProblem
 CODE_BYTES = 2048
 """Of 64 rows and 64 columns. A packed block has two such parts, then its scales."""
 
+_E4M3 = ((8, 9), (12, 0), (12, 1))
+"""Compute capabilities whose mma.sync takes e4m3. Others from 8.9 on have it in PTX alone."""
+
 _RESERVED = 1024  # shared memory that the system takes for each CTA
 _ALIGNMENT = 128
 _MAX_STAGES = 8
@@ -20,16 +23,20 @@ _MAX_STAGES = 8
 @dataclass(frozen=True)
 class Variant(sm90.Variant):
     """``shared_memory``: bytes that one CTA of the device may use. ``dependent_launch``: whether the device has
-    programmatic dependent launch."""
+    programmatic dependent launch. ``widened``: whether e4m3 are multiplied as fp16, since it has no instruction for
+    them."""
 
     shared_memory: int = sm90.SHARED_MEMORY
     dependent_launch: bool = True
+    widened: bool = False
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
         device = problem.device
         pdl = device.capability >= (9, 0)
-        return replace(super().of(problem, config), shared_memory=device.shared_memory, dependent_launch=pdl)
+        v = super().of(problem, config)
+        widened = v.kind == "e4m3" and device.capability not in _E4M3
+        return replace(v, shared_memory=device.shared_memory, dependent_launch=pdl, widened=widened)
 
     # --- the warps of a CTA
 
@@ -59,9 +66,9 @@ class Variant(sm90.Variant):
 
     @property
     def k_sets(self) -> int:
-        """Sets of warps that share the k of a slot, at least 64 columns each. One in a stream, where those who add up
-        parts of tiles are all threads of a CTA."""
-        return 1 if self.stream else min(self.config.tile_k // 64, self.warps // self.m_warps)
+        """Sets of warps that share the k of a slot, at least a run of columns each. One in a stream, where those who
+        add up parts of tiles are all threads of a CTA."""
+        return 1 if self.stream else min(self.config.tile_k // self.chunk_k, self.warps // self.m_warps)
 
     @property
     def n_warps(self) -> int:
@@ -79,12 +86,12 @@ class Variant(sm90.Variant):
 
     @property
     def chunks(self) -> int:
-        """Runs of 64 columns of a slot that a warp multiplies."""
-        return self.config.tile_k // 64 // self.k_sets
+        """Runs of ``chunk_k`` columns of a slot that a warp multiplies."""
+        return self.config.tile_k // self.chunk_k // self.k_sets
 
     @property
     def accumulators(self) -> int:
-        """Accumulator registers of a thread."""
+        """Accumulator registers of a thread, without the sums of a group that are ``promoted``."""
         return 4 * self.units * self.token_blocks
 
     # --- shared memory
@@ -125,7 +132,7 @@ class Variant(sm90.Variant):
 
     @property
     def x_bytes(self) -> int:
-        return self.config.tile_m * self.config.tile_k * 2
+        return self.config.tile_m * self.config.tile_k * self.itemsize
 
     @property
     def stage_bytes(self) -> int:
@@ -133,7 +140,8 @@ class Variant(sm90.Variant):
 
     @property
     def stages(self) -> int:
-        room = (self.shared_memory + _RESERVED) // self.occupancy - _RESERVED - _ALIGNMENT - self.table_bytes
+        room = (self.shared_memory + _RESERVED) // self.occupancy - _RESERVED - _ALIGNMENT
+        room -= self.table_bytes + self.decode_table_bytes
         fit = min(_MAX_STAGES, room // self.stage_bytes)
         return min(self.config.stages, fit) if self.config.stages else fit
 
@@ -151,4 +159,4 @@ class Variant(sm90.Variant):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, alignment included."""
-        return self.stages * self.stage_bytes + self.table_bytes + _ALIGNMENT
+        return self.stages * self.stage_bytes + self.table_bytes + self.decode_table_bytes + _ALIGNMENT

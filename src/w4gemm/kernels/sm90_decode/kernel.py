@@ -45,7 +45,7 @@ from w4gemm.kernels.device.ptx import (
     load_matrix,
     load_shared,
     load_shared_cluster,
-    mma_m16n8k16,
+    mma_sync,
     shared_address,
     store_shared_f32,
     store_shared_f32x4,
@@ -369,7 +369,7 @@ class Decode:
                 for step in range(g * steps, (g + 1) * steps):
                     a = self.decoder.decode_exact(words[rb][step], offsets)
                     for tb in range(v.token_blocks):
-                        sums[tb] = mma_m16n8k16(v.kind, sums[tb], a, x_fragments[tb][step])
+                        sums[tb] = mma_sync(v.kind, sums[tb], a, x_fragments[tb][step])
                 values = self.decoder.scales_and_zeros(scale_words)
                 for tb in range(v.token_blocks):
                     for i in range(4):
@@ -383,7 +383,7 @@ class Decode:
         if self.v.zero == "float":
             ones = [Int32(_ONES[self.v.kind])] * 4
             for step in range(first, first + count):
-                sums = mma_m16n8k16(self.v.kind, sums, ones, fragments[step])
+                sums = mma_sync(self.v.kind, sums, ones, fragments[step])
         return sums
 
     # ----------------------------------------------------------------------------------- reduction and epilogue

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from w4gemm.kernels import sm90
-from w4gemm.kernels.device.decode_table import ROW_BYTES, table_rows
 from w4gemm.kernels.device.staging import QUADS_BYTES, TOKEN_BYTES
 
 CODE_BYTES = 4096
@@ -23,21 +22,6 @@ _RESERVED = 1024  # shared memory that the system takes for each CTA
 @dataclass(frozen=True)
 class Variant(sm90.Variant):
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element of x."""
-        return 1 if self.kind == "e4m3" else 2
-
-    @property
-    def chunk_k(self) -> int:
-        """Elements along k of 128 bytes of x: what is decoded and multiplied at a time."""
-        return 128 // self.itemsize
-
-    @property
-    def promoted(self) -> bool:
-        """Whether scales are applied to the sums of each group, not to its weights."""
-        return self.kind == "e4m3" and self.scale_kind != "e4m3"
-
-    @property
     def token_parts(self) -> int:
         """Parts of the tokens that are multiplied in turn, where scales are applied to sums: two sets of sums of such a
         part must fit the registers beside the accumulators."""
@@ -46,10 +30,6 @@ class Variant(sm90.Variant):
         registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
         room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
         return next(parts for parts in (1, 2, 4, 8) if self.config.tile_m // parts <= max(room, 8))
-
-    @property
-    def decode_table_bytes(self) -> int:
-        return ROW_BYTES * table_rows(self.scale_kind, self.zero) if self.kind == "e4m3" else 0
 
     @property
     def row_groups(self) -> int:
