@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -211,7 +212,10 @@ def job(target: Target, n: int, k: int, format: WeightFormat, config: str, epilo
 
 
 def compile_ahead(jobs: Iterable[Job]) -> None:
-    """Fill the disk cache from all cores, since one process compiles one kernel at a time."""
+    """Fill the disk cache from all cores, since one process compiles one kernel at a time. Where pytest itself has
+    several processes (``-n``), each compiles what its tests launch."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     todo = {
         (kernel.name, kernel.compile_key(problem, config)): (kernel, problem, config)
         for kernel, problem, config in jobs
