@@ -40,6 +40,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not path or reporter is None or session.config.getoption("--collect-only"):
         return
+    if hasattr(session.config, "workerinput"):  # one of several processes: the one that started them records
+        return
     from w4gemm.tuning import record
 
     def count(*outcomes: str) -> int:
