@@ -22,7 +22,7 @@ from scipy.optimize import minimize
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named, sm90_fp8_times, sm90_model, sm90_times
-from w4gemm.kernels.sm90 import Sm90Kernel
+from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.problem import H200, GemmProblem
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     for row in rows:
         name, _, text = row["config"].partition("/")
         config, kernel, format = GemmConfig.parse(text), kernel_named(name), WeightFormat.parse(row["format"])
-        assert isinstance(kernel, Sm90Kernel)
+        assert isinstance(kernel, HopperKernel)
         if kernel.layout == FP8_LAYOUT:
             target = FOLDER / "sm90_fp8_times.py"
         problem = GemmProblem(row["m"], row["n"], row["k"], kernel.dtypes[-1], format, kernel.layout, device=H200)

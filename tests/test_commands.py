@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ import w4gemm
 from w4gemm import dispatch
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
+from w4gemm.cli.compile import ARCHS
+from w4gemm.epilogue import Epilogue
+from w4gemm.jit import is_ready
 from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.tuning import store
 
 
@@ -174,6 +179,38 @@ def test_a_bad_line_is_named(tmp_path, capsys):
     (tmp_path / "s.txt").write_text("96 64\n96\n")
     _, err = run(capsys, "tune", "--shapes", str(tmp_path / "s.txt"), code=1)
     assert f"{tmp_path / 's.txt'}:2: wanted N K [FORMAT] [bias], got '96'" in err
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])
+def test_fp8_is_compiled_ahead_of_time_for_other_gpus_with_what_quantizes(tmp_path, capsys, monkeypatch, arch):
+    """Then all that linear launches for 16-bit x is there, and nothing of another target."""
+    pytest.importorskip("cutlass")
+    output = tmp_path / "kernels"
+    run(
+        capsys,
+        "compile",
+        "--shapes",
+        "512x768",
+        "--m",
+        "8",
+        "--dtype",
+        "float8_e4m3fn",
+        "--arch",
+        arch,
+        "-o",
+        str(output),
+    )
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(output))
+    device = ARCHS[arch]
+    problem = w4gemm.GemmProblem(
+        8, 512, 768, torch.float8_e4m3fn, w4gemm.WeightFormat(), "sm90_fp8", Epilogue(token_scale=True), device
+    )
+    found = dispatch.explain(problem).chosen
+    assert found is not None and found[0] == {"sm_89": "sm89_fp8_gemm", "sm_90a": "sm90_fp8_gemm"}[arch]
+    assert is_ready(kernel_named(found[0]), problem, found[1])
+    for dtype in (torch.float16, torch.bfloat16):
+        assert is_ready(ActivationQuantize("", True), replace(problem, dtype=dtype), w4gemm.GemmConfig(1, 1, 1))
+    assert len(list(output.glob(f"*-{arch}-*.o"))) == len(list(output.glob("*.o"))) == 3
 
 
 def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path, capsys, monkeypatch):

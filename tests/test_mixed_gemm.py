@@ -10,7 +10,7 @@ import torch
 from w4gemm import dispatch
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named, ranked
-from w4gemm.kernels.sm90 import SHARED_MEMORY
+from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import H200, GemmProblem
 
@@ -29,7 +29,7 @@ def test_sizes_that_follow_from_a_config(format, experts):
         assert v.stored_tokens % v.staging_tokens == 0
         shares = v.stored_tokens * config.split_k
         assert config.tile_m <= shares < config.tile_m + 8 * config.split_k, "all tokens are stored"
-        assert v.shared_bytes <= SHARED_MEMORY
+        assert v.shared_bytes <= HOPPER_SHARED_MEMORY
 
 
 def test_few_enough_to_compile_them_all():

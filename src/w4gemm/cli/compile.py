@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from w4gemm import dispatch, environment
 from w4gemm.cli.problems import DTYPES, add_layer_arguments, device_line, parse_layers, parse_tokens, problems
 from w4gemm.cli.report import progress_bar, say
@@ -15,8 +17,10 @@ from w4gemm.config import GemmConfig
 from w4gemm.errors import UnsupportedError
 from w4gemm.jit.pool import CompilePool, Job
 from w4gemm.kernels import kernel_named
+from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.base import Compilable
 from w4gemm.kernels.column_gather.spec import ColumnGather
-from w4gemm.problem import H200, GemmProblem
+from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.tuning import store
 
 NAME = "compile"
@@ -26,7 +30,15 @@ DESCRIPTION = (
     "GPU machine set W4GEMM_CACHE_DIR to the folder, which may be read-only, and W4GEMM_COMPILE=off to make sure that "
     "nothing is compiled there. Both machines need the same versions of w4gemm and of CuTe DSL."
 )
-ARCHS = {"sm_90a": H200}
+ARCHS = {
+    "sm_80": Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912),
+    "sm_86": Device("cuda", "NVIDIA GeForce RTX 3090", (8, 6), 82, 101376),
+    "sm_89": Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376),
+    "sm_90a": H200,
+    "sm_100a": Device("cuda", "NVIDIA B200", (10, 0), 148, 232448),
+    "sm_120a": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
+}
+"""Of each target a GPU that it is for; ``--gpu`` and ``--sms`` name another."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="the folder, made if needed")
     parser.add_argument("--arch", choices=ARCHS, default="sm_90a", help="(default: %(default)s)")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="its exact name, by which tuned configs are found (default: H200's)"
+        "--gpu", metavar="NAME", help="its exact name, by which tuned configs are found (default: one of the target's)"
     )
     parser.add_argument(
-        "--sms", type=int, metavar="N", help="its multiprocessors (default: 132, as an H100 SXM or H200)"
+        "--sms", type=int, metavar="N", help="its multiprocessors (default: that GPU's; 132 on an H100 SXM or H200)"
     )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float8_e4m3fn"), default="bfloat16", help="(default: %(default)s)"
@@ -57,10 +69,13 @@ def run(args: argparse.Namespace) -> int:
     wanted = problems(layers, parse_tokens(args.m), device, dtype, args.batch_invariant)
     say(f"{device_line(device)}; {len(wanted)} problems")
     jobs, records = choices(wanted, args.top)
-    if args.act_order:
-        gather = ColumnGather()
-        for problem in wanted:
-            jobs[gather.name, gather.compile_key(problem, _NO_CONFIG)] = (gather, problem, _NO_CONFIG)
+    helpers: list[tuple[Compilable, GemmProblem]] = []
+    if args.act_order and device.capability == H200.capability:  # elsewhere PyTorch gathers
+        helpers += [(ColumnGather(), problem) for problem in wanted]
+    if dtype == torch.float8_e4m3fn:  # what linear does to 16-bit x
+        helpers += [(kernel, replace(p, dtype=d)) for p in wanted for kernel in quantizers(p) for d in _HALVES]
+    for kernel, problem in helpers:
+        jobs[kernel.name, kernel.compile_key(problem, _NO_CONFIG)] = (kernel, problem, _NO_CONFIG)
     environment.set_cache_dir(args.output)
     args.output.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -79,6 +94,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 _NO_CONFIG = GemmConfig(1, 1, 1)
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def quantizers(problem: GemmProblem) -> list[ActivationQuantize]:
+    """What quantizes x of this many columns, where a kernel does."""
+    kernel = ActivationQuantize("", wide=problem.k % 8 == 0)
+    return [kernel] if kernel.takes(problem.k, problem.device.shared_memory) else []
 
 
 def choices(wanted: Iterable[GemmProblem], top: int) -> tuple[dict[object, Job], list[store.Record]]:

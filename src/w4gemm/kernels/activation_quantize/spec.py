@@ -12,8 +12,8 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.base import Program
+from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
-from w4gemm.kernels.sm90 import SHARED_MEMORY
 from w4gemm.problem import GemmProblem
 
 LARGEST = 448.0
@@ -47,7 +47,7 @@ class ActivationQuantize:
 
     name = "activation_quantize"
 
-    def takes(self, k: int, shared_memory: int = SHARED_MEMORY) -> bool:
+    def takes(self, k: int, shared_memory: int = HOPPER_SHARED_MEMORY) -> bool:
         """Whether the registers of a CTA hold a row, and its shared memory the two that silu_mul makes one of."""
         most = _MOST_CHUNKS if self.wide and self.front != "rms" else _MOST_CHUNKS // 2
         return self.shape(k)[1] <= most and self.staged_bytes(k) + _REDUCED_BYTES <= shared_memory

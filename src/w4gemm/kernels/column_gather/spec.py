@@ -11,11 +11,11 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.base import Program
-from w4gemm.kernels.sm90 import SHARED_MEMORY
+from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.problem import GemmProblem
 
 _BARRIER_BYTES = 64
-_LARGEST = (SHARED_MEMORY - _BARRIER_BYTES) // 2 // 8 * 8
+_LARGEST = (HOPPER_SHARED_MEMORY - _BARRIER_BYTES) // 2 // 8 * 8
 _SMALLEST = 4096  # capacity; less would not let more CTAs run
 _COLUMNS = 2048  # that a CTA gathers in one pass
 _CTAS_PER_SM = 2

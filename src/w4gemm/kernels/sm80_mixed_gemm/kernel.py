@@ -68,8 +68,8 @@ from w4gemm.kernels.device.ptx import (
 )
 from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
 from w4gemm.kernels.device.stream_k import StreamSum
+from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm80_mixed_gemm.variant import CODE_BYTES, Variant
-from w4gemm.kernels.sm90 import MAX_EXPERTS
 
 _STREAM_BARRIER = 1
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2

@@ -12,8 +12,8 @@ from typing import Any
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.base import Program
+from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.kernels.sm90 import Sm90Kernel
 from w4gemm.kernels.sm90_model import m_tiles
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.problem import Device, GemmProblem
@@ -67,7 +67,7 @@ launch, a slot, 8192 codes that are decoded, 1e6 operations, 8 KiB of x that are
 that are stored, or, of a stream, passed on."""
 
 
-class Sm80MixedGemm(Sm90Kernel):
+class Sm80MixedGemm(GpuKernel):
     """W4A16 with cp.async and mma.sync, on any GPU from SM80 on: any m, n, k, every format, fp16 and bf16."""
 
     name = "sm80_mixed_gemm"

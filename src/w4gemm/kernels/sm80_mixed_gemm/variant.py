@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from w4gemm.config import GemmConfig
-from w4gemm.kernels import sm90
+from w4gemm.kernels import gpu
 from w4gemm.problem import GemmProblem
 
 CODE_BYTES = 2048
@@ -21,12 +21,12 @@ _MAX_STAGES = 8
 
 
 @dataclass(frozen=True)
-class Variant(sm90.Variant):
+class Variant(gpu.Variant):
     """``shared_memory``: bytes that one CTA of the device may use. ``dependent_launch``: whether the device has
     programmatic dependent launch. ``widened``: whether e4m3 are multiplied as fp16, since it has no instruction for
     them."""
 
-    shared_memory: int = sm90.SHARED_MEMORY
+    shared_memory: int = gpu.HOPPER_SHARED_MEMORY
     dependent_launch: bool = True
     widened: bool = False
 

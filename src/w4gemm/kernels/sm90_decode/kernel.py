@@ -51,7 +51,7 @@ from w4gemm.kernels.device.ptx import (
     store_shared_f32x4,
 )
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.sm90 import MAX_EXPERTS
+from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm90_decode.variant import Variant
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}

@@ -8,7 +8,7 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
-from w4gemm.kernels.sm90 import Sm90Kernel
+from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.problem import GemmProblem
 
@@ -17,7 +17,7 @@ _TILE_N = (16, 32, 64, 128)
 _SPLIT_K = (1, 2)
 
 
-class Sm90Decode(Sm90Kernel):
+class Sm90Decode(HopperKernel):
     """W4A16 on SM90 for few tokens, with mma.sync: any m (meant for 16 and fewer), n, k, every format."""
 
     name = "sm90_decode"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from w4gemm.kernels import sm90
+from w4gemm.kernels import gpu
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _RESERVED = 1024  # shared memory that the system takes for each CTA
@@ -15,7 +15,7 @@ _SLOTS = 2  # deeper rings measured slower: the first x then waits behind more w
 
 
 @dataclass(frozen=True)
-class Variant(sm90.Variant):
+class Variant(gpu.Variant):
     @property
     def row_blocks(self) -> int:
         """16-row blocks of the weight tile; every warp works on all of them."""
@@ -79,7 +79,7 @@ class Variant(sm90.Variant):
     @functools.cached_property
     def _warps(self) -> tuple[int, int]:
         """(warps, parked warps): as many as shared memory holds, (0, 0) if it holds no four."""
-        room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
+        room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
         room -= self.table_bytes
         ring = self.slots * (self.weight_bytes + self.x_bytes)
         # two CTAs of eight warps leave 128 registers a thread, too few for the x fragments of 16 tokens

@@ -80,7 +80,7 @@ from w4gemm.kernels.device.ptx import (
 from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
 from w4gemm.kernels.device.split_k import Reduction
 from w4gemm.kernels.device.stream_k import StreamSum
-from w4gemm.kernels.sm90 import MAX_EXPERTS
+from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm90_mixed_gemm.variant import CODE_BYTES, Variant
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16, "e4m3": cutlass.Float8E4M3FN}

@@ -9,7 +9,7 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
-from w4gemm.kernels.sm90 import Sm90Kernel
+from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.problem import GemmProblem
@@ -34,7 +34,7 @@ _MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 
 """By schedule and tile_n, which fix the number of threads: what the accumulators leave room for in the registers."""
 
 
-class Sm90MixedGemm(Sm90Kernel):
+class Sm90MixedGemm(HopperKernel):
     """W4A16 on SM90 with TMA and register-sourced WGMMA: any m, n, k, every :class:`WeightFormat`, fp16 and bf16."""
 
     name = "sm90_mixed_gemm"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from w4gemm.kernels import sm90
+from w4gemm.kernels import gpu
 from w4gemm.kernels.device.staging import QUADS_BYTES, TOKEN_BYTES
 
 CODE_BYTES = 4096
@@ -20,7 +20,7 @@ _RESERVED = 1024  # shared memory that the system takes for each CTA
 
 
 @dataclass(frozen=True)
-class Variant(sm90.Variant):
+class Variant(gpu.Variant):
     @property
     def token_parts(self) -> int:
         """Parts of the tokens that are multiplied in turn, where scales are applied to sums: two sets of sums of such a
@@ -213,7 +213,7 @@ class Variant(sm90.Variant):
 
     def _stages_beside(self, staging_tokens: int) -> int:
         """As many as there is room for, at most as the config says."""
-        room = (sm90.SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
+        room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
         room -= self.staging_buffers * self._staging_bytes(staging_tokens) + self.fold_bytes + self.table_bytes
         room -= self.decode_table_bytes
         fit = min(8, room // self.stage_bytes)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share on the host side: their operands, their limits, their launch."""
+"""What the kernels in CuTe DSL share on the host side: their operands, their limits, their launch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
-from w4gemm.formats import WeightFormat
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.decode_table import ROW_BYTES, table_rows
 from w4gemm.kernels.device.requirements import missing_for_dsl
-from w4gemm.kernels.sm90_model import predicted_us
 from w4gemm.layouts import layout_named
 from w4gemm.layouts.sm90 import BLOCK_K, CODE_WORDS, scale_group, scale_words
 from w4gemm.problem import Device, GemmProblem
 
-SHARED_MEMORY = 232448
+HOPPER_SHARED_MEMORY = 232448
 """Bytes that one CTA may use on SM90."""
 
 MAX_EXPERTS = 512
@@ -122,8 +120,8 @@ class Variant:
         )
 
 
-class Sm90Kernel(ABC):
-    """A Kernel on SM90. A subclass adds configs, rank and its device code."""
+class GpuKernel(ABC):
+    """A Kernel in CuTe DSL. A subclass adds where it runs, configs, rank and its device code."""
 
     name: str
     layout = "sm90"
@@ -135,21 +133,13 @@ class Sm90Kernel(ABC):
     def entry(self) -> Callable[[Any], Callable[..., None]]:
         """The device class: made from a variant, called by ``cute.compile``. Imports the DSL."""
 
+    @abstractmethod
     def refusal(self, device: Device) -> str:
         """Why the kernel cannot run on a device, and what could, or the empty string."""
-        if device.kind != "cuda" or device.rocm:
-            have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
-            return f"needs an NVIDIA GPU of compute capability 9.0, this is {have}"
-        if device.capability != (9, 0):
-            have = ".".join(map(str, device.capability))
-            return f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
-        if device.shared_memory < SHARED_MEMORY:
-            return f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
-        return ""
 
+    @abstractmethod
     def arch(self, device: Device) -> str:
         """The target that a device's code is compiled for."""
-        return "sm_90a"
 
     def supports(self, problem: GemmProblem) -> Status:
         if reason := self.refusal(problem.device):
@@ -166,13 +156,6 @@ class Sm90Kernel(ABC):
             return Status.no(f"takes at most {MAX_EXPERTS} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(_MIN_DRIVER)
         return Status.no(reason) if reason else OK
-
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        return predicted_us(problem, self.timed_as(problem.format), config, self.ctas_per_sm(config))
-
-    def timed_as(self, format: WeightFormat) -> str:
-        """Under which name the model knows the times of configs."""
-        return self.name
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         """CTAs of a launch that one multiprocessor holds at once."""
