@@ -22,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # there are as many processes as cores: more threads would wait for each other
+        torch.set_num_threads(1)
     # tests leave the user's cache alone, and keep compiled kernels for the next run
     if getattr(config, "cache", None) is not None:
         os.environ.setdefault("W4GEMM_CACHE_DIR", str(config.cache.mkdir("kernels")))

@@ -86,3 +86,19 @@ def test_says_what_it_does_not_do():
     assert "not on cuda" in cpu.supports(GemmProblem(1, 1, 1, torch.float32, FEW_FORMATS[0], "cpu")).reason
     assert "float64" in cpu.supports(GemmProblem(1, 1, 1, torch.float64, FEW_FORMATS[0], "cpu", device=CPU)).reason
     assert "sm90" in cpu.supports(problem(1, "sm90")).reason
+
+
+@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_as_many_threads_as_torch_is_told_and_the_same_bits(m, threads):
+    """The number of threads is torch's business: neither changed by a call nor seen in the result."""
+    w, before = random_weight(FEW_FORMATS[0], 640, 768).repack(), torch.get_num_threads()
+    x = torch.randn(m, 768, generator=torch.Generator().manual_seed(m))
+    try:
+        torch.set_num_threads(1)
+        alone = w4gemm.linear(x, w)
+        torch.set_num_threads(threads)
+        assert torch.equal(w4gemm.linear(x, w), alone)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
