@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import logging
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import KERNELS, kernel_named, multiplies_fp8, on_hopper, ranked
+from w4gemm.kernels.device import requirements
 from w4gemm.problem import H200, Device, GemmProblem
 
 CPU = Device("cpu")
@@ -238,3 +241,37 @@ def test_the_kernel_protocol(kernel, problem):
         assert 0 < kernel.predicted_us(problem, config) < float("inf")
         order = kernel.reduction_order(problem, config)
         assert isinstance(hash(order), int) and order == kernel.reduction_order(replace(problem, m=77), config)
+
+
+@pytest.fixture
+def asked_again():
+    """What the machine has is remembered: forget it before and after."""
+    requirements.missing_for_dsl.cache_clear()
+    yield
+    requirements.missing_for_dsl.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "lacks, reason",
+    [
+        ("dsl", "needs CuTe DSL (nvidia-cutlass-dsl), which is not installed; pip install 'w4gemm[cuda]' brings one"),
+        (
+            "new dsl",
+            "needs a newer CuTe DSL than nvidia-cutlass-dsl 4.2.1; pip install 'w4gemm[cuda]' brings one of at",
+        ),
+        ("driver", "needs a driver for CUDA 12.0 or newer, this one supports 11.8; update the driver"),
+    ],
+)
+def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monkeypatch, lacks, reason):
+    have = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if (n, lacks) == ("cutlass", "dsl") else have(n))
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "4.2.1" if lacks == "new dsl" else "4.8.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: lacks == "driver")
+    monkeypatch.setattr(requirements, "driver_cuda_version", lambda: (11, 8))
+    if lacks != "dsl" and importlib.util.find_spec("cutlass") is None:
+        pytest.skip("needs CuTe DSL to be there, of whatever version")
+    problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "sm90")
+    with pytest.raises(w4gemm.UnsupportedError) as e:
+        dispatch.plan(problem)
+    for name in ("sm90_mixed_gemm", "sm80_mixed_gemm"):
+        assert f"{name}: {reason}" in str(e.value)
