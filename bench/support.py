@@ -10,19 +10,19 @@ import torch
 from w4gemm.formats import PER_COLUMN, WeightFormat
 from w4gemm.kernels import KERNELS
 from w4gemm.layouts import layout_for
-from w4gemm.problem import H200, Device, GemmProblem
+from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by python -m bench.support -->\n", "<!-- end -->\n"
 
 DEVICES: dict[str, Device] = {
     "H100, H200, H800, H20 (9.0)": H200,
-    "B200, GB200 (10.0)": Device("cuda", "NVIDIA B200", (10, 0), 148, 232448),
+    "B200, GB200 (10.0)": GPUS["sm_100a"],
     "B300 (10.3)": Device("cuda", "NVIDIA B300", (10, 3), 148, 232448),
-    "RTX 5090, RTX PRO 6000 (12.0)": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
-    "RTX 4090, L4, L40S (8.9)": Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376),
-    "RTX 3090, A10, A40 (8.6)": Device("cuda", "NVIDIA GeForce RTX 3090", (8, 6), 82, 101376),
-    "A100, A30 (8.0)": Device("cuda", "NVIDIA A100", (8, 0), 108, 166912),
+    "RTX 5090, RTX PRO 6000 (12.0)": GPUS["sm_120a"],
+    "RTX 4090, L4, L40S (8.9)": GPUS["sm_89"],
+    "RTX 3090, A10, A40 (8.6)": GPUS["sm_86"],
+    "A100, A30 (8.0)": GPUS["sm_80"],
     "T4 (7.5) and older": Device("cuda", "NVIDIA T4", (7, 5), 40, 65536),
     "AMD GPUs": Device("cuda", "AMD Instinct MI300X", (9, 4), 304, 65536, rocm=True),
     "CPU": Device("cpu"),

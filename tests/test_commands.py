@@ -15,11 +15,11 @@ import w4gemm
 from w4gemm import dispatch
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
-from w4gemm.cli.compile import ARCHS
 from w4gemm.epilogue import Epilogue
 from w4gemm.jit import is_ready
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.problem import GPUS
 from w4gemm.tuning import store
 
 
@@ -201,7 +201,7 @@ def test_fp8_is_compiled_ahead_of_time_for_other_gpus_with_what_quantizes(tmp_pa
         str(output),
     )
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(output))
-    device = ARCHS[arch]
+    device = GPUS[arch]
     problem = w4gemm.GemmProblem(
         8, 512, 768, torch.float8_e4m3fn, w4gemm.WeightFormat(), "sm90_fp8", Epilogue(token_scale=True), device
     )

@@ -17,7 +17,7 @@ from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import KERNELS, kernel_named, multiplies_fp8, on_hopper, ranked
 from w4gemm.kernels.device import requirements
-from w4gemm.problem import H200, Device, GemmProblem
+from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
 CPU = Device("cpu")
 FORMAT = WeightFormat.parse("int4_g32_zfloat_fp16")
@@ -107,10 +107,10 @@ def test_no_kernel(problem):
 
 
 OLDER_AND_NEWER = {
-    "A100": Device("cuda", "NVIDIA A100", (8, 0), 108, 166912),
-    "RTX 4090": Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376),
-    "RTX 5090": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
-    "B200": Device("cuda", "NVIDIA B200", (10, 0), 148, 232448),
+    "A100": GPUS["sm_80"],
+    "RTX 4090": GPUS["sm_89"],
+    "RTX 5090": GPUS["sm_120a"],
+    "B200": GPUS["sm_100a"],
 }
 
 

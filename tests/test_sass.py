@@ -14,7 +14,7 @@ from w4gemm import GemmConfig, WeightFormat
 from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel, kernel_named, ranked
-from w4gemm.problem import H200, Device, GemmProblem
+from w4gemm.problem import GPUS, H200, GemmProblem
 
 pytest.importorskip("cutlass")
 
@@ -110,13 +110,7 @@ def test_every_config(kernel, config, name, whole):
     check_kernel(found, problem_of(found, name), GemmConfig.parse(config), whole=whole)
 
 
-OTHER_GPUS = {
-    "sm_80": Device("cuda", "A100", (8, 0), 108, 166912),
-    "sm_86": Device("cuda", "A10", (8, 6), 72, 101376),
-    "sm_89": Device("cuda", "L40S", (8, 9), 142, 101376),
-    "sm_100a": Device("cuda", "B200", (10, 0), 148, 232448),
-    "sm_120a": Device("cuda", "RTX 5090", (12, 0), 170, 101376),
-}
+OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,16 @@ def _cuda_device(index: int) -> Device:
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448, 60 * 2**20)
 """What :meth:`Device.of` gives on an H200; for choosing and compiling without one."""
 
+GPUS = {
+    "sm_80": Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912),
+    "sm_86": Device("cuda", "NVIDIA GeForce RTX 3090", (8, 6), 82, 101376),
+    "sm_89": Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376),
+    "sm_90a": H200,
+    "sm_100a": Device("cuda", "NVIDIA B200", (10, 0), 148, 232448),
+    "sm_120a": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
+}
+"""Of each target of the compiler a GPU that it is for, likewise."""
+
 
 @dataclass(frozen=True)
 class GemmProblem:

@@ -20,7 +20,7 @@ from w4gemm.kernels import kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.base import Compilable
 from w4gemm.kernels.column_gather.spec import ColumnGather
-from w4gemm.problem import H200, Device, GemmProblem
+from w4gemm.problem import GPUS, H200, GemmProblem
 from w4gemm.tuning import store
 
 NAME = "compile"
@@ -30,21 +30,12 @@ DESCRIPTION = (
     "GPU machine set W4GEMM_CACHE_DIR to the folder, which may be read-only, and W4GEMM_COMPILE=off to make sure that "
     "nothing is compiled there. Both machines need the same versions of w4gemm and of CuTe DSL."
 )
-ARCHS = {
-    "sm_80": Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912),
-    "sm_86": Device("cuda", "NVIDIA GeForce RTX 3090", (8, 6), 82, 101376),
-    "sm_89": Device("cuda", "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376),
-    "sm_90a": H200,
-    "sm_100a": Device("cuda", "NVIDIA B200", (10, 0), 148, 232448),
-    "sm_120a": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
-}
-"""Of each target a GPU that it is for; ``--gpu`` and ``--sms`` name another."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(parser)
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="the folder, made if needed")
-    parser.add_argument("--arch", choices=ARCHS, default="sm_90a", help="(default: %(default)s)")
+    parser.add_argument("--arch", choices=GPUS, default="sm_90a", help="(default: %(default)s)")
     parser.add_argument(
         "--gpu", metavar="NAME", help="its exact name, by which tuned configs are found (default: one of the target's)"
     )
@@ -63,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = ARCHS[args.arch]
+    device = GPUS[args.arch]
     device = replace(device, name=args.gpu or device.name, sms=args.sms or device.sms)
     layers, dtype = parse_layers(args), DTYPES[args.dtype]
     wanted = problems(layers, parse_tokens(args.m), device, dtype, args.batch_invariant)
