@@ -66,6 +66,9 @@ def test_resources_fit_the_device():
         problem = w4gemm.GemmProblem(m, 6144, 4096, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
         for candidate in w4gemm.explain(problem).candidates:
             found = candidate.resources
+            if candidate.kernel == "dequantize_gemm":  # the launch is cuBLAS's
+                assert found == (0, None, None, None, None, None)
+                continue
             assert 0 < found.memory <= problem.device.shared_memory
             assert found.threads <= 1024 and found.threads % 32 == 0 and found.registers <= 255
             assert found.stages >= 1 and found.ctas >= 1

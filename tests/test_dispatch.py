@@ -123,7 +123,8 @@ def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
     for m in (1, 64, 4096):
         for invariant in (False, True):
             plan = dispatch.plan(replace(H200_PROBLEM, m=m, device=device, batch_invariant=invariant))
-            assert plan.kernel is kernel
+            by_cublas = m == 4096 and not invariant and device.capability == (10, 0)
+            assert plan.kernel is (kernel_named("dequantize_gemm") if by_cublas else kernel)
     for problem in (H200_PROBLEM, replace(H200_PROBLEM, experts=8)):
         at = replace(problem, device=device)
         assert all(kernel.resources(at, c).memory <= device.shared_memory for c in kernel.configs(at))
@@ -152,6 +153,34 @@ def test_fp8_without_e4m3():
     assert multiplies_fp8(H200) and all(multiplies_fp8(d) for d in OLDER_AND_NEWER.values() if d is not a100)
 
 
+def test_dequantize_gemm_keeps_to_its_workspace(monkeypatch):
+    kernel, problem = kernel_named("dequantize_gemm"), replace(H200_PROBLEM, m=16384, n=57344, k=8192)
+    sizes = [kernel.workspace_bytes(problem, c) for c in kernel.configs(problem)]
+    assert len(sizes) > 1 and max(sizes) <= (256 << 20) + 2048
+    monkeypatch.setenv("W4GEMM_WORKSPACE_MIB", "1000")
+    assert [kernel.workspace_bytes(problem, c) for c in kernel.configs(problem)][: len(sizes)] == sizes
+    assert kernel.configs(problem)[-1].tile_n > problem.n / 2
+    monkeypatch.setenv("W4GEMM_WORKSPACE_MIB", "0")
+    reason = kernel.supports(problem).reason
+    assert "needs 33 MiB of workspace, W4GEMM_WORKSPACE_MIB allows 0" in reason
+    monkeypatch.setenv("W4GEMM_WORKSPACE_MIB", "lots")
+    with pytest.raises(ValueError, match="W4GEMM_WORKSPACE_MIB: wanted a number of MiB from 0, got 'lots'"):
+        kernel.supports(problem)
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({"experts": 8}, "takes a single weight"),
+        ({"epilogue": Epilogue("gelu", bias=True)}, "stores x @ w.T + bias alone"),
+        ({"layout": "canonical"}, "beside sm90"),
+        ({"dtype": torch.float8_e4m3fn, "layout": "sm90_fp8"}, "want e4m3 group scales"),
+    ],
+)
+def test_what_dequantize_gemm_refuses(changed, reason):
+    assert reason in kernel_named("dequantize_gemm").supports(replace(H200_PROBLEM, **changed)).reason
+
+
 @pytest.mark.parametrize("format", ["int4_g128", "int4_g32", "int4_col_zint", "int4_g128_e4m3"])
 def test_on_hopper_its_own_fp8_kernel_is_chosen(format):
     for n, k in ((512, 512), (4096, 4096), (57344, 8192), (8192, 28672)):
@@ -160,7 +189,9 @@ def test_on_hopper_its_own_fp8_kernel_is_chosen(format):
                 for invariant in (False, True):
                     p = replace(FP8_PROBLEM, m=m, n=n, k=k, experts=experts, batch_invariant=invariant)
                     p = replace(p, format=WeightFormat.parse(format))
-                    assert dispatch.explain(p).ranking[0][1] == "sm90_fp8_gemm", p
+                    by_cublas = p.format.has_channels and m >= 4096 and not (experts or invariant)
+                    possible = ("sm90_fp8_gemm", "dequantize_gemm") if by_cublas else ("sm90_fp8_gemm",)
+                    assert dispatch.explain(p).ranking[0][1] in possible, p
 
 
 def test_what_is_compiled_for_hopper_runs_on_hopper_only():

@@ -24,8 +24,10 @@ INSTRUCTION = {
     "sm90_decode": "HMMA",
     "sm90_mixed_gemm": "HGMMA",
     "sm90_fp8_gemm": "QGMMA",
+    "dequantize_gemm": "STG.E.128",
 }
-"""The matrix instruction that each compiled kernel was written for, on an H200; a new kernel adds its line."""
+"""The matrix instruction that each compiled kernel was written for, on an H200, or of one that leaves the product to
+cuBLAS what it stores with; a new kernel adds its line."""
 FP8_KERNELS = ("sm89_fp8_gemm", "sm90_fp8_gemm")
 
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
@@ -42,6 +44,7 @@ CASES = [
         else [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES
     )
 ]
+CASES.append(pytest.param(kernel_named("dequantize_gemm"), "int4_g128_e4m3", FP8, id="dequantize_gemm-e4m3"))
 NEEDY = dict.fromkeys(FP8_KERNELS, ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"))
 """By kernel, the formats that need the most registers, or that alone have some configs; else those of _NEEDY."""
 _NEEDY = ("int4_g32_zfloat", "int4_g128")
@@ -128,6 +131,13 @@ def test_other_gpus(arch, config, name, dtype):
     p = replace(problem(name, dtype), device=OTHER_GPUS[arch])
     assert kernel.program(p, GemmConfig.parse(config)).arch == arch
     check(disassemble(object_code(kernel, p, GemmConfig.parse(config))), INSTRUCTION[kernel.name])
+
+
+@pytest.mark.parametrize("arch", OTHER_GPUS)
+def test_dequantize_on_other_gpus(arch):
+    kernel, p = kernel_named("dequantize_gemm"), replace(problem("int4_g32_zfloat_fp16"), device=OTHER_GPUS[arch])
+    assert kernel.program(p, kernel.configs(p)[0]).arch == arch
+    check_kernel(kernel, p, kernel.configs(p)[0])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@
 ``W4GEMM_LOG``        a level such as ``debug`` or ``info``: log to standard error from that level on.
 ``W4GEMM_COMPILE``    ``off`` forbids compiling: what is not in the cache folder raises UnsupportedError.
 ``W4GEMM_NVTX``       ``1`` shows each launch in a profiler as an NVTX range, named by its config.
+``W4GEMM_WORKSPACE_MIB``
+                      what a launch may take of the GPU's memory, in MiB, to decode a weight into before many tokens
+                      meet it; default 256. 0: none does.
 ``W4GEMM_COMMIT``     the commit that is recorded with results where git cannot be asked, ``-dirty`` at its
                       end for a changed tree.
 ====================  ==================================================================================
@@ -54,6 +57,18 @@ def may_compile() -> bool:
 def nvtx() -> bool:
     """Whether ``W4GEMM_NVTX`` asks for ranges. Errors as :func:`may_compile`."""
     return _switch("W4GEMM_NVTX", False)
+
+
+def workspace_mib() -> int:
+    """``W4GEMM_WORKSPACE_MIB``.
+
+    Raises:
+        ValueError: if it is no number from 0.
+    """
+    value = os.environ.get("W4GEMM_WORKSPACE_MIB", "") or "256"
+    if not value.isdecimal():
+        raise ValueError(f"W4GEMM_WORKSPACE_MIB: wanted a number of MiB from 0, got {value!r}")
+    return int(value)
 
 
 def _switch(name: str, default: bool) -> bool:

@@ -75,7 +75,7 @@ class MixedGemm:
     def workspace_bytes(self, m: int, n: int, k: int, config: str) -> int:
         """Bytes of device memory that a launch needs: what :meth:`run` takes as ``workspace``, or else from PyTorch's
         allocator, in the order of its stream, and gives back. 0 on a GPU, where sums of split k meet in the cluster's
-        shared memory, but for stream-k."""
+        shared memory, but for stream-k and dequantize_gemm."""
         name, _, _ = config.rpartition("/")
         problem = self.problem(m, n, k)
         chosen = dispatch.explain(problem, config).chosen

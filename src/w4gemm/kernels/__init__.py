@@ -7,6 +7,7 @@ import torch
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels.base import Kernel, Operands, Program, Resources, Status, ranked
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
+from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
@@ -21,6 +22,7 @@ KERNELS: tuple[Kernel, ...] = (
     Sm90Fp8Gemm(),
     Sm89Fp8Gemm(),
     Sm80MixedGemm(),
+    DequantizeGemm(),
     CpuMixedGemm(),
 )
 

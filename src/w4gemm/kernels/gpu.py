@@ -28,7 +28,8 @@ MAX_EXPERTS = 512
 _OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _KIND = {torch.float8_e4m3fn: "e4m3", **_OUT_KIND}
 _SCALE_KIND = {"fp16": "f16", "bf16": "bf16", "e4m3": "e4m3"}
-_MIN_DRIVER = (12, 0)
+MIN_DRIVER = (12, 0)
+"""CUDA version that the driver must support."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class GpuKernel(ABC):
             return Status.no(f"cannot take {problem.format}: {reason}")
         if problem.experts > MAX_EXPERTS:
             return Status.no(f"takes at most {MAX_EXPERTS} experts, the weight has {problem.experts}")
-        reason = missing_for_dsl(_MIN_DRIVER)
+        reason = missing_for_dsl(MIN_DRIVER)
         return Status.no(reason) if reason else OK
 
     def ctas_per_sm(self, config: GemmConfig) -> int:

@@ -1,0 +1,117 @@
+"""A packed weight (n, k) to a dense matrix in x's dtype, as fast as its bytes move; cuBLAS multiplies by it.
+
+A CTA walks over blocks of 64 rows x 128 columns. A row's columns are decoded in chunks of 128 bytes, a chunk in four
+steps of 32 bytes, as the matrix instructions of the other kernels take them (layouts/sm90.py): a code word holds what
+one lane of a quad feeds to one step, 4 bytes of each half of the step, of rows g and g + 8. Here the four lanes of a
+quad take a step each, with the words of all four lanes, so that each has 16 contiguous bytes of every row and half:
+
+    lane 2 i        step 2 i: first half, second half            step 2 i,     first half;  step 2 i + 1, first half
+    lane 2 i + 1    step 2 i + 1: first half, second half   ->   step 2 i, second half;     step 2 i + 1, second half
+
+Neighbours exchange the halves that the other one stores, since then two lanes fill a sector of 32 bytes at once.
+
+Programmatic dependent launch: the fp8 decoder's table is filled before ``griddepcontrol.wait``; the memory that is
+written after it may be what the kernel before still reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from w4gemm.kernels.device.decode import Decoder
+from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
+from w4gemm.kernels.device.ptx import load_global, shared_address, store_global
+from w4gemm.kernels.gpu import Variant
+from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS
+
+_THREADS = 128
+_CHUNK_BYTES = 128
+
+
+class Dequantize:
+    """The kernel for a variant, of which only the formats of weight and x count. ``hopper``: whether for SM90 or later,
+    with its arithmetic on pairs of bf16 and programmatic dependent launch."""
+
+    def __init__(self, variant: Variant, hopper: bool):
+        self.v = v = variant
+        self.hopper = hopper
+        self.decoder = (
+            Fp8Decoder(v.scale_kind, v.zero)
+            if v.kind == "e4m3"
+            else Decoder(v.kind, v.scale_kind, v.zero, only_fma=not hopper)
+        )
+        self.chunks = BLOCK_K // v.chunk_k
+        self.scale_bytes = 128 * self.decoder.words_per_scale  # of a group in a block
+
+    @cute.jit
+    def __call__(self, weight: cute.Tensor, dense: cute.Tensor, max_ctas: Int32, stream: Any):
+        """weight int32 (n blocks, k blocks, words), dense int32 (64 n blocks, bytes of 128 k blocks / 4)."""
+        ctas = cutlass.min(weight.shape[0] * weight.shape[1], max_ctas)
+        self.kernel(weight, dense).launch(grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream, use_pdl=self.hopper)
+
+    @cute.kernel
+    def kernel(self, weight: cute.Tensor, dense: cute.Tensor):
+        v = self.v
+        thread = cute.arch.thread_idx()[0]
+        k_blocks, stride = weight.shape[1], cute.arch.grid_dim()[0]
+        table = Int32(0)
+        if const_expr(v.decode_table_bytes > 0):
+            smem = cutlass.memory.SmemAllocator()
+            table = shared_address(smem.allocate_array(Int32, v.decode_table_bytes // 4, byte_alignment=16))
+            self.decoder.fill_table(table, thread, _THREADS)
+            cute.arch.sync_threads()
+        if const_expr(self.hopper):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        block = cute.arch.block_idx()[0]
+        while block < weight.shape[0] * k_blocks:
+            self.dequantize(weight, dense, block, thread, table)
+            block += stride
+
+    @cute.jit
+    def dequantize(self, weight: cute.Tensor, dense: cute.Tensor, block: Int32, thread: Int32, table: Int32):
+        """One block. Of a thread: step ``q`` of every chunk, of rows g and g + 8 of its warp's sixteen."""
+        v, exists = self.v, Boolean(True)
+        warp, lane = thread // 32, thread % 32
+        g, q = lane // 4, lane % 4
+        source = weight.iterator.toint() + Int64(block) * v.block_bytes
+        n_block, k_block = block // weight.shape[1], block % weight.shape[1]
+        row_bytes = dense.shape[1] * 4
+        row = Int64(n_block * BLOCK_N + warp * 16 + g)
+        target = dense.iterator.toint() + row * row_bytes + k_block * (BLOCK_K * v.itemsize)
+        count, per_scale = self.decoder.words_per_step, self.decoder.words_per_scale
+        words, scales = [], []
+        for chunk in cutlass.range_constexpr(self.chunks):
+            # step q is in these 16 bytes of a lane, from this word on
+            half, first = (chunk, q) if count == 1 else (q // 2, q % 2 * 2)
+            at = source + half * 2048 + (warp * 32 + g * 4) * 16 + first * 4
+            words.append([load_global(at + other * 16, count, exists) for other in range(4)])
+            group = (chunk * v.chunk_k + q * (v.chunk_k // 4)) // v.scale_group
+            at = source + 4 * CODE_WORDS + group * self.scale_bytes + (warp * 8 + g) * 4 * per_scale
+            scales.append(load_global(at, per_scale, exists))
+        for chunk in cutlass.range_constexpr(self.chunks):
+            prepared = self.decoder.prepare(tuple(scales[chunk]), table)
+            decoded = [self.decoder.decode(tuple(w), prepared) for w in words[chunk]]
+            for row8 in cutlass.range_constexpr(2):
+                halves = [[values[row8 + 2 * half] for values in decoded] for half in range(2)]
+                even, odd = self.exchanged(halves, q % 2 == 1)
+                at = target + row8 * 8 * row_bytes + chunk * _CHUNK_BYTES + q // 2 * 64 + q % 2 * 16
+                store_global(at, even, exists)
+                store_global(at + 32, odd, exists)
+
+    def exchanged(self, halves: Any, is_odd: Boolean):
+        """halves: of this lane's own step. What it stores: one of them of the even step and of the odd one."""
+        own, others = _chosen(is_odd, *halves)
+        got = [cute.arch.shuffle_sync_bfly(word, 1) for word in others]
+        return _chosen(is_odd, own, got)
+
+
+def _chosen(swap: Boolean, a: Any, b: Any):
+    """(a, b), or (b, a)."""
+    pairs = list(zip(a, b, strict=True))
+    swapped = [(Int32(cutlass.select_(swap, y, x)), Int32(cutlass.select_(swap, x, y))) for x, y in pairs]
+    return [first for first, _ in swapped], [second for _, second in swapped]

@@ -1,0 +1,189 @@
+"""Host side of the kernel for very many tokens: decodes the weight once, into memory, and calls cuBLAS.
+
+A fused kernel decodes every weight anew for each 256 tokens. That takes power, and a chip at its power limit pays for
+it with its clock; and where a GPU has no fused kernel for its tensor cores, cuBLAS has one. From some thousands of
+tokens on it can cost less to write the dense weight out once: on an H200 for some weights beside fp8 activations, never
+beside 16-bit ones (docs/measured.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from w4gemm import environment
+from w4gemm.config import GemmConfig
+from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.kernels import workspace
+from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
+from w4gemm.kernels.device.requirements import missing_for_dsl
+from w4gemm.kernels.gpu import MIN_DRIVER, Variant
+from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
+from w4gemm.layouts import layout_named
+from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N
+from w4gemm.problem import GemmProblem
+
+_FP8 = torch.float8_e4m3fn
+_LAYOUTS = {torch.float16: "sm90", torch.bfloat16: "sm90", _FP8: "sm90_fp8"}
+"""By the dtype of x."""
+_TOKENS, _CHUNK_K = 256, 128
+"""What stands in a config for tiles that are cuBLAS's to choose."""
+_LEAST_FEATURES = 2048
+_CTAS_PER_SM = 16
+
+LAUNCH_US = 6.0
+"""Of a part of the features: two launches, and the last wave of each."""
+BYTES_PER_US = 3.3e6
+OPERATIONS_PER_US = {(9, 0): 690e6 / 132, (10, 0): 1500e6 / 148, (10, 3): 1500e6 / 148}
+_OTHERS = 250e6 / 108
+"""Of one multiprocessor, by compute capability, on 16-bit operands: H200, 2026-11-21 (docs/benchmarks.md); B200, B300
+and the A100, whose rate stands for all others, from data sheets, not measured."""
+FP8_OPERATIONS_PER_US = 1310e6 / 132
+
+
+class DequantizeGemm:
+    """Any m and k, one weight, 16-bit activations on SM80 and later, e4m3 ones with e4m3 group scales on SM90."""
+
+    name = "dequantize_gemm"
+    revision = 1
+
+    def supports(self, problem: GemmProblem) -> Status:
+        if reason := Sm80MixedGemm().refusal(problem.device):
+            return Status.no(reason)
+        if problem.layout != _LAYOUTS.get(problem.dtype):
+            taken = ", ".join(f"{dtype} beside {layout}" for dtype, layout in _LAYOUTS.items())
+            return Status.no(f"takes {taken}, got {problem.dtype} beside {problem.layout}")
+        if reason := layout_named(problem.layout).supports(problem.format):
+            return Status.no(f"cannot take {problem.format}: {reason}")
+        if problem.experts:
+            return Status.no("takes a single weight; how many tokens an expert has, only the device knows")
+        if reason := _refused_fp8(problem) if problem.dtype == _FP8 else "":
+            return Status.no(reason)
+        stored = Epilogue(bias=problem.epilogue.bias, token_scale=problem.epilogue.token_scale)
+        if problem.epilogue != stored:
+            return Status.no(f"stores {stored} alone, in {stored.result_dtype(problem.dtype)}")
+        if not self.configs(problem):
+            least = _dense_bytes(problem, _LEAST_FEATURES) >> 20
+            return Status.no(f"needs {least + 1} MiB of workspace, W4GEMM_WORKSPACE_MIB allows {_limit() >> 20}")
+        reason = missing_for_dsl(MIN_DRIVER)
+        return Status.no(reason) if reason else OK
+
+    def configs(self, problem: GemmProblem) -> list[GemmConfig]:
+        """tile_n: the features that are decoded at a time, those whose dense weight fits the workspace."""
+        found: list[GemmConfig] = []
+        features = _LEAST_FEATURES
+        while not problem.experts and _dense_bytes(problem, features) <= _limit():
+            found.append(GemmConfig(_TOKENS, features, _CHUNK_K))
+            if features >= problem.n:
+                break
+            features *= 2
+        return found
+
+    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
+        dense = _dense_bytes(problem, problem.n)
+        packed = problem.n * problem.k // 2
+        rate = OPERATIONS_PER_US.get(problem.device.capability, _OTHERS)
+        if problem.dtype == _FP8:
+            rate = FP8_OPERATIONS_PER_US
+        parts = -(-problem.n // config.tile_n)
+        operations = 2 * problem.m * problem.n * problem.k
+        return parts * LAUNCH_US + (dense + packed) / BYTES_PER_US + operations / (rate * problem.device.sms)
+
+    def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
+        """cuBLAS chooses by m."""
+        return None
+
+    def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
+        return workspace.FLAG_BYTES + _dense_bytes(problem, config.tile_n)
+
+    def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
+        return Resources(memory=self._variant(problem).decode_table_bytes)
+
+    def _variant(self, problem: GemmProblem) -> Variant:
+        """Of which nothing but the formats of weight and x differs."""
+        v: Variant = Variant.of(problem, GemmConfig(_TOKENS, BLOCK_N, BLOCK_K))
+        return replace(v, epilogue=PLAIN, vector=True)
+
+    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
+        return self._variant(problem)
+
+    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.dequantize_gemm.kernel import Dequantize
+
+        v = self._variant(problem)
+        blocks = (cute.sym_int(), cute.sym_int(), v.block_bytes // 4)
+        weight = make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16)
+        words = (cute.sym_int(), cute.sym_int(divisibility=32))
+        dense = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(1, 0), assumed_align=16)
+        entry = Dequantize(v, problem.device.capability >= (9, 0))
+        arch = Sm80MixedGemm().arch(problem.device)
+        return Program(entry, (weight, dense, 1, make_fake_stream(use_tvm_ffi_env_stream=True)), arch)
+
+    def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+        x, weight, out, *_ = operands
+        blocks, channels = weight[0], weight[1] if len(weight) > 1 else None
+        n, k = out.shape[1], x.shape[1]
+        size = min(config.tile_n // BLOCK_N, blocks.shape[0]) * BLOCK_N * blocks.shape[1] * BLOCK_K * x.itemsize
+        memory = torch.empty(size, dtype=torch.uint8, device=x.device)
+        if operands.workspace is not None:
+            memory = workspace.parts(operands.workspace)[0].view(torch.uint8)
+        ctas = _CTAS_PER_SM * problem.device.sms
+        multiply = _multiplier(x, channels, operands.bias, operands.token_scale)
+        for first in range(0, n, config.tile_n):
+            part = blocks[first // BLOCK_N : (first + config.tile_n) // BLOCK_N]
+            shape = part.shape[0] * BLOCK_N, part.shape[1] * BLOCK_K * x.itemsize
+            dense = memory[: shape[0] * shape[1]].view(shape)
+            compiled(part, dense.view(torch.int32), ctas)
+            features = slice(first, min(first + config.tile_n, n))
+            multiply(dense.view(x.dtype)[: features.stop - first, :k], features, out[:, features])
+
+
+def _multiplier(
+    x: torch.Tensor, channels: torch.Tensor | None, bias: torch.Tensor | None, token_scale: torch.Tensor | None
+) -> Callable[[torch.Tensor, slice, torch.Tensor], None]:
+    """Puts what d is of some features, from their dense weight, into their columns of d."""
+
+    if not x.is_contiguous() or x.data_ptr() % 16:  # cuBLAS adds up in an order that depends on where x lies
+        x = x.clone(memory_format=torch.contiguous_format)
+    rows = token_scale
+    if channels is not None and rows is None:
+        rows = torch.ones(x.shape[0], device=x.device)
+
+    def multiply(dense: torch.Tensor, features: slice, d: torch.Tensor) -> None:
+        added = None if bias is None else bias[features]
+        if channels is not None and rows is not None:
+            scales = rows[:, None], channels[None, features]
+            torch._scaled_mm(x, dense.t(), *scales, bias=added, out_dtype=d.dtype, use_fast_accum=True, out=d)
+        elif added is not None:
+            torch.addmm(added, x, dense.t(), out=d)
+        else:
+            torch.mm(x, dense.t(), out=d)
+
+    return multiply
+
+
+def _refused_fp8(problem: GemmProblem) -> str:
+    if problem.device.capability != (9, 0):
+        return "e4m3 activations: seen to work on compute capability 9.0 only"
+    if not problem.format.has_channels:
+        return f"e4m3 activations want e4m3 group scales (fold_scales), which decode to e4m3; got {problem.format}"
+    if problem.n % 16 or problem.k % 16:
+        return f"e4m3 activations want n and k as multiples of 16, got {problem.n} and {problem.k}"
+    return ""
+
+
+def _limit() -> int:
+    return environment.workspace_mib() << 20
+
+
+def _dense_bytes(problem: GemmProblem, features: int) -> int:
+    """Of so many features' dense weight, or of all, in whole blocks."""
+    rows = -(-min(features, problem.n) // BLOCK_N) * BLOCK_N
+    return rows * -(-problem.k // BLOCK_K) * BLOCK_K * problem.dtype.itemsize
