@@ -57,8 +57,10 @@ class Plan:
     source: str = "forced"
     """Where the choice came from: forced, tuned, shipped or heuristic."""
 
-    def launch(self, operands: Operands) -> None:
-        self.kernel.launch(self.compiled, self.problem, self.config, operands)
+    @functools.cached_property
+    def launch(self) -> Callable[[Operands], None]:
+        """As the kernel's ``launcher`` gives it."""
+        return self.kernel.launcher(self.compiled, self.problem, self.config)
 
     def __str__(self) -> str:
         return f"{self.kernel.name}/{self.config}"
@@ -67,9 +69,15 @@ class Plan:
 class _NamedPlan(Plan):
     """A plan whose launches show in a profiler as NVTX ranges, by its name."""
 
-    def launch(self, operands: Operands) -> None:
-        with torch.cuda.nvtx.range(f"w4gemm {self}"):
-            super().launch(operands)
+    @functools.cached_property
+    def launch(self) -> Callable[[Operands], None]:
+        launch = self.kernel.launcher(self.compiled, self.problem, self.config)
+
+        def named(operands: Operands) -> None:
+            with torch.cuda.nvtx.range(f"w4gemm {self}"):
+                launch(operands)
+
+        return named
 
 
 class Call(NamedTuple):
