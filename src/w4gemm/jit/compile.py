@@ -32,7 +32,7 @@ _lock = threading.RLock()
 
 
 def compiled(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
-    """What ``kernel.launch`` calls: takes the entry's run-time arguments by position, except the stream.
+    """What a kernel's launcher calls: takes the entry's run-time arguments by position, except the stream.
 
     It launches on torch's current stream of its tensors' device. Safe to call from several threads.
 
