@@ -14,6 +14,7 @@ from w4gemm import dispatch, linear, ops
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
+from w4gemm.problem import Device, GemmProblem
 
 N, K = 130, 96
 FORMAT = WeightFormat.parse("int4_g32_zint_fp16")
@@ -520,6 +521,10 @@ def test_another_gpu_than_the_current_one():
         pytest.skip("needs two GPUs")
     w = random_weight(FORMAT, N, K).to("cuda:1").repack()
     x = torch.randn(5, K, device="cuda:1", dtype=torch.bfloat16)
-    assert_close(linear(x, w), x, w)
+    problem = GemmProblem(5, N, K, x.dtype, FORMAT, w.layout, device=Device.of(x.device))
+    stream = next(c for c in dispatch.configs(problem) if "stream" in c)  # whose launches have flags of their own
+    for config in (None, None, stream, stream):
+        assert_close(linear(x, w, config=config), x, w)
+        assert torch.cuda.current_device() == 0
     with pytest.raises(ValueError, match="x: wanted w's device cuda:1, got cuda:0"):
         linear(x.to("cuda:0"), w)

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -129,7 +129,10 @@ def plan_for(call: Call) -> Plan:
         m *= max(1, experts)
         problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant, experts)
         if _tuner is not None and not config and not experts:
-            _tuner(problem)
+            with (
+                torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+            ):  # it measures on the current one
+                _tuner(problem)
         started = time.perf_counter()
         found = _plans[call] = plan(problem, config or None)
         ms = 1e3 * (time.perf_counter() - started)

@@ -146,10 +146,11 @@ def _computed(
 ) -> torch.Tensor:
     """The result of a call that was checked, (..., columns) in ``dtype``; ``out`` if given."""
     shape = x.shape
-    rows = x if len(shape) == 2 else x.reshape(-1, w.k)
+    flat = len(shape) == 2
+    rows = x if flat else x.reshape(-1, w.k)
     if w.perm is not None:
         rows = gather_columns(rows, w.perm)
-    m = shape[0] if len(shape) == 2 else rows.shape[0]
+    m = shape[0] if flat else rows.shape[0]
     if out is not None:
         d = out.view(-1, columns)
     elif dtype is call.dtype:  # new_empty with plain numbers takes two thirds of torch.empty's time
@@ -160,7 +161,7 @@ def _computed(
         _launch(call, Operands(rows, w.tensors, d, *fused))
     if out is not None:
         return out
-    return d if len(shape) == 2 else d.view(*shape[:-1], columns)
+    return d if flat else d.view(*shape[:-1], columns)
 
 
 def quantized(
@@ -209,19 +210,12 @@ def _call(
 
 
 def _launch(call: dispatch.Call, operands: Operands) -> None:
-    """Launch the plan for ``call``, of at least one row."""
+    """Launch the plan for ``call``, of at least one row, on x's device, which need not be the current one."""
     x = operands.x
     row, column = x.stride()
-    if column != 1 or (
-        row < call.k and x.shape[0] > 1
-    ):  # rows that overlap, as after expand, are no matrix to a kernel
+    if column != 1 or (row < call.k and x.shape[0] > 1):  # rows that overlap, as after expand, are no matrix
         operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x))
-    # what torch.cuda.current_device does once CUDA is initialized, as it is where there is a tensor
-    if x.is_cuda and call.device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(call.device):
-            dispatch.plan_for(call).launch(operands)
-    else:
-        dispatch.plan_for(call).launch(operands)
+    dispatch.plan_for(call).launch(operands)
 
 
 def _linear_dispatched(
