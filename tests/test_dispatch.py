@@ -229,7 +229,7 @@ def test_launches_are_named_for_a_profiler_only_if_asked(monkeypatch):
         monkeypatch.setenv("W4GEMM_NVTX", value)
         plan = dispatch.plan(H200_PROBLEM)
         assert plan.__class__ is type
-        monkeypatch.setattr(plan.kernel.__class__, "launch", lambda *a: names.append("launch"))
+        monkeypatch.setattr(plan.kernel.__class__, "launcher", lambda *a: lambda operands: names.append("launch"))
         plan.launch(None)
     assert names == ["launch", "launch", f"w4gemm {plan}", "launch"]
 

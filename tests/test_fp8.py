@@ -168,7 +168,7 @@ def test_a_layer(w, x):
 def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
     """What a kernel is given; none runs such a weight on the CPU."""
     seen = []
-    monkeypatch.setattr(ops, "_run", lambda operands, *rest: seen.append((operands, rest[1])))
+    monkeypatch.setattr(ops, "_launch", lambda call, operands: seen.append((operands, call.epilogue)))
     x, bias = x.to(dtype), torch.randn(N).to(dtype)
     d = linear(x, w.repack("sm90_fp8"), bias)
     assert d.dtype == dtype and d.shape == (2, 3, N)

@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4gemm
 from conformance.cases import assert_close, random_weight
-from w4gemm import linear
+from w4gemm import dispatch, linear, ops
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
+from w4gemm.problem import Device, GemmProblem
 
 N, K = 130, 96
 FORMAT = WeightFormat.parse("int4_g32_zint_fp16")
@@ -417,6 +418,86 @@ def test_inference_mode(w, x):
         assert torch.equal(linear(x, w), expected)
 
 
+# --- calls that look like one before ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm(w, x, bias, monkeypatch) -> dict:
+    """The arguments of a call, made once, so that those that look alike are not checked again."""
+    monkeypatch.setattr(ops, "_checked", {})
+    call = {"x": x, "w": w, "bias": bias, "activation": "relu"}
+    expected = linear(**call)
+    assert len(ops._checked) == 1
+    with monkeypatch.context() as without_checks:
+        without_checks.setattr(ops.arguments, "check", None)
+        assert torch.equal(linear(**call), expected)
+    return call
+
+
+WRONG = {
+    "dtype": ({"x": torch.randn(2, 3, K, dtype=torch.float64)}, TypeError, "x: wanted"),
+    "k": ({"x": torch.randn(2, 3, K + 1)}, ValueError, "x: wanted shape"),
+    "device": ({"x": torch.empty(2, 3, K, device="meta")}, (TypeError, ValueError), "x: wanted"),
+    "no dimension": ({"x": torch.tensor(1.0)}, ValueError, "x: wanted shape"),
+    "no tensor": ({"x": [1.0] * K}, TypeError, "x: wanted a tensor"),
+    "no weight": ({"w": torch.zeros(N, K)}, TypeError, "w: wanted a QuantizedWeight"),
+    "bias of another length": ({"bias": torch.zeros(N + 1)}, ValueError, "bias: wanted shape"),
+    "bias of another dtype": ({"bias": torch.zeros(N, dtype=torch.float64)}, TypeError, "bias: wanted"),
+    "strided bias": ({"bias": torch.zeros(N, 2)[:, 0]}, ValueError, "bias: wanted it contiguous"),
+    "no bias": ({"bias": 1.0}, TypeError, "bias: wanted a tensor"),
+    "activation": ({"activation": "swish"}, ValueError, "activation: wanted one of"),
+    "list": ({"activation": ["relu"]}, ValueError, "activation: wanted one of"),
+    "no bool": ({"batch_invariant": 0}, TypeError, "batch_invariant: wanted a bool"),
+    "config": ({"config": 1}, TypeError, "config: wanted"),
+    "out": ({"out": torch.zeros(1)}, ValueError, "out: wanted"),
+}
+
+
+@pytest.mark.parametrize("wrong, error, message", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_wrong_call_after_a_right_one(warm, wrong, error, message):
+    with pytest.raises(error, match=message):
+        linear(**(warm | wrong))
+
+
+def test_what_looks_alike_may_differ_in_all_else(warm, device, dtype):
+    """Other tensors of the same shapes, on a weight of the same kind; rows that overlap; another weight, and size."""
+    looks = len(ops._checked)
+    w = random_weight(FORMAT, N, K, seed=7).to(device).repack()
+    x, bias = torch.randn(K, 3, 2, device=device).to(dtype).permute(2, 1, 0), warm["bias"].flip(0)
+    for rows in (x, torch.randn(K, device=device).to(dtype).expand(2, 3, K)):
+        torch.testing.assert_close(linear(rows, w, bias, activation="relu"), linear(rows, w, bias).relu())
+    assert len(ops._checked) == looks + 1, "the calls without the activation"
+    wide = random_weight(FORMAT, N + 2, K).to(device).repack()
+    assert_close(linear(x, wide), x, wide)
+
+
+def test_a_warm_call_with_gradients(warm):
+    x = warm["x"].clone().requires_grad_()
+    linear(**(warm | {"x": x})).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_warm_call_finds_the_plan_that_is_right_now(warm, monkeypatch):
+    seen = []
+    monkeypatch.setattr(dispatch, "plan", lambda problem, config: seen.append(problem) or dispatch.Plan(*[None] * 4))
+    linear(**warm)
+    assert not seen
+    dispatch.forget(N, K)
+    with pytest.raises(AttributeError):  # that plan runs nothing
+        linear(**warm)
+    assert len(seen) == 1 and seen[0].epilogue == Epilogue("relu", bias=True)
+    dispatch.forget(N, K)
+
+
+def test_looks_are_not_kept_without_end(w, monkeypatch):
+    monkeypatch.setattr(ops, "_checked", {})
+    monkeypatch.setattr(ops, "_MOST_CHECKED", 4)
+    for m in range(1, 8):
+        linear(torch.zeros(m, K, dtype=torch.bfloat16, device=w.device), w)
+    assert len(ops._checked) == 3
+
+
 @pytest.mark.gpu
 def test_a_warm_call_costs_little():
     """The CPU's side of a call on a GPU, which hides behind the GPU's only if it is short."""
@@ -440,6 +521,10 @@ def test_another_gpu_than_the_current_one():
         pytest.skip("needs two GPUs")
     w = random_weight(FORMAT, N, K).to("cuda:1").repack()
     x = torch.randn(5, K, device="cuda:1", dtype=torch.bfloat16)
-    assert_close(linear(x, w), x, w)
+    problem = GemmProblem(5, N, K, x.dtype, FORMAT, w.layout, device=Device.of(x.device))
+    stream = next(c for c in dispatch.configs(problem) if "stream" in c)  # whose launches have flags of their own
+    for config in (None, None, stream, stream):
+        assert_close(linear(x, w, config=config), x, w)
+        assert torch.cuda.current_device() == 0
     with pytest.raises(ValueError, match="x: wanted w's device cuda:1, got cuda:0"):
         linear(x.to("cuda:0"), w)

@@ -41,7 +41,7 @@ def favourite(monkeypatch: pytest.MonkeyPatch) -> str:
         found = []
         for launch in launches:
             launch(operands[0])
-            us = 10.0 if second.endswith(f"/{launch.args[2]}") else 100.0
+            us = 10.0 if second.endswith(f"/{launch.args[1]}") else 100.0
             found.append(Timing(us, us, us))
         return found
 
@@ -73,14 +73,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(favourite):
 
 def test_a_wrong_or_broken_config_is_left_out(favourite, monkeypatch, caplog):
     kernel = kernel_named("cpu_mixed_gemm")
-    launch = type(kernel).launch
+    launch = type(kernel)._launch
 
-    def broken(self, compiled, problem, config, operands):
-        launch(self, compiled, problem, config, operands)
+    def broken(self, problem, config, operands):
+        launch(self, problem, config, operands)
         if f"{kernel.name}/{config}" == favourite:
             operands.out[0, 0] += 1000
 
-    monkeypatch.setattr(type(kernel), "launch", broken)
+    monkeypatch.setattr(type(kernel), "_launch", broken)
     with caplog.at_level(logging.WARNING, "w4gemm"):
         (outcome,) = tuner.tune([CPU], "cpu")
     assert outcome.record.choice == outcome.first_guess and list(outcome.failed) == [favourite]
@@ -160,7 +160,7 @@ def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
     def time(self, launches, operands, replays):
         m = operands[0].x.shape[0]
         fast = {8: 50.0, 1: 400.0}[m]
-        return [Timing(0, fast if second.endswith(f"/{launch.args[2]}") else 100.0, 0) for launch in launches]
+        return [Timing(0, fast if second.endswith(f"/{launch.args[1]}") else 100.0, 0) for launch in launches]
 
     monkeypatch.setattr(Workload, "time", time)
     (outcome,) = tuner.tune([CPU], "cpu")
@@ -174,7 +174,7 @@ def test_a_cliff_inside_the_interval_is_avoided(monkeypatch):
 
     def time(self, launches, operands, replays):
         us = {8: 98.0, 1: 200.0}[operands[0].x.shape[0]]
-        return [Timing(0, us if first.endswith(f"/{launch.args[2]}") else 100.0, 0) for launch in launches]
+        return [Timing(0, us if first.endswith(f"/{launch.args[1]}") else 100.0, 0) for launch in launches]
 
     monkeypatch.setattr(Workload, "time", time)
     (outcome,) = tuner.tune([CPU], "cpu")

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -57,8 +57,10 @@ class Plan:
     source: str = "forced"
     """Where the choice came from: forced, tuned, shipped or heuristic."""
 
-    def launch(self, operands: Operands) -> None:
-        self.kernel.launch(self.compiled, self.problem, self.config, operands)
+    @functools.cached_property
+    def launch(self) -> Callable[[Operands], None]:
+        """As the kernel's ``launcher`` gives it."""
+        return self.kernel.launcher(self.compiled, self.problem, self.config)
 
     def __str__(self) -> str:
         return f"{self.kernel.name}/{self.config}"
@@ -67,9 +69,15 @@ class Plan:
 class _NamedPlan(Plan):
     """A plan whose launches show in a profiler as NVTX ranges, by its name."""
 
-    def launch(self, operands: Operands) -> None:
-        with torch.cuda.nvtx.range(f"w4gemm {self}"):
-            super().launch(operands)
+    @functools.cached_property
+    def launch(self) -> Callable[[Operands], None]:
+        launch = self.kernel.launcher(self.compiled, self.problem, self.config)
+
+        def named(operands: Operands) -> None:
+            with torch.cuda.nvtx.range(f"w4gemm {self}"):
+                launch(operands)
+
+        return named
 
 
 class Call(NamedTuple):
@@ -121,7 +129,10 @@ def plan_for(call: Call) -> Plan:
         m *= max(1, experts)
         problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant, experts)
         if _tuner is not None and not config and not experts:
-            _tuner(problem)
+            with (
+                torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+            ):  # it measures on the current one
+                _tuner(problem)
         started = time.perf_counter()
         found = _plans[call] = plan(problem, config or None)
         ms = 1e3 * (time.perf_counter() - started)

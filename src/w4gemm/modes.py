@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from w4gemm.arguments import Fused
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def is_plain(t: object) -> bool:
+    """Whether it is a tensor, and no subclass that has ideas of its own."""
+    return type(t) in _PLAIN
+
+
 def needs_dispatcher(x: torch.Tensor, fused: Fused) -> bool:
     """Whether anything but plain eager execution is going on: then only the registered operator is right."""
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or type(x) not in _PLAIN
         or (torch.is_grad_enabled() and requires_grad(x, fused))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
+        or _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+        or peek_interpreter_stack() is not None
+        or _get_tracing_state() is not None
         or forward_ad._current_level >= 0
     )
 

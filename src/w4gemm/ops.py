@@ -8,6 +8,7 @@ Under ``torch.compile``, autograd, tensor subclasses and modes it goes through t
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,12 @@ from w4gemm import arguments, dispatch
 from w4gemm.activations import quantize_activations
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue, default_out_dtype
+from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.gather import gather_columns, selected
 from w4gemm.kernels import Operands
 from w4gemm.layouts import FP8_LAYOUT
-from w4gemm.modes import is_dual, needs_dispatcher, requires_grad
+from w4gemm.modes import is_dual, is_plain, needs_dispatcher, requires_grad
 from w4gemm.weight import QuantizedWeight
 
 _FP8 = torch.float8_e4m3fn
@@ -77,33 +78,90 @@ def linear(
     """
     if w.__class__ is QuantizedWeight and w.layout == FP8_LAYOUT:
         x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
+    if batch_invariant is not False and batch_invariant is not True:
+        raise TypeError(f"batch_invariant: wanted a bool, got {type(batch_invariant).__name__} {batch_invariant!r}")
+    look, fused = None, _NONE if bias is None else Fused(bias=bias)
+    if alpha is residual is token_scale is out_dtype is out is config is None:
+        look = _look(x, w, fused, activation, batch_invariant)
+        call = None if look is None else _checked.get(look)
+        if call is not None:
+            columns = w.n if activation is None else call.epilogue.columns(w.n)
+            return _computed(call, x, w, fused, columns, call.dtype)
     arguments.check(x, w, bias, out_dtype)
     if config is None:
         config = ""
     elif not isinstance(config, str):
         config = arguments.config_text(config)
-    if batch_invariant is not False and batch_invariant is not True:
-        raise TypeError(f"batch_invariant: wanted a bool, got {type(batch_invariant).__name__} {batch_invariant!r}")
-    dtype, columns = x.dtype, w.n
-    if alpha is None and activation is None and residual is None and out_dtype is None and token_scale is None:
-        epilogue, fused = (PLAIN, _NONE) if bias is None else (_BIAS, Fused(bias=bias))
-    else:
+    epilogue = PLAIN if bias is None else _BIAS
+    if not (alpha is activation is residual is token_scale is out_dtype is None):
         epilogue, fused = arguments.fused(x, w, Fused(alpha, bias, residual, token_scale), activation, out_dtype)
-        dtype, columns = epilogue.result_dtype(dtype), epilogue.columns(columns)
-    if dtype is _FP8:
-        dtype = default_out_dtype(dtype)
     if needs_dispatcher(x, fused):
         return _linear_dispatched(x, w, epilogue, fused, out, config, batch_invariant)
-    rows = x if x.dim() == 2 else x.reshape(-1, w.k)
+    if out is not None:
+        arguments.check_out(out, x, w.n, epilogue, fused)
+    call = _call(x.shape[:-1].numel(), w, x, epilogue, config, batch_invariant)
+    dtype = epilogue.result_dtype(x.dtype)
+    if look is not None and dtype is x.dtype:
+        _remember(look, call)
+    return _computed(call, x, w, fused, epilogue.columns(w.n), dtype, out)
+
+
+# --- what was checked before -----------------------------------------------------------------------------------------
+
+_checked: dict[tuple[Hashable, ...], dispatch.Call] = {}
+"""What plans are looked up by, of calls that passed every check, by what the whole call looked like: one that looks
+alike need not be checked again. It holds neither tensors nor plans, so nothing makes an entry wrong."""
+_MOST_CHECKED = 4096
+
+
+def _look(
+    x: torch.Tensor, w: QuantizedWeight, fused: Fused, activation: str | None, batch_invariant: bool
+) -> tuple[Hashable, ...] | None:
+    """All that the checks look at of a call with no more than x, w, a bias and an activation, and all that its plan
+    depends on. None unless it is a plain eager call with arguments of the right types."""
+    bias = fused.bias
+    if w.__class__ is not QuantizedWeight or w.experts or not (bias is None or is_plain(bias)):
+        return None
+    if needs_dispatcher(x, fused) or not (activation is None or activation.__class__ is str):
+        return None
+    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
+    name, device = w.format.name, w.tensors[0].device  # the name, since a string keeps its hash
+    return x.shape, x.dtype, x.device, name, w.layout, w.n, w.k, device, of_bias, activation, batch_invariant
+
+
+def _remember(look: tuple[Hashable, ...], call: dispatch.Call) -> None:
+    if len(_checked) >= _MOST_CHECKED:
+        _checked.clear()
+    _checked[look] = call
+
+
+def _computed(
+    call: dispatch.Call,
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    fused: Fused,
+    columns: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The result of a call that was checked, (..., columns) in ``dtype``; ``out`` if given."""
+    shape = x.shape
+    flat = len(shape) == 2
+    rows = x if flat else x.reshape(-1, w.k)
     if w.perm is not None:
         rows = gather_columns(rows, w.perm)
-    if out is None:
-        d = _empty(rows, columns, dtype)
-        _run(Operands(rows, w.tensors, d, *fused), w, epilogue, config, batch_invariant)
-        return d if x.dim() == 2 else d.view(*x.shape[:-1], columns)
-    arguments.check_out(out, x, w.n, epilogue, fused)
-    _run(Operands(rows, w.tensors, out.view(-1, columns), *fused), w, epilogue, config, batch_invariant)
-    return out
+    m = shape[0] if flat else rows.shape[0]
+    if out is not None:
+        d = out.view(-1, columns)
+    elif dtype is call.dtype:  # new_empty with plain numbers takes two thirds of torch.empty's time
+        d = rows.new_empty(m, columns)
+    else:
+        d = rows.new_empty((m, columns), dtype=dtype)
+    if m:
+        _launch(call, Operands(rows, w.tensors, d, *fused))
+    if out is not None:
+        return out
+    return d if flat else d.view(*shape[:-1], columns)
 
 
 def quantized(
@@ -118,13 +176,6 @@ def quantized(
     return *quantize_activations(x), out_dtype or x.dtype
 
 
-def _empty(rows: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """A result for rows of x. new_empty with plain numbers takes two thirds of torch.empty's time."""
-    if dtype is rows.dtype:
-        return rows.new_empty(rows.shape[0], columns)
-    return torch.empty((rows.shape[0], columns), dtype=dtype, device=rows.device)
-
-
 class _Weight(NamedTuple):
     """What a plan depends on of a weight."""
 
@@ -137,37 +188,34 @@ def _run(
     operands: Operands, w: QuantizedWeight | _Weight, epilogue: Epilogue, config: str, batch_invariant: bool
 ) -> None:
     """Look up the plan and launch it."""
+    x, rows = operands.x, operands.rows
+    m, experts = x.shape[0], 0 if rows is None else rows[0].shape[0]
+    if m:
+        _launch(_call(m, w, x, epilogue, config, batch_invariant, experts), operands)
+
+
+def _call(
+    m: int,
+    w: QuantizedWeight | _Weight,
+    x: torch.Tensor,
+    epilogue: Epilogue,
+    config: str,
+    batch_invariant: bool,
+    experts: int = 0,
+) -> dispatch.Call:
+    """What the plan is looked up by, for m rows (..., k) of x."""
+    interval = dispatch.interval(-(-m // experts) if experts else m)
+    problem = w.n, x.shape[-1], x.dtype, w.format, w.layout, epilogue, x.device
+    return dispatch.Call(interval, *problem, config, batch_invariant, experts)
+
+
+def _launch(call: dispatch.Call, operands: Operands) -> None:
+    """Launch the plan for ``call``, of at least one row, on x's device, which need not be the current one."""
     x = operands.x
-    m, k = x.shape
-    if m == 0:
-        return
     row, column = x.stride()
-    if column != 1 or (row < k and m > 1):  # rows that overlap, as after expand, are no matrix to a kernel
-        operands = operands._replace(x=torch.empty((m, k), dtype=x.dtype, device=x.device).copy_(x))
-    device = x.device
-    tokens, experts = m, 0
-    if operands.rows is not None:
-        experts = operands.rows[0].shape[0]
-        tokens = -(-m // experts)
-    call = dispatch.Call(
-        dispatch.interval(tokens),
-        w.n,
-        k,
-        x.dtype,
-        w.format,
-        w.layout,
-        epilogue,
-        device,
-        config,
-        batch_invariant,
-        experts,
-    )
-    # what torch.cuda.current_device does once CUDA is initialized, as it is where there is a tensor
-    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            dispatch.plan_for(call).launch(operands)
-    else:
-        dispatch.plan_for(call).launch(operands)
+    if column != 1 or (row < call.k and x.shape[0] > 1):  # rows that overlap, as after expand, are no matrix
+        operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x))
+    dispatch.plan_for(call).launch(operands)
 
 
 def _linear_dispatched(

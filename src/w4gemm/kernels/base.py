@@ -1,7 +1,7 @@
 """What a kernel is to the rest of the library: :class:`Kernel`.
 
 A kernel is one object in the registry (``w4gemm.kernels``). Everything that it says about a problem is pure and needs
-no GPU; only ``launch`` touches a device.
+no GPU; only what ``launcher`` gives touches a device.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Compilable(Protocol):
         ...
 
     def program(self, problem: GemmProblem, config: GemmConfig) -> Program | None:
-        """What to compile for ``launch``; None where nothing needs compiling. Imports the DSL, needs no GPU."""
+        """What to compile for ``launcher``; None where nothing needs compiling. Imports the DSL, needs no GPU."""
         ...
 
 
@@ -133,9 +133,10 @@ class Kernel(Compilable, Protocol):
         """What a launch takes of the device."""
         ...
 
-    def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        """Compute ``operands.out`` on the current stream of its device, without synchronizing or allocating
-        anything that outlives the call."""
+    def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
+        """What launches: computes ``operands.out`` on the current stream of its device, which need not be the current
+        one, without synchronizing or allocating anything that outlives the call. Made once a plan, so that a launch
+        only passes on its operands."""
         ...
 
 

@@ -240,27 +240,31 @@ class GpuKernel(ABC):
         arguments = (x, weight, out, *extras, starts, ends, partials, flags, 1, stream)
         return Program(self.entry()(variant), arguments, self.arch(problem.device))
 
-    def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        clusters = (
-            self.ctas_per_sm(config) * problem.device.sms // (config.cluster_m * config.cluster_n * config.split_k)
-        )
-        x, weight, out, alpha, bias, residual, token_scale, rows, given = operands
-        starts, ends = (None, None) if rows is None else rows
-        partials = flags = None
+    def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
+        per_cluster = config.cluster_m * config.cluster_n * config.split_k
+        clusters = self.ctas_per_sm(config) * problem.device.sms // per_cluster
         size = self.workspace_bytes(problem, config)
-        if size:
-            partials, flags = workspace.partials_and_flags(x.device, size) if given is None else workspace.parts(given)
-        if residual is not None and residual.data_ptr() % 16:
-            residual = residual.clone()
-        blocks = weight[0] if rows is None else weight[0].flatten(0, 1)
-        channels = weight[1] if len(weight) > 1 else None
-        x = _tma_readable(x)
-        compiled(x, blocks, out, alpha, bias, residual, token_scale, channels, starts, ends, partials, flags, clusters)
+
+        def launch(operands: Operands) -> None:
+            x, weight, out, alpha, bias, residual, token_scale, rows, given = operands
+            blocks, channels = weight[0], weight[1] if len(weight) > 1 else None
+            starts = ends = partials = flags = None
+            if rows is not None:
+                (starts, ends), blocks = rows, blocks.flatten(0, 1)
+            if size:
+                own = workspace.partials_and_flags(x.device, size) if given is None else workspace.parts(given)
+                partials, flags = own
+            if residual is not None and residual.data_ptr() % 16:
+                residual = residual.clone()
+            if x.stride()[0] * x.itemsize % 16 or x.data_ptr() % 16:
+                x = _tma_readable(x)
+            extras = alpha, bias, residual, token_scale, channels
+            compiled(x, blocks, out, *extras, starts, ends, partials, flags, clusters)
+
+        return launch
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:
-    """x itself where TMA can read it (rows at multiples of 16 bytes), else a copy, k padded with zeros."""
-    if x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0:
-        return x
+    """A copy of x, k padded with zeros, that TMA can read: with rows at multiples of 16 bytes."""
     bits = x.view(torch.uint8) if x.itemsize == 1 else x  # fp8 cannot be padded
     return torch.nn.functional.pad(bits, (0, -x.shape[1] % (16 // x.itemsize))).contiguous().view(x.dtype)

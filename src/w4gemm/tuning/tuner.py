@@ -7,7 +7,6 @@ against a plain product, looked at briefly, and the best of them timed well. Eve
 from __future__ import annotations
 
 import datetime
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -244,7 +243,7 @@ def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects:
         if (code := future.result()) is not None:
             adopt(*job, code)
     function = compiled(kernel, problem, config)
-    return functools.partial(kernel.launch, function, problem, config)
+    return kernel.launcher(function, problem, config)
 
 
 def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> _Times:

@@ -11,7 +11,8 @@ PyTorch's ``_weight_int4pack_mm_for_cpu`` was tried first: its float32 and float
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -80,7 +81,10 @@ class CpuMixedGemm:
     def program(self, problem: GemmProblem, config: GemmConfig) -> Program | None:
         return None
 
-    def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+    def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
+        return functools.partial(self._launch, problem, config)
+
+    def _launch(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         x, weight, out, alpha, bias, residual, token_scale, rows, _ = operands
         if rows is None:
             return self._multiply(problem, config, operands)
