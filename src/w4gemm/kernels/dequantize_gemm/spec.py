@@ -8,6 +8,7 @@ beside 16-bit ones (docs/measured.md).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -126,22 +127,25 @@ class DequantizeGemm:
         arch = Sm80MixedGemm().arch(problem.device)
         return Program(entry, (weight, dense, 1, make_fake_stream(use_tvm_ffi_env_stream=True)), arch)
 
-    def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+    def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
+        return functools.partial(self._launch, compiled, config.tile_n, _CTAS_PER_SM * problem.device.sms)
+
+    def _launch(self, compiled: Any, tile_n: int, ctas: int, operands: Operands) -> None:
         x, weight, out, *_ = operands
         blocks, channels = weight[0], weight[1] if len(weight) > 1 else None
         n, k = out.shape[1], x.shape[1]
-        size = min(config.tile_n // BLOCK_N, blocks.shape[0]) * BLOCK_N * blocks.shape[1] * BLOCK_K * x.itemsize
-        memory = torch.empty(size, dtype=torch.uint8, device=x.device)
-        if operands.workspace is not None:
+        if operands.workspace is None:
+            rows = min(tile_n, blocks.shape[0] * BLOCK_N)
+            memory = torch.empty(rows * blocks.shape[1] * BLOCK_K * x.itemsize, dtype=torch.uint8, device=x.device)
+        else:
             memory = workspace.parts(operands.workspace)[0].view(torch.uint8)
-        ctas = _CTAS_PER_SM * problem.device.sms
         multiply = _multiplier(x, channels, operands.bias, operands.token_scale)
-        for first in range(0, n, config.tile_n):
-            part = blocks[first // BLOCK_N : (first + config.tile_n) // BLOCK_N]
+        for first in range(0, n, tile_n):
+            part = blocks[first // BLOCK_N : (first + tile_n) // BLOCK_N]
             shape = part.shape[0] * BLOCK_N, part.shape[1] * BLOCK_K * x.itemsize
             dense = memory[: shape[0] * shape[1]].view(shape)
             compiled(part, dense.view(torch.int32), ctas)
-            features = slice(first, min(first + config.tile_n, n))
+            features = slice(first, min(first + tile_n, n))
             multiply(dense.view(x.dtype)[: features.stop - first, :k], features, out[:, features])
 
 
