@@ -2,7 +2,7 @@
 
 Runs ``w4gemm tune`` for each set of layers in a process of its own with an empty cache, so that its time is what a user
 waits. Then every choice is measured again beside the heuristic's first guess, since the fastest of several noisy
-timings flatters itself. Writes src/w4gemm/tuning/tables/ and appends a row of ``{"kind": "tuning", ...}`` for each
+timings flatters itself. Writes src/w4gemm/tuning/tables/, where records of other formats and dtypes stay, and appends a row of ``{"kind": "tuning", ...}`` for each
 point to bench/results/tuning.jsonl.
 """
 
@@ -22,7 +22,7 @@ import torch
 from bench.shapes import SETS
 
 from w4gemm import dispatch, environment
-from w4gemm.cli.problems import chosen_device, parse_tokens
+from w4gemm.cli.problems import chosen_device, chosen_dtype, parse_tokens
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import layout_for
 from w4gemm.problem import GemmProblem
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", default="llama-3-8b,layers", help="names of bench/shapes.py (default: %(default)s)")
     parser.add_argument("--m", default="1..", help="tokens, as of w4gemm tune (default: every interval)")
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser.add_argument("--dtype", help="of activations, as of w4gemm tune")
     parser.add_argument("--device", help="as of w4gemm tune")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     parser.add_argument("--table", type=Path, help="(default: the shipped one of this device)")
@@ -51,13 +52,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = store.user_path()
         assert path is not None
         records = store.effective(store.read(path))
+        table = args.table or store.shipped_path(store.device_facts(device)[0])
+        tuned = {(r.key.format, r.key.dtype) for r in records}
+        records = [*(r for r in store.read(table) if (r.key.format, r.key.dtype) not in tuned), *records]
         rows: list[dict[str, Any]] = []
         for name in seconds:
             rows += gains(name, args, device, where)
     for row in rows:
         row |= {"tune_s": round(seconds[row["shapes"]], 1), **facts, "run": record.run_name(facts)}
     record.append(args.out, *rows)
-    store.replace_table(args.table or store.shipped_path(store.device_facts(device)[0]), records)
+    store.replace_table(table, records)
     for name, took in seconds.items():
         gain = [row["first_guess_us"] / row["us"] for row in rows if row["shapes"] == name]
         mean = math.exp(sum(map(math.log, gain)) / len(gain))
@@ -70,14 +74,16 @@ def tune(name: str, args: argparse.Namespace) -> float:
     sizes = ",".join(f"{n}x{k}" for n, k in SETS[name])
     command = [sys.executable, "-m", "w4gemm.cli", "tune", "--shapes", sizes, "--m", args.m, "--format", args.format]
     started = time.perf_counter()
-    subprocess.run(command + (["--device", args.device] if args.device else []), check=True)
+    for option in ("dtype", "device"):
+        command += [f"--{option}", getattr(args, option)] if getattr(args, option) else []
+    subprocess.run(command, check=True)
     return time.perf_counter() - started
 
 
 def gains(name: str, args: argparse.Namespace, device: Any, where: torch.device) -> list[dict[str, Any]]:
     """A row for each point: its choice and the first guess, interleaved."""
     rows = []
-    dtype = torch.float32 if device.kind == "cpu" else torch.bfloat16
+    dtype = chosen_dtype(args.dtype, device)
     format = WeightFormat.parse(args.format)
     for n, k in SETS[name]:
         workload = None
