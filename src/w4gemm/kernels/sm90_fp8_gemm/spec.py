@@ -21,7 +21,7 @@ _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
 _MAX_TILE_M = {
     True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
-    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 32}},
+    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 32}},
 }
 """By whether scales are applied to sums (which takes two sets of accumulators besides), schedule and tile_n, which fix
 the number of threads: what the registers leave room for."""
@@ -69,6 +69,9 @@ def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, gro
         if cluster_m > 1 and (tile_n != 128 or tile_m < 128 or schedule != "coop" or tile_k * tile_m > 2**15):
             continue
         if tile_m > 128 and (tile_k > 128 or (schedule == "pingpong" and split_k > 1)):
+            continue
+        # more than two units of work in a slot are serialized by ptxas; a share of the sums is of one row block
+        if v.row_blocks > 1 and (tile_k > 128 or split_k > 1):
             continue
         if v.promoted and tile_k == 128:  # a slot has a chunk for each of two sets of fragments
             continue
