@@ -22,9 +22,7 @@ _STREAM = {("stream", 128, 128, 1)}
 _BETWEEN = {
     24: _FEW | {("coop", 64, 512, 1), ("coop", 64, 512, 2)},
     **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
-    **dict.fromkeys(
-        (80, 96, 112), _MANY | _STREAM | {("coop", 64, 256, 1), ("coop", 192, 128, 2), ("coop", 256, 64, 1)}
-    ),
+    **dict.fromkeys((80, 96, 112), _MANY | _STREAM | {("coop", 64, 256, 1), ("coop", 192, 128, 2)}),
     **dict.fromkeys((160, 224), _MANY),
 }
 """Tiles for about as many tokens as they hold, since rows past m cost time: by tile_m what is the fastest of its
