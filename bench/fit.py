@@ -1,9 +1,10 @@
 """Fit the constants of ``w4gemm/kernels/sm90_model.py`` to measured times of configs: ``python -m bench.fit ROWS...``.
 
 ROWS are JSON lines with n, k, m, format, config ("kernel/config") and us, of one GPU, all of fp8 or all of 16-bit
-activations. Writes sm90_times.py or sm90_fp8_times.py and prints, for each (n, k, m), how far the first choice is from
-the fastest config. With ``--keep``, configs that have constants keep them: new ones are fitted beside them, and no
-choice among the others changes. Needs numpy and scipy.
+activations; grouped ones have experts as well, and m tokens for each. Writes sm90_times.py or sm90_fp8_times.py and
+prints, for each (n, k, m, experts), how far the first choice is from the fastest config. With ``--keep``, configs that
+have constants keep them: new ones are fitted beside them, and no choice among the others changes. Needs numpy and
+scipy.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ TIMES: dict[str, tuple[float, float, float]] = {{
 ROUNDS = 7
 
 Launch = tuple[GemmProblem, GemmConfig, int]
-Point = tuple[int, int, int, str]
-"""(n, k, m, format)."""
+Point = tuple[int, int, int, int, str]
+"""(n, k, m, experts, format)."""
 
 
 def main(arguments: list[str]) -> None:
@@ -55,7 +56,9 @@ def main(arguments: list[str]) -> None:
         assert isinstance(kernel, HopperKernel)
         if kernel.layout == FP8_LAYOUT:
             target = FOLDER / "sm90_fp8_times.py"
-        problem = GemmProblem(row["m"], row["n"], row["k"], kernel.dtypes[-1], format, kernel.layout, device=H200)
+        experts = row.get("experts", 0)
+        sizes = row["m"] * max(1, experts), row["n"], row["k"]
+        problem = GemmProblem(*sizes, kernel.dtypes[-1], format, kernel.layout, device=H200, experts=experts)
         launch = problem, config, kernel.ctas_per_sm(config)
         named = f"{kernel.timed_as(format)}/{config}"
         measured[named].append((launch, row["us"]))
@@ -107,7 +110,7 @@ def at(launch: Launch) -> Point:
 
 
 def point_of(problem: GemmProblem) -> Point:
-    return problem.n, problem.k, problem.m, str(problem.format)
+    return problem.n, problem.k, problem.m // max(1, problem.experts), problem.experts, str(problem.format)
 
 
 def fit(samples: list[tuple[Launch, float, float]]) -> tuple[float, float, float]:

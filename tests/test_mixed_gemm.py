@@ -30,6 +30,7 @@ def test_sizes_that_follow_from_a_config(format, experts):
         shares = v.stored_tokens * config.split_k
         assert config.tile_m <= shares < config.tile_m + 8 * config.split_k, "all tokens are stored"
         assert v.shared_bytes <= HOPPER_SHARED_MEMORY
+        assert 64 * v.row_blocks * v.row_groups == config.tile_n and v.warpgroups <= 4
 
 
 def test_few_enough_to_compile_them_all():
@@ -43,3 +44,16 @@ def test_a_tile_has_about_as_many_tokens_as_there_are(n, k):
         problem = replace(PROBLEM, m=m, n=n, k=k)
         _, _, config = ranked([KERNEL], problem)[0]
         assert config.tile_m - m <= 16, (m, config)
+
+
+@pytest.mark.parametrize("m, experts, tile_m", [(80, 0, 96), (112, 0, 112), (128, 0, 128), (8 * 128, 8, 128)])
+def test_folded_fp8_takes_256_features_where_they_are_the_fastest(m, experts, tile_m):
+    """By measurements on an H200, docs/measured.md; where one wave would not be full of such tiles it does not."""
+    folded = WeightFormat.parse("int4_g128_e4m3")
+    for n, k in ((28672, 4096), (8192, 8192)):
+        p = GemmProblem(m, n, k, torch.float8_e4m3fn, folded, "sm90_fp8", device=H200, experts=experts)
+        _, _, config = ranked([kernel_named("sm90_fp8_gemm")], p)[0]
+        if n == 28672:
+            assert (config.tile_m, config.tile_n, config.cluster_n) == (tile_m, 256, 1)
+        elif not experts:
+            assert config.tile_n < 256

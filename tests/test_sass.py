@@ -156,8 +156,8 @@ def test_fp8_on_other_gpus(arch, instruction, name):
 
 
 def configs_with_epilogues() -> list:
-    """Of the configs with as many threads, that with the most tokens, in turn with one of the epilogues that need the
-    most registers."""
+    """Of the configs with as many threads, that with the most tokens, each for the neediest format that has it, in turn
+    with one of the epilogues that need the most registers."""
     epilogues = [
         (Epilogue("gelu", "device", True, True), 8190),
         (Epilogue("silu_mul", "host", True, True, torch.float32), 8192),
@@ -165,19 +165,19 @@ def configs_with_epilogues() -> list:
     ]
     found = {}
     for kernel in gpu_kernels():
-        name = NEEDY.get(kernel.name, _NEEDY)[0]
-        configs = sorted(kernel.configs(problem_of(kernel, name)), key=lambda c: c.tile_m)
-        for c in configs:
-            found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.split_k] = str(c)
+        for name in reversed(NEEDY.get(kernel.name, _NEEDY)):
+            for c in sorted(kernel.configs(problem_of(kernel, name)), key=lambda c: c.tile_m):
+                large = c.tile_m * c.tile_n >= 2**15
+                found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.split_k, large] = str(c), name
     cases = zip(found.items(), itertools.cycle(epilogues), strict=False)
-    return [pytest.param(key[0], config, *e, id=f"{key[0]}-{config}-{e[0]}") for (key, config), e in cases]
+    return [pytest.param(key[0], *c, *e, id=f"{key[0]}-{'-'.join(c)}-{e[0]}") for (key, c), e in cases]
 
 
-@pytest.mark.parametrize("kernel, config, epilogue, n", configs_with_epilogues())
-def test_epilogues(kernel, config, epilogue, n):
+@pytest.mark.parametrize("kernel, config, name, epilogue, n", configs_with_epilogues())
+def test_epilogues(kernel, config, name, epilogue, n):
     found = kernel_named(kernel)
     scaled = epilogue._replace(token_scale=kernel in FP8_KERNELS)
-    p = replace(problem_of(found, NEEDY.get(kernel, _NEEDY)[0], epilogue=scaled), n=n)
+    p = replace(problem_of(found, name, epilogue=scaled), n=n)
     check_kernel(found, p, GemmConfig.parse(config))
 
 

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -34,6 +34,8 @@ FEW_FORMATS = [
     WeightFormat.parse(name)
     for name in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat", "int4_g64_e4m3")
 ]
+CONFIG_FORMATS = [WeightFormat.parse(name) for name in ("int4_g64_zint_fp16", "int4_g64_e4m3")]
+"""Every config runs with the first of these that it is legal for."""
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
@@ -71,6 +73,16 @@ class Target:
         """Every legal config in the form that ``linear`` takes, best guess for m first."""
         problem = self.problem(m, n, k, format, epilogue)
         return [f"{self.kernel.name}/{c}" for _, _, c in ranked([self.kernel], problem)]
+
+    def every_config(self, shapes: Iterable[tuple[int, int]], m: int = 64, experts: int = 0) -> dict[str, WeightFormat]:
+        """All that are legal for one of the shapes (n, k), each with its format of CONFIG_FORMATS."""
+        found: dict[str, WeightFormat] = {}
+        for format in CONFIG_FORMATS:
+            for n, k in shapes:
+                problem = replace(self.problem(m, n, k, format), experts=experts)
+                for _, _, c in ranked([self.kernel], problem):
+                    found.setdefault(f"{self.kernel.name}/{c}", format)
+        return found
 
     def few_configs(self, n: int, k: int, format: WeightFormat) -> list[str]:
         """All on the CPU; on a GPU one, and the same for as many shapes as possible, since each is compiled."""

@@ -22,16 +22,16 @@ from conformance.cases import (
     targets,
 )
 from w4gemm.epilogue import PLAIN, Epilogue
-from w4gemm.formats import WeightFormat
 
 N, K = 208, 768
 """Small, and with a part of a tile along n; K is a multiple of every group size but 512."""
 RAGGED = ((576, 2752), (130, 333), (130, 2752), (7, 333), (7, 32), (1, 100), (1, 32), (576, 100))
 TOKENS = (0, 1, 2, 7, 13, 64, 257)
-CONFIG_FORMAT, CONFIG_DTYPE = WeightFormat.parse("int4_g64_zint_fp16"), torch.bfloat16
+CONFIG_DTYPE = torch.bfloat16
 SHAPES = {"small": (40, 200, 512), "long": (24, 136, 8192), "short": (300, 200, 100), "many": (300, 17032, 256)}
 """Shapes that every config runs: "long" wraps around every pipeline, "short" does not fill one, and "many" has more
 tiles than a GPU runs CTAs, so that they walk over several."""
+CONFIG_SHAPES = [(n, k) for _, n, k in SHAPES.values()]
 
 TARGETS = targets()
 all_formats = pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -61,8 +61,9 @@ def _compiled_ahead(request):
                 epilogues = (PLAIN, Epilogue(bias=True))
                 jobs += [job(t, n, k, f, config, e) for config in t.few_configs(n, k, f) for e in epilogues]
         if configs_of_all(t):
-            for _, n, k in SHAPES.values():
-                jobs += [job(t, n, k, CONFIG_FORMAT, config) for config in t.configs(n, k, CONFIG_FORMAT)]
+            for n, k in CONFIG_SHAPES:
+                found = t.every_config([(n, k)]).items()
+                jobs += [job(t, n, k, format, config) for config, format in found]
     compile_ahead(jobs)
 
 
@@ -142,22 +143,21 @@ def _every_config() -> list[object]:
         (target,) = param.values
         if not configs_of_all(target):
             continue
-        configs = {config for _, n, k in SHAPES.values() for config in target.configs(n, k, CONFIG_FORMAT)}
-        for config in sorted(configs):
+        for config, format in sorted(target.every_config(CONFIG_SHAPES).items()):
             name = f"{target}-{config.rpartition('/')[2]}"
-            found.append(pytest.param(target, config, id=name, marks=param.marks))
+            found.append(pytest.param(target, config, format, id=name, marks=param.marks))
     return found
 
 
-@pytest.mark.parametrize("target, config", _every_config())
-def test_every_config(target, config):
+@pytest.mark.parametrize("target, config, format", _every_config())
+def test_every_config(target, config, format):
     supported_here(target)
-    legal = {name: config in target.configs(n, k, CONFIG_FORMAT) for name, (_, n, k) in SHAPES.items()}
+    legal = {name: config in target.configs(n, k, format) for name, (_, n, k) in SHAPES.items()}
     assert any(legal.values())
     for name, (m, n, k) in SHAPES.items():
         if not legal[name]:
             continue
-        w, x = target.weight(CONFIG_FORMAT, n, k), target.randn(m, k)
+        w, x = target.weight(format, n, k), target.randn(m, k)
         got = linear_poisoned(x, w, None, config)
         assert_close(got, x, w)
         again = [linear_poisoned(x, w, None, config) for _ in range(2 if target.device == "cpu" else 10)]

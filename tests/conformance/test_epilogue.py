@@ -105,22 +105,22 @@ SEVERAL = [
 """For tests over configs: stored from shared memory, with half as many columns, and from registers."""
 
 
-def configs_that_differ(target: Target) -> list[str]:
+def configs_that_differ(target: Target) -> list[tuple[str, WeightFormat]]:
     """One of every kind of config: what of a tile a thread stores, and how it comes to it."""
-    kinds: dict[object, str] = {}
-    for config in target.configs(N, 512, FORMAT):
+    kinds: dict[object, tuple[str, WeightFormat]] = {}
+    for config, format in target.every_config([(N, 512)]).items():
         c = GemmConfig.parse(config.rpartition("/")[2])
-        size = c.tile_m <= 8, c.tile_m > 128
-        kinds.setdefault((size, c.tile_n, c.tile_k > 128, c.cluster_n, c.schedule, c.split_k), config)
+        size = c.tile_m <= 8, c.tile_m > 128, c.tile_m * c.tile_n >= 2**15
+        kinds.setdefault((size, c.tile_n, c.tile_k > 128, c.cluster_n, c.schedule, c.split_k), (config, format))
     return sorted(kinds.values())
 
 
 CONFIGS = [
-    pytest.param(target, config, i % 2 == 1, id=f"{target}-{config.rpartition('/')[2]}", marks=p.marks)
+    pytest.param(target, config, format, i % 2 == 1, id=f"{target}-{config.rpartition('/')[2]}", marks=p.marks)
     for p in TARGETS
     for target in p.values
     if target.dtype in (torch.bfloat16, FP8) and (target.device, target.dtype) != ("cpu", FP8)
-    for i, config in enumerate(configs_that_differ(target))
+    for i, (config, format) in enumerate(configs_that_differ(target))
 ]
 
 
@@ -136,7 +136,8 @@ def _compiled_ahead(request):
         if target.device == "cuda" and "config" in given.params:
             for e in SEVERAL:
                 n = rows(e, given.params["ragged"])
-                jobs.append(job(target, n, 512, FORMAT, given.params["config"], same(target, e)))
+                format, config = given.params["format"], given.params["config"]
+                jobs.append(job(target, n, 512, format, config, same(target, e)))
         elif target.device == "cuda" and "epilogue" in given.params:
             e, ragged = given.params["epilogue"], given.params.get("ragged", False)
             n = rows(e, ragged)
@@ -205,13 +206,13 @@ def assert_in_place(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: 
 # --- several epilogues, every kind of config -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target, config, ragged", CONFIGS)
-def test_configs(target, config, ragged):
+@pytest.mark.parametrize("target, config, format, ragged", CONFIGS)
+def test_configs(target, config, format, ragged):
     """Tails along m and n, k that is shared between warps and CTAs, CTAs that walk over several tiles."""
     supported_here(target)
     for epilogue in SEVERAL:
         n = rows(epilogue, ragged)
-        w, bias = target.weight(FORMAT, n, 512), bias_of(target, epilogue, n)
+        w, bias = target.weight(format, n, 512), bias_of(target, epilogue, n)
         for m in (5, 300, 9000) if target.device == "cuda" else (5, 40):
             x, given = target.randn(m, 512), tensors(target, epilogue, m, n)
             d = linear_poisoned(x, w, bias, config, **given)

@@ -10,6 +10,7 @@ import torch
 
 import w4gemm
 from conformance.cases import (
+    CONFIG_FORMATS,
     FEW_FORMATS,
     FORMATS,
     FP8,
@@ -30,7 +31,7 @@ from w4gemm.reference import grouped_reference
 N, K = 200, 768
 COUNTS = (3, 0, 70, 0, 1, 130, 0)
 """Rows of each expert."""
-CONFIG_FORMAT, CONFIG_DTYPE = WeightFormat.parse("int4_g64_zint_fp16"), torch.bfloat16
+CONFIG_FORMAT, CONFIG_DTYPE = CONFIG_FORMATS[0], torch.bfloat16
 ROUTINGS = {
     "mixed": COUNTS,
     "one": (0, 0, 0, 300, 0, 0, 0),
@@ -186,8 +187,8 @@ def every_config() -> list[object]:
     for param in ON_GPU:
         (target,) = param.values
         if target.dtype in (CONFIG_DTYPE, FP8):
-            for config in configs(target, N, K, CONFIG_FORMAT, 512, 7):
-                found.append(pytest.param(target, config, id=config, marks=param.marks))
+            for config, format in target.every_config([(N, K)], 512, experts=7).items():
+                found.append(pytest.param(target, config, format, id=config, marks=param.marks))
     return found
 
 
@@ -199,23 +200,23 @@ def _compiled_ahead(request):
         return
     jobs = []
     for param in every_config():
-        target, config = param.values
-        problem = target.problem(512, N, K, CONFIG_FORMAT)
+        target, config, format = param.values
+        problem = target.problem(512, N, K, format)
         parsed = GemmConfig.parse(config.rpartition("/")[2])
         jobs += [(target.kernel, p, parsed) for p in (problem, replace(problem, experts=7))]
     compile_ahead(jobs)
 
 
-@pytest.mark.parametrize("target, config", every_config())
-def test_every_config_is_the_dense_one(target, config, _compiled_ahead):
+@pytest.mark.parametrize("target, config, format", every_config())
+def test_every_config_is_the_dense_one(target, config, format, _compiled_ahead):
     """Bit for bit what ``linear`` gives for an expert's rows alone with the same config, whatever the routing, if both
     add up in the same order; k and n such that rings wrap and CTAs walk over several tiles."""
     supported_here(target)
-    dense, parsed = target.problem(512, N, K, CONFIG_FORMAT), GemmConfig.parse(config.rpartition("/")[2])
+    dense, parsed = target.problem(512, N, K, format), GemmConfig.parse(config.rpartition("/")[2])
     orders = [target.kernel.reduction_order(p, parsed) for p in (dense, replace(dense, experts=7))]
     equal_orders = orders[0] == orders[1]  # the table of experts may leave room for fewer warps
     for n, k in ((N, K), (2056, 4352), (1000, 100)):
-        w = experts_of(target, CONFIG_FORMAT, n, k, 7)
+        w = experts_of(target, format, n, k, 7)
         for name, counts in ROUTINGS.items():
             x, offsets = target.randn(sum(counts), k), offsets_of(target, counts)
             d = poisoned(x, w, offsets, config=config)

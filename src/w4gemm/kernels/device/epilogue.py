@@ -48,16 +48,20 @@ class Epilogue:
         """What the sums of a tile meet: alpha, biases and scales of the thread's features, scales of the warp's tokens.
         Asked for before the last sums are there. extras: see Formula. place: (first token, first feature, thread of the
         warpgroup 0..127). tokens: how many there are."""
-        formula = self.formula
-        token0, feature0, thread = place
+        lane = place[2] % 32
+        alpha, scales = self.formula.load_alpha(extras), self.load_token_scales(extras, place[0], lane, tokens)
+        return alpha, *self.load_features(extras, place), scales
+
+    def load_features(self, extras: Any, place: Any) -> tuple[list[Any], list[Any]]:
+        """(biases, scales) of the thread's features alone, as in ``load``."""
+        formula, (_, feature0, thread) = self.formula, place
         lane, first = thread % 32, feature0 + thread // 32 * 16
         if self.quads:
             features = [first + lane % 4 * 4 + i for i in range(4)]
         else:
             features = [first + lane // 4 + 8 * half for half in range(2)]
         biases = [formula.load_bias(extras, feature) for feature in features]
-        channels = [formula.load_channel(extras, feature) for feature in features]
-        return formula.load_alpha(extras), biases, channels, self.load_token_scales(extras, token0, lane, tokens)
+        return biases, [formula.load_channel(extras, feature) for feature in features]
 
     @cute.jit
     def store(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, place: Any, loaded: Any, memory: Any):

@@ -15,13 +15,15 @@ from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
+_BETWEEN = (96, 112)
+"""Tiles for about as many tokens as they hold, of 256 features."""
 _TILE_N = (64, 128, 192, 256)
 _TILE_K = (128, 256, 512)
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
 _MAX_TILE_M = {
     True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
-    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 32}},
+    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 32}},
 }
 """By whether scales are applied to sums (which takes two sets of accumulators besides), schedule and tile_n, which fix
 the number of threads: what the registers leave room for."""
@@ -54,7 +56,8 @@ def _spills_with_groups(v: Variant) -> bool:
 @functools.cache
 def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
-    sizes = itertools.product(("coop", "pingpong"), _TILE_N, _TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
+    tile_m_sizes = _TILE_M if grouped else (*_TILE_M, *_BETWEEN)
+    sizes = itertools.product(("coop", "pingpong"), _TILE_N, tile_m_sizes, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
@@ -70,10 +73,15 @@ def _fitting(zero: str, scale_kind: str, scale_group: int, block_bytes: int, gro
             continue
         if tile_m > 128 and (tile_k > 128 or (schedule == "pingpong" and split_k > 1)):
             continue
+        # more than two units of work in a slot are serialized by ptxas; a share of the sums is of one row block
+        if v.row_blocks > 1 and (tile_k > 128 or split_k > 1):
+            continue
         if v.promoted and tile_k == 128:  # a slot has a chunk for each of two sets of fragments
             continue
-        if (tile_k == 128 and tile_m < 128) or (tile_n == 192 and tile_m < 64):  # never the fastest
+        if tile_m in _BETWEEN and (tile_n != 256 or cluster_n > 1):
             continue
+        if (tile_k == 128 and tile_m < 128 and v.row_blocks == 1) or (tile_n == 192 and tile_m < 64):
+            continue  # never the fastest
         if tile_k > 128 and v.blocks != 2 * v.k_sets:  # two blocks for each set
             continue
         if v.promoted and block_bytes > ONE_GROUP and _spills_with_groups(v):

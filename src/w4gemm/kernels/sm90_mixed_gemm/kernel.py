@@ -9,20 +9,23 @@ Warp roles, in warpgroups of 128 threads:
     0 .. W - 1   consumers, W = tile_n / 64; each owns 64 features and all tile_m tokens of a tile
     W            producer: one warp issues all copies, three are idle
 
+With tile_n 256 and more than 64 tokens W is 2, since four consumers would have 112 registers each: each owns two row
+blocks of 64 features (v.row_blocks).
+
 Pipeline of ``stages`` slots, each with a full and an empty mbarrier:
 
-    full    1 arrival (the producer's expect_tx) and the bytes of the slot: W weight blocks x (tile_k / 128) by bulk
-            copy, and tile_k / 64 boxes of x by TMA (128-byte swizzle)
+    full    1 arrival (the producer's expect_tx) and the bytes of the slot: tile_n / 64 weight blocks x (tile_k / 128)
+            by bulk copy, and tile_k / 64 boxes of x by TMA (128-byte swizzle)
     empty   one arrival per thread that reads the slot, of every CTA that the slot's x is shared with
 
-Timeline of a consumer warpgroup, in steps of 64 along k (f: fragment registers, two sets in turn):
+Timeline of a consumer warpgroup, in units of 64 columns of a row block (f: fragment registers, two sets in turn):
 
     decode f0 | wgmma f0 ->             | wgmma f0 ->
               | decode f1   | wgmma f1 ->
                             ^ wait until wgmma f0 is done, so that f0 may be overwritten
 
-One set would not do: the next step's decode would overwrite registers that an asynchronous wgmma still reads. A slot is
-released one step after its last wgmma was issued, when that wgmma is known to be done.
+One set would not do: the next unit's decode would overwrite registers that an asynchronous wgmma still reads. A slot is
+released one unit after its last wgmma was issued, when that wgmma is known to be done.
 
 With cluster_n > 1 the CTAs of a cluster work on neighbouring features of the same tokens; each fetches a part of x and
 multicasts it. With cluster_m > 1 they work on neighbouring tokens of the same features and share the weights alike.
@@ -50,7 +53,7 @@ each CTA counts all experts' tiles first (device/groups.py), after ``griddepcont
 any row; rows past the expert's last one are multiplied and not stored.
 
 Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 for the producer; for a
-consumer tile_m / 2 accumulators, 32 of fragments, about 40 more.
+consumer row_blocks * tile_m / 2 accumulators, 32 of fragments, about 40 more.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class MixedGemm:
         )
         self.chunks = variant.config.tile_k // variant.chunk_k  # steps of 128 bytes of x along k in one slot
         self.experts = Groups(variant.config.tile_m)
-        self.stream_sum = StreamSum(variant.config.tile_m, variant.row_groups)
+        self.stream_sum = StreamSum(variant.config.tile_m * variant.row_blocks, variant.row_groups)
         self.cluster = variant.config.cluster_m * variant.config.cluster_n * variant.config.split_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
         # what a thread holds of a block, or of half a block, in registers: code words, and scales of so many groups
@@ -270,10 +273,10 @@ class MixedGemm:
             memory = (shared_address(s_staging), s_fold, decode_table)
             self.consume(mma, ring, work, rank, out, extras, (partials, flags), groups, memory)
 
-    def tiles(self, m, row_blocks):
+    def tiles(self, m, n_blocks):
         """(tiles along m, along n) of the problem, each as large as a cluster."""
         c = self.v.config
-        return cute.ceil_div(m, c.tile_m * c.cluster_m), cute.ceil_div(row_blocks, self.v.row_groups * c.cluster_n)
+        return cute.ceil_div(m, c.tile_m * c.cluster_m), cute.ceil_div(n_blocks, self.v.tile_blocks * c.cluster_n)
 
     def place_in_cluster(self, rank):
         """(along m, along n) of a CTA's tile among those of its cluster; (0, 0) where all work on one."""
@@ -400,20 +403,20 @@ class MixedGemm:
         with cute.arch.elect_one():
             barrier = shared_address(full + stage)
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, v.weight_bytes + boxes * (v.x_bytes // v.boxes))
-            for wg in cutlass.range_constexpr(v.row_groups):
-                # a warpgroup past the last row block works on that block again and stores nothing
-                row = cutlass.min(n_tile * v.row_groups + wg, weight.shape[0] - 1)
+            for r in cutlass.range_constexpr(v.tile_blocks):
+                # who owns rows past the last block works on that block again and stores nothing
+                row = cutlass.min(n_tile * v.tile_blocks + r, weight.shape[0] - 1)
                 for b in cutlass.range_constexpr(v.blocks):
                     # past the last k block: that block again, which meets the zeros that TMA puts past the end of x
                     k_block = slot // 2 if const_expr(v.halves) else slot * v.blocks + b
                     if const_expr(v.step_blocks > 1):
                         k_block = cutlass.min(k_block, weight.shape[1] - 1)
                     source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_block) * v.block_bytes
-                    target = s_weight + stage * v.weight_bytes + (wg * v.blocks + b) * v.part_bytes
+                    target = s_weight + stage * v.weight_bytes + (r * v.blocks + b) * v.part_bytes
                     if const_expr(v.config.cluster_m == 1):
                         self.load_part_of_slot(target, source, slot, barrier, None)
                     else:
-                        if wg % v.config.cluster_m == rank_m:
+                        if r % v.config.cluster_m == rank_m:
                             self.load_part_of_slot(target, source, slot, barrier, mask)
 
     def load_part_of_slot(self, target, source, slot, barrier, mask):
@@ -452,14 +455,14 @@ class MixedGemm:
         acc = cute.make_rmem_tensor(thr.partition_shape_C((c.tile_n, c.tile_m)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         x_fragments = self.x_operands(mma, thr, s_x)
-        fragment = cute.make_rmem_tensor(thr.partition_shape_A((c.tile_n, 2 * v.chunk_k)), self.dtype)
+        fragment = cute.make_rmem_tensor(thr.partition_shape_A((64 * v.row_groups, 2 * v.chunk_k)), self.dtype)
         packed = cute.make_rmem_tensor((self.code_words + self.groups * self.decoder.words_per_scale,), Int32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(0)
         rank_m, rank_n = self.place_in_cluster(rank)
         who = (wg, k_set, t, rank)
-        operands = (acc, fragment, x_fragments[0], packed, decode_table)
+        operands = (self.by_row_block(acc, flat), fragment, x_fragments[0], packed, decode_table)
         sums = []
         if const_expr(v.promoted):  # two sets: what is being added up of a group, and its scales of rows g and g + 8
             shape = thr.partition_shape_C((c.tile_n, c.tile_m // v.token_parts))
@@ -480,7 +483,8 @@ class MixedGemm:
             acc.fill(0.0)
             if const_expr(v.epilogue.residual and c.split_k == 1):
                 _, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
-                self.epilogue.prefetch(own_extras, place)
+                for own in self.places(place):
+                    self.epilogue.prefetch(own_extras, own)
             if const_expr(v.turns > 1):
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
@@ -540,12 +544,26 @@ class MixedGemm:
         tiles = [cute.local_tile(s_x, part, (i, 0, None)) for i in range(v.token_parts)]
         return [mma.make_fragment_B(thr.partition_B(t)) for t in tiles]
 
+    def by_row_block(self, acc, flat):
+        """The accumulators, those of each 64 rows as one operand: parts of ``flat``, one after the other."""
+        count = self.v.row_blocks
+        if count == 1:
+            return [acc]
+        layout = cute.make_layout((*acc.shape[:1], 1, 1))
+        return [cute.make_tensor(flat.iterator + r * (cute.size(flat) // count), layout) for r in range(count)]
+
+    def places(self, place):
+        """Of each of a warpgroup's row blocks, (first token, first feature, thread)."""
+        token, feature, t = place
+        return [(token, feature + 64 * r, t) for r in range(self.v.row_blocks)]
+
     def store_place(self, tile, out, extras, groups):
-        """Where a tile goes: out and extras of its expert, and its first token and feature. Grouped, it is found anew
-        when it is needed, since to keep it while the tile is multiplied would take registers."""
+        """Where a warpgroup's part of a tile goes: out and extras of its expert, and its first token and feature.
+        Grouped, it is found anew when it is needed, since to keep it while the tile is multiplied would take
+        registers."""
         m_tile, n_tile, wg, t = tile
         expert, token, end = self.find(m_tile, out.shape[0], groups)
-        place = (token, n_tile * self.v.config.tile_n + wg * 64, t)
+        place = (token, n_tile * self.v.config.tile_n + wg * (64 * self.v.row_blocks), t)
         if self.v.grouped:
             out, extras = first_rows(out, end), extras_of(extras, expert, end)
         return out, extras, place
@@ -638,40 +656,44 @@ class MixedGemm:
         cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.v.warpgroups)
 
     @cute.jit
-    def multiply_slot(self, mma, ring, operands, state, who, first_set):
+    def multiply_slot(self, mma, ring, operands, state, who, part):
         """acc += this slot's weights @ x.T, as far as this k set does it, and the first packed part of the next slot
-        into registers. Leaves the last step's wgmma in flight. first_set: which of the two sets of fragment registers
-        the first step takes."""
+        into registers. Leaves the last unit's wgmma in flight. A unit of work is a chunk of k for a row block: all
+        chunks of a packed part, then those of the next row block, then of the next block along k. part: which slot of
+        the main loop's step this is, so that the two sets of fragment registers take turns over all its units."""
         v = self.v
         full, empty, _, _ = ring
-        acc, fragment, x_fragments, packed, table = operands
+        accumulators, fragment, x_fragments, packed, table = operands
         stage, next_stage, next_phase, has_previous, has_next = state
         k_set, rank = who[1], who[3]
         registers = cute.recast_tensor(fragment, Int32)
         chunks = self.chunks // v.k_sets
         x_chunk = stage * self.chunks + k_set * chunks
-        for chunk in cutlass.range_constexpr(chunks):
-            fragments = (first_set + chunk) % 2
-            piece = chunk % self.part_chunks
+        units = chunks * v.row_blocks
+        for unit in cutlass.range_constexpr(units):
+            fragments = (part * units + unit) % 2
+            packed_part, piece = divmod(unit, self.part_chunks)
+            block, row_block = divmod(packed_part, v.row_blocks)
+            acc = accumulators[row_block]
             self.decode_chunk(packed, registers, piece, fragments, table)
-            if const_expr(piece == self.part_chunks - 1 and chunk < chunks - 1):
-                self.load_part(packed, ring, stage, chunk // self.part_chunks + 1, who)
+            if const_expr(piece == self.part_chunks - 1 and unit < units - 1):
+                self.load_part(packed, ring, stage, packed_part + 1, who)
             warpgroup.fence()
             for step in cutlass.range_constexpr(4):
                 cute.gemm(
                     mma,
                     acc,
                     fragment[(None, None, fragments * 4 + step)],
-                    x_fragments[(None, None, step, x_chunk + chunk)],
+                    x_fragments[(None, None, step, x_chunk + block * self.part_chunks + piece)],
                     acc,
                 )
             warpgroup.commit_group()
-            if const_expr(chunk == chunks - 1):
+            if const_expr(unit == units - 1):
                 if has_next:  # its latency passes while the tensor cores work
                     cute.arch.mbarrier_wait(full + next_stage, next_phase)
                     self.load_part(packed, ring, next_stage, 0, who)
             warpgroup.wait_group(1)
-            if const_expr(chunk == 0):
+            if const_expr(unit == 0):
                 if has_previous:
                     self.release(empty, (stage + v.stages - 1) % v.stages, rank)
 
@@ -744,12 +766,14 @@ class MixedGemm:
         for i in range(cute.size(flat)):
             acc[first + i] = fma(flat[i], factors[i // 2 % 2], acc[first + i])
 
-    def load_part(self, packed, ring, stage, block, who):
-        """One of this k set's packed blocks, or half a block, into registers: code words, then scale words."""
+    def load_part(self, packed, ring, stage, part, who):
+        """One of this k set's packed blocks, or half a block, into registers: code words, then scale words. part: which
+        of the warpgroup's blocks in the slot, counted over its row blocks first, then along k."""
         v = self.v
         wg, k_set, t, _ = who
         width = self.decoder.words_per_scale
-        index = wg * v.blocks + k_set * (v.blocks // v.k_sets) + block
+        block, row_block = divmod(part, v.row_blocks)
+        index = (wg * v.row_blocks + row_block) * v.blocks + k_set * (v.blocks // v.k_sets) + block
         address = ring[3] + stage * v.weight_bytes + index * v.part_bytes
         lane = (t // 32 * 8 + t % 32 // 4) * 4 * width
         words = []
@@ -792,7 +816,16 @@ class MixedGemm:
 
     @cute.jit
     def finish(self, flat, out, extras, place, s_staging, wg, loaded=None):
+        """Store a warpgroup's row blocks. loaded: what the sums of the first meet, if that was asked for before."""
         if const_expr(loaded is None):
             loaded = self.epilogue.load(extras, place, out.shape[0])
-        memory = (s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)
-        self.epilogue.store(flat, out, extras, place, loaded, memory)
+        alpha, biases, channels, token_scales = loaded
+        features, memory = [(biases, channels)], (s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)
+        places, size = self.places(place), cute.size(flat) // self.v.row_blocks
+        if const_expr(not self.v.quads):  # as quads there are no registers for them yet
+            features += [self.epilogue.load_features(extras, own) for own in places[1:]]
+        for r in cutlass.range_constexpr(self.v.row_blocks):
+            if const_expr(r == len(features)):
+                features.append(self.epilogue.load_features(extras, places[r]))
+            sums = cute.make_tensor(flat.iterator + r * size, cute.make_layout(size))
+            self.epilogue.store(sums, out, extras, places[r], (alpha, *features[r], token_scales), memory)

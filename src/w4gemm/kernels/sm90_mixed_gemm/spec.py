@@ -30,7 +30,7 @@ neighbours somewhere, as (schedule, tile_n, tile_k, split_k)."""
 _TILE_K = (64, 128, 256, 512)
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
 """(cluster_m, cluster_n, split_k)."""
-_MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 64}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
+_MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """By schedule and tile_n, which fix the number of threads: what the accumulators leave room for in the registers."""
 
 
@@ -76,6 +76,8 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
     sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, tile_m_sizes, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
+        config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
+        v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped)
         if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (
             schedule == "pingpong" and tile_m <= 128 and cluster_n > 1
         ):
@@ -86,7 +88,11 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
             continue
         if tile_k > 128 and tile_m > 128:  # ptxas serializes some of these, and none was ever the fastest
             continue
-        if tile_k == 64 and (tile_m < 192 or schedule == "pingpong"):  # smaller steps gain where x fills the stages
+        # smaller steps gain where x fills the stages
+        if tile_k == 64 and ((tile_m < 192 and v.row_blocks == 1) or schedule == "pingpong"):
+            continue
+        # larger ones have more than two units of work, which ptxas serializes; a share of the sums is of one row block
+        if v.row_blocks > 1 and (tile_k > 64 or split_k > 1):
             continue
         # streams and split_k want to know the number of tiles beforehand; neighbours along m may be of two experts
         if grouped and (schedule == "stream" or split_k > 1 or cluster_m > 1):
@@ -105,8 +111,6 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
             continue
         if tile_k == 512 and (tile_n > 64 or tile_m > 32 or schedule == "pingpong"):  # only four k sets gain by it
             continue
-        config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
-        v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped)
         if tile_m > 128 and schedule == "pingpong" and split_k > 1:
             continue
         if v.blocks > v.k_sets:  # ptxas serializes the WGMMAs of slots with several blocks a set

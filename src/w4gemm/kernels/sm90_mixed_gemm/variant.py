@@ -32,9 +32,19 @@ class Variant(gpu.Variant):
         return next(parts for parts in (1, 2, 4, 8) if self.config.tile_m // parts <= max(room, 8))
 
     @property
-    def row_groups(self) -> int:
-        """Consumer warpgroups along the rows of the weight tile, 64 each."""
+    def row_blocks(self) -> int:
+        """Blocks of 64 rows that one warpgroup owns: two where four warpgroups would have too few registers each."""
+        return 2 if self.config.tile_n == 256 and self.config.tile_m > 64 else 1
+
+    @property
+    def tile_blocks(self) -> int:
+        """Blocks of 64 rows in a tile of the weight."""
         return self.config.tile_n // 64
+
+    @property
+    def row_groups(self) -> int:
+        """Consumer warpgroups along the rows of the weight tile."""
+        return self.tile_blocks // self.row_blocks
 
     @property
     def k_sets(self) -> int:
@@ -103,9 +113,9 @@ class Variant(gpu.Variant):
 
     @property
     def slots_per_step(self) -> int:
-        """Slots that a step of the main loop goes through: two where a slot has one chunk alone, so that the two sets
-        of fragment registers take turns."""
-        return 2 if self.config.tile_k == self.chunk_k else 1
+        """Slots that a step of the main loop goes through: two where a slot has one unit of work alone, so that the two
+        sets of fragment registers take turns, and where it takes two to make a block."""
+        return 2 if self.halves or self.config.tile_k * self.row_blocks == self.chunk_k else 1
 
     @property
     def step_blocks(self) -> int:
@@ -127,7 +137,7 @@ class Variant(gpu.Variant):
 
     @property
     def weight_bytes(self) -> int:
-        return self.row_groups * self.blocks * self.part_bytes
+        return self.tile_blocks * self.blocks * self.part_bytes
 
     @property
     def x_bytes(self) -> int:
@@ -192,7 +202,11 @@ class Variant(gpu.Variant):
     def residuals_ahead(self) -> int:
         """Blocks of eight tokens whose residuals are on their way: more where there are registers for them. Elsewhere
         another CTA or more warps hide the latency."""
-        return 8 if 65536 // (self.threads * self.occupancy) > 128 else 1
+        if 65536 // (self.threads * self.occupancy) <= 128:
+            return 1
+        if self.row_blocks > 1:
+            return 2 if self.grouped else 4
+        return 8
 
     @property
     def tile_bytes(self) -> int:
