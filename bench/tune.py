@@ -2,8 +2,8 @@
 
 Runs ``w4gemm tune`` for each set of layers in a process of its own with an empty cache, so that its time is what a user
 waits. Then every choice is measured again beside the heuristic's first guess, since the fastest of several noisy
-timings flatters itself. Writes src/w4gemm/tuning/tables/, where records of other formats and dtypes stay, and appends a row of ``{"kind": "tuning", ...}`` for each
-point to bench/results/tuning.jsonl.
+timings flatters itself. Writes src/w4gemm/tuning/tables/, where records of other formats and dtypes stay, and appends a
+row of ``{"kind": "tuning", ...}`` for each point to bench/results/tuning.jsonl.
 """
 
 from __future__ import annotations
