@@ -202,11 +202,9 @@ class Variant(gpu.Variant):
     def residuals_ahead(self) -> int:
         """Blocks of eight tokens whose residuals are on their way: more where there are registers for them. Elsewhere
         another CTA or more warps hide the latency."""
-        if 65536 // (self.threads * self.occupancy) <= 128:
-            return 1
         if self.row_blocks > 1:
-            return 2 if self.grouped else 4
-        return 8
+            return 2  # with more some formats spill
+        return 8 if 65536 // (self.threads * self.occupancy) > 128 else 1
 
     @property
     def tile_bytes(self) -> int:
