@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -500,19 +501,25 @@ def test_looks_are_not_kept_without_end(w, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_warm_call_costs_little():
-    """The CPU's side of a call on a GPU, which hides behind the GPU's only if it is short."""
+    """The CPU's side of a call on a GPU, which hides behind the GPU's only if it is short: 12 us, or, on a host that is
+    slow at everything, nine tenths of what PyTorch's dense linear takes there."""
     w = random_weight(FORMAT, 4096, 4096).to("cuda").repack()
-    x, calls = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16), 200
+    dense = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    x, rounds = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16), 20
     with torch.no_grad():
-        best = float("inf")
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                linear(x, w)
-            best = min(best, (time.perf_counter() - start) / calls)
+        best = min(seconds_a_call(lambda: linear(x, w)) for _ in range(rounds))
+        torchs = min(seconds_a_call(lambda: torch.nn.functional.linear(x, dense)) for _ in range(rounds))
+    assert best < max(12e-6, 0.9 * torchs), f"{best * 1e6:.1f} us, PyTorch's dense linear {torchs * 1e6:.1f}"
+
+
+def seconds_a_call(call: Callable[[], object], calls: int = 200) -> float:
     torch.cuda.synchronize()
-    assert best < 12e-6, f"{best * 1e6:.1f} us"
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = (time.perf_counter() - start) / calls
+    torch.cuda.synchronize()
+    return seconds
 
 
 @pytest.mark.gpu
