@@ -89,6 +89,7 @@ class Call(NamedTuple):
     batch_invariant: bool = False
     experts: int = 0
     """Of a grouped problem, whose interval is that of the tokens an expert has on average."""
+    gathered: bool = False
 
 
 def interval(m: int) -> int:
@@ -116,10 +117,11 @@ def plan_for(call: Call) -> Plan:
     """The plan for every problem that looks like ``call``; resolved once. Errors as :func:`plan`."""
     found = _plans.get(call)
     if found is None:
-        interval, n, k, dtype, format, layout, epilogue, device, config, invariant, experts = call
+        interval, n, k, dtype, format, layout, epilogue, device, config, invariant, experts, gathered = call
         m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
         m *= max(1, experts)
-        problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant, experts)
+        of = (Device.of(device), invariant, experts, gathered)
+        problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, *of)
         if _tuner is not None and not config and not experts:
             _tuner(problem)
         started = time.perf_counter()

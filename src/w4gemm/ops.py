@@ -18,8 +18,10 @@ from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN, Epilogue, default_out_dtype
 from w4gemm.formats import WeightFormat
-from w4gemm.gather import gather_columns, selected
+from w4gemm.gather import gather_columns
 from w4gemm.kernels import Operands
+from w4gemm.kernels.base import selected
+from w4gemm.kernels.gpu import takes_rows
 from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.modes import is_dual, needs_dispatcher, requires_grad
 from w4gemm.weight import QuantizedWeight
@@ -137,14 +139,14 @@ def _run(
     operands: Operands, w: QuantizedWeight | _Weight, epilogue: Epilogue, config: str, batch_invariant: bool
 ) -> None:
     """Look up the plan and launch it."""
-    x = operands.x
-    m, k = x.shape
+    x, m = operands.x, operands.out.shape[0]
     if m == 0:
         return
-    row, column = x.stride()
-    if column != 1 or (row < k and m > 1):  # rows that overlap, as after expand, are no matrix to a kernel
-        operands = operands._replace(x=torch.empty((m, k), dtype=x.dtype, device=x.device).copy_(x))
-    device = x.device
+    device, (x_rows, k), (row, column) = x.device, x.shape, x.stride()
+    if operands.indices is not None and device.type == "cuda" and not (column == 1 and takes_rows(x)):
+        operands = operands.gathered_first()
+    elif column != 1 or (row < k and x_rows > 1):  # rows that overlap, as after expand, are no matrix to a kernel
+        operands = operands._replace(x=torch.empty((x_rows, k), dtype=x.dtype, device=device).copy_(x))
     tokens, experts = m, 0
     if operands.rows is not None:
         experts = operands.rows[0].shape[0]
@@ -161,6 +163,7 @@ def _run(
         config,
         batch_invariant,
         experts,
+        operands.indices is not None,
     )
     # what torch.cuda.current_device does once CUDA is initialized, as it is where there is a tensor
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():

@@ -81,7 +81,7 @@ class CpuMixedGemm:
         return None
 
     def launch(self, compiled: Any, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        x, weight, out, alpha, bias, residual, token_scale, rows, _ = operands
+        x, weight, out, alpha, bias, residual, token_scale, rows, *_ = operands.gathered_first()
         if rows is None:
             return self._multiply(problem, config, operands)
         bounds = zip(*(t.tolist() for t in rows), strict=True)
