@@ -167,9 +167,7 @@ def _grouped_fake(x, starts, ends, indices, weight, format, layout, n, k, *rest)
     return _result(x, indices, n, rest[:-1])[0]
 
 
-def _result(
-    x: torch.Tensor, indices: torch.Tensor | None, n: int, flat: Any
-) -> tuple[torch.Tensor, Epilogue, Fused]:
+def _result(x: torch.Tensor, indices: torch.Tensor | None, n: int, flat: Any) -> tuple[torch.Tensor, Epilogue, Fused]:
     epilogue, fused = _unflat(*flat)
     shape = ((x if indices is None else indices).shape[0], epilogue.columns(n))
     return x.new_empty(shape, dtype=epilogue.result_dtype(x.dtype)), epilogue, fused

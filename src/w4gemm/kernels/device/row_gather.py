@@ -14,7 +14,6 @@ slot is written again, whose reads are over.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64

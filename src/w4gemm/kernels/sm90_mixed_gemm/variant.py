@@ -97,6 +97,11 @@ class Variant(gpu.Variant):
         return 128 * (self.warpgroups + 1)
 
     @property
+    def gather_threads(self) -> int:
+        """Threads of the producer that copy x themselves."""
+        return 128 if self.gathered else 0
+
+    @property
     def blocks(self) -> int:
         """Weight blocks along k in one stage."""
         return max(1, self.config.tile_k // 128)
