@@ -53,8 +53,8 @@ Gathered (v.gathered, of a grouped problem), x comes by cp.async instead (device
 the producer at it: its threads arrive at a slot's full barrier too, each when its copies are there, and a consumer
 makes what they wrote visible to its WGMMAs behind its wait.
 
-Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 for the producer; for a
-consumer tile_m / 2 accumulators, 32 of fragments, about 40 more.
+Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 for the producer, up to
+40 where it gathers; for a consumer tile_m / 2 accumulators, 32 of fragments, about 40 more.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class MixedGemm:
         ring = (full, empty, s_x, shared_address(s_weight))
         if warp >= 4 * v.warpgroups:
             if const_expr(v.consumer_registers > 0):
-                cute.arch.setmaxregister_decrease(24)
+                cute.arch.setmaxregister_decrease(v.producer_registers)
             source, tokens = (tma, tma_x, box_layout, indices), (out.shape[0], groups, n_blocks)
             if const_expr(v.gathered):
                 self.produce(source, weight, tokens, ring, work, rank)
