@@ -24,6 +24,7 @@ from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import default_out_dtype
 from w4gemm.kernels import ranked
+from w4gemm.kernels.gpu import takes_rows
 from w4gemm.reference import grouped_reference
 
 N, K = 200, 768
@@ -159,14 +160,13 @@ def gathered(
     x: torch.Tensor, indices: torch.Tensor, w: QuantizedWeight, offsets: torch.Tensor, config: str | None, **fused
 ) -> torch.Tensor:
     """``grouped_linear`` of rows of x by their indices, which must be that of a copy of them, bit for bit. Indices
-    behind the last offset, which nobody may look at, say that there are rows of x far away."""
+    behind the last offset, which a kernel that gathers does not look at, say that there are rows of x far away."""
     copied = x.float()[indices.long()].to(x.dtype)
     scale = fused.get("token_scale")
     of_copy = fused if scale is None else fused | {"token_scale": scale[indices.long()]}
     wanted = w4gemm.grouped_linear(copied, w, offsets, config=config, **of_copy)
-    more = torch.full((GUARD,), 2**30, dtype=torch.int32, device=x.device)
-    if x.device.type == "cpu":  # there they are looked at
-        more.zero_()
+    on_load = x.device.type == "cuda" and takes_rows(x)
+    more = torch.full((GUARD,), 2**30 if on_load else 0, dtype=torch.int32, device=x.device)
     out = torch.full((len(indices) + GUARD, wanted.shape[1]), torch.nan, dtype=wanted.dtype, device=x.device)
     if (residual := fused.get("residual")) is not None:
         fused = fused | {"residual": torch.cat((residual, residual[:1].expand(GUARD, -1)))}
