@@ -6,7 +6,8 @@ and quantizes it within the call), and with ``--dtype float8_e4m3fn --format int
 go to bench/results/grouped.jsonl.
 
 With ``--top-k K`` x has as many rows as there are tokens, and each is multiplied by K experts: ``w4gemm_gathered``, by
-indices that the kernel reads; ``w4gemm_copied``, gathered by PyTorch first; ``w4gemm``, which lie there gathered.
+indices that the kernel reads; ``w4gemm_copied``, gathered by PyTorch first; ``w4gemm_indexed``, what dispatch chooses
+of these; ``w4gemm``, rows that lie there gathered.
 """
 
 from __future__ import annotations
@@ -221,8 +222,10 @@ def measure(
     versions = {"humming": package_version("humming-kernels"), "cutlass_w4a8": vllm_ops.version()}
     runs += [(name, versions[name], "", run) for name, run in peers.items()]
     if top_k:
-        on_load = str(dispatch.plan_for(call_of(w, total, dtype, gathered=True)))
-        runs.append(("w4gemm_gathered", w4gemm.__version__, on_load, gathered(None)))
+        (on_load,) = best(w, total, dtype, 1, True)
+        chosen = str(dispatch.plan_for(call_of(w, total, dtype, gathered=True)))
+        runs.append(("w4gemm_gathered", w4gemm.__version__, on_load, gathered(on_load)))
+        runs.append(("w4gemm_indexed", w4gemm.__version__, chosen, gathered(None)))
         runs.append(("w4gemm_copied", w4gemm.__version__, plan, copied))
     tried = best(w, total, dtype, configs, top_k > 0)
     runs += [("w4gemm_config", w4gemm.__version__, c, (gathered if top_k else ours)(c)) for c in tried]
@@ -288,11 +291,12 @@ def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int, gathere
 def best_of(problem: GemmProblem, count: int) -> list[str]:
     found: list[str] = []
     seen: dict[tuple[str, int], int] = {}
-    for _, kernel, config in dispatch.explain(problem).ranking:
-        key = kernel, config.tile_m
+    for name in dispatch.configs(problem):
+        kernel, _, config = name.partition("/")
+        key = kernel, GemmConfig.parse(config).tile_m
         seen[key] = seen.get(key, 0) + 1
         if seen[key] <= 3 and len(found) < count:
-            found.append(f"{kernel}/{config}")
+            found.append(name)
     return found
 
 
@@ -309,9 +313,8 @@ def compile_ahead(
         layout, epilogue = layout_for(H200, format, dtype), Epilogue(token_scale=dtype == FP8)
         problem = GemmProblem(m * experts, n, k, dtype, format, layout, epilogue, experts=experts)
         for p in (problem, replace(problem, gathered=True)) if gathered else (problem,):
-            found = best_of(p, count if p.gathered == gathered else 1)
-            kernel, config = dispatch.explain(p).ranking[0][1:]
-            jobs |= {(name, p.gathered): p for name in (*found, f"{kernel}/{config}")}
+            found = best_of(p, max(1, count if p.gathered == gathered else 1))
+            jobs |= {(name, p.gathered): p for name in found}
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, jobs.items()))
 

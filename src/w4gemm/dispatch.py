@@ -5,6 +5,9 @@ rarely chooses or compiles anything. The choice is the config that the caller fo
 (``tuned``) or that comes with the package (``shipped``), as long as it is legal and its kernel is what was measured,
 else the first by predicted time (``heuristic``).
 
+A problem whose rows are gathered is run as one of a copy of them, made before, where that is predicted to take less
+time (:func:`as_run`).
+
 A batch-invariant problem is served by configs of one reduction order only, the same for every m: that which costs the
 least over all intervals, by the kernels' own predictions.
 """
@@ -32,6 +35,7 @@ from w4gemm.explanation import Candidate, Explanation
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import KERNELS, Kernel, Operands, Status, kernel_named, ranked
+from w4gemm.kernels.sm90_model import copy_us
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.tuning import store
@@ -53,11 +57,13 @@ class Plan:
     config: GemmConfig
     compiled: Any
     problem: GemmProblem
-    """Of the interval: every field but m is that of the calls it serves."""
+    """Of the interval: every field but m is that of the calls it serves, and gathered, see :func:`as_run`."""
     source: str = "forced"
     """Where the choice came from: forced, tuned, shipped or heuristic."""
 
     def launch(self, operands: Operands) -> None:
+        if self.problem.experts and not self.problem.gathered:
+            operands = operands.gathered_first()
         self.kernel.launch(self.compiled, self.problem, self.config, operands)
 
     def __str__(self) -> str:
@@ -162,6 +168,7 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
             order than the one for a batch-invariant problem.
     """
     if config is None:
+        problem = as_run(problem)
         _require_support(problem, KERNELS)
         kernel, chosen, source = _chosen(problem, _ranked(KERNELS, problem))
     else:
@@ -169,6 +176,16 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
         source = "forced"
     made = _NamedPlan if environment.nvtx() and problem.device.kind == "cuda" else Plan
     return made(kernel, chosen, compiled(kernel, problem, chosen), problem, source)
+
+
+def as_run(problem: GemmProblem) -> GemmProblem:
+    """``problem``; one whose rows are gathered without that, if it costs less, or is all that can be done, to gather
+    them before."""
+    if not problem.gathered:
+        return problem
+    before = replace(problem, gathered=False)
+    best = [min((us for us, _, _ in _ranked(KERNELS, p)), default=math.inf) for p in (problem, before)]
+    return before if best[1] + copy_us(problem) < best[0] else problem
 
 
 def configs(problem: GemmProblem) -> list[str]:
@@ -185,6 +202,7 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
     Raises:
         ValueError, UnsupportedError: for a forced config, as :func:`plan`; else nothing.
     """
+    asked, problem = problem, as_run(problem) if config is None else problem
     status = {kernel.name: _status(kernel, problem) for kernel in KERNELS}
     ranked_configs = _ranked(KERNELS, problem)
     candidates = tuple(Candidate(us, k.name, c, k.resources(problem, c)) for us, k, c in ranked_configs)
@@ -195,7 +213,7 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
     if not ranking:
         return Explanation(problem, status, ranking, candidates)
     kernel, chosen, source = _chosen(problem, ranked_configs)
-    return Explanation(problem, status, ranking, candidates, (kernel.name, chosen), source)
+    return Explanation(problem, status, ranking, candidates, (kernel.name, chosen), source, asked != problem)
 
 
 def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
