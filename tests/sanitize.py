@@ -113,14 +113,14 @@ def gathered(format: WeightFormat, fp8: bool) -> int:
         if config not in w4gemm.configs(problem):
             continue
         indices, scale = torch.randint(100, (m,), device="cuda"), torch.rand(100, device="cuda") + 0.5
-        for given in ({}, fused(i, m, n)):
-            scales = ({"token_scale": scale}, {"token_scale": scale[indices]}) if fp8 else ({}, {})
-            got = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config, **given, **scales[0]).double()
-            given.pop("out_dtype", None)
-            wanted = grouped_reference(x.float()[indices].to(x.dtype), w, offsets, **given, **scales[1])
-            error = ((got - wanted).norm() / wanted.norm()).item()
-            assert error < 4e-3, f"{config} {format} {given}: {error}"
-            count += 1
+        given = fused(i, m, n) if i % 2 else {}  # in turn: most of the time goes into compiling
+        scales = ({"token_scale": scale}, {"token_scale": scale[indices]}) if fp8 else ({}, {})
+        got = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config, **given, **scales[0]).double()
+        given.pop("out_dtype", None)
+        wanted = grouped_reference(x.float()[indices].to(x.dtype), w, offsets, **given, **scales[1])
+        error = ((got - wanted).norm() / wanted.norm()).item()
+        assert error < 4e-3, f"{config} {format} {given}: {error}"
+        count += 1
     return count
 
 
