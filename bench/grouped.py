@@ -4,6 +4,10 @@ The protocol is that of bench/run.py, for weights of several experts (experts x 
 on average; ``m`` of a row is that number. Beside w4gemm, if installed: Humming's grouped kernel (in W4A8 it takes bf16
 and quantizes it within the call), and with ``--dtype float8_e4m3fn --format int4_g128_e4m3`` vLLM's CUTLASS one. Rows
 go to bench/results/grouped.jsonl.
+
+With ``--top-k K`` x has as many rows as there are tokens, and each is multiplied by K experts: ``w4gemm_gathered``, by
+indices that the kernel reads; ``w4gemm_copied``, gathered by PyTorch first; ``w4gemm_indexed``, what dispatch chooses
+of these; ``w4gemm``, rows that lie there gathered.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
+from w4gemm.kernels.base import selected
 from w4gemm.layouts import layout_for
 from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.tuning import record
@@ -49,6 +54,7 @@ def main() -> None:
     parser.add_argument("--routing", default="balanced", help="of balanced, zipf, hot (default: %(default)s)")
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="of activations: bfloat16 or float8_e4m3fn")
+    parser.add_argument("--top-k", type=int, default=0, help="rows of x by their indices, without peers")
     parser.add_argument("--configs", type=int, default=0, help="also time as many of the best-ranked configs")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
@@ -56,15 +62,15 @@ def main() -> None:
     facts, started = record.facts(), time.monotonic()
     format, tokens = WeightFormat.parse(args.format), [int(t) for t in args.tokens.split(",")]
     dtype = {"bfloat16": torch.bfloat16, "float8_e4m3fn": FP8}[args.dtype]
-    if args.configs:
-        compile_ahead(args.shapes, tokens, format, dtype, args.configs)
+    if args.configs or args.top_k:
+        compile_ahead(args.shapes, tokens, format, dtype, args.configs, args.top_k > 0)
     for shape in args.shapes.split(","):
         experts, n, k = map(int, shape.split("x"))
-        weights, peers = prepare(experts, n, k, format, dtype)
+        weights, peers = prepare(experts, n, k, format, dtype, with_peers=not args.top_k)
         for m, routing in itertools.product(tokens, args.routing.split(",")):
             if time.monotonic() - started > args.seconds:
                 return
-            rows = measure(weights, peers, m, routing, dtype, args.configs)
+            rows = measure(weights, peers, m, routing, dtype, args.configs, args.top_k)
             work = "w4a8_grouped" if dtype == FP8 else "w4a16_grouped"
             common = {"kind": "time", "run": record.run_name(facts), "work": work, "m": m, "n": n, "k": k}
             common |= {"experts": experts, "routing": routing, "format": args.format, "dtype": args.dtype}
@@ -75,7 +81,7 @@ def main() -> None:
 
 
 def prepare(
-    experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype
+    experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, with_peers: bool
 ) -> tuple[list[QuantizedWeight], dict[str, Run]]:
     """Copies of a weight to rotate over, and each peer's way to multiply by its own copies."""
     words, scales, signed_words, e4m3_scales, channels = [], [], [], [], []
@@ -94,8 +100,10 @@ def prepare(
                 channels.append(c)
             yield QuantizedWeight.from_codes(format, codes, s, zeros, channels=c)
 
-    humming = not missing_package("humming-kernels", "humming") and not format.has_zero
-    cutlass = format.has_channels and format.group_size == 128 and not vllm_ops.missing("cutlass_w4a8_moe_mm")
+    humming = with_peers and not missing_package("humming-kernels", "humming") and not format.has_zero
+    cutlass = (
+        with_peers and format.has_channels and format.group_size == 128 and not vllm_ops.missing("cutlass_w4a8_moe_mm")
+    )
     layout = layout_for(Device.of("cuda"), format, dtype)
     w = QuantizedWeight.stack(each(), experts, layout)
     count = max(2, math.ceil(_ROTATED_BYTES / w.nbytes))
@@ -171,7 +179,13 @@ def humming_grouped(
 
 
 def measure(
-    weights: list[QuantizedWeight], peers: dict[str, Run], m: int, routing: str, dtype: torch.dtype, configs: int
+    weights: list[QuantizedWeight],
+    peers: dict[str, Run],
+    m: int,
+    routing: str,
+    dtype: torch.dtype,
+    configs: int,
+    top_k: int,
 ) -> list[dict[str, Any]]:
     """A row for each implementation whose output is right, and for each of our configs asked for."""
     w = weights[0]
@@ -181,6 +195,12 @@ def measure(
     xs = [torch.randn(total, w.k, device="cuda").to(dtype) for _ in range(2)]
     wide = [x.bfloat16() for x in xs]
     scaled = token_scales()[:total] if dtype == FP8 else None
+    tokens = total // top_k if top_k else total
+    of_some = None if scaled is None else scaled[:tokens]
+    some = [x[:tokens] for x in xs]  # of which all rows are made, if they are given by indices
+    indices = torch.cat([r.sort().values for r in (torch.randperm(total, device="cuda") % tokens).split(counts)]).int()
+    if top_k:
+        xs = [selected(x, 0, indices) for x in some]
     out = torch.empty(total, w.n, device="cuda", dtype=torch.bfloat16)
 
     def ours(config: str | None) -> Run:
@@ -188,14 +208,32 @@ def measure(
             x, weights[i % len(weights)], o, token_scale=scaled, out=d, config=config
         )
 
+    def gathered(config: str | None) -> Run:
+        return lambda i, x, o, d: w4gemm.grouped_linear(
+            x, weights[i % len(weights)], o, indices=indices, token_scale=of_some, out=d, config=config
+        )
+
+    def copied(i: int, x: torch.Tensor, o: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        scale = None if of_some is None else of_some.index_select(0, indices)
+        return w4gemm.grouped_linear(selected(x, 0, indices), weights[i % len(weights)], o, token_scale=scale, out=d)
+
     plan = str(dispatch.plan_for(call_of(w, total, dtype)))
     runs: list[tuple[str, str, str, Run]] = [("w4gemm", w4gemm.__version__, plan, ours(None))]
     versions = {"humming": package_version("humming-kernels"), "cutlass_w4a8": vllm_ops.version()}
     runs += [(name, versions[name], "", run) for name, run in peers.items()]
-    runs += [("w4gemm_config", w4gemm.__version__, c, ours(c)) for c in best(w, total, dtype, configs)]
+    if top_k:
+        (on_load,) = best(w, total, dtype, 1, True)
+        chosen = str(dispatch.plan_for(call_of(w, total, dtype, gathered=True)))
+        runs.append(("w4gemm_gathered", w4gemm.__version__, on_load, gathered(on_load)))
+        runs.append(("w4gemm_indexed", w4gemm.__version__, chosen, gathered(None)))
+        runs.append(("w4gemm_copied", w4gemm.__version__, plan, copied))
+    tried = best(w, total, dtype, configs, top_k > 0)
+    runs += [("w4gemm_config", w4gemm.__version__, c, (gathered if top_k else ours)(c)) for c in tried]
     rows, graphs = [], []
     for name, version, config, run in runs:
         layout, inputs = (offsets.long() if name in peers else offsets), (wide if name == "humming" else xs)
+        if top_k and name != "w4gemm":
+            inputs = some
         try:
             error = error_of(run(0, inputs[0], layout, out.fill_(torch.nan)), xs[0], w, counts)
         except Exception as e:
@@ -236,46 +274,53 @@ def error_of(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, counts: list[
     return worst
 
 
-def call_of(w: QuantizedWeight, total: int, dtype: torch.dtype) -> dispatch.Call:
+def call_of(w: QuantizedWeight, total: int, dtype: torch.dtype, gathered: bool = False) -> dispatch.Call:
     interval, epilogue = dispatch.interval(-(-total // w.experts)), Epilogue(token_scale=dtype == FP8)
-    return dispatch.Call(interval, w.n, w.k, dtype, w.format, w.layout, epilogue, w.device, "", False, w.experts)
+    grouped = (w.experts, gathered)
+    return dispatch.Call(interval, w.n, w.k, dtype, w.format, w.layout, epilogue, w.device, "", False, *grouped)
 
 
-def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int) -> list[str]:
+def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int, gathered: bool) -> list[str]:
     """The best-ranked configs, of each token tile at most three."""
     epilogue, device = Epilogue(token_scale=dtype == FP8), Device.of(w.device)
-    problem = GemmProblem(total, w.n, w.k, dtype, w.format, w.layout, epilogue, device, experts=w.experts)
+    shape = (total, w.n, w.k, dtype, w.format, w.layout)
+    problem = GemmProblem(*shape, epilogue, device, experts=w.experts, gathered=gathered)
     return best_of(problem, count)
 
 
 def best_of(problem: GemmProblem, count: int) -> list[str]:
     found: list[str] = []
     seen: dict[tuple[str, int], int] = {}
-    for _, kernel, config in dispatch.explain(problem).ranking:
-        key = kernel, config.tile_m
+    for name in dispatch.configs(problem):
+        kernel, _, config = name.partition("/")
+        key = kernel, GemmConfig.parse(config).tile_m
         seen[key] = seen.get(key, 0) + 1
         if seen[key] <= 3 and len(found) < count:
-            found.append(f"{kernel}/{config}")
+            found.append(name)
     return found
 
 
-def compile_ahead(shapes: str, tokens: list[int], format: WeightFormat, dtype: torch.dtype, count: int) -> None:
+def compile_ahead(
+    shapes: str, tokens: list[int], format: WeightFormat, dtype: torch.dtype, count: int, gathered: bool
+) -> None:
     """On all cores, since one process compiles one kernel at a time."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    jobs: dict[str, GemmProblem] = {}
+    jobs: dict[tuple[str, bool], GemmProblem] = {}
     for shape, m in itertools.product(shapes.split(","), tokens):
         experts, n, k = map(int, shape.split("x"))
         layout, epilogue = layout_for(H200, format, dtype), Epilogue(token_scale=dtype == FP8)
         problem = GemmProblem(m * experts, n, k, dtype, format, layout, epilogue, experts=experts)
-        jobs |= dict.fromkeys(best_of(problem, count), problem)
+        for p in (problem, replace(problem, gathered=True)) if gathered else (problem,):
+            found = best_of(p, max(1, count if p.gathered == gathered else 1))
+            jobs |= {(name, p.gathered): p for name in found}
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, jobs.items()))
 
 
-def _compile(job: tuple[str, GemmProblem]) -> None:
-    name, _, config = job[0].partition("/")
+def _compile(job: tuple[tuple[str, bool], GemmProblem]) -> None:
+    name, _, config = job[0][0].partition("/")
     object_code(kernel_named(name), job[1], GemmConfig.parse(config))
 
 

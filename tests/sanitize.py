@@ -2,8 +2,10 @@
 walk over tiles, wrap their rings, and end raggedly.
 
     for tool in memcheck racecheck synccheck; do
-        compute-sanitizer --tool $tool --kernel-name-exclude kernel_substring=at:: python tests/sanitize.py [fp8]
+        compute-sanitizer --tool $tool --kernel-name-exclude kernel_substring=at:: python tests/sanitize.py [PART]
     done
+
+PART: fp8 or gathered, for these alone.
 """
 
 from __future__ import annotations
@@ -97,6 +99,31 @@ def grouped(format: WeightFormat) -> None:
             assert error < 4e-3, f"{config} {format} {given}: {error}"
 
 
+def gathered(format: WeightFormat, fp8: bool) -> int:
+    """The configs for experts with rows of x by their indices. How many products."""
+    cases = {config: (n, k // 16 * 16) for config, (_, n, k) in FP8.items()} if fp8 else GROUPED
+    count, m = 0, sum(COUNTS)
+    offsets = torch.cat((torch.zeros(1), torch.tensor(COUNTS).cumsum(0))).to("cuda", torch.int32)
+    for i, (config, (n, k)) in enumerate(cases.items()):
+        layout = "sm90_fp8" if fp8 else "sm90"
+        w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack(layout)
+        w = w4gemm.QuantizedWeight.stack([w] * len(COUNTS), layout=layout)
+        x = torch.randn(100, k, device="cuda").to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        problem = w4gemm.GemmProblem(m, n, k, x.dtype, format, layout, experts=w.experts, gathered=True)
+        if config not in w4gemm.configs(problem):
+            continue
+        indices, scale = torch.randint(100, (m,), device="cuda"), torch.rand(100, device="cuda") + 0.5
+        given = fused(i, m, n) if i % 2 else {}  # in turn: most of the time goes into compiling
+        scales = ({"token_scale": scale}, {"token_scale": scale[indices]}) if fp8 else ({}, {})
+        got = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config, **given, **scales[0]).double()
+        given.pop("out_dtype", None)
+        wanted = grouped_reference(x.float()[indices].to(x.dtype), w, offsets, **given, **scales[1])
+        error = ((got - wanted).norm() / wanted.norm()).item()
+        assert error < 4e-3, f"{config} {format} {given}: {error}"
+        count += 1
+    return count
+
+
 def fp8(format: WeightFormat) -> int:
     """How many products."""
     count = 0
@@ -149,6 +176,12 @@ def activations() -> None:
 
 def main(only: str = "") -> None:
     torch.manual_seed(0)
+    formats = [(WeightFormat(128), False), (WeightFormat.parse("int4_g128_e4m3"), True), (WeightFormat(64), True)]
+    if only != "fp8":
+        count = sum(gathered(format, of_fp8) for format, of_fp8 in formats)
+        print(f"{count} products of gathered rows, all right", flush=True)
+    if only == "gathered":
+        return
     count = sum(fp8(WeightFormat.parse(name)) for name in ("int4_g128", "int4_g32_zint", "int4_g128_e4m3"))
     print(f"{count} products of fp8 activations, all right", flush=True)
     if only == "fp8":

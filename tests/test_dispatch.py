@@ -12,7 +12,7 @@ import torch
 import w4gemm
 from w4gemm import dispatch
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
+from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import KERNELS, kernel_named, multiplies_fp8, on_hopper, ranked
@@ -306,3 +306,45 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
         dispatch.plan(problem)
     for name in ("sm90_mixed_gemm", "sm80_mixed_gemm"):
         assert f"{name}: {reason}" in str(e.value)
+
+
+def gathered(m: int, n: int, k: int, experts: int = 8) -> GemmProblem:
+    return replace(H200_PROBLEM, m=m * experts, n=n, k=k, experts=experts, gathered=True)
+
+
+def test_every_gpu_kernel_gathers_rows_of_experts():
+    for base in (H200_PROBLEM, FP8_PROBLEM):
+        grouped = replace(base, experts=8)
+        for kernel in (k for k in KERNELS if k.supports(grouped)):
+            on_load = replace(grouped, gathered=True)
+            found = kernel.configs(on_load)
+            assert kernel.supports(on_load) and found and set(found) <= set(kernel.configs(grouped))
+            assert all(c.cluster_m * c.cluster_n == 1 for c in found)
+            assert kernel.compile_key(on_load, found[0]) != kernel.compile_key(grouped, found[0])
+            assert "several experts only" in kernel.supports(replace(base, gathered=True)).reason
+
+
+def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
+    """As measured on an H200: few tokens of many experts on load; of many tokens, or where the product is long beside
+    x, a copy first."""
+    monkeypatch.setattr(dispatch, "compiled", lambda kernel, problem, config: None)
+    for problem, copied in (
+        (gathered(8, 1536, 2048, 128), False),
+        (gathered(64, 1536, 2048, 128), False),
+        (gathered(1024, 1536, 2048, 128), True),
+        (gathered(1024, 28672, 4096), True),
+    ):
+        explanation, plan = dispatch.explain(problem), dispatch.plan(problem)
+        assert explanation.copied == copied == ("of a copy of the rows" in str(explanation))
+        assert plan.problem.gathered == ("gathered rows" in str(explanation)) == (not copied)
+        assert (plan.kernel.name, plan.config) == explanation.chosen
+    forced = dispatch.configs(problem)[0]
+    assert dispatch.plan(problem, forced).problem.gathered and not dispatch.explain(problem, forced).copied
+    with pytest.raises(ValueError, match="is not legal"):
+        dispatch.plan(problem, "sm90_mixed_gemm/128x128x128_1x2x1_coop")
+
+
+def test_a_call_of_gathered_rows_has_a_plan_of_its_own():
+    of = (0, 64, 64, torch.float32, WeightFormat(), "cpu", PLAIN, torch.device("cpu"), "", False, 4)
+    plans = [dispatch.plan_for(dispatch.Call(*of, gathered)) for gathered in (False, True)]
+    assert [plan.problem.gathered for plan in plans] == [False, True]

@@ -69,6 +69,32 @@ def test_under_torch_compile():
     assert torch.equal(function(x, offsets), w4gemm.grouped_linear(x, w, offsets))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_by_their_indices_under_torch_compile(dtype):
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(3, 64)
+    offsets = torch.tensor([0, 1, 1, 3, 6], dtype=torch.int32)
+    indices, residual = torch.tensor([2, 0, 2, 1, 1, 0], dtype=dtype), torch.randn(6, 32)
+
+    def call(x, o, i, r):
+        return w4gemm.grouped_linear(x, w, o, indices=i, residual=r)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(x, offsets, indices, residual)
+    assert torch.equal(compiled, w4gemm.grouped_linear(x[indices.long()], w, offsets, residual=residual))
+
+
+def test_the_indexed_form_refuses():
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(3, 64)
+    offsets, indices = torch.tensor([0, 1, 2, 3, 6], dtype=torch.int32), torch.tensor([2, 0, 2, 1, 1, 0])
+    with pytest.raises(TypeError, match=r"indices: wanted int32 or int64 \(total_m\), got torch.float32"):
+        w4gemm.grouped_linear(x, w, offsets, indices=indices.float())
+    with pytest.raises(ValueError, match=r"indices: wanted x's device cpu, got meta"):
+        w4gemm.grouped_linear(x, w, offsets, indices=indices.to("meta"))
+    with pytest.raises(ValueError, match=r"residual: wanted shape \(6, 32\) like the result, got \(3, 32\)"):
+        w4gemm.grouped_linear(x, w, offsets, indices=indices, residual=torch.zeros(3, 32))
+    with pytest.raises(ValueError, match=r"out: wanted shape \(6, 32\), got \(3, 32\)"):
+        w4gemm.grouped_linear(x, w, offsets, indices=indices, out=torch.zeros(3, 32))
+
+
 def test_combine_adds_in_order():
     d, weights = torch.randn(6, 8), torch.rand(3, 2)
     places = torch.tensor([[5, 0], [-1, 2], [-1, -1]], dtype=torch.int32)
@@ -113,5 +139,5 @@ def down_like(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:
 def test_route_passes_over_experts_without_tokens():
     routing = route(torch.tensor([[3, 1], [3, 7], [1, -1]]), 4)
     assert routing.m_offsets.tolist() == [0, 0, 2, 2, 4]
-    assert routing.tokens[:4].tolist() == [0, 2, 0, 1]
+    assert routing.tokens[:4].tolist() == [0, 2, 0, 1] and routing.tokens.dtype == torch.int32
     assert routing.places.tolist() == [[2, 0], [3, -1], [1, -1]]

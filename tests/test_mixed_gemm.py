@@ -20,9 +20,9 @@ LAYERS = [(6144, 4096), (8192, 8192), (28672, 4096), (8192, 28672), (4096, 14336
 
 
 @pytest.mark.parametrize("format", ["int4_g128", "int4_g32_zfloat"])
-@pytest.mark.parametrize("experts", [0, 8])
-def test_sizes_that_follow_from_a_config(format, experts):
-    problem = replace(PROBLEM, format=WeightFormat.parse(format), experts=experts)
+@pytest.mark.parametrize("experts, gathered", [(0, False), (8, False), (8, True)])
+def test_sizes_that_follow_from_a_config(format, experts, gathered):
+    problem = replace(PROBLEM, format=WeightFormat.parse(format), experts=experts, gathered=gathered)
     for config in KERNEL.configs(problem):
         v = Variant.of(problem, config)
         assert v.box_tokens % 8 == 0 and v.box_tokens <= 64 and v.boxes * v.box_tokens == config.tile_m
@@ -31,6 +31,10 @@ def test_sizes_that_follow_from_a_config(format, experts):
         assert config.tile_m <= shares < config.tile_m + 8 * config.split_k, "all tokens are stored"
         assert v.shared_bytes <= HOPPER_SHARED_MEMORY
         assert 64 * v.row_blocks * v.row_groups == config.tile_n and v.warpgroups <= 4
+        if v.consumer_registers:  # else a warpgroup would wait for registers that never come
+            launched = 65536 // (v.threads * v.occupancy) // 8 * 8 * v.threads
+            assert 128 * (v.warpgroups * v.consumer_registers + v.producer_registers) <= launched
+        assert not (gathered and config.cluster_m * config.cluster_n > 1)
 
 
 def test_few_enough_to_compile_them_all():

@@ -101,11 +101,13 @@ def check_counts(name: str, t: torch.Tensor, size: int, x: torch.Tensor) -> None
         raise ValueError(f"{name}: wanted x's device {x.device}, got {t.device}")
 
 
-def check_indices(indices: torch.Tensor, x: torch.Tensor) -> None:
+def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As kernels take them: contiguous int32."""
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
         raise TypeError(f"indices: wanted int32 or int64 (total_m), got {kind_of(indices)}")
     if indices.device != x.device:
         raise ValueError(f"indices: wanted x's device {x.device}, got {indices.device}")
+    return indices.to(torch.int32).contiguous()
 
 
 def check_activation(activation: str | None, n: int) -> None:
@@ -123,9 +125,11 @@ def fused(
     given: Fused,
     activation: str | None,
     out_dtype: torch.dtype | None,
+    rows: torch.Size | None = None,
 ) -> tuple[Epilogue, Fused]:
     """The epilogue of a call that asks for more than a bias, and what it is made with. ``given``: alpha, bias (already
-    checked), residual and token_scale as they came."""
+    checked), residual and token_scale as they came. ``rows``: the result's shape but for its columns, where that is not
+    x's."""
     alpha, bias, residual, token_scale = given
     check_activation(activation, w.n)
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
@@ -137,7 +141,7 @@ def fused(
         out_dtype = None
     epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
     if residual is not None:
-        _check_residual(residual, x, epilogue, w.n)
+        _check_residual(residual, x, (*(x.shape[:-1] if rows is None else rows), epilogue.columns(w.n)), epilogue)
         residual = residual.view(-1, residual.shape[-1])
     if token_scale is not None:
         token_scale = _token_scale(token_scale, x)
@@ -168,8 +172,8 @@ def _alpha(alpha: object, device: torch.device) -> tuple[str, float | torch.Tens
     return "host", float(alpha)
 
 
-def _check_residual(residual: torch.Tensor, x: torch.Tensor, epilogue: Epilogue, n: int) -> None:
-    shape, dtype = (*x.shape[:-1], epilogue.columns(n)), epilogue.result_dtype(x.dtype)
+def _check_residual(residual: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], epilogue: Epilogue) -> None:
+    dtype = epilogue.result_dtype(x.dtype)
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual: wanted a tensor or None, got {type(residual).__name__}")
     if residual.dtype != dtype:
@@ -182,8 +186,12 @@ def _check_residual(residual: torch.Tensor, x: torch.Tensor, epilogue: Epilogue,
         raise ValueError(f"residual: wanted it contiguous, got strides {residual.stride()}; use residual.contiguous()")
 
 
-def check_out(out: torch.Tensor, x: torch.Tensor, n: int, epilogue: Epilogue, fused: Fused) -> None:
-    shape, dtype = (*x.shape[:-1], epilogue.columns(n)), epilogue.result_dtype(x.dtype)
+def check_out(
+    out: torch.Tensor, x: torch.Tensor, n: int, epilogue: Epilogue, fused: Fused, rows: torch.Size | None = None
+) -> None:
+    """``rows`` as for :func:`fused`."""
+    shape = (*(x.shape[:-1] if rows is None else rows), epilogue.columns(n))
+    dtype = epilogue.result_dtype(x.dtype)
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out: wanted a tensor or None, got {type(out).__name__}")
     if out.dtype != dtype:

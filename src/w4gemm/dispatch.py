@@ -5,6 +5,9 @@ rarely chooses or compiles anything. The choice is the config that the caller fo
 (``tuned``) or that comes with the package (``shipped``), as long as it is legal and its kernel is what was measured,
 else the first by predicted time (``heuristic``).
 
+A problem whose rows are gathered is run as one of a copy of them, made before, where that is predicted to take less
+time (:func:`as_run`).
+
 A batch-invariant problem is served by configs of one reduction order only, the same for every m: that which costs the
 least over all intervals, by the kernels' own predictions.
 """
@@ -32,6 +35,7 @@ from w4gemm.explanation import Candidate, Explanation
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import KERNELS, Kernel, Operands, Status, kernel_named, ranked
+from w4gemm.kernels.sm90_model import copy_us
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.tuning import store
@@ -53,14 +57,17 @@ class Plan:
     config: GemmConfig
     compiled: Any
     problem: GemmProblem
-    """Of the interval: every field but m is that of the calls it serves."""
+    """Of the interval: every field but m is that of the calls it serves, and gathered, see :func:`as_run`."""
     source: str = "forced"
     """Where the choice came from: forced, tuned, shipped or heuristic."""
 
     @functools.cached_property
     def launch(self) -> Callable[[Operands], None]:
-        """As the kernel's ``launcher`` gives it."""
-        return self.kernel.launcher(self.compiled, self.problem, self.config)
+        """As the kernel's ``launcher`` gives it; where the kernel gathers no rows, they are gathered first."""
+        launch = self.kernel.launcher(self.compiled, self.problem, self.config)
+        if self.problem.experts and not self.problem.gathered:
+            return lambda operands: launch(operands.gathered_first())
+        return launch
 
     def __str__(self) -> str:
         return f"{self.kernel.name}/{self.config}"
@@ -71,7 +78,7 @@ class _NamedPlan(Plan):
 
     @functools.cached_property
     def launch(self) -> Callable[[Operands], None]:
-        launch = self.kernel.launcher(self.compiled, self.problem, self.config)
+        launch = super().launch
 
         def named(operands: Operands) -> None:
             with torch.cuda.nvtx.range(f"w4gemm {self}"):
@@ -97,6 +104,7 @@ class Call(NamedTuple):
     batch_invariant: bool = False
     experts: int = 0
     """Of a grouped problem, whose interval is that of the tokens an expert has on average."""
+    gathered: bool = False
 
 
 def interval(m: int) -> int:
@@ -124,10 +132,11 @@ def plan_for(call: Call) -> Plan:
     """The plan for every problem that looks like ``call``; resolved once. Errors as :func:`plan`."""
     found = _plans.get(call)
     if found is None:
-        interval, n, k, dtype, format, layout, epilogue, device, config, invariant, experts = call
+        interval, n, k, dtype, format, layout, epilogue, device, config, invariant, experts, gathered = call
         m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
         m *= max(1, experts)
-        problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, Device.of(device), invariant, experts)
+        of = (Device.of(device), invariant, experts, gathered)
+        problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, *of)
         if _tuner is not None and not config and not experts:
             with (
                 torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -171,6 +180,7 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
             order than the one for a batch-invariant problem.
     """
     if config is None:
+        problem = as_run(problem)
         _require_support(problem, KERNELS)
         kernel, chosen, source = _chosen(problem, _ranked(KERNELS, problem))
     else:
@@ -178,6 +188,16 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
         source = "forced"
     made = _NamedPlan if environment.nvtx() and problem.device.kind == "cuda" else Plan
     return made(kernel, chosen, compiled(kernel, problem, chosen), problem, source)
+
+
+def as_run(problem: GemmProblem) -> GemmProblem:
+    """``problem``; one whose rows are gathered without that, if it costs less, or is all that can be done, to gather
+    them before."""
+    if not problem.gathered:
+        return problem
+    before = replace(problem, gathered=False)
+    best = [min((us for us, _, _ in _ranked(KERNELS, p)), default=math.inf) for p in (problem, before)]
+    return before if best[1] + copy_us(problem) < best[0] else problem
 
 
 def configs(problem: GemmProblem) -> list[str]:
@@ -194,6 +214,7 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
     Raises:
         ValueError, UnsupportedError: for a forced config, as :func:`plan`; else nothing.
     """
+    asked, problem = problem, as_run(problem) if config is None else problem
     status = {kernel.name: _status(kernel, problem) for kernel in KERNELS}
     ranked_configs = _ranked(KERNELS, problem)
     candidates = tuple(Candidate(us, k.name, c, k.resources(problem, c)) for us, k, c in ranked_configs)
@@ -204,7 +225,7 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
     if not ranking:
         return Explanation(problem, status, ranking, candidates)
     kernel, chosen, source = _chosen(problem, ranked_configs)
-    return Explanation(problem, status, ranking, candidates, (kernel.name, chosen), source)
+    return Explanation(problem, status, ranking, candidates, (kernel.name, chosen), source, asked != problem)
 
 
 def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:

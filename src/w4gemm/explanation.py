@@ -30,6 +30,7 @@ class Explanation:
     """Why a problem is run as it is. ``str`` gives it in a few lines, :meth:`table` with every config."""
 
     problem: GemmProblem
+    """As it is run: see :func:`w4gemm.dispatch.as_run`."""
     status: dict[str, Status]
     """Every kernel's answer."""
     ranking: tuple[tuple[float, str, GemmConfig], ...]
@@ -40,6 +41,8 @@ class Explanation:
     """(kernel, config) that runs; None if nothing can."""
     source: str = ""
     """Where the choice came from: forced, tuned, shipped or heuristic."""
+    copied: bool = False
+    """Whether rows of x that were to be gathered on load are gathered before."""
 
     def __str__(self) -> str:
         lines = [str(self.problem)]
@@ -48,7 +51,7 @@ class Explanation:
             lines.append(f"  {name}: {f'{count} configs' if status else status.reason}")
         if self.chosen is not None:
             kernel, config = self.chosen
-            lines.append(f"  chosen: {kernel}/{config} ({self.source})")
+            lines.append(f"  chosen: {kernel}/{config} ({self.source}{', of a copy of the rows' * self.copied})")
         return "\n".join(lines)
 
     def table(self, rows: int | None = None) -> str:

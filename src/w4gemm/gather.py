@@ -12,6 +12,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import on_hopper
+from w4gemm.kernels.base import selected
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.problem import Device, GemmProblem
 
@@ -35,13 +36,6 @@ def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
             function(x, perm, out, _KERNEL.parts(m, k, sms))
             return out
     return selected(x, 1, perm)
-
-
-def selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """``x.index_select(dim, index)``, for fp8 x too."""
-    if x.dtype != torch.float8_e4m3fn:
-        return x.index_select(dim, index)
-    return x.view(torch.uint8).index_select(dim, index).view(x.dtype)
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from w4gemm import arguments
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
-from w4gemm.gather import selected
 from w4gemm.kernels import Operands
 from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.modes import needs_dispatcher, requires_grad
@@ -46,8 +45,9 @@ def grouped_linear(
         m_offsets: int32 (experts + 1) on x's device, ascending from 0 or more to total_m or less. **Not checked**,
             since that would take a synchronization; others are undefined behaviour.
         bias: (experts, n) of x's dtype, or None.
-        indices: int32 or int64 (total_m), to take row i from x[indices[i]]: x, (any number, k), is gathered first.
-            Not checked either. token_scale, which goes with x, is gathered likewise.
+        indices: int32 or int64 (total_m), to take row i from x[indices[i]]; x is then (any number, k), and token_scale
+            goes with it. Their values are not checked either. Kernels on a GPU read the rows where they lie, if those
+            and k are multiples of 16 bytes; else x is gathered first.
         alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`. Without a config
             it is chosen for total_m / experts tokens each.
 
@@ -67,11 +67,9 @@ def grouped_linear(
         raise ValueError(f"x: wanted shape (total_m, k), got {tuple(x.shape)}")
     arguments.check_counts("m_offsets", m_offsets, w.experts + 1, x)
     if indices is not None:
-        arguments.check_indices(indices, x)
-        x = selected(x, 0, indices)
-        token_scale = None if token_scale is None else token_scale.index_select(0, indices)
-    given = Fused(alpha, bias, residual, token_scale)
-    return _grouped(x, w, (m_offsets[:-1], m_offsets[1:]), given, activation, out_dtype, out, config)
+        indices = arguments.checked_indices(indices, x)
+    rows, given = (m_offsets[:-1], m_offsets[1:], indices), Fused(alpha, bias, residual, token_scale)
+    return _grouped(x, w, rows, given, activation, out_dtype, out, config)
 
 
 def masked_linear(
@@ -108,7 +106,7 @@ def masked_linear(
     arguments.check_counts("counts", counts, w.experts, x)
     starts = _multiples(w.experts, x.shape[1], x.device)
     given = Fused(alpha, bias, residual, token_scale)
-    return _grouped(x, w, (starts, starts + counts), given, activation, out_dtype, out, config)
+    return _grouped(x, w, (starts, starts + counts, None), given, activation, out_dtype, out, config)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -119,53 +117,57 @@ def _multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
 def _grouped(
     x: torch.Tensor,
     w: QuantizedWeight,
-    rows: tuple[torch.Tensor, torch.Tensor],
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     given: Fused,
     activation: str | None,
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
     config: GemmConfig | str | None,
 ) -> torch.Tensor:
+    """rows: the first and the end of each expert's, and indices."""
     text = "" if config is None else config if isinstance(config, str) else arguments.config_text(config)
-    epilogue, fused = arguments.fused(x, w, given, activation, out_dtype)
+    shape = x.shape[:-1] if rows[2] is None else rows[2].shape
+    epilogue, fused = arguments.fused(x, w, given, activation, out_dtype, shape)
     if torch.is_grad_enabled() and requires_grad(x, fused):
         raise NotImplementedError("x: gradients of a grouped linear are not implemented; call it under no_grad")
     columns = epilogue.columns(w.n)
     flat = x.view(-1, w.k)
     if out is not None:
-        arguments.check_out(out, x, w.n, epilogue, fused)
+        arguments.check_out(out, x, w.n, epilogue, fused, shape)
     if needs_dispatcher(x, fused):
         weight = (list(w.tensors), w.format.name, w.layout, w.n, w.k)
         d = torch.ops.w4gemm.grouped_linear(flat, *rows, *weight, *_flat(epilogue, fused), text)
-        d = d.view(*x.shape[:-1], columns)
+        d = d.view(*shape, columns)
         return d if out is None else out.copy_(d)
     if out is None:
-        out = torch.empty((*x.shape[:-1], columns), dtype=epilogue.result_dtype(x.dtype), device=x.device)
-    _run(Operands(flat, w.tensors, out.view(-1, columns), *fused, rows), w, epilogue, text, False)
+        out = torch.empty((*shape, columns), dtype=epilogue.result_dtype(x.dtype), device=x.device)
+    _run(Operands(flat, w.tensors, out.view(-1, columns), *fused, rows[:2], rows[2]), w, epilogue, text, False)
     return out
 
 
 # --- the operator --------------------------------------------------------------------------------------------------
 
 torch.library.define(
-    "w4gemm::grouped_linear", f"(Tensor x, Tensor starts, Tensor ends, {_WEIGHT}, {_FUSED}, str config) -> Tensor"
+    "w4gemm::grouped_linear",
+    f"(Tensor x, Tensor starts, Tensor ends, Tensor? indices, {_WEIGHT}, {_FUSED}, str config) -> Tensor",
 )
 
 
 @torch.library.impl("w4gemm::grouped_linear", ("cpu", "cuda"))
-def _grouped_op(x, starts, ends, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
+def _grouped_op(x, starts, ends, indices, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
     *flat, config = rest
-    out, epilogue, fused = _result(x, n, flat)
+    out, epilogue, fused = _result(x, indices, n, flat)
     w = _Weight(_parse_format(format), layout, n)
-    _run(Operands(x, tuple(weight), out, *fused, (starts, ends)), w, epilogue, config, False)
+    _run(Operands(x, tuple(weight), out, *fused, (starts, ends), indices), w, epilogue, config, False)
     return out
 
 
 @torch.library.register_fake("w4gemm::grouped_linear")
-def _grouped_fake(x, starts, ends, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
-    return _result(x, n, rest[:-1])[0]
+def _grouped_fake(x, starts, ends, indices, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
+    return _result(x, indices, n, rest[:-1])[0]
 
 
-def _result(x: torch.Tensor, n: int, flat: Any) -> tuple[torch.Tensor, Epilogue, Fused]:
+def _result(x: torch.Tensor, indices: torch.Tensor | None, n: int, flat: Any) -> tuple[torch.Tensor, Epilogue, Fused]:
     epilogue, fused = _unflat(*flat)
-    return x.new_empty((x.shape[0], epilogue.columns(n)), dtype=epilogue.result_dtype(x.dtype)), epilogue, fused
+    shape = ((x if indices is None else indices).shape[0], epilogue.columns(n))
+    return x.new_empty(shape, dtype=epilogue.result_dtype(x.dtype)), epilogue, fused

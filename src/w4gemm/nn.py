@@ -223,16 +223,18 @@ class W4Linear(torch.nn.Module):
 
 
 class W4GroupedLinear(W4Linear):
-    """:func:`w4gemm.grouped_linear` as a layer: x (total_m, k) sorted by expert and m_offsets (experts + 1) to
-    (total_m, n). Made with :meth:`from_weight`; the bias is (experts, n)."""
+    """:func:`w4gemm.grouped_linear` as a layer: x (total_m, k) sorted by expert, or rows of x that indices (total_m)
+    name, and m_offsets (experts + 1) to (total_m, n). Made with :meth:`from_weight`; the bias is (experts, n)."""
 
     grouped = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("W4GroupedLinear: made with from_weight alone")
 
-    def forward(self, x: torch.Tensor, m_offsets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grouped_linear(x, self.weight, m_offsets, self.bias, activation=self.activation)
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return grouped_linear(x, self.weight, m_offsets, self.bias, indices=indices, activation=self.activation)
 
 
 class W4Experts(torch.nn.Module):
@@ -261,7 +263,7 @@ class W4Experts(torch.nn.Module):
         """x (tokens, features); expert_ids int32 or int64 and expert_weights floating point (tokens, top k), what the
         router chose: (tokens, features). Ids of experts that are not here add nothing."""
         routing = route(expert_ids, self.gate_up.weight.experts)
-        hidden = self.gate_up(x.index_select(0, routing.tokens), routing.m_offsets)
+        hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         return combine(self.down(hidden, routing.m_offsets), routing.places, expert_weights)
 
 

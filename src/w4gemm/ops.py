@@ -19,8 +19,10 @@ from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
-from w4gemm.gather import gather_columns, selected
+from w4gemm.gather import gather_columns
 from w4gemm.kernels import Operands
+from w4gemm.kernels.base import selected
+from w4gemm.kernels.gpu import takes_rows
 from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.modes import is_dual, is_plain, needs_dispatcher, requires_grad
 from w4gemm.weight import QuantizedWeight
@@ -188,10 +190,14 @@ def _run(
     operands: Operands, w: QuantizedWeight | _Weight, epilogue: Epilogue, config: str, batch_invariant: bool
 ) -> None:
     """Look up the plan and launch it."""
-    x, rows = operands.x, operands.rows
-    m, experts = x.shape[0], 0 if rows is None else rows[0].shape[0]
-    if m:
-        _launch(_call(m, w, x, epilogue, config, batch_invariant, experts), operands)
+    x, rows, m = operands.x, operands.rows, operands.out.shape[0]
+    if m == 0:
+        return
+    if operands.indices is not None and x.device.type == "cuda" and not (x.stride(1) == 1 and takes_rows(x)):
+        operands = operands.gathered_first()
+    experts = 0 if rows is None else rows[0].shape[0]
+    gathered = operands.indices is not None
+    _launch(_call(m, w, x, epilogue, config, batch_invariant, experts, gathered), operands)
 
 
 def _call(
@@ -202,11 +208,12 @@ def _call(
     config: str,
     batch_invariant: bool,
     experts: int = 0,
+    gathered: bool = False,
 ) -> dispatch.Call:
     """What the plan is looked up by, for m rows (..., k) of x."""
     interval = dispatch.interval(-(-m // experts) if experts else m)
     problem = w.n, x.shape[-1], x.dtype, w.format, w.layout, epilogue, x.device
-    return dispatch.Call(interval, *problem, config, batch_invariant, experts)
+    return dispatch.Call(interval, *problem, config, batch_invariant, experts, gathered)
 
 
 def _launch(call: dispatch.Call, operands: Operands) -> None:

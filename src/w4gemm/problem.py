@@ -73,6 +73,9 @@ class GemmProblem:
     """x (m, k) @ w (n, k).T and what ``epilogue`` makes of it, on a device. With ``experts`` > 0 there are so many w,
     each for some of the m rows of x: how many, only the device knows.
 
+    ``gathered``, of a grouped problem: row i of d is made of the row of x that the i-th of m indices says, which only
+    the device knows either; x may then have any number of rows.
+
     ``dtype`` is that of x. ``layout`` names the pack layout that the weight lies in. ``batch_invariant``: whether the
     bits of a row of d must depend on that row of x alone, not even on m.
     """
@@ -87,6 +90,7 @@ class GemmProblem:
     device: Device = field(default=H200)
     batch_invariant: bool = False
     experts: int = 0
+    gathered: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -96,6 +100,7 @@ class GemmProblem:
         dtype = str(self.dtype).removeprefix("torch.")
         fused = "" if self.epilogue == PLAIN else f", {self.epilogue}"
         experts = f", {self.experts} experts" if self.experts else ""
+        experts += ", gathered rows" if self.gathered else ""
         invariant = ", batch invariant" if self.batch_invariant else ""
         sizes = f"m {self.m}, n {self.n}, k {self.k}, {dtype} x {self.format}{experts}"
         return f"{sizes}{fused} ({self.layout} layout){invariant}"

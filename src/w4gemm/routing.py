@@ -24,7 +24,7 @@ class Routing(NamedTuple):
     m_offsets: torch.Tensor
     """int32 (experts + 1): expert e has the rows m_offsets[e] .. m_offsets[e + 1]."""
     tokens: torch.Tensor
-    """int64 (tokens * top k): the token of each row."""
+    """int32 (tokens * top k): the token of each row."""
     places: torch.Tensor
     """int32 (tokens, top k): the row of each choice; -1 for one of no expert here."""
 
@@ -50,7 +50,9 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
     places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     places[order] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
     places = torch.where(here, places.view(expert_ids.shape), -1)
-    return Routing(m_offsets, order // max(1, expert_ids.shape[1]), places)
+    tokens = torch.empty_like(places).view(-1)  # as what kernels read them, in the same launch
+    torch.div(order, max(1, expert_ids.shape[1]), rounding_mode="floor", out=tokens)
+    return Routing(m_offsets, tokens, places)
 
 
 def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

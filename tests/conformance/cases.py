@@ -74,12 +74,14 @@ class Target:
         problem = self.problem(m, n, k, format, epilogue)
         return [f"{self.kernel.name}/{c}" for _, _, c in ranked([self.kernel], problem)]
 
-    def every_config(self, shapes: Iterable[tuple[int, int]], m: int = 64, experts: int = 0) -> dict[str, WeightFormat]:
+    def every_config(
+        self, shapes: Iterable[tuple[int, int]], m: int = 64, experts: int = 0, gathered: bool = False
+    ) -> dict[str, WeightFormat]:
         """All that are legal for one of the shapes (n, k), each with its format of CONFIG_FORMATS."""
         found: dict[str, WeightFormat] = {}
         for format in CONFIG_FORMATS:
             for n, k in shapes:
-                problem = replace(self.problem(m, n, k, format), experts=experts)
+                problem = replace(self.problem(m, n, k, format), experts=experts, gathered=gathered)
                 for _, _, c in ranked([self.kernel], problem):
                     found.setdefault(f"{self.kernel.name}/{c}", format)
         return found

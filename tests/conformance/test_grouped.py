@@ -26,6 +26,7 @@ from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import default_out_dtype
 from w4gemm.kernels import ranked
+from w4gemm.kernels.gpu import takes_rows
 from w4gemm.reference import grouped_reference
 
 N, K = 200, 768
@@ -52,16 +53,18 @@ def target(request) -> Target:
     return request.param
 
 
-def configs(target: Target, n: int, k: int, format: WeightFormat, m: int, experts: int) -> list[str]:
+def configs(
+    target: Target, n: int, k: int, format: WeightFormat, m: int, experts: int, gathered: bool = False
+) -> list[str]:
     """Every legal config of a grouped problem, best guess first."""
 
-    problem = replace(target.problem(m, n, k, format), experts=experts)
+    problem = replace(target.problem(m, n, k, format), experts=experts, gathered=gathered)
     return [f"{target.kernel.name}/{c}" for _, _, c in ranked([target.kernel], problem)]
 
 
-def usual(target: Target, format: WeightFormat = CONFIG_FORMAT) -> str:
-    """One config for as many tests as possible."""
-    return configs(target, N, K, format, 64 * len(COUNTS), len(COUNTS))[0]
+def usual(target: Target, format: WeightFormat = CONFIG_FORMAT, k: int = K) -> str:
+    """One config for as many tests as possible, those of gathered rows too."""
+    return configs(target, N, k, format, 64 * len(COUNTS), len(COUNTS), gathered=True)[0]
 
 
 def experts_of(target: Target, format: WeightFormat, n: int, k: int, count: int) -> QuantizedWeight:
@@ -148,12 +151,68 @@ def test_the_masked_form(target):
         assert_close(out[e, :count], x[e, :count], w.expert(e))
 
 
-def test_the_indexed_form(target):
+def some_rows(target: Target, count: int, m: int) -> torch.Tensor:
+    """m of ``count`` rows, in any order, some of them several times, the last one too."""
+    rows = torch.randint(count, (m,), generator=torch.Generator().manual_seed(m)).int()
+    rows[m // 2] = count - 1
+    return rows.to(target.device)
+
+
+def gathered(
+    x: torch.Tensor, indices: torch.Tensor, w: QuantizedWeight, offsets: torch.Tensor, config: str | None, **fused
+) -> torch.Tensor:
+    """``grouped_linear`` of rows of x by their indices, which must be that of a copy of them, bit for bit. Indices
+    behind the last offset, which a kernel that gathers does not look at, say that there are rows of x far away."""
+    copied = x.float()[indices.long()].to(x.dtype)
+    scale = fused.get("token_scale")
+    of_copy = fused if scale is None else fused | {"token_scale": scale[indices.long()]}
+    wanted = w4gemm.grouped_linear(copied, w, offsets, config=config, **of_copy)
+    on_load = x.device.type == "cuda" and takes_rows(x)
+    more = torch.full((GUARD,), 2**30 if on_load else 0, dtype=torch.int32, device=x.device)
+    out = torch.full((len(indices) + GUARD, wanted.shape[1]), torch.nan, dtype=wanted.dtype, device=x.device)
+    if (residual := fused.get("residual")) is not None:
+        fused = fused | {"residual": torch.cat((residual, residual[:1].expand(GUARD, -1)))}
+    d = w4gemm.grouped_linear(x, w, offsets, indices=torch.cat((indices, more)), out=out, config=config, **fused)
+    assert d[len(indices) :].isnan().all(), "rows that no expert has were written"
+    assert torch.equal(d[: len(indices)], wanted)
+    return d[: len(indices)]
+
+
+@pytest.mark.parametrize("routing", ["mixed", "one", "first", "few", "ragged"])
+@pytest.mark.parametrize("k", [K, 816, 333])
+def test_the_indexed_form(target, k, routing):
+    """k that is no multiple of a tile, and one whose rows cannot be read 16 bytes at a time."""
+    w, x = experts_of(target, CONFIG_FORMAT, N, k, len(COUNTS)), target.randn(50, k)
+    counts = ROUTINGS[routing]
+    indices, offsets = some_rows(target, len(x), sum(counts)), offsets_of(target, counts)
+    config = usual(target, k=k)
+    d = gathered(x, indices, w, offsets, config)
+    for e, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
+        assert_close(d[first:last], x.float()[indices[first:last].long()].to(x.dtype), w.expert(e))
+    assert torch.equal(w4gemm.grouped_linear(x, w, offsets, indices=indices.long(), config=config), d)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
+def test_the_epilogue_of_the_indexed_form(target, activation):
+    """token_scale goes with x, what else there is with the result."""
     w, x = experts_of(target, CONFIG_FORMAT, N, K, len(COUNTS)), target.randn(50, K)
-    indices = torch.randint(50, (sum(COUNTS),), generator=torch.Generator().manual_seed(0)).to(target.device)
-    offsets, config = offsets_of(target, COUNTS), usual(target)
-    d = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config)
-    assert torch.equal(d, w4gemm.grouped_linear(x.float()[indices].to(x.dtype), w, offsets, config=config))
+    indices, columns = some_rows(target, len(x), sum(COUNTS)), N // 2 if activation == "silu_mul" else N
+    residual = target.randn(sum(COUNTS), columns, seed=6, dtype=target.out_dtype)
+    fused = {"alpha": 0.5, "activation": activation, "residual": residual}
+    fused["bias"] = target.randn(len(COUNTS), N, seed=5, dtype=target.out_dtype)
+    if target.dtype == FP8:
+        fused["token_scale"] = target.randn(len(x), seed=7, dtype=torch.float32)
+    for config in (usual(target), None):
+        gathered(x, indices, w, offsets_of(target, COUNTS), config, **fused)
+
+
+def test_rows_of_a_wider_tensor(target):
+    """x with rows that are apart, at addresses that are multiples of 16 bytes or not."""
+    w, wide = experts_of(target, CONFIG_FORMAT, N, K, len(COUNTS)), target.randn(50, K + 64)
+    indices, offsets = some_rows(target, len(wide), sum(COUNTS)), offsets_of(target, COUNTS)
+    for start in (0, 32, 5):
+        gathered(wide[:, start : start + K], indices, w, offsets, usual(target))
+    gathered(wide[:1, :K].expand(50, K), indices, w, offsets, usual(target))
 
 
 def test_no_rows(target):
@@ -182,12 +241,12 @@ def test_how_many_experts(target, experts):
 # --- configs ---------------------------------------------------------------------------------------------------------
 
 
-def every_config() -> list[object]:
+def every_config(gathered: bool = False) -> list[object]:
     found = []
     for param in ON_GPU:
         (target,) = param.values
         if target.dtype in (CONFIG_DTYPE, FP8):
-            for config, format in target.every_config([(N, K)], 512, experts=7).items():
+            for config, format in target.every_config([(N, K)], 512, experts=7, gathered=gathered).items():
                 found.append(pytest.param(target, config, format, id=config, marks=param.marks))
     return found
 
@@ -204,6 +263,10 @@ def _compiled_ahead(request):
         problem = target.problem(512, N, K, format)
         parsed = GemmConfig.parse(config.rpartition("/")[2])
         jobs += [(target.kernel, p, parsed) for p in (problem, replace(problem, experts=7))]
+    for param in every_config(gathered=True):
+        target, config, format = param.values
+        problem = replace(target.problem(512, N, K, format), experts=7, gathered=True)
+        jobs.append((target.kernel, problem, GemmConfig.parse(config.rpartition("/")[2])))
     compile_ahead(jobs)
 
 
@@ -229,6 +292,21 @@ def test_every_config_is_the_dense_one(target, config, format, _compiled_ahead):
                     assert_close(d[first:last], x[first:last], w.expert(e))
 
 
+@pytest.mark.parametrize("target, config, format", every_config(gathered=True))
+def test_every_config_gathers(target, config, format, _compiled_ahead):
+    """Bit for bit what it gives of a copy of the rows, again and again: a slot that is multiplied before all of it is
+    there would show sooner or later."""
+    supported_here(target)
+    for n, k in ((N, K), (2056, 4352), (1000, 112)):
+        w, x = experts_of(target, format, n, k, 7), target.randn(200, k)
+        for counts in ROUTINGS.values():
+            indices, offsets = some_rows(target, len(x), sum(counts)), offsets_of(target, counts)
+            d = gathered(x, indices, w, offsets, config)
+            for _ in range(3):
+                again = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config)
+                assert torch.equal(again, d), "another run gave other bits"
+
+
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +327,25 @@ def test_a_graph_serves_any_routing(target):
             w4gemm.grouped_linear(x, w, offsets, config=config, out=wanted)
             assert torch.equal(d.nan_to_num(9e9), wanted.nan_to_num(9e9))
             assert not d[: sum(counts)].isnan().any() and d[sum(counts) :].isnan().all()
+
+
+@on_gpu
+def test_a_graph_serves_any_indices(target):
+    """And any routing, from replay to replay."""
+    w, x, m = experts_of(target, CONFIG_FORMAT, N, K, 7), target.randn(100, K), 300
+    offsets, indices = offsets_of(target, ROUTINGS["one"]), some_rows(target, len(x), m)
+    for config in (usual(target), None):
+        w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            d = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config)
+        for counts in (ROUTINGS["first"], (50, 50, 50, 50, 50, 49, 1), ROUTINGS["one"]):
+            offsets.copy_(offsets_of(target, counts))
+            indices.copy_(some_rows(target, len(x), m).roll(counts[0]))
+            d.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(d, w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config))
+            assert torch.equal(d, gathered(x, indices, w, offsets, config))
 
 
 @on_gpu

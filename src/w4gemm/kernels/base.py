@@ -44,6 +44,9 @@ class Operands(NamedTuple):
     Of a grouped problem, with experts > 0: weight and bias with a leading dimension (experts), and rows: (starts,
     ends), int32 (experts) each: expert e multiplies the rows starts[e] .. ends[e] of x, which may be none; rows of out
     that no expert has are not written. Only the device knows these numbers, 0 <= starts <= ends <= m.
+
+    Of one that is gathered: indices int32 (m), row i of out is made of row indices[i] of x (any number, k), and of the
+    token_scale of that row.
     """
 
     x: torch.Tensor
@@ -54,8 +57,23 @@ class Operands(NamedTuple):
     residual: torch.Tensor | None = None
     token_scale: torch.Tensor | None = None
     rows: tuple[torch.Tensor, torch.Tensor] | None = None
+    indices: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
     """``workspace_bytes`` of the caller's, see there; None for memory that the launch takes itself."""
+
+    def gathered_first(self) -> Operands:
+        """The same without indices: x and its scales gathered beforehand, by PyTorch."""
+        if self.indices is None:
+            return self
+        scale = None if self.token_scale is None else self.token_scale.index_select(0, self.indices)
+        return self._replace(x=selected(self.x, 0, self.indices), token_scale=scale, indices=None)
+
+
+def selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """``x.index_select(dim, index)``, for fp8 x too."""
+    if x.dtype != torch.float8_e4m3fn:
+        return x.index_select(dim, index)
+    return x.view(torch.uint8).index_select(dim, index).view(x.dtype)
 
 
 class Resources(NamedTuple):

@@ -47,6 +47,7 @@ class Variant:
         epilogue: what is done to the sums, its out_dtype given.
         vector: whether rows of d can be stored 16 bytes at a time.
         grouped: whether there are several weights, experts, each for some of x's rows.
+        gathered: whether a row of d is made of the row of x that an index says.
     """
 
     config: GemmConfig
@@ -58,6 +59,7 @@ class Variant:
     epilogue: Epilogue
     vector: bool
     grouped: bool = False
+    gathered: bool = False
 
     @property
     def table_bytes(self) -> int:
@@ -118,6 +120,7 @@ class Variant:
             epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
             vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
             grouped=problem.experts > 0,
+            gathered=problem.gathered,
         )
 
 
@@ -153,6 +156,8 @@ class GpuKernel(ABC):
             )
         if reason := layout_named(self.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
+        if problem.gathered and not problem.experts:
+            return Status.no("gathers rows of x for a weight of several experts only")
         if problem.experts > MAX_EXPERTS:
             return Status.no(f"takes at most {MAX_EXPERTS} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(MIN_DRIVER)
@@ -200,10 +205,11 @@ class GpuKernel(ABC):
         }
         dtype, out_dtype = dtypes[variant.kind], dtypes[variant.out_kind]
         m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        x_rows = cute.sym_int() if variant.gathered else m
         columns = cute.sym_int() if epilogue.gated else n
         size = out_dtype.width // 8
         wide = 16 // size if variant.vector else 1
-        x = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=128 // dtype.width), 1), assumed_align=16)
+        x = make_fake_tensor(dtype, (x_rows, k), (cute.sym_int64(divisibility=128 // dtype.width), 1), assumed_align=16)
         # the blocks of all experts in a row
         words = (cute.sym_int(), cute.sym_int(), variant.block_bytes // 4)
         weight = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(2, 1, 0), assumed_align=16)
@@ -218,6 +224,7 @@ class GpuKernel(ABC):
         if variant.grouped:
             experts = cute.sym_int()
             starts, ends = (make_fake_compact_tensor(cutlass.Int32, (experts,), assumed_align=4) for _ in range(2))
+        indices = make_fake_compact_tensor(cutlass.Int32, (m,), assumed_align=4) if variant.gathered else None
         if epilogue.bias:
             shape, order = ((experts, n), (1, 0)) if variant.grouped else ((n,), (0,))
             bias = make_fake_compact_tensor(dtypes[variant.bias_kind], shape, stride_order=order, assumed_align=2)
@@ -231,13 +238,13 @@ class GpuKernel(ABC):
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         token_scale = None
         if epilogue.token_scale:
-            token_scale = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
+            token_scale = make_fake_compact_tensor(cutlass.Float32, (x_rows,), assumed_align=4)
         channels = None
         if variant.folded:
             shape, order = ((experts, n), (1, 0)) if variant.grouped else ((n,), (0,))
             channels = make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=4)
         extras = (alpha, bias, residual, token_scale, channels)
-        arguments = (x, weight, out, *extras, starts, ends, partials, flags, 1, stream)
+        arguments = (x, weight, out, *extras, starts, ends, indices, partials, flags, 1, stream)
         return Program(self.entry()(variant), arguments, self.arch(problem.device))
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
@@ -246,7 +253,7 @@ class GpuKernel(ABC):
         size = self.workspace_bytes(problem, config)
 
         def launch(operands: Operands) -> None:
-            x, weight, out, alpha, bias, residual, token_scale, rows, given = operands
+            x, weight, out, alpha, bias, residual, token_scale, rows, indices, given = operands
             blocks, channels = weight[0], weight[1] if len(weight) > 1 else None
             starts = ends = partials = flags = None
             if rows is not None:
@@ -259,9 +266,14 @@ class GpuKernel(ABC):
             if x.stride()[0] * x.itemsize % 16 or x.data_ptr() % 16:
                 x = _tma_readable(x)
             extras = alpha, bias, residual, token_scale, channels
-            compiled(x, blocks, out, *extras, starts, ends, partials, flags, clusters)
+            compiled(x, blocks, out, *extras, starts, ends, indices, partials, flags, clusters)
 
         return launch
+
+
+def takes_rows(x: torch.Tensor) -> bool:
+    """Whether a kernel can gather rows of x itself, 16 bytes at a time."""
+    return x.stride(0) * x.itemsize % 16 == x.shape[1] * x.itemsize % 16 == x.data_ptr() % 16 == 0
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,10 @@ slot_us grows from a config's time with the GPU to itself to its time with the G
 power: alone + shared * contention. Of a stream (stream-k) all CTAs have equal work; they park and add up parts of tiles
 besides, the more the smaller a CTA's part of a tile is. These three numbers of each config (alone, shared, tile_us) are
 measured: ``sm90_times.py`` and ``sm90_fp8_times.py``, made by ``bench/fit.py`` from timings of all configs on several
-layers. heat: large products
-bring the GPU to its power limit, which lowers the clock. bound is a smooth maximum.
+layers. heat: large products bring the GPU to its power limit, which lowers the clock. bound is a smooth maximum.
+
+Where rows are gathered on load, a slot takes longer by what its part of x has in bytes: cp.async brings them, and takes
+instructions. ``copy_us`` is what it takes to gather them before.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ FIXED_US = 1.8
 BYTES_PER_US = 4.4e6
 _SHARPNESS = 8
 _HEAT, _HOT_OPERATIONS = 0.15, 1.4e11
+# of 20 points in bench/results/grouped.jsonl these decide all but one as measured, which is a tie
+_GATHERED_US = 5e-6
+"""Of a byte of x in a slot, on a multiprocessor."""
+_COPY_US, _COPIED_PER_US = 4.0, 2.9e6
+"""Of PyTorch's ``index_select``, or of two where x has scales, and of the bytes that it writes."""
 _UNKNOWN = (1e3, 0.0, 0.0)
 _TIMES = sm90_times.TIMES | sm90_fp8_times.TIMES
 
@@ -37,6 +44,8 @@ def predicted_us(problem: GemmProblem, kernel: str, config: GemmConfig, ctas_per
 
 def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times: tuple[float, float, float]) -> float:
     alone, shared, tile_us = times
+    if problem.gathered:
+        alone += _GATHERED_US * config.tile_m * config.tile_k * problem.dtype.itemsize * ctas_per_sm
     cluster = config.cluster_m * config.cluster_n * config.split_k
     along_m = m_tiles(problem, config.tile_m * config.cluster_m)
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
@@ -51,6 +60,12 @@ def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times:
             busy += slots * (alone + shared * _contention(part, ctas_per_sm)) + tile_us
     busy *= 1 + _HEAT * min(1, 2 * problem.m * problem.n * problem.k / _HOT_OPERATIONS)
     return FIXED_US + (busy**_SHARPNESS + _bytes_us(problem) ** _SHARPNESS) ** (1 / _SHARPNESS)
+
+
+def copy_us(problem: GemmProblem) -> float:
+    """To gather x's rows, and the scales that they have, before a launch."""
+    launches = 1 + problem.epilogue.token_scale
+    return launches * _COPY_US + problem.m * problem.k * problem.dtype.itemsize / _COPIED_PER_US
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> int:

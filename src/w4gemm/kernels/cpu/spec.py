@@ -85,7 +85,7 @@ class CpuMixedGemm:
         return functools.partial(self._launch, problem, config)
 
     def _launch(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        x, weight, out, alpha, bias, residual, token_scale, rows, _ = operands
+        x, weight, out, alpha, bias, residual, token_scale, rows, *_ = operands.gathered_first()
         if rows is None:
             return self._multiply(problem, config, operands)
         bounds = zip(*(t.tolist() for t in rows), strict=True)

@@ -47,7 +47,8 @@ _FAR = 20.0
 class Formula:
     """What becomes of sums, what that takes, and where it goes. No control flow of the device: plain Python.
 
-    ``extras`` are the kernel's arguments (alpha, bias, residual, token scales, channel scales), None where absent.
+    ``extras`` are the kernel's arguments (alpha, bias, residual, token scales, channel scales), None where absent. Of
+    rows that are gathered the token scales are those of all of x, and the indices of the rows.
     ``channels`` says whether there are scales of output channels. ``kind`` is the
     dtype of the bias, ``out_kind`` that of d and residual. ``vector`` says that every row of d starts at a multiple of
     16 bytes and is a multiple of 16 bytes long. A quad is four neighbouring features of one token, the first a multiple
@@ -80,7 +81,11 @@ class Formula:
         """What the sums of a token are multiplied by; 0 past the last of ``rows`` tokens."""
         if not self.epilogue.token_scale:
             return None
-        return to_float("f32", load_global(extras[3].iterator.toint() + Int64(token) * 4, 1, token < rows)[0])
+        scales, exists = extras[3], token < rows
+        if isinstance(scales, tuple):
+            scales, indices = scales
+            token = load_global(indices.iterator.toint() + Int64(token) * 4, 1, exists)[0]
+        return to_float("f32", load_global(scales.iterator.toint() + Int64(token) * 4, 1, exists)[0])
 
     def load_channel(self, extras: Any, feature: Int32) -> Float32 | None:
         """What the sums of a feature are multiplied by; 0 past the last one."""

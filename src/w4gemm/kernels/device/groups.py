@@ -81,6 +81,11 @@ def extras_of(extras: Any, expert: Int32, end: Int32) -> Any:
     return cut_off((alpha, row_of(bias, expert), residual, token_scale, row_of(channels, expert)), end)
 
 
+def scales_of_rows(token_scale: cute.Tensor | None, indices: cute.Tensor | None) -> Any:
+    """The scales of x's rows as Formula takes them: with the indices of the rows where those are gathered."""
+    return token_scale if token_scale is None or indices is None else (token_scale, indices)
+
+
 def cut_off(extras: Any, end: Int32) -> Any:
     """The same with the residual cut off at row ``end``."""
     alpha, bias, residual, *others = extras

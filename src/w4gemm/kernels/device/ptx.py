@@ -219,6 +219,25 @@ def copy_async_if(destination: Int32, source: Int64, exists: Boolean) -> None:
     asm(f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {text} }}", [], [destination, source, Int32(exists)])
 
 
+def load_row_index(address: Int64, exists: Boolean) -> Int32:
+    """A word; -1, without an access, where it does not exist."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
+    return asm(text, [Int32], [address, Int32(exists)], early=True)[0]
+
+
+def copy_async_row(destination: Int32, source: Int64, index: Int32, exists: Boolean) -> None:
+    """As ``copy_async_if`` where ``index`` is not negative; nothing elsewhere."""
+    text = "setp.ge.s32 q, $2, 0; selp.b32 n, 16, 0, p; @q cp.async.cg.shared.global [$0], [$1], 16, n;"
+    head = "{ .reg .pred p, q; .reg .b32 n; setp.ne.b32 p, $3, 0; "
+    asm(f"{head}{text} }}", [], [destination, source, index, Int32(exists)])
+
+
+def fence_proxy_async() -> None:
+    """Between shared memory that was written by ordinary stores or cp.async and what the async proxy (WGMMA, bulk
+    copies) reads of it."""
+    asm("fence.proxy.async.shared::cta;")
+
+
 def copies_wait() -> None:
     """Until this thread's ``cp.async`` are done, for this thread."""
     asm("cp.async.wait_all;")

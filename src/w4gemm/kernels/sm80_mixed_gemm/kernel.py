@@ -29,7 +29,8 @@ the other waits or stores; ``stream``, as pingpong, but the tiles that do not fi
 before, are cut along k so that all CTAs have equal work (device/stream_k.py). Only a stream's CTAs walk over tiles.
 
 Grouped (v.grouped), every CTA counts all experts' tiles first (device/groups.py) and takes one; the grid is as large
-as it may have to be, and who has no tile leaves.
+as it may have to be, and who has no tile leaves. Gathered (v.gathered), a row's index is read before each copy of it:
+the first time from L2, then from L1, which these copies pass by.
 
 With fp8 activations (v.kind "e4m3", the kernel sm89_fp8_gemm) the instruction is m16n8k32. A run is 128 columns, still
 128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. Codes, in the order of layouts/sm90_fp8.py,
@@ -54,11 +55,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
 from w4gemm.kernels.device.formula import Formula, scaled
-from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
+from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, scales_of_rows, weight_of
 from w4gemm.kernels.device.ptx import (
     copy_async,
     e4m3_to_halves,
     fma,
+    load_global,
     load_matrix,
     load_shared,
     mma_sync,
@@ -107,6 +109,7 @@ class MixedGemm:
         channels: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
+        indices: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
         max_ctas: Int32,
@@ -114,14 +117,14 @@ class MixedGemm:
     ):
         """As MixedGemm.__call__ of sm90_mixed_gemm. max_ctas: of a stream."""
         v, c = self.v, self.v.config
-        m_tiles, n_blocks = cute.ceil_div(x.shape[0], c.tile_m), weight.shape[0]
+        m_tiles, n_blocks = cute.ceil_div(out.shape[0], c.tile_m), weight.shape[0]
         if const_expr(v.grouped):
-            m_tiles, n_blocks = most_tiles(x.shape[0], starts.shape[0], c.tile_m), n_blocks // starts.shape[0]
+            m_tiles, n_blocks = most_tiles(out.shape[0], starts.shape[0], c.tile_m), n_blocks // starts.shape[0]
         ctas = m_tiles * cute.ceil_div(n_blocks, v.row_blocks)
         if const_expr(v.stream):
             ctas = cutlass.min(ctas * cute.ceil_div(x.shape[1], c.tile_k), max_ctas)
         extras = (alpha, bias, residual, token_scale, channels)
-        self.kernel(x, weight, out, *extras, starts, ends, partials, flags).launch(
+        self.kernel(x, weight, out, *extras, starts, ends, indices, partials, flags).launch(
             grid=[ctas, 1, 1],
             block=[v.threads, 1, 1],
             min_blocks_per_mp=v.occupancy,
@@ -143,11 +146,12 @@ class MixedGemm:
         channels: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
+        indices: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual, token_scale, channels)
+        extras = (alpha, bias, residual, scales_of_rows(token_scale, indices), channels)
         cta = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         words = (v.stages * v.stage_bytes + v.decode_table_bytes) // 4
@@ -170,7 +174,8 @@ class MixedGemm:
             if cta < m_tiles * n_tiles:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 expert, token, end = self.experts.find(table, rows, m_tile)
-                acc = self.multiply(x, weight_of(weight, expert, n_blocks), ring, (token, end, n_tile), Int32(0), slots)
+                own, tile = weight_of(weight, expert, n_blocks), (token, end, n_tile, indices)
+                acc = self.multiply(x, own, ring, tile, Int32(0), slots)
                 self.store(acc, first_rows(out, end), extras_of(extras, expert, end), ring, (token, n_tile))
         else:
             n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
@@ -181,7 +186,7 @@ class MixedGemm:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 self.load_weights(weight, ring, n_tile, Int32(0), Int32(0))
                 self.begin(ring)
-                tile = (m_tile * c.tile_m, out.shape[0], n_tile)
+                tile = (m_tile * c.tile_m, out.shape[0], n_tile, None)
                 acc = self.multiply(x, weight, ring, tile, Int32(0), slots, early=1)
                 self.store(acc, out, extras, ring, (m_tile * c.tile_m, n_tile))
 
@@ -198,7 +203,7 @@ class MixedGemm:
             tile, first, stop = stream_segment(index, cta, ctas, slots, share)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
             token = m_tile * v.config.tile_m
-            acc = self.multiply(x, weight, ring, (token, out.shape[0], n_tile), first, stop)
+            acc = self.multiply(x, weight, ring, (token, out.shape[0], n_tile, None), first, stop)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(v.accumulators))
             if first > 0:
                 self.stream_sum.park(flat, *parked, cta, (0, thread), _STREAM_BARRIER)
@@ -238,7 +243,7 @@ class MixedGemm:
     @cute.jit
     def multiply(self, x, weight, ring, tile, first, stop, early: cutlass.Constexpr = 0):
         """The accumulators (4, token blocks, row units) of a tile's slots first .. stop. tile: (first token, end of the
-        tokens, tile along n). early: slots whose weights have been requested."""
+        tokens, tile along n, indices of x's rows or None). early: slots whose weights have been requested."""
         v = self.v
         acc = self.no_sums()
         for i in cutlass.range(v.stages - 1, unroll=1):
@@ -272,7 +277,7 @@ class MixedGemm:
     def load_x(self, x, ring, tile, slot, stage):
         """Request a slot's x into a stage of the ring."""
         v, c = self.v, self.v.config
-        token0, end, _ = tile
+        token0, end, _, indices = tile
         thread = cute.arch.thread_idx()[0]
         # x: neighbouring threads copy neighbouring parts of a row
         columns = 16 // v.itemsize
@@ -283,15 +288,25 @@ class MixedGemm:
         step = v.threads // parts
         source = x.iterator.toint() + (Int64(token0 + row) * x.stride[0] + column) * v.itemsize
         target = ring + stage * v.stage_bytes + part // 8 * (c.tile_m * 128)
+        rows = self.row_indices(indices, token0 + row, end, step)
         for i in cutlass.range_constexpr(-(-c.tile_m // step)):
             to = target + (row + i * step) * 128 + ((part ^ (row + i * step)) % 8) * 16
             bytes = size if token0 + row + i * step < end else Int32(0)
+            if const_expr(v.gathered):
+                source = x.iterator.toint() + (Int64(rows[i]) * x.stride[0] + column) * v.itemsize
             if const_expr((i + 1) * step <= c.tile_m):
                 copy_async(to, source, bytes)
             else:
                 if row + i * step < c.tile_m:
                     copy_async(to, source, bytes)
-            source += Int64(x.stride[0]) * (v.itemsize * step)
+            if const_expr(not v.gathered):
+                source += Int64(x.stride[0]) * (v.itemsize * step)
+
+    def row_indices(self, indices, token, end, step):
+        """Gathered, those of the rows of x that a thread copies, requested together: of every ``step``-th token."""
+        count = -(-self.v.config.tile_m // step) if self.v.gathered else 0
+        tokens = [token + i * step for i in range(count)]
+        return [load_global(indices.iterator.toint() + Int64(t) * 4, 1, t < end)[0] for t in tokens]
 
     @cute.jit
     def load_weights(self, weight, ring, n_tile, slot, stage):

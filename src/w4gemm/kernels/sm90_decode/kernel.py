@@ -24,7 +24,8 @@ with split_k over the CTAs of the cluster through distributed shared memory. The
 persistent, and a warp has already requested its first blocks of the next tile.
 
 Programmatic dependent launch: weights are requested before ``griddepcontrol.wait``, see sm90_mixed_gemm/kernel.py, as
-is what grouped means.
+is what grouped means. Gathered, a warp copies its rows of x by cp.async (device/row_gather.py), whose 32 arrivals at
+the full barrier join the one; ldmatrix needs no fence before it reads them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from w4gemm.kernels.device.ptx import (
     store_shared_f32,
     store_shared_f32x4,
 )
+from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm90_decode.variant import Variant
@@ -67,6 +69,7 @@ class Decode:
         self.dtype = _DTYPES[variant.kind]
         self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
         self.experts = Groups(variant.config.tile_m)
+        self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
         self.formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
 
     @cute.jit
@@ -82,6 +85,7 @@ class Decode:
         channels: None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
+        indices: cute.Tensor | None,
         partials: None,
         flags: None,
         max_clusters: Int32,
@@ -92,12 +96,14 @@ class Decode:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, 2 * v.slots * v.warps), order=(0, 1, 2))
         box = cute.slice_(x_layout, (None, None, 0))
-        tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (c.tile_m, 64))
-        m_tiles = cute.ceil_div(x.shape[0], c.tile_m)
+        tma, tma_x = None, x
+        if const_expr(not v.gathered):
+            tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (c.tile_m, 64))
+        m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
         if const_expr(v.grouped):
-            m_tiles = most_tiles(x.shape[0], starts.shape[0], c.tile_m)
+            m_tiles = most_tiles(out.shape[0], starts.shape[0], c.tile_m)
         tiles = m_tiles * cute.ceil_div(self.features(out), c.tile_n)
-        self.kernel(tma, tma_x, x_layout, weight, out, alpha, bias, residual, starts, ends).launch(
+        self.kernel(tma, tma_x, x_layout, weight, out, alpha, bias, residual, starts, ends, indices).launch(
             grid=[cutlass.min(tiles, max_clusters) * c.split_k, 1, 1],
             block=[v.warps * 32, 1, 1],
             cluster=[c.split_k, 1, 1],
@@ -110,7 +116,7 @@ class Decode:
     @cute.kernel
     def kernel(
         self,
-        tma: cute.CopyAtom,
+        tma: cute.CopyAtom | None,
         tma_x: cute.Tensor,
         x_layout: cute.ComposedLayout,
         weight: cute.Tensor,
@@ -120,6 +126,7 @@ class Decode:
         residual: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
+        indices: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
         extras = (alpha, bias, residual, None, None)
@@ -132,12 +139,13 @@ class Decode:
         full = smem.allocate_array(Int64, v.warps * v.slots, byte_alignment=8) + warp * v.slots
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(v.slots):
-                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(full + i, 33 if v.gathered else 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
 
-        if warp == 0:
-            cpasync.prefetch_descriptor(tma)
+        if const_expr(not v.gathered):
+            if warp == 0:
+                cpasync.prefetch_descriptor(tma)
         groups = None
         if const_expr(v.grouped):
             groups = (smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends))
@@ -160,11 +168,11 @@ class Decode:
         tiles = (m_tiles * n_tiles - cluster + clusters - 1) // clusters
         total = units * tiles
         ring = (full, s_x, shared_address(s_weight) + warp * (v.slots * v.weight_bytes), warp)
-        walk = (clusters, m_tiles, n_tiles, first, units, groups, n_blocks)
+        walk = (clusters, m_tiles, n_tiles, first, units, groups, n_blocks, indices)
 
         # The cursor runs ahead of the multiplication by the depth of the ring: (tile, its m tile or, grouped, its first
-        # token, its n tile, k block, k blocks left, expert). It is stepped, not computed: integer divisions in the loop
-        # would cost a tenth of its instructions.
+        # token, its n tile, k block, k blocks left, expert, gathered rows). It is stepped, not computed: integer
+        # divisions in the loop would cost a tenth of its instructions.
         early = cutlass.min(total, v.slots)
         ahead = self.start_tile(cluster, walk)
         for i in cutlass.range(cutlass.min(early, v.early_slots), unroll=1):
@@ -173,7 +181,7 @@ class Decode:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         x_parts = tma_x, s_x
-        if const_expr(not v.grouped):
+        if const_expr(not v.grouped):  # which all that are gathered are
             x_parts = self.partition(tma, *x_parts)
         ahead = self.start_tile(cluster, walk)
         for i in cutlass.range(early, unroll=1):
@@ -231,21 +239,23 @@ class Decode:
     @cute.jit
     def start_tile(self, tile, walk):
         """The cursor at this warp's first unit of a tile."""
-        _, m_tiles, n_tiles, first, units, groups, _ = walk
+        _, m_tiles, n_tiles, first, units, groups, _, indices = walk
         m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
-        expert = Int32(0)
+        expert, rows = Int32(0), Int32(0)
         if const_expr(self.v.grouped):
-            expert, m_tile, _ = self.experts.find(*groups, m_tile)
-        return tile, m_tile, n_tile, first, units, expert
+            expert, m_tile, end = self.experts.find(*groups, m_tile)
+            if const_expr(self.v.gathered):
+                rows = self.row_gather.indices(indices, m_tile, end, 0)[0]
+        return tile, m_tile, n_tile, first, units, expert, rows
 
     @cute.jit
     def step(self, cursor, walk):
-        tile, m_tile, n_tile, k_block, left, expert = cursor
+        tile, m_tile, n_tile, k_block, left, expert, rows = cursor
         k_block += self.v.warps
         left -= 1
         if left == 0:
-            tile, m_tile, n_tile, k_block, left, expert = self.start_tile(tile + walk[0], walk)
-        return tile, m_tile, n_tile, k_block, left, expert
+            tile, m_tile, n_tile, k_block, left, expert, rows = self.start_tile(tile + walk[0], walk)
+        return tile, m_tile, n_tile, k_block, left, expert, rows
 
     @cute.jit
     def refill(self, tma, x_parts, weight, ring, walk, ahead, left, slot):
@@ -262,12 +272,12 @@ class Decode:
     def load_weight(self, weight, n_blocks, ring, cursor, slot):
         v, rows = self.v, self.v.config.tile_n
         full, _, s_weight, _ = ring
-        _, _, n_tile, k_block, _, expert = cursor
+        _, _, n_tile, k_block, _, expert, _ = cursor
         own = weight_of(weight, expert, n_blocks) if const_expr(v.grouped) else weight
         with cute.arch.elect_one():
             barrier = shared_address(full + slot)
             target = s_weight + slot * v.weight_bytes
-            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, v.weight_bytes + v.x_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, v.weight_bytes + (0 if v.gathered else v.x_bytes))
             for b in cutlass.range_constexpr(max(1, rows // 64)):
                 # a tile of several blocks may reach past the last one: then that one again, whose rows are not stored
                 block = cutlass.min(n_tile * rows // 64 + b, own.shape[0] - 1)
@@ -298,13 +308,18 @@ class Decode:
     @cute.jit
     def load_x(self, tma, x_parts, ring, cursor, slot):
         full, _, _, warp = ring
-        _, m_tile, _, k_block, _, _ = cursor
+        _, m_tile, _, k_block, _, _, rows = cursor
         t_s, t_g = x_parts
-        if const_expr(self.v.grouped):  # boxes from any token on
+        if const_expr(self.v.gathered):
+            x, s_x = x_parts
+            target = shared_address(s_x.iterator) + (warp * self.v.slots + slot) * self.v.x_bytes
+            self.row_gather.copy(x, [rows], k_block, target, 0)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
+        elif const_expr(self.v.grouped):  # boxes from any token on
             tma_x, s_x = x_parts
             t_s, t_g = self.partition(tma, cute.domain_offset((m_tile, 0), tma_x), s_x)
             m_tile = 0
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(0 if self.v.gathered else 2):
             cute.copy(
                 tma,
                 t_g[(None, m_tile, k_block * 2 + h)],

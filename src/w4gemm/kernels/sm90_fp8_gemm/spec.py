@@ -43,7 +43,8 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         v = Variant.of(problem, GemmConfig(8, 64, 256))
-        return list(_fitting(v.zero, v.scale_kind, v.scale_group, v.block_bytes, v.grouped))
+        found = _fitting(v.zero, v.scale_kind, v.scale_group, v.block_bytes, v.grouped)
+        return [c for c in found if not (v.gathered and c.cluster_n > 1)]
 
 
 def _spills_with_groups(v: Variant) -> bool:

@@ -52,8 +52,12 @@ Grouped (v.grouped), there are several weights, experts, each for some rows of x
 each CTA counts all experts' tiles first (device/groups.py), after ``griddepcontrol.wait``. The boxes of x then start at
 any row; rows past the expert's last one are multiplied and not stored.
 
-Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 for the producer; for a
-consumer row_blocks * tile_m / 2 accumulators, 32 of fragments, about 40 more.
+Gathered (v.gathered, of a grouped problem), x comes by cp.async instead (device/row_gather.py), with all four warps of
+the producer at it: its threads arrive at a slot's full barrier too, each when its copies are there, and a consumer
+makes what they wrote visible to its WGMMAs behind its wait.
+
+Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 for the producer, up to
+40 where it gathers; for a consumer row_blocks * tile_m / 2 accumulators, 32 of fragments, about 40 more.
 """
 
 from __future__ import annotations
@@ -70,16 +74,27 @@ from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
-from w4gemm.kernels.device.groups import Groups, cut_off, extras_of, first_rows, most_tiles, weight_of
+from w4gemm.kernels.device.groups import (
+    Groups,
+    cut_off,
+    extras_of,
+    first_rows,
+    most_tiles,
+    scales_of_rows,
+    weight_of,
+)
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
     bulk_copy_multicast,
+    copies_wait,
+    fence_proxy_async,
     fma,
     load_shared,
     load_shared_cluster,
     shared_address,
     store_shared_f32x4,
 )
+from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
 from w4gemm.kernels.device.split_k import Reduction
 from w4gemm.kernels.device.stream_k import StreamSum
@@ -111,6 +126,7 @@ class MixedGemm:
         )
         self.chunks = variant.config.tile_k // variant.chunk_k  # steps of 128 bytes of x along k in one slot
         self.experts = Groups(variant.config.tile_m)
+        self.row_gather = RowGather(variant.config.tile_m, self.chunks, variant.itemsize, warps=4)
         self.stream_sum = StreamSum(variant.config.tile_m * variant.row_blocks, variant.row_groups)
         self.cluster = variant.config.cluster_m * variant.config.cluster_n * variant.config.split_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
@@ -133,6 +149,7 @@ class MixedGemm:
         channels: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
+        indices: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
         max_clusters: Int32,
@@ -140,9 +157,9 @@ class MixedGemm:
     ):
         """x (m, k), weight int32 (n blocks, k blocks, words), out and residual (m, columns), alpha a number or (1),
         bias and channels (n), token_scale (m). Grouped: weight with the n blocks of all experts in a row, bias and
-        channels (experts, n), starts
-        and ends of the experts' rows, int32 (experts). partials and flags, for schedule stream: see
-        device/stream_k.py. max_clusters: how many clusters of this kernel the device holds at once."""
+        channels (experts, n), starts and ends of the experts' rows, int32 (experts). Gathered: indices int32 (m), of
+        rows of x (any number, k) and of token_scale. partials and flags, for schedule stream: see device/stream_k.py.
+        max_clusters: how many clusters of this kernel the device holds at once."""
         c = self.v.config
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
@@ -163,18 +180,21 @@ class MixedGemm:
         )
         box_shape = (self.v.box_tokens, self.v.chunk_k)
         box = cute.tile_to_shape(atom, box_shape, order=(0, 1))
-        tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, box_shape, num_multicast=c.cluster_n)
+        tma, tma_x = None, x
+        if const_expr(not self.v.gathered):
+            tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, box_shape, num_multicast=c.cluster_n)
         experts = starts.shape[0] if const_expr(self.v.grouped) else 1
-        m_tiles, n_tiles = self.tiles(x.shape[0], weight.shape[0] // experts)
+        m_tiles, n_tiles = self.tiles(out.shape[0], weight.shape[0] // experts)
         if const_expr(self.v.grouped):
-            m_tiles = most_tiles(x.shape[0], experts, c.tile_m)
+            m_tiles = most_tiles(out.shape[0], experts, c.tile_m)
         clusters = m_tiles * n_tiles
         if const_expr(self.v.stream):
             steps = cute.ceil_div(weight.shape[1], self.v.step_blocks)
             clusters = clusters * steps  # a step of k for each CTA at least
         if const_expr(self.v.persistent):
             clusters = cutlass.min(clusters, max_clusters)
-        extras, rows, parked = (alpha, bias, residual, token_scale, channels), (starts, ends), (partials, flags)
+        extras, rows = (alpha, bias, residual, token_scale, channels), (starts, ends, indices)
+        parked = (partials, flags)
         self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, *extras, *rows, *parked).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
@@ -188,7 +208,7 @@ class MixedGemm:
     @cute.kernel
     def kernel(
         self,
-        tma: cute.CopyAtom,
+        tma: cute.CopyAtom | None,
         tma_x: cute.Tensor,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
@@ -202,11 +222,12 @@ class MixedGemm:
         channels: cute.Tensor | None,
         starts: cute.Tensor | None,
         ends: cute.Tensor | None,
+        indices: cute.Tensor | None,
         partials: cute.Tensor | None,
         flags: cute.Tensor | None,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual, token_scale, channels)
+        extras = (alpha, bias, residual, scales_of_rows(token_scale, indices), channels)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
@@ -229,7 +250,7 @@ class MixedGemm:
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(v.stages):
-                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(full + i, 1 + v.gather_threads)
                     cute.arch.mbarrier_init(empty + i, v.slot_threads * v.sharers)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
@@ -261,9 +282,12 @@ class MixedGemm:
         ring = (full, empty, s_x, shared_address(s_weight))
         if warp >= 4 * v.warpgroups:
             if const_expr(v.consumer_registers > 0):
-                cute.arch.setmaxregister_decrease(24)
-            if warp == 4 * v.warpgroups:
-                self.produce(tma, tma_x, box_layout, weight, (out.shape[0], groups, n_blocks), ring, work, rank)
+                cute.arch.setmaxregister_decrease(v.producer_registers)
+            source, tokens = (tma, tma_x, box_layout, indices), (out.shape[0], groups, n_blocks)
+            if const_expr(v.gathered):
+                self.produce(source, weight, tokens, ring, work, rank)
+            elif warp == 4 * v.warpgroups:
+                self.produce(source, weight, tokens, ring, work, rank)
             if const_expr(c.split_k > 1):  # every thread of the cluster takes part in its barriers
                 self.cluster_barrier()
                 self.cluster_barrier()
@@ -291,10 +315,13 @@ class MixedGemm:
     # ------------------------------------------------------------------------------------------------- producer
 
     @cute.jit
-    def produce(self, tma, tma_x, box_layout, weight, tokens, ring, work, rank):
-        """tokens: (m, groups) as ``find`` takes them, and the n blocks of an expert."""
+    def produce(self, source, weight, tokens, ring, work, rank):
+        """source: TMA, x as it sees it and its boxes; or, gathered, x and the indices of its rows. tokens: (m, groups)
+        as ``find`` takes them, and the n blocks of an expert."""
         v, c = self.v, self.v.config
         full, empty, s_x, s_weight = ring
+        tma, x, box_layout, indices = source
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         m_tiles, n_tiles = work[2], work[3]
         rank_m, rank_n = self.place_in_cluster(rank)
         # those who get the same x, and those who get the same weights
@@ -314,14 +341,24 @@ class MixedGemm:
             m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
             expert, token, end = self.find(m_tile, *tokens[:2])
             boxes = self.boxes_of(token, end)
-            x_parts = self.partition(tma, tma_x, (s_x, box_layout), (token, end), rank_n)
+            if const_expr(v.gathered):
+                rows = self.row_gather.indices(indices, token, end, warp)
+            else:
+                x_parts = self.partition(tma, x, (s_x, box_layout), (token, end), rank_n)
             own = weight_of(weight, expert, tokens[2]) if const_expr(v.grouped) else weight
             for i in cutlass.range(slots, unroll=1):
                 slot = first_slot + i
                 if index > 0 or i >= early:
                     cute.arch.mbarrier_wait(empty + stage, phase)
-                    self.load_weight(own, s_weight, full, n_tile, (slot, stage, boxes), cast)
-                for chunk in cutlass.range_constexpr(self.chunks):
+                    if const_expr(not v.gathered):
+                        self.load_weight(own, s_weight, full, n_tile, (slot, stage, boxes), cast)
+                    elif warp == 0:
+                        self.load_weight(own, s_weight, full, n_tile, (slot, stage, boxes), cast)
+                if const_expr(v.gathered):
+                    target = shared_address(s_x.iterator) + stage * v.x_bytes
+                    self.row_gather.copy(x, rows, slot, target, warp)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                for chunk in cutlass.range_constexpr(0 if v.gathered else self.chunks):
                     for b in cutlass.range_constexpr(v.boxes):
                         if b < boxes:
                             t_s, t_g = x_parts[b]
@@ -336,6 +373,8 @@ class MixedGemm:
                 if stage == v.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
+        if const_expr(v.gathered):
+            copies_wait()
         if const_expr(v.sharers > 1):
             # Stay until the neighbours have consumed all that was sent to this CTA and by it: one round over the whole
             # ring from its oldest slot on. Slots that were never filled let the wait pass.
@@ -366,6 +405,8 @@ class MixedGemm:
     def boxes_of(self, token, end):
         """Boxes of a tile that hold any token; the others keep what they held, which reaches no stored result."""
         v = self.v
+        if v.gathered:
+            return 0
         boxes = cutlass.min(cute.ceil_div(end - token, v.box_tokens), v.boxes)
         return cutlass.max(boxes, 0) if const_expr(v.config.cluster_m > 1) else boxes
 
@@ -488,7 +529,7 @@ class MixedGemm:
             if const_expr(v.turns > 1):
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
-                cute.arch.mbarrier_wait(full + stage, phase)
+                self.wait_full(full + stage, phase)
                 if const_expr(v.promoted):
                     self.begin_groups(operands, ring, sums, stage, who)
                 else:
@@ -536,6 +577,12 @@ class MixedGemm:
             else:
                 if k_set == 0:
                     self.finish(flat, own_out, own_extras, place, s_staging, wg)
+
+    def wait_full(self, barrier, phase):
+        """Until a slot is there, for WGMMA too: what cp.async wrote is not, by the barrier alone."""
+        cute.arch.mbarrier_wait(barrier, phase)
+        if self.v.gathered:
+            fence_proxy_async()
 
     def x_operands(self, mma, thr, s_x):
         """x as operand B, by parts of the tokens."""
@@ -690,7 +737,7 @@ class MixedGemm:
             warpgroup.commit_group()
             if const_expr(unit == units - 1):
                 if has_next:  # its latency passes while the tensor cores work
-                    cute.arch.mbarrier_wait(full + next_stage, next_phase)
+                    self.wait_full(full + next_stage, next_phase)
                     self.load_part(packed, ring, next_stage, 0, who)
             warpgroup.wait_group(1)
             if const_expr(unit == 0):
@@ -736,7 +783,7 @@ class MixedGemm:
                 if const_expr(chunk + 2 < chunks):
                     self.load_part(packed, ring, stage, chunk + 2, who)
         if has_next:
-            cute.arch.mbarrier_wait(full + next_stage, next_phase)
+            self.wait_full(full + next_stage, next_phase)
             self.begin_groups(operands, ring, sums, next_stage, who)
         warpgroup.wait_group(0)
         self.promote(acc, sums, units - 1)

@@ -51,7 +51,9 @@ class Sm90MixedGemm(HopperKernel):
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
-        return list(_fitting(block_bytes, problem.experts > 0))
+        found = _fitting(block_bytes, problem.experts > 0)
+        # a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster
+        return [c for c in found if not (problem.gathered and c.cluster_n > 1)]
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Flags, and the accumulators that every CTA of a stream may have to park."""

@@ -107,6 +107,11 @@ class Variant(gpu.Variant):
         return 128 * (self.warpgroups + 1)
 
     @property
+    def gather_threads(self) -> int:
+        """Threads of the producer that copy x themselves."""
+        return 128 if self.gathered else 0
+
+    @property
     def blocks(self) -> int:
         """Weight blocks along k in one stage."""
         return max(1, self.config.tile_k // 128)
@@ -242,4 +247,12 @@ class Variant(gpu.Variant):
         """Registers a consumer thread asks for, 0 where the launch's own share is enough."""
         if self.occupancy == 2:
             return {1: 0, 2: 104}[self.warpgroups]
-        return {1: 0, 2: 240, 3: 160, 4: 112}[self.warpgroups]
+        return {1: 0, 2: 232 if self.gathered else 240, 3: 160, 4: 112}[self.warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        """Those that a producer thread keeps: more where it copies x itself, what the consumers of a launch's share
+        leave."""
+        if not self.gathered:
+            return 24
+        return 40 if self.consumer_registers == 232 else 32
