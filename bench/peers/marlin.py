@@ -39,7 +39,7 @@ class Marlin:
             flags = (True, False, True, False)
             return ops.marlin_gemm(x, out, b, None, s, None, None, None, None, None, workspace, kind, *shape, *flags)
 
-        return Prepared((packed, group_scales, locks), run, most_tokens=1024)
+        return Prepared((packed, group_scales, locks), run, most_tokens=256)
 
 
 def _permuted(scales: torch.Tensor) -> torch.Tensor:

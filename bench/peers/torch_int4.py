@@ -45,7 +45,7 @@ class TorchInt4:
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
             return torch.ops.aten._weight_int4pack_mm(x, tensors[0], group, tensors[1])
 
-        return Prepared((packed, scales_and_zeros), run, most_tokens=64)
+        return Prepared((packed, scales_and_zeros), run, most_tokens=16)
 
 
 PEER = TorchInt4()
