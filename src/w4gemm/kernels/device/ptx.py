@@ -225,13 +225,6 @@ def load_row_index(address: Int64, exists: Boolean) -> Int32:
     return asm(text, [Int32], [address, Int32(exists)], early=True)[0]
 
 
-def copy_async_row(destination: Int32, source: Int64, index: Int32, exists: Boolean) -> None:
-    """As ``copy_async_if`` where ``index`` is not negative; nothing elsewhere."""
-    text = "setp.ge.s32 q, $2, 0; selp.b32 n, 16, 0, p; @q cp.async.cg.shared.global [$0], [$1], 16, n;"
-    head = "{ .reg .pred p, q; .reg .b32 n; setp.ne.b32 p, $3, 0; "
-    asm(f"{head}{text} }}", [], [destination, source, index, Int32(exists)])
-
-
 def fence_proxy_async() -> None:
     """Between shared memory that was written by ordinary stores or cp.async and what the async proxy (WGMMA, bulk
     copies) reads of it."""

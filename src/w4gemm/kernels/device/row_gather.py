@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from w4gemm.kernels.device.ptx import copy_async_row, load_row_index
+from w4gemm.kernels.device.ptx import copy_async_if, load_row_index
+
+_TOGETHER = 4  # copies of a warp whose rows are looked up at once
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class RowGather:
         return [load_row_index(base + Int64(row + i) * 4, row + i < end) for i in range(0, self.rows, 32)]
 
     def copy(self, x: cute.Tensor, indices: list[Int32], slot: Int32, target: Int32, warp: Int32) -> None:
-        """Request this warp's part of a slot, into shared memory from ``target`` on; zeros past k, and what was there
-        before in rows that have no index."""
+        """Request this warp's part of a slot, into shared memory from ``target`` on; zeros past k and in rows that have
+        no index."""
         lane, run, length = cute.arch.lane_idx(), 128 // self.itemsize, 16 // self.itemsize
         first_run, run_step = warp // self.row_warps, self.warps // self.row_warps
         row, part = warp % self.row_warps * self.rows + lane // 8, lane % 8
@@ -61,11 +63,13 @@ class RowGather:
         to = target + first_run * (self.tokens * 128) + row * 128 + ((part ^ row) % 8) * 16
         source = x.iterator.toint() + Int64(column) * self.itemsize
         row_bytes = Int32(x.stride[0]) * self.itemsize
-        for i in range(self.rows // 4):
-            index = cute.arch.shuffle_sync(indices[i // 8], i % 8 * 4 + lane // 8)
-            start = source + Int64(index) * Int64(row_bytes)
-            # four rows on, the order of the parts differs in one bit
-            place = (to ^ 64 if i % 2 else to) + i * 512
-            for j in range(0, self.chunks, run_step):
-                exists = column + j * run < x.shape[1]
-                copy_async_row(place + j * (self.tokens * 128), start + j * 128, index, exists)
+        for first in range(0, self.rows // 4, _TOGETHER):
+            together = range(first, min(first + _TOGETHER, self.rows // 4))
+            own = [cute.arch.shuffle_sync(indices[i // 8], i % 8 * 4 + lane // 8) for i in together]
+            for i, index in zip(together, own, strict=True):
+                start = source + Int64(index) * Int64(row_bytes)
+                # four rows on, the order of the parts differs in one bit
+                place = (to ^ 64 if i % 2 else to) + i * 512
+                for j in range(0, self.chunks, run_step):
+                    exists = (index >= 0) & (column + j * run < x.shape[1])
+                    copy_async_if(place + j * (self.tokens * 128), start + j * 128, exists)
