@@ -48,7 +48,8 @@ class Explanation:
         lines = [str(self.problem)]
         for name, status in self.status.items():
             count = sum(kernel == name for _, kernel, _ in self.ranking)
-            lines.append(f"  {name}: {f'{count} configs' if status else status.reason}")
+            configs = f"{count} config" if count == 1 else f"{count} configs"
+            lines.append(f"  {name}: {configs if status else status.reason}")
         if self.chosen is not None:
             kernel, config = self.chosen
             lines.append(f"  chosen: {kernel}/{config} ({self.source}{', of a copy of the rows' * self.copied})")
