@@ -161,8 +161,9 @@ def some_rows(target: Target, count: int, m: int) -> torch.Tensor:
 def gathered(
     x: torch.Tensor, indices: torch.Tensor, w: QuantizedWeight, offsets: torch.Tensor, config: str | None, **fused
 ) -> torch.Tensor:
-    """``grouped_linear`` of rows of x by their indices, which must be that of a copy of them, bit for bit. Indices
-    behind the last offset, which a kernel that gathers does not look at, say that there are rows of x far away."""
+    """``grouped_linear`` of rows of x by their indices, which must be that of a copy of them: bit for bit with a forced
+    config; dispatch may choose different ones, which add up in another order. Indices behind the last offset, which a
+    kernel that gathers does not look at, say that there are rows of x far away."""
     copied = x.float()[indices.long()].to(x.dtype)
     scale = fused.get("token_scale")
     of_copy = fused if scale is None else fused | {"token_scale": scale[indices.long()]}
@@ -174,8 +175,11 @@ def gathered(
         fused = fused | {"residual": torch.cat((residual, residual[:1].expand(GUARD, -1)))}
     d = w4gemm.grouped_linear(x, w, offsets, indices=torch.cat((indices, more)), out=out, config=config, **fused)
     assert d[len(indices) :].isnan().all(), "rows that no expert has were written"
-    assert torch.equal(d[: len(indices)], wanted)
-    return d[: len(indices)]
+    got = d[: len(indices)]
+    if config is not None:
+        assert torch.equal(got, wanted)
+    assert (got.double() - wanted.double()).norm() < 4 * torch.finfo(got.dtype).eps * wanted.double().norm()
+    return got
 
 
 @pytest.mark.parametrize("routing", ["mixed", "one", "first", "few", "ragged"])

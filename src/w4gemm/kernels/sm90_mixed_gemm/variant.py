@@ -200,8 +200,8 @@ class Variant(gpu.Variant):
     @property
     def loads_early(self) -> bool:
         """Whether what a tile's sums meet (bias, scales of tokens) is asked for before the last sums are there. Where
-        they go other ways first, it would take registers meanwhile."""
-        return self.k_sets == 1 and self.config.split_k == 1 and not self.stream
+        they go other ways first, it would take registers meanwhile; where weights are shared, there are none for it."""
+        return self.k_sets == 1 and self.config.split_k == 1 and self.config.cluster_m == 1 and not self.stream
 
     @property
     def residuals_ahead(self) -> int:
