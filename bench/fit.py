@@ -1,10 +1,10 @@
 """Fit the constants of ``w4gemm/kernels/sm90_model.py`` to measured times of configs: ``python -m bench.fit ROWS...``.
 
-ROWS are JSON lines with n, k, m, format, config ("kernel/config") and us, of one GPU, all of fp8 or all of 16-bit
-activations; grouped ones have experts as well, and m tokens for each. Writes sm90_times.py or sm90_fp8_times.py and
-prints, for each (n, k, m, experts), how far the first choice is from the fastest config. With ``--keep``, configs that
-have constants keep them: new ones are fitted beside them, and no choice among the others changes. Needs numpy and
-scipy.
+ROWS are JSON lines with n, k, m, format, config ("kernel/config") and us, all of fp8 or all of 16-bit activations;
+grouped ones have experts as well, and m tokens for each. Each file is of one GPU, and only its own rows are compared.
+Writes sm90_times.py or sm90_fp8_times.py and prints, for each (n, k, m, experts), how far the first choice is from the
+fastest config. With ``--keep``, configs that have constants keep them: new ones are fitted beside them, and no choice
+among the others changes. Needs numpy and scipy.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ TIMES: dict[str, tuple[float, float, float]] = {{
 ROUNDS = 7
 
 Launch = tuple[GemmProblem, GemmConfig, int]
-Point = tuple[int, int, int, int, str]
-"""(n, k, m, experts, format)."""
+Point = tuple[int, int, int, int, str, str]
+"""(n, k, m, experts, format, file)."""
+Sample = tuple[Launch, Point, float]
 
 
 def main(arguments: list[str]) -> None:
     paths = [a for a in arguments if a != "--keep"]
     kept = sm90_times.TIMES | sm90_fp8_times.TIMES if "--keep" in arguments else {}
-    rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
-    measured: dict[str, list[tuple[Launch, float]]] = defaultdict(list)
+    rows = [json.loads(line) | {"file": path} for path in paths for line in Path(path).read_text().splitlines()]
+    measured: dict[str, list[Sample]] = defaultdict(list)
     points: dict[Point, dict[str, tuple[Launch, float]]] = defaultdict(dict)
     target = FOLDER / "sm90_times.py"
     for row in rows:
@@ -61,13 +62,14 @@ def main(arguments: list[str]) -> None:
         problem = GemmProblem(*sizes, kernel.dtypes[-1], format, kernel.layout, device=H200, experts=experts)
         launch = problem, config, kernel.ctas_per_sm(config)
         named = f"{kernel.timed_as(format)}/{config}"
-        measured[named].append((launch, row["us"]))
-        points[at(launch)][named] = launch, row["us"]
+        point = row["n"], row["k"], row["m"], experts, row["format"], row["file"]
+        measured[named].append((launch, point, row["us"]))
+        points[point][named] = launch, row["us"]
     fastest = {point: min(us for _, us in configs.values()) for point, configs in points.items()}
 
-    def weight(problem: GemmProblem, us: float) -> float:
+    def weight(point: Point, us: float) -> float:
         """What is close to the fastest at its point must be told apart; what is far from it need not."""
-        return (fastest[point_of(problem)] / us) ** 6
+        return (fastest[point] / us) ** 6
 
     # What slows down all configs of a point alike, a hot GPU most of all, must not count against those measured there.
     slower: dict[Point, float] = dict.fromkeys(points, 1.0)
@@ -79,15 +81,15 @@ def main(arguments: list[str]) -> None:
             config: kept.get(config)
             or fit(
                 [
-                    (launch, us / slower[at(launch)], weight(launch[0], us) * blame[config, at(launch)])
-                    for launch, us in samples
+                    (launch, us / slower[point], weight(point, us) * blame[config, point])
+                    for launch, point, us in samples
                 ]
             )
             for config, samples in sorted(measured.items())
         }
         for point, configs in points.items():
             logs = [
-                (weight(launch[0], us), math.log(us / sm90_model.launch_us(*launch, times[config])))
+                (weight(point, us), math.log(us / sm90_model.launch_us(*launch, times[config])))
                 for config, (launch, us) in configs.items()
             ]
             slower[point] = math.exp(sum(w * log for w, log in logs) / sum(w for w, _ in logs))
@@ -103,14 +105,6 @@ def main(arguments: list[str]) -> None:
     source = f"NVIDIA H200, 2026-11-21, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
     write(target, times, source)
     report(points, times)
-
-
-def at(launch: Launch) -> Point:
-    return point_of(launch[0])
-
-
-def point_of(problem: GemmProblem) -> Point:
-    return problem.n, problem.k, problem.m // max(1, problem.experts), problem.experts, str(problem.format)
 
 
 def fit(samples: list[tuple[Launch, float, float]]) -> tuple[float, float, float]:
