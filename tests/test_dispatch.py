@@ -189,9 +189,7 @@ def test_on_hopper_its_own_fp8_kernel_is_chosen(format):
                 for invariant in (False, True):
                     p = replace(FP8_PROBLEM, m=m, n=n, k=k, experts=experts, batch_invariant=invariant)
                     p = replace(p, format=WeightFormat.parse(format))
-                    by_cublas = p.format.has_channels and m >= 4096 and not (experts or invariant)
-                    possible = ("sm90_fp8_gemm", "dequantize_gemm") if by_cublas else ("sm90_fp8_gemm",)
-                    assert dispatch.explain(p).ranking[0][1] in possible, p
+                    assert dispatch.explain(p).ranking[0][1] == "sm90_fp8_gemm", p
 
 
 def test_what_is_compiled_for_hopper_runs_on_hopper_only():

@@ -2,8 +2,8 @@
 
 A fused kernel decodes every weight anew for each 256 tokens. That takes power, and a chip at its power limit pays for
 it with its clock; and where a GPU has no fused kernel for its tensor cores, cuBLAS has one. From some thousands of
-tokens on it can cost less to write the dense weight out once: on an H200 for some weights beside fp8 activations, never
-beside 16-bit ones (docs/measured.md).
+tokens on it can cost less to write the dense weight out once. On an H200 it comes to about as much (docs/measured.md),
+and the fused kernels, which take no memory, are chosen.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ OPERATIONS_PER_US = {(9, 0): 690e6 / 132, (10, 0): 1500e6 / 148, (10, 3): 1500e6
 _OTHERS = 250e6 / 108
 """Of one multiprocessor, by compute capability, on 16-bit operands: H200, 2026-11-21 (docs/benchmarks.md); B200, B300
 and the A100, whose rate stands for all others, from data sheets, not measured."""
-FP8_OPERATIONS_PER_US = 1310e6 / 132
+FP8_OPERATIONS_PER_US = 1200e6 / 132
+"""Likewise, on e4m3: 1310e6 was measured, less a margin for the memory that it takes."""
 
 
 class DequantizeGemm:
