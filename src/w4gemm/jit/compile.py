@@ -34,8 +34,7 @@ _lock = threading.RLock()
 def compiled(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
     """What a kernel's launcher calls: takes the entry's run-time arguments by position, except the stream.
 
-    It launches on torch's current stream of its tensors' device, whichever device is the current one: it switches to
-    that and back, and loads itself onto all at its first call. Safe to call from several threads.
+    It launches on torch's current stream of its tensors' device. Safe to call from several threads.
 
     Returns:
         None if the kernel has nothing to compile.

@@ -152,9 +152,9 @@ class Kernel(Compilable, Protocol):
         ...
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
-        """What launches: computes ``operands.out`` on the current stream of its device, which need not be the current
-        one, without synchronizing or allocating anything that outlives the call. Made once a plan, so that a launch
-        only passes on its operands."""
+        """What launches: computes ``operands.out`` on the current stream of its device, the current one, without
+        synchronizing or allocating anything that outlives the call. Made once a plan, so that a launch only passes on
+        its operands."""
         ...
 
 
