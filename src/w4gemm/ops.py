@@ -223,7 +223,7 @@ def _launch(call: dispatch.Call, operands: Operands) -> None:
     if column != 1 or (row < call.k and x.shape[0] > 1):  # rows that overlap, as after expand, are no matrix
         operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x))
     # what torch.cuda.current_device does once CUDA is initialized, as it is where there is a tensor
-    if several_gpus() and x.is_cuda and call.device.index != torch._C._cuda_getDevice():
+    if _several_gpus() and x.is_cuda and call.device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(call.device):
             dispatch.plan_for(call).launch(operands)
     else:
@@ -231,7 +231,7 @@ def _launch(call: dispatch.Call, operands: Operands) -> None:
 
 
 @functools.cache
-def several_gpus() -> bool:
+def _several_gpus() -> bool:
     """Whether a tensor's device may be another than the current one. To ask for that takes a microsecond."""
     return torch.cuda.device_count() > 1
 

@@ -26,11 +26,7 @@ def parts(workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def partials_and_flags(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 partial sums, uninitialized, and int32 flags, all down, together ``size`` bytes, for a launch on the
-    current stream of a CUDA device."""
-    # PyTorch says of the current device only whether its stream is being captured
-    if device.index not in (None, torch.cuda.current_device()):
-        with torch.cuda.device(device):
-            return partials_and_flags(device, size)
+    current stream of the current CUDA device."""
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index or 0, stream, capture

@@ -22,8 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from w4gemm.kernels.device.decode import Decoder
-from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
+from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.ptx import load_global, shared_address, store_global
 from w4gemm.kernels.gpu import Variant
 from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS
@@ -39,11 +38,7 @@ class Dequantize:
     def __init__(self, variant: Variant, hopper: bool):
         self.v = v = variant
         self.hopper = hopper
-        self.decoder = (
-            Fp8Decoder(v.scale_kind, v.zero)
-            if v.kind == "e4m3"
-            else Decoder(v.kind, v.scale_kind, v.zero, only_fma=not hopper)
-        )
+        self.decoder = decoder_of(v, only_fma=not hopper)
         self.chunks = BLOCK_K // v.chunk_k
         self.scale_bytes = 128 * self.decoder.words_per_scale  # of a group in a block
 

@@ -8,7 +8,6 @@ and the fused kernels, which take no memory, are chosen.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -34,15 +33,17 @@ _TOKENS, _CHUNK_K = 256, 128
 """What stands in a config for tiles that are cuBLAS's to choose."""
 _LEAST_FEATURES = 2048
 _CTAS_PER_SM = 16
+_ANYWHERE = Sm80MixedGemm()
+"""Whose GPUs and targets these are, too."""
 
-LAUNCH_US = 6.0
+_LAUNCH_US = 6.0
 """Of a part of the features: two launches, and the last wave of each."""
-BYTES_PER_US = 3.3e6
-OPERATIONS_PER_US = {(9, 0): 690e6 / 132, (10, 0): 1500e6 / 148, (10, 3): 1500e6 / 148}
+_BYTES_PER_US = 3.3e6
+_RATES = {(9, 0): 690e6 / 132, (10, 0): 1500e6 / 148, (10, 3): 1500e6 / 148}
 _OTHERS = 250e6 / 108
-"""Of one multiprocessor, by compute capability, on 16-bit operands: H200, 2026-11-21 (docs/benchmarks.md); B200, B300
-and the A100, whose rate stands for all others, from data sheets, not measured."""
-FP8_OPERATIONS_PER_US = 1200e6 / 132
+"""Operations a microsecond of one multiprocessor, by compute capability, on 16-bit operands: H200, 2026-11-21
+(docs/benchmarks.md); B200, B300 and the A100, whose rate stands for all others, from data sheets, not measured."""
+_FP8_RATE = 1200e6 / 132
 """Likewise, on e4m3: 1310e6 was measured, less a margin for the memory that it takes."""
 
 
@@ -53,7 +54,7 @@ class DequantizeGemm:
     revision = 1
 
     def supports(self, problem: GemmProblem) -> Status:
-        if reason := Sm80MixedGemm().refusal(problem.device):
+        if reason := _ANYWHERE.refusal(problem.device):
             return Status.no(reason)
         if problem.layout != _LAYOUTS.get(problem.dtype):
             taken = ", ".join(f"{dtype} beside {layout}" for dtype, layout in _LAYOUTS.items())
@@ -87,12 +88,12 @@ class DequantizeGemm:
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         dense = _dense_bytes(problem, problem.n)
         packed = problem.n * problem.k // 2
-        rate = OPERATIONS_PER_US.get(problem.device.capability, _OTHERS)
+        rate = _RATES.get(problem.device.capability, _OTHERS)
         if problem.dtype == _FP8:
-            rate = FP8_OPERATIONS_PER_US
+            rate = _FP8_RATE
         parts = -(-problem.n // config.tile_n)
         operations = 2 * problem.m * problem.n * problem.k
-        return parts * LAUNCH_US + (dense + packed) / BYTES_PER_US + operations / (rate * problem.device.sms)
+        return parts * _LAUNCH_US + (dense + packed) / _BYTES_PER_US + operations / (rate * problem.device.sms)
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """cuBLAS chooses by m."""
@@ -125,36 +126,36 @@ class DequantizeGemm:
         words = (cute.sym_int(), cute.sym_int(divisibility=32))
         dense = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(1, 0), assumed_align=16)
         entry = Dequantize(v, problem.device.capability >= (9, 0))
-        arch = Sm80MixedGemm().arch(problem.device)
+        arch = _ANYWHERE.arch(problem.device)
         return Program(entry, (weight, dense, 1, make_fake_stream(use_tvm_ffi_env_stream=True)), arch)
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
-        return functools.partial(self._launch, compiled, config.tile_n, _CTAS_PER_SM * problem.device.sms)
+        n, k, tile_n = problem.n, problem.k, config.tile_n
+        size, ctas = _dense_bytes(problem, tile_n), _CTAS_PER_SM * problem.device.sms
 
-    def _launch(self, compiled: Any, tile_n: int, ctas: int, operands: Operands) -> None:
-        x, weight, out, *_ = operands
-        blocks, channels = weight[0], weight[1] if len(weight) > 1 else None
-        n, k = out.shape[1], x.shape[1]
-        if operands.workspace is None:
-            rows = min(tile_n, blocks.shape[0] * BLOCK_N)
-            memory = torch.empty(rows * blocks.shape[1] * BLOCK_K * x.itemsize, dtype=torch.uint8, device=x.device)
-        else:
-            memory = workspace.parts(operands.workspace)[0].view(torch.uint8)
-        multiply = _multiplier(x, channels, operands.bias, operands.token_scale)
-        for first in range(0, n, tile_n):
-            part = blocks[first // BLOCK_N : (first + tile_n) // BLOCK_N]
-            shape = part.shape[0] * BLOCK_N, part.shape[1] * BLOCK_K * x.itemsize
-            dense = memory[: shape[0] * shape[1]].view(shape)
-            compiled(part, dense.view(torch.int32), ctas)
-            features = slice(first, min(first + tile_n, n))
-            multiply(dense.view(x.dtype)[: features.stop - first, :k], features, out[:, features])
+        def launch(operands: Operands) -> None:
+            x, weight, out, *_ = operands
+            blocks, channels = weight[0], weight[1] if len(weight) > 1 else None
+            if operands.workspace is None:
+                memory = torch.empty(size, dtype=torch.uint8, device=x.device)
+            else:
+                memory = workspace.parts(operands.workspace)[0].view(torch.uint8)
+            multiply = _multiplier(x, channels, operands.bias, operands.token_scale)
+            for first in range(0, n, tile_n):
+                part = blocks[first // BLOCK_N : (first + tile_n) // BLOCK_N]
+                shape = part.shape[0] * BLOCK_N, part.shape[1] * BLOCK_K * x.itemsize
+                dense = memory[: shape[0] * shape[1]].view(shape)
+                compiled(part, dense.view(torch.int32), ctas)
+                features = slice(first, min(first + tile_n, n))
+                multiply(dense.view(x.dtype)[: features.stop - first, :k], features, out[:, features])
+
+        return launch
 
 
 def _multiplier(
     x: torch.Tensor, channels: torch.Tensor | None, bias: torch.Tensor | None, token_scale: torch.Tensor | None
 ) -> Callable[[torch.Tensor, slice, torch.Tensor], None]:
     """Puts what d is of some features, from their dense weight, into their columns of d."""
-
     if not x.is_contiguous() or x.data_ptr() % 16:  # cuBLAS adds up in an order that depends on where x lies
         x = x.clone(memory_format=torch.contiguous_format)
     rows = token_scale

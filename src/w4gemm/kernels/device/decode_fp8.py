@@ -22,6 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.decode_table import table_rows
 from w4gemm.kernels.device.ptx import asm, half_to_float, load_shared, pack_e4m3, store_shared
 
@@ -76,6 +77,13 @@ class Fp8Decoder:
         """The four fragment registers of one WGMMA: rows g, g + 8, g, g + 8."""
         rows = [_signed(w) if row is None else _picked(w, row) for w, row in zip(words, prepared, strict=True)]
         return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
+
+
+def decoder_of(variant: Any, only_fma: bool = False) -> Decoder | Fp8Decoder:
+    """What a gpu.Variant decodes with. only_fma: see Decoder."""
+    if variant.kind == "e4m3":
+        return Fp8Decoder(variant.scale_kind, variant.zero)
+    return Decoder(variant.kind, variant.scale_kind, variant.zero, only_fma)
 
 
 @cute.jit

@@ -52,8 +52,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from w4gemm.kernels.device.decode import Decoder
-from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
+from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.formula import Formula, scaled
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, scales_of_rows, weight_of
 from w4gemm.kernels.device.ptx import (
@@ -83,11 +82,7 @@ class MixedGemm:
 
     def __init__(self, variant: Variant):
         self.v = v = variant
-        self.decoder = (
-            Fp8Decoder(v.scale_kind, v.zero)
-            if v.kind == "e4m3"
-            else Decoder(v.kind, v.scale_kind, v.zero, only_fma=True)
-        )
+        self.decoder = decoder_of(v, only_fma=True)
         self.formula = Formula(v.epilogue, v.bias_kind, v.out_kind, v.vector, v.folded)
         self.experts = Groups(v.config.tile_m)
         # as if four accumulators a block of eight tokens: a thread's share is all that counts

@@ -41,10 +41,9 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
     def timed_as(self, format: WeightFormat) -> str:
         return f"{self.name} folded" if format.has_channels else self.name
 
-    def configs(self, problem: GemmProblem) -> list[GemmConfig]:
+    def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
         v = Variant.of(problem, GemmConfig(8, 64, 256))
-        found = _fitting(v.zero, v.scale_kind, v.scale_group, v.block_bytes, v.grouped)
-        return [c for c in found if not (v.gathered and c.cluster_n > 1)]
+        return _fitting(v.zero, v.scale_kind, v.scale_group, v.block_bytes, v.grouped)
 
 
 def _spills_with_groups(v: Variant) -> bool:

@@ -70,8 +70,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from w4gemm.kernels.device.decode import Decoder
-from w4gemm.kernels.device.decode_fp8 import Fp8Decoder
+from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import (
@@ -115,11 +114,7 @@ class MixedGemm:
     def __init__(self, variant: Variant):
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = (
-            Fp8Decoder(variant.scale_kind, variant.zero)
-            if variant.kind == "e4m3"
-            else Decoder(variant.kind, variant.scale_kind, variant.zero)
-        )
+        self.decoder = decoder_of(variant)
         formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded)
         self.epilogue = Epilogue(
             formula, variant.quads, variant.stored_tokens, variant.staging_tokens, variant.residuals_ahead

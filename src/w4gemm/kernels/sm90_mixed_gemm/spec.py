@@ -50,10 +50,12 @@ class Sm90MixedGemm(HopperKernel):
         return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        block_bytes = Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes
-        found = _fitting(block_bytes, problem.experts > 0)
         # a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster
-        return [c for c in found if not (problem.gathered and c.cluster_n > 1)]
+        return [c for c in self.fitting(problem) if not (problem.gathered and c.cluster_n > 1)]
+
+    def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
+        """The configs that registers and shared memory have room for, for the problem's format."""
+        return _fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes, problem.experts > 0)
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Flags, and the accumulators that every CTA of a stream may have to park."""
