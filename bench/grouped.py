@@ -2,8 +2,8 @@
 
 The protocol is that of bench/run.py, for weights of several experts (experts x n x k) and a number of tokens for each
 on average; ``m`` of a row is that number. Beside w4gemm, if installed: Humming's grouped kernel (in W4A8 it takes bf16
-and quantizes it within the call), and with ``--dtype float8_e4m3fn --format int4_g128_e4m3`` vLLM's CUTLASS one. Rows
-go to bench/results/grouped.jsonl.
+and quantizes it within the call), and with ``--dtype float8_e4m3fn --format int4_g128,int4_g128_e4m3`` vLLM's CUTLASS
+one too. Rows go to bench/results/grouped.jsonl.
 
 With ``--top-k K`` x has as many rows as there are tokens, and each is multiplied by K experts: ``w4gemm_gathered``, by
 indices that the kernel reads; ``w4gemm_copied``, gathered by PyTorch first; ``w4gemm_indexed``, what dispatch chooses
@@ -25,6 +25,7 @@ import torch
 from bench.peers import vllm_ops
 from bench.peers.base import FP8, gptq_words, missing_package, package_version, token_scales
 from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
+from bench.shapes import EXPERTS, divide
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, dispatch
@@ -39,12 +40,14 @@ from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 
 RESULTS = Path(__file__).parent / "results/grouped.jsonl"
-SHAPES = "8x28672x4096,128x1536x2048,32x4096x7168"
+SHAPES = ",".join("x".join(map(str, sizes)) for sizes in EXPERTS)
 TOKENS = "1,4,16,32,64,128,512,1024"
 _ROTATED_BYTES = 400e6
 
 Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """run(copy of the weight, x, m_offsets, out)."""
+Prepared = tuple[list[QuantizedWeight], dict[str, Run]]
+"""Copies of a weight to rotate over, and each peer's way to multiply by its own copies."""
 
 
 def main() -> None:
@@ -60,30 +63,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args()
     facts, started = record.facts(), time.monotonic()
-    format, tokens = WeightFormat.parse(args.format), [int(t) for t in args.tokens.split(",")]
+    formats, tokens = [WeightFormat.parse(f) for f in args.format.split(",")], [int(t) for t in args.tokens.split(",")]
     dtype = {"bfloat16": torch.bfloat16, "float8_e4m3fn": FP8}[args.dtype]
     if args.configs or args.top_k:
-        compile_ahead(args.shapes, tokens, format, dtype, args.configs, args.top_k > 0)
+        for format in formats:
+            compile_ahead(args.shapes, tokens, format, dtype, args.configs, args.top_k > 0)
     for shape in args.shapes.split(","):
         experts, n, k = map(int, shape.split("x"))
-        weights, peers = prepare(experts, n, k, format, dtype, with_peers=not args.top_k)
+        prepared = [prepare(experts, n, k, format, dtype, with_peers=not args.top_k) for format in formats]
         for m, routing in itertools.product(tokens, args.routing.split(",")):
             if time.monotonic() - started > args.seconds:
                 return
-            rows = measure(weights, peers, m, routing, dtype, args.configs, args.top_k)
+            rows = measure(prepared, m, routing, dtype, args.configs, args.top_k)
             work = "w4a8_grouped" if dtype == FP8 else "w4a16_grouped"
             common = {"kind": "time", "run": record.run_name(facts), "work": work, "m": m, "n": n, "k": k}
-            common |= {"experts": experts, "routing": routing, "format": args.format, "dtype": args.dtype}
+            common |= {"experts": experts, "routing": routing, "dtype": args.dtype}
             record.append(args.out, *(common | row | facts for row in rows))
             print(line(shape, m, routing, rows), flush=True)
-        del weights, peers
+        del prepared
         torch.cuda.empty_cache()
 
 
-def prepare(
-    experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, with_peers: bool
-) -> tuple[list[QuantizedWeight], dict[str, Run]]:
-    """Copies of a weight to rotate over, and each peer's way to multiply by its own copies."""
+def prepare(experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, with_peers: bool) -> Prepared:
     words, scales, signed_words, e4m3_scales, channels = [], [], [], [], []
 
     def each() -> Iterator[QuantizedWeight]:
@@ -179,17 +180,31 @@ def humming_grouped(
 
 
 def measure(
+    prepared: list[Prepared], m: int, routing: str, dtype: torch.dtype, configs: int, top_k: int
+) -> list[dict[str, Any]]:
+    """A row for each implementation and format whose output is right, and for each of our configs asked for."""
+    counts = divide(routing, m, prepared[0][0][0].experts)
+    rows: list[dict[str, Any]] = []
+    graphs: list[list[Callable[[], object]]] = []
+    for weights, peers in prepared:
+        for row, calls in candidates(weights, peers, counts, dtype, configs, top_k):
+            rows.append(row)
+            graphs.append(calls)
+    for row, t in zip(rows, time_graphs(graphs, replays=9 if m <= 128 else 5), strict=True):
+        row |= {"us_p20": round(t.p20, 2), "us_p50": round(t.p50, 2), "us_p80": round(t.p80, 2)}
+    return rows
+
+
+def candidates(
     weights: list[QuantizedWeight],
     peers: dict[str, Run],
-    m: int,
-    routing: str,
+    counts: list[int],
     dtype: torch.dtype,
     configs: int,
     top_k: int,
-) -> list[dict[str, Any]]:
-    """A row for each implementation whose output is right, and for each of our configs asked for."""
+) -> Iterator[tuple[dict[str, Any], list[Callable[[], object]]]]:
+    """A row, still without times, and the calls to time, of each implementation of one format."""
     w = weights[0]
-    counts = divide(routing, m, w.experts)
     offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
     total = sum(counts)
     xs = [torch.randn(total, w.k, device="cuda").to(dtype) for _ in range(2)]
@@ -229,7 +244,6 @@ def measure(
         runs.append(("w4gemm_copied", w4gemm.__version__, plan, copied))
     tried = best(w, total, dtype, configs, top_k > 0)
     runs += [("w4gemm_config", w4gemm.__version__, c, (gathered if top_k else ours)(c)) for c in tried]
-    rows, graphs = [], []
     for name, version, config, run in runs:
         layout, inputs = (offsets.long() if name in peers else offsets), (wide if name == "humming" else xs)
         if top_k and name != "w4gemm":
@@ -240,25 +254,12 @@ def measure(
             print(f"  {name} {config}: {e!r:.200}", flush=True)
             continue
         if not error < (MAX_QUANTIZED_ERROR if inputs is wide and dtype == FP8 else MAX_ERROR):
-            print(f"  {name} {config}, {m} tokens: relative error {error:.3g}, not timed", flush=True)
+            print(f"  {name} {config}, {counts[0]} tokens: relative error {error:.3g}, not timed", flush=True)
             continue
         calls = range(max(2, len(weights)))
-        graphs.append([lambda r=run, i=i, o=layout, xs=inputs: r(i, xs[i % 2], o, out) for i in calls])  # type: ignore[misc]
-        rows.append({"impl": name, "impl_version": version, "config": config, "rel_error": round(error, 6)})
-    for row, t in zip(rows, time_graphs(graphs, replays=9 if m <= 128 else 5), strict=True):
-        row |= {"us_p20": round(t.p20, 2), "us_p50": round(t.p50, 2), "us_p80": round(t.p80, 2)}
-    return rows
-
-
-def divide(routing: str, m: int, experts: int) -> list[int]:
-    """Rows of each expert, m * experts together."""
-    if routing == "balanced":
-        return [m] * experts
-    share = [1 / (1 + e) if routing == "zipf" else float(e == 0) for e in range(experts)]
-    parts = itertools.accumulate(s / sum(share) for s in share)
-    ends = [min(m * experts, round(p * m * experts)) for p in parts]
-    counts = [b - a for a, b in itertools.pairwise([0, *ends])]
-    return [counts[(7 * e + 3) % experts] if math.gcd(7, experts) == 1 else counts[e] for e in range(experts)]
+        row = {"impl": name, "impl_version": version, "config": config, "rel_error": round(error, 6)}
+        row["format"] = str(w.format)
+        yield row, [lambda r=run, i=i, o=layout, xs=inputs: r(i, xs[i % 2], o, out) for i in calls]  # type: ignore[misc]
 
 
 def error_of(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, counts: list[int]) -> float:
@@ -325,12 +326,15 @@ def _compile(job: tuple[tuple[str, bool], GemmProblem]) -> None:
 
 
 def line(shape: str, m: int, routing: str, rows: list[dict[str, Any]]) -> str:
-    us = {row["impl"]: row["us_p50"] for row in rows if row["impl"] != "w4gemm_config"}
+    times = {(row["impl"], row["format"]): row for row in rows if row["impl"] != "w4gemm_config"}
     tried = sorted((row["us_p50"], row["config"]) for row in rows if row["impl"] == "w4gemm_config")
-    peer = next((name for name in us if name != "w4gemm"), None)
-    ratio = f"{peer} / w4gemm {us[peer] / us['w4gemm']:.2f}; " if peer and "w4gemm" in us else ""
-    chosen = next((row["config"] for row in rows if row["impl"] == "w4gemm"), "")
-    text = f"{shape}, {m} tokens, {routing}: {ratio}{us} {chosen}"
+    ours = [row["us_p50"] for (name, _), row in times.items() if name.startswith("w4gemm")]
+    others = [(row["us_p50"], name) for (name, _), row in times.items() if not name.startswith("w4gemm")]
+    ratio = f" {min(others)[1]} / w4gemm {min(others)[0] / min(ours):.2f};" if ours and others else ""
+    each = ", ".join(
+        f"{name} {format} {row['us_p50']} {row['config']}".strip() for (name, format), row in times.items()
+    )
+    text = f"{shape}, {m} tokens, {routing}:{ratio} {each}"
     return text + "".join(f"\n    {t:.1f} {c}" for t, c in tried[:4])
 
 

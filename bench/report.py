@@ -1,6 +1,6 @@
-"""Tables and plots of one run of ``bench.run``: ``python -m bench.report [FILE]`` writes docs/benchmarks.md,
-docs/benchmarks.html and docs/plots/, or, of rows with fp8 activations or of the kernel for older GPUs, a page and a
-plot of their own. Only rows of one run are compared. Needs matplotlib."""
+"""Tables and plots of one run of ``bench.run`` or ``bench.grouped``: ``python -m bench.report [FILE]`` writes
+docs/benchmarks.md, docs/benchmarks.html and docs/plots/, or, of rows with fp8 activations, of the kernel for older GPUs
+or of mixtures of experts, a page and a plot of their own. Only rows of one run are compared. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,19 +10,37 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import html
+from bench.shapes import divide
 
 from w4gemm.tuning import roofline
 
 ROOT = Path(__file__).parent.parent
 GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
+GROUPED = {"1 to 64": (1, 64), "128 to 1024": (128, 1024)}
+"""Of the tokens for each expert."""
 RATES = roofline.RATES["NVIDIA H200"][:2]
 
-Point = tuple[int, int, int]
+
+class Layer(NamedTuple):
+    n: int
+    k: int
+    experts: int = 0
+    """0: one weight, without an expert in the name."""
+    routing: str = ""
+    """How the tokens are divided: see ``bench.grouped``."""
+
+    def __str__(self) -> str:
+        sizes = f"{self.experts}x{self.n}x{self.k}" if self.experts else f"{self.n}x{self.k}"
+        return sizes if self.routing in ("", "balanced") else f"{sizes} {self.routing}"
+
+
+Point = tuple[Layer, int]
+"""(layer, tokens, of each expert on average)."""
 Times = dict[Point, dict[str, float]]
 
 
@@ -42,12 +60,16 @@ class Work:
     """Implementations that are shown, but are not what ratios are taken of."""
     ours: str = "w4gemm"
     """What the names of our implementations begin with."""
+    groups: dict[str, tuple[int, int]] = field(default_factory=lambda: GROUPS)
+    """What means are taken over: (first, last) number of tokens by name."""
 
     def roofline_us(self, point: Point) -> float:
         """max(bytes / 4.5 TB/s, operations / rate) of int4 g128 with 16-bit scales."""
-        n, k, m = point
-        size = n * k / 2 + 2 * n * k / 128 + m * (2 * n + self.activation_bytes * k)
-        return max(size / RATES[0], 2 * m * n * k / self.rate)
+        (n, k, experts, routing), m = point
+        counts = divide(routing, m, experts) if experts else [m]
+        weights = sum(count > 0 for count in counts) * (n * k / 2 + 2 * n * k / 128)
+        size = weights + sum(counts) * (2 * n + self.activation_bytes * k)
+        return max(size / RATES[0], 2 * sum(counts) * n * k / self.rate)
 
     def ratio(self, us: dict[str, float]) -> float:
         """The best peer's time over ours."""
@@ -89,6 +111,32 @@ SM80 = Work(
     RATES[1],
     ours="sm80_mixed_gemm",
 )
+_OF_EXPERTS = (
+    "on {machine}, run `{run}`: all implementations interleaved in one process, microseconds a call in a CUDA graph "
+    "over rotating weights, medians (the protocol of `bench/grouped.py`; rows in bench/results/grouped.jsonl). Tokens "
+    "are those of an expert on average: all alike; zipf, expert e in proportion to 1 / (1 + e); hot, all on one "
+    "expert. "
+)
+GROUPED_W4A16 = Work(
+    "benchmarks-grouped",
+    "roofline-grouped",
+    "Mixtures of experts in W4A16, int4 g128 symmetric, bf16, " + _OF_EXPERTS + "vLLM and Quack have no such kernel.",
+    2,
+    RATES[1],
+    groups=GROUPED,
+)
+GROUPED_W4A8 = Work(
+    "benchmarks-grouped-w4a8",
+    "roofline-grouped-w4a8",
+    "Mixtures of experts in W4A8, int4 g128 symmetric and e4m3 activations with a scale a token, "
+    + _OF_EXPERTS
+    + "`e4m3`: group scales in e4m3, part of the weight that is multiplied; else they are bf16, and applied to float32 "
+    "sums. cutlass_w4a8: vLLM's. humming takes bf16 and quantizes it within the call. A ratio takes the faster of our "
+    "two ways.",
+    1,
+    roofline.RATES["NVIDIA H200"][2],
+    groups=GROUPED,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -104,14 +152,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     plot(work, times, list(versions))
     (ROOT / f"docs/{work.page}.md").write_text(text(work, rows[0], times, versions))
     if work is W4A16:
-        page = html.page(times, rows[0], versions, RATES, work.roofline_us, work.ratio)
-        (ROOT / "docs/benchmarks.html").write_text(page)
+        (ROOT / "docs/benchmarks.html").write_text(html_page(times, rows[0], versions))
+
+
+def html_page(times: Times, row: dict[str, Any], versions: dict[str, str]) -> str:
+    """Of W4A16."""
+    by_sizes = {(layer.n, layer.k, m): us for (layer, m), us in times.items()}
+    return html.page(by_sizes, row, versions, RATES, lambda p: W4A16.roofline_us((Layer(*p[:2]), p[2])), W4A16.ratio)
 
 
 def work_of(rows: list[dict[str, Any]]) -> Work:
     """The page that rows of one run are for."""
-    if rows[0]["work"] == "w4a8":
-        return W4A8
+    named = {"w4a8": W4A8, "w4a8_grouped": GROUPED_W4A8, "w4a16_grouped": GROUPED_W4A16}
+    if rows[0]["work"] in named:
+        return named[rows[0]["work"]]
     return SM80 if any(row["impl"] == SM80.ours for row in rows) else W4A16
 
 
@@ -121,13 +175,15 @@ def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
     versions: dict[str, str] = {}
     for row in rows:
         name = f"{row['impl']} e4m3" if row["format"].endswith("_e4m3") else row["impl"]
-        times[row["n"], row["k"], row["m"]][name] = row["us_p50"]
+        layer = Layer(row["n"], row["k"], row.get("experts", 0), row.get("routing", ""))
+        times[layer, row["m"]][name] = row["us_p50"]
         versions[name] = row["impl_version"]
     return times, versions
 
 
 def text(work: Work, row: dict[str, Any], times: Times, versions: dict[str, str]) -> str:
-    names = list(versions)
+    names, grouped = list(versions), any(layer.experts for layer, _ in times)
+    tokens = "tokens" if grouped else "m"
     machine = f"one {row['gpu']} (driver {row['driver']}, torch {row['torch']})"
     lines = [
         "# Benchmarks",
@@ -136,26 +192,28 @@ def text(work: Work, row: dict[str, Any], times: Times, versions: dict[str, str]
         "",
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
         "",
-        f"| m | best peer / {work.ours}, geometric mean | worst point |",
+        f"| {tokens} | best peer / {work.ours}, geometric mean | worst point |",
         "|---|---|---|",
     ]
-    for name, (first, last) in GROUPS.items():
-        found = sorted((work.ratio(us), p) for p, us in times.items() if first <= p[2] <= last)
+    for name, (first, last) in work.groups.items():
+        found = sorted((work.ratio(us), p) for p, us in times.items() if first <= p[1] <= last)
         if not found:
             continue
         mean = math.exp(sum(math.log(r) for r, _ in found) / len(found))
-        worst, (n, k, m) = found[0]
-        lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {n}x{k}, m {m} |")
+        worst, (layer, m) = found[0]
+        lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {layer}, {tokens} {m} |")
     lines += ["", f"![Time over roofline](plots/{work.plot}.svg)", ""]
     lines += [
-        "| n x k | m | roofline | " + " | ".join(names) + f" | best peer / {work.ours} |",
+        f"| {'experts x ' if grouped else ''}n x k | {tokens} | roofline | "
+        + " | ".join(names)
+        + f" | best peer / {work.ours} |",
         "|---" * (len(names) + 4) + "|",
     ]
     for point in sorted(times):
-        n, k, m = point
+        layer, m = point
         cells = [f"{times[point][name]:.1f}" if name in times[point] else "-" for name in names]
         ratio = work.ratio(times[point])
-        lines.append(f"| {n}x{k} | {m} | {work.roofline_us(point):.1f} | {' | '.join(cells)} | {ratio:.2f} |")
+        lines.append(f"| {layer} | {m} | {work.roofline_us(point):.1f} | {' | '.join(cells)} | {ratio:.2f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -166,20 +224,27 @@ def plot(work: Work, times: Times, names: list[str]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    layers = sorted({(n, k) for n, k, _ in times})
-    figure, panels = plt.subplots(1, len(layers), figsize=(4.2 * len(layers), 4.2), sharey=True, squeeze=False)
-    for panel, (n, k) in zip(panels[0], layers, strict=True):
-        tokens = sorted(m for a, b, m in times if (a, b) == (n, k))
+    layers = sorted({layer for layer, _ in times})
+    rows = -(-len(layers) // 4)
+    columns = -(-len(layers) // rows)
+    size = (4.2 * columns, 4.2 * rows)
+    figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
+    for panel in panels.flat[len(layers) :]:
+        panel.set_visible(False)
+    for panel, layer in zip(panels.flat, layers, strict=False):
+        tokens = sorted(m for own, m in times if own == layer)
         for name in names:
-            ms = [m for m in tokens if name in times[n, k, m]]
-            over = [times[n, k, m][name] / work.roofline_us((n, k, m)) for m in ms]
+            ms = [m for m in tokens if name in times[layer, m]]
+            over = [times[layer, m][name] / work.roofline_us((layer, m)) for m in ms]
             style = {"linewidth": 2.6, "color": "black", "zorder": 3} if name == work.ours else {"linewidth": 1.2}
             if name == "w4gemm e4m3":
                 style = {"linewidth": 2.6, "color": "dimgray", "zorder": 3}
             panel.plot(ms, over, marker=".", label=name, **style)
         panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
-        panel.set(title=f"{n} x {k}", xscale="log", xlabel="m (tokens)", ylim=(0.8, 6))
-        panel.set_xticks(tokens[::2], [str(m) for m in tokens[::2]], fontsize=7)
+        title, shown = str(layer).replace("x", " x "), tokens[:: 2 if len(tokens) > 7 else 1]
+        panel.set(title=title, xscale="log", xlabel="tokens of an expert" if layer.experts else "m (tokens)")
+        panel.set(ylim=(0.8, 6))
+        panel.set_xticks(shown, [str(m) for m in shown], fontsize=7)
     panels[0][0].set_ylabel("time / roofline")
     panels[0][0].legend(fontsize=8)
     figure.tight_layout()

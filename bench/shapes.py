@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterable
 
@@ -22,6 +24,13 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     "qwen2.5-72b": ((8192, 29568),),
     "deepseek-coder-v2-lite": ((576, 2048), (2048, 10944), (2048, 1408)),
 }
+
+EXPERTS: tuple[tuple[int, int, int], ...] = (
+    *((8, 28672, 4096), (8, 4096, 14336)),
+    *((128, 1536, 2048), (128, 2048, 768)),
+    *((32, 4096, 7168), (32, 7168, 2048)),
+)
+"""(experts, n, k) of mixtures of experts, gate_up and down: Mixtral-8x7B, Qwen3-30B-A3B, DeepSeek-V3 (32 of 256)."""
 
 AWKWARD: tuple[Layer, ...] = ((4096, 2752), (8192, 3696), (4096, 8256), (576, 2048))
 """Sizes that do not divide well; 8256 is a multiple of 64 only."""
@@ -59,3 +68,15 @@ def parse_tokens(text: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(named[text] if text in named else map(int, text.split(","))))
     except ValueError:
         raise ValueError(f"m: wanted numbers like 1,16,256, or all, or awkward, got {text!r}") from None
+
+
+def divide(routing: str, m: int, experts: int) -> list[int]:
+    """Rows of each expert, m * experts together: ``balanced``, ``zipf`` (expert e in proportion to 1 / (1 + e), in a
+    mixed order) or ``hot`` (all of one expert)."""
+    if routing == "balanced":
+        return [m] * experts
+    share = [1 / (1 + e) if routing == "zipf" else float(e == 0) for e in range(experts)]
+    parts = itertools.accumulate(s / sum(share) for s in share)
+    ends = [min(m * experts, round(p * m * experts)) for p in parts]
+    counts = [b - a for a, b in itertools.pairwise([0, *ends])]
+    return [counts[(7 * e + 3) % experts] if math.gcd(7, experts) == 1 else counts[e] for e in range(experts)]

@@ -14,9 +14,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import html, report, support  # noqa: E402
+from bench import report, support  # noqa: E402
 from bench.peers import PEERS, peers_named  # noqa: E402
-from bench.shapes import LAYERS, parse_layers, parse_tokens  # noqa: E402
+from bench.shapes import LAYERS, divide, parse_layers, parse_tokens  # noqa: E402
 
 import w4gemm  # noqa: E402
 from w4gemm import WeightFormat, dispatch  # noqa: E402
@@ -47,9 +47,26 @@ def test_peers_say_why_they_cannot_run(peer):
 
 
 def test_roofline_is_bytes_then_operations():
-    assert report.W4A16.roofline_us((8192, 8192, 1)) == pytest.approx(7.7, abs=0.1)
-    assert report.W4A16.roofline_us((8192, 8192, 4096)) == pytest.approx(695.9, abs=0.5)
-    assert report.W4A8.roofline_us((8192, 8192, 4096)) == pytest.approx(354.7, abs=0.5)
+    layer = report.Layer(8192, 8192)
+    assert report.W4A16.roofline_us((layer, 1)) == pytest.approx(7.7, abs=0.1)
+    assert report.W4A16.roofline_us((layer, 4096)) == pytest.approx(695.9, abs=0.5)
+    assert report.W4A8.roofline_us((layer, 4096)) == pytest.approx(354.7, abs=0.5)
+
+
+def test_the_roofline_of_experts_counts_those_that_have_tokens():
+    alike, hot = (report.Layer(4096, 7168, 32, routing) for routing in ("balanced", "hot"))
+    assert report.GROUPED_W4A8.roofline_us((alike, 1)) == pytest.approx(106.1, rel=0.02)
+    assert report.GROUPED_W4A8.roofline_us((alike, 1024)) == pytest.approx(1241.4, abs=0.5)
+    assert report.GROUPED_W4A8.roofline_us((hot, 1)) < 4 < report.GROUPED_W4A16.roofline_us((alike, 1))
+    assert (str(alike), str(hot)) == ("32x4096x7168", "32x4096x7168 hot")
+
+
+@pytest.mark.parametrize("routing", ["balanced", "zipf", "hot"])
+def test_all_tokens_go_to_some_expert(routing):
+    for m, experts in ((1, 128), (16, 8), (1024, 32)):
+        counts = divide(routing, m, experts)
+        assert len(counts) == experts and sum(counts) == m * experts and min(counts) >= 0
+    assert max(counts) == {"balanced": 1024, "zipf": max(counts), "hot": 1024 * 32}[routing]
 
 
 @pytest.mark.parametrize(
@@ -70,10 +87,10 @@ def test_the_recorded_table_is_whole_and_its_report_is_true(file, work):
     assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]
     if work is not report.W4A16:
         return
-    page = html.page(times, rows[-1], versions, report.RATES, work.roofline_us, work.ratio)
+    page = report.html_page(times, rows[-1], versions)
     assert page == (ROOT / "docs/benchmarks.html").read_text(), "run python -m bench.report"
     assert "src=" not in page and "href=" not in page, "self-contained"
-    assert page.count("<svg") == 1 + len({(n, k) for n, k, _ in times})
+    assert page.count("<svg") == 1 + len({layer for layer, _ in times})
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,9 @@ def test_gathered(kernel, config, name):
     assert sass.count("LDGSTS") > 0 and sass.count("UTMALDG") == 0
     if INSTRUCTION[kernel].endswith("GMMA"):
         assert sass.count("ARRIVES") == 1 and sass.count("USETMAXREG") in (0, 2)
-        # one behind the barriers' start, and one for each wait but the producer's
-        assert sass.count("FENCE.VIEW") == sass.text.count("PHASECHK.TRANS64.TRYWAIT") >= 3
+        # one behind the barriers' start, and one for each wait but the producer's; and before each store by TMA
+        waits = sass.text.count("PHASECHK.TRANS64.TRYWAIT")
+        assert waits >= 3 and sass.count("FENCE.VIEW") == waits + sass.count("UTMASTG")
 
 
 def test_the_checks_find_what_they_look_for():

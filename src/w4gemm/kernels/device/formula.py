@@ -117,6 +117,15 @@ class Formula:
         for offset in range(0, self.column(features) * size, 128):
             prefetch_global(self.address(residual, token, column) + offset, exists)
 
+    def prefetch_features(self, extras: Any, feature: Int32, features: int, thread: Int32) -> None:
+        """Bring biases and scales of ``features`` features into L2, by as many threads, or some of them."""
+        own = feature + thread
+        for t, size in ((extras[1], 2), (extras[4], 4)):
+            if t is not None:
+                # one thread a sector of 32 bytes
+                exists = (thread < features) & (thread % (32 // size) == 0) & (own < t.shape[0])
+                prefetch_global(t.iterator.toint() + Int64(own) * size, exists)
+
     def address(self, t: Any, token: Int32, column: Int32) -> Int64:
         return t.iterator.toint() + (Int64(token) * t.stride[0] + column) * (t.element_type.width // 8)
 

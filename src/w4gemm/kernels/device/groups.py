@@ -32,11 +32,12 @@ class Groups:
         lane, experts = cute.arch.lane_idx(), starts.shape[0]
         share = (experts + 31) // 32
         count = Int32(0)
-        for i in cutlass.range(share, unroll=1):
+        # loads of several experts at once: one after the other they would take as long as a small expert's product
+        for i in cutlass.range(share, unroll=4):
             expert = lane * share + i
-            if expert < experts:
-                count += self.tiles(starts[expert], ends[expert])
-                table[expert] = count
+            known = cutlass.min(expert, experts - 1)
+            count += self.tiles(starts[known], ends[known])
+            table[expert] = count
         before = count
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(before, 1 << step)

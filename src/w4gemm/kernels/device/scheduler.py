@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 
-def tile_coordinates(tile: Int32, m_tiles: Int32, n_tiles: Int32, group_m: int) -> tuple[Int32, Int32]:
+@cute.jit
+def tile_coordinates(tile: Int32, m_tiles: Int32, n_tiles: Int32, group_m: int, short: bool = True):
     """(m tile, n tile) of the ``tile``-th tile: bands of ``group_m`` token tiles, m fastest inside a band.
 
     CTAs that run side by side then share weights (same n tile) and, ``group_m`` tiles on, activations, so that both
-    come from L2 all but once.
+    come from L2 all but once. With a single token tile there is nothing to divide, which the first copy would wait for:
+    worth the branch where launches are ``short``.
     """
-    band = tile // (n_tiles * group_m)
-    rest = tile - band * (n_tiles * group_m)
-    height = cutlass.min(m_tiles - band * group_m, group_m)
-    n_tile = rest // height
-    return band * group_m + rest - n_tile * height, n_tile
+    m_tile, n_tile = Int32(0), tile
+    if const_expr(not short) or m_tiles > 1:
+        band = tile // (n_tiles * group_m)
+        rest = tile - band * (n_tiles * group_m)
+        height = cutlass.min(m_tiles - band * group_m, group_m)
+        n_tile = rest // height
+        m_tile = band * group_m + rest - n_tile * height
+    return m_tile, n_tile
 
 
 @cute.jit

@@ -116,9 +116,9 @@ class MixedGemm:
         self.dtype = _DTYPES[variant.kind]
         self.decoder = decoder_of(variant)
         formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded)
-        self.epilogue = Epilogue(
-            formula, variant.quads, variant.stored_tokens, variant.staging_tokens, variant.residuals_ahead
-        )
+        how = (variant.residuals_ahead, variant.boxed, variant.grouped)
+        self.epilogue = Epilogue(formula, variant.quads, variant.stored_tokens, variant.stored_at_once, *how)
+        self.out_dtype = _DTYPES.get(variant.out_kind, Float32)
         self.chunks = variant.config.tile_k // variant.chunk_k  # steps of 128 bytes of x along k in one slot
         self.experts = Groups(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, self.chunks, variant.itemsize, warps=4)
@@ -190,7 +190,9 @@ class MixedGemm:
             clusters = cutlass.min(clusters, max_clusters)
         extras, rows = (alpha, bias, residual, token_scale, channels), (starts, ends, indices)
         parked = (partials, flags)
-        self.kernel(tma, tma_x, mma, x_layout, box_layout, weight, out, *extras, *rows, *parked).launch(
+        self.kernel(
+            tma, tma_x, mma, x_layout, box_layout, *self.boxes_of_d(out), weight, out, *extras, *rows, *parked
+        ).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
@@ -200,6 +202,16 @@ class MixedGemm:
             use_pdl=True,
         )
 
+    def boxes_of_d(self, out: cute.Tensor) -> tuple[cute.CopyAtom | None, cute.Tensor, cute.ComposedLayout | None]:
+        """TMA that stores d, d as it sees it, and the layout of all staging buffers, two boxes each."""
+        if not self.v.boxed:
+            return None, out, None
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out_dtype)
+        shape = (self.v.stored_at_once, 64)
+        box = cute.tile_to_shape(atom, shape, order=(0, 1))
+        store, d = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, box, shape)
+        return store, d, cute.tile_to_shape(atom, (*shape, 2 * self.v.staging_buffers), order=(0, 1, 2))
+
     @cute.kernel
     def kernel(
         self,
@@ -208,6 +220,9 @@ class MixedGemm:
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         box_layout: cute.ComposedLayout,
+        store: cute.CopyAtom | None,
+        store_d: cute.Tensor,
+        staging_layout: cute.ComposedLayout | None,
         weight: cute.Tensor,
         out: cute.Tensor,
         alpha: Float32 | cute.Tensor | None,
@@ -226,8 +241,14 @@ class MixedGemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
+        if const_expr(v.boxed):
+            outer, inner = staging_layout.outer, staging_layout.inner
+            halves = smem.allocate_tensor(self.out_dtype, outer, byte_alignment=1024, swizzle=inner)
+            staging = (shared_address(halves.iterator), (store, store_d, halves))
+        else:
+            s_staging = smem.allocate_array(Int32, v.staging_buffers * v.staging_bytes // 4, byte_alignment=128)
+            staging = (shared_address(s_staging), ())
         s_weight = smem.allocate_array(Int32, v.stages * v.weight_bytes // 4, byte_alignment=128)
-        s_staging = smem.allocate_array(Int32, v.staging_buffers * v.staging_bytes // 4, byte_alignment=128)
         full = smem.allocate_array(Int64, v.stages, byte_alignment=8)
         empty = smem.allocate_array(Int64, v.stages, byte_alignment=8)
         groups, s_fold = None, s_x.iterator
@@ -241,7 +262,6 @@ class MixedGemm:
         decode_table = Int32(0)
         if const_expr(v.decode_table_bytes > 0):
             decode_table = shared_address(smem.allocate_array(Int32, v.decode_table_bytes // 4, byte_alignment=16))
-            self.decoder.fill_table(decode_table, cute.arch.thread_idx()[0], v.threads)
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(v.stages):
@@ -289,7 +309,7 @@ class MixedGemm:
         else:
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(v.consumer_registers)
-            memory = (shared_address(s_staging), s_fold, decode_table)
+            memory = (staging, s_fold, decode_table)
             self.consume(mma, ring, work, rank, out, extras, (partials, flags), groups, memory)
 
     def tiles(self, m, n_blocks):
@@ -332,7 +352,7 @@ class MixedGemm:
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(count, unroll=1):
             tile, first_slot, slots = self.piece(index, work, stream)
-            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band, v.short)
             m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
             expert, token, end = self.find(m_tile, *tokens[:2])
             boxes = self.boxes_of(token, end)
@@ -386,7 +406,7 @@ class MixedGemm:
         c = self.v.config
         tile, first_slot, slots = self.piece(Int32(0), work, stream)
         early = cutlass.min(slots, _EARLY_SLOTS)
-        m_tile, n_tile = tile_coordinates(tile, work[2], work[3], self.band)
+        m_tile, n_tile = tile_coordinates(tile, work[2], work[3], self.band, self.v.short)
         m_tile, n_tile = m_tile * c.cluster_m + cast[0], n_tile * c.cluster_n + rank_n
         boxes = self.boxes_of(m_tile * c.tile_m, m)
         for i in cutlass.range(early, unroll=1):
@@ -476,9 +496,9 @@ class MixedGemm:
 
     @cute.jit
     def consume(self, mma, ring, work, rank, out, extras, parked, groups, memory):
-        """memory: staging, k sets' sums, the decoder's table."""
+        """memory: staging and its boxes, k sets' sums, the decoder's table."""
         v, c = self.v, self.v.config
-        s_staging, s_fold, decode_table = memory
+        staging, s_fold, decode_table = memory
         full, empty, s_x, _ = ring
         m_tiles, n_tiles, slots = work[2], work[3], work[5]
         thread = cute.arch.thread_idx()[0]
@@ -499,6 +519,9 @@ class MixedGemm:
         rank_m, rank_n = self.place_in_cluster(rank)
         who = (wg, k_set, t, rank)
         operands = (self.by_row_block(acc, flat), fragment, x_fragments[0], packed, decode_table)
+        if const_expr(v.decode_table_bytes > 0):  # while the first slots are on their way
+            self.decoder.fill_table(decode_table, cute.arch.thread_idx()[0], 128 * v.warpgroups)
+            self.consumer_barrier()
         sums = []
         if const_expr(v.promoted):  # two sets: what is being added up of a group, and its scales of rows g and g + 8
             shape = thr.partition_shape_C((c.tile_n, c.tile_m // v.token_parts))
@@ -514,13 +537,13 @@ class MixedGemm:
         count, stream = self.pieces(work)
         for index in cutlass.range(turn, count, v.turns, unroll=1):
             tile, first_slot, slots = self.piece(index, work, stream)
-            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
+            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band, v.short)
             m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
             acc.fill(0.0)
-            if const_expr(v.epilogue.residual and c.split_k == 1):
+            if const_expr(any(v.prefetches)):
                 _, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
                 for own in self.places(place):
-                    self.epilogue.prefetch(own_extras, own)
+                    self.epilogue.prefetch(own_extras, own, *v.prefetches)
             if const_expr(v.turns > 1):
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
@@ -529,6 +552,7 @@ class MixedGemm:
                     self.begin_groups(operands, ring, sums, stage, who)
                 else:
                     self.load_part(packed, ring, stage, 0, who)
+            previous = stage
             for i in cutlass.range(slots // self.v.slots_per_step, unroll=1):
                 for part in cutlass.range_constexpr(self.v.slots_per_step):
                     current = stage
@@ -537,11 +561,12 @@ class MixedGemm:
                         stage = Int32(0)
                         phase = phase ^ 1
                     done = i * self.v.slots_per_step + part
-                    state = (current, stage, phase, done > 0, done + 1 < slots)
+                    state = (current, stage, phase, previous, done > 0, done + 1 < slots)
                     if const_expr(v.promoted):
                         self.multiply_groups(mma, ring, operands, sums, state, who)
                     else:
                         self.multiply_slot(mma, ring, operands, state, who, part)
+                    previous = current
             if const_expr(v.turns > 1):
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
             loaded = None
@@ -551,27 +576,28 @@ class MixedGemm:
             if const_expr(not v.promoted):
                 warpgroup.wait_group(0)
                 if slots > 0:
-                    self.release(empty, (stage + v.stages - 1) % v.stages, rank)
+                    self.release(empty, previous, rank)
             if const_expr(not v.loads_early):
                 own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
             if const_expr(v.k_sets > 1):
                 self.fold(flat, shared_address(s_fold), k_set, thread)
             if const_expr(c.split_k > 1):
-                self.reduce(flat, place, ring, rank, k_set, thread, own_out, own_extras, s_staging, wg)
+                self.reduce(flat, place, ring, rank, k_set, thread, own_out, own_extras, staging, wg)
             elif const_expr(v.stream):
                 if first_slot > 0:
                     self.stream_sum.park(flat, *parked, work[0], (wg, t), _EPILOGUE_BARRIER + wg)
                 else:
                     if slots < work[5]:
                         self.gather(flat, tile, work, stream, parked, (wg, t))
-                    self.finish(flat, own_out, own_extras, place, s_staging, wg)
+                    self.finish(flat, own_out, own_extras, place, staging, wg)
             elif const_expr(v.k_sets == 1):
-                self.finish(flat, own_out, own_extras, place, s_staging, wg + turn, loaded)
+                self.finish(flat, own_out, own_extras, place, staging, wg + turn, loaded)
                 if const_expr(v.turns > 1):
                     stage, phase = self.skip(slots, stage, phase)
             else:
                 if k_set == 0:
-                    self.finish(flat, own_out, own_extras, place, s_staging, wg)
+                    self.finish(flat, own_out, own_extras, place, staging, wg, loaded)
+        self.epilogue.drain()
 
     def wait_full(self, barrier, phase):
         """Until a slot is there, for WGMMA too: what cp.async wrote is not, by the barrier alone."""
@@ -673,7 +699,7 @@ class MixedGemm:
                         flat[4 * i + j] = flat[4 * i + j] + other[j]
 
     @cute.jit
-    def reduce(self, flat, place, ring, rank, k_set, thread, out, extras, s_staging, wg):
+    def reduce(self, flat, place, ring, rank, k_set, thread, out, extras, staging, wg):
         """Sum over the cluster and store this rank's share of the tokens."""
         v, c = self.v, self.v.config
         reduction = Reduction(c.tile_m, v.stored_tokens // 8, c.split_k, v.row_groups * 128)
@@ -690,7 +716,7 @@ class MixedGemm:
             first, mine = reduction.sum(flat, parked, rank)
             if mine:
                 share = cute.make_tensor(flat.iterator, cute.make_layout(v.stored_tokens // 2))
-                self.finish(share, out, extras, (place[0] + first, place[1], place[2]), s_staging, wg)
+                self.finish(share, out, extras, (place[0] + first, place[1], place[2]), staging, wg)
         self.cluster_barrier()  # the neighbours have read what this CTA parked
 
     @cute.jit
@@ -706,7 +732,7 @@ class MixedGemm:
         v = self.v
         full, empty, _, _ = ring
         accumulators, fragment, x_fragments, packed, table = operands
-        stage, next_stage, next_phase, has_previous, has_next = state
+        stage, next_stage, next_phase, previous, has_previous, has_next = state
         k_set, rank = who[1], who[3]
         registers = cute.recast_tensor(fragment, Int32)
         chunks = self.chunks // v.k_sets
@@ -737,7 +763,7 @@ class MixedGemm:
             warpgroup.wait_group(1)
             if const_expr(unit == 0):
                 if has_previous:
-                    self.release(empty, (stage + v.stages - 1) % v.stages, rank)
+                    self.release(empty, previous, rank)
 
     @cute.jit
     def multiply_groups(self, mma, ring, operands, sums, state, who):
@@ -748,7 +774,7 @@ class MixedGemm:
         v = self.v
         full, empty, _, _ = ring
         acc, fragment, x_fragments, packed, _ = operands
-        stage, next_stage, next_phase, _, has_next = state
+        stage, next_stage, next_phase, _, _, has_next = state
         k_set, rank = who[1], who[3]
         chunks, steps = self.chunks // v.k_sets, 4 // self.groups
         x_chunk = stage * self.chunks + k_set * chunks
@@ -857,12 +883,13 @@ class MixedGemm:
                 cute.arch.mbarrier_arrive(empty + stage, Int32(other * c.cluster_n + rank_n))
 
     @cute.jit
-    def finish(self, flat, out, extras, place, s_staging, wg, loaded=None):
+    def finish(self, flat, out, extras, place, staging, wg, loaded=None):
         """Store a warpgroup's row blocks. loaded: what the sums of the first meet, if that was asked for before."""
         if const_expr(loaded is None):
             loaded = self.epilogue.load(extras, place, out.shape[0])
         alpha, biases, channels, token_scales = loaded
-        features, memory = [(biases, channels)], (s_staging + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg)
+        features, (address, boxes) = [(biases, channels)], staging
+        memory = (address + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg, (*boxes, 2 * wg))
         places, size = self.places(place), cute.size(flat) // self.v.row_blocks
         if const_expr(not self.v.quads):  # as quads there are no registers for them yet
             features += [self.epilogue.load_features(extras, own) for own in places[1:]]

@@ -181,6 +181,13 @@ class Variant(gpu.Variant):
         return self.epilogue.gated or self.epilogue.residual or self.out_kind == "f32"
 
     @property
+    def boxed(self) -> bool:
+        """Whether d leaves the staging buffer by TMA, a half of the buffer at a time, while the other is filled: worth
+        it where a tile has much to store, and nothing else to do meanwhile."""
+        many = self.config.tile_m in (128, 192, 256) and self.config.split_k == self.turns == 1
+        return many and self.vector and not self.quads
+
+    @property
     def stored_tokens(self) -> int:
         """Tokens of a tile that one CTA stores: with split_k its share, in whole blocks of eight, the last perhaps past
         the tile."""
@@ -191,17 +198,36 @@ class Variant(gpu.Variant):
         """Tokens that pass through the staging buffer at a time, 16 to 128: as many as do not cost a stage. Of halves,
         five stages and a large buffer do better than six and a small one. With four warpgroups, long rounds spill."""
         most = 128 if self.warpgroups < 4 else 56
-        chunks = [chunk for chunk in range(16, most + 1, 8) if self.stored_tokens % chunk == 0] or [8]
+        step = 32 if self.boxed else 8
+        chunks = [chunk for chunk in range(max(16, step), most + 1, step) if self.stored_tokens % chunk == 0] or [8]
         stages = self._stages_beside(chunks[0])
         if self.halves:
             stages = min(stages, 5)
         return next(chunk for chunk in reversed(chunks) if self._stages_beside(chunk) >= stages)
 
     @property
+    def stored_at_once(self) -> int:
+        """Tokens that go the way through the staging buffer together."""
+        return self.staging_tokens // 2 if self.boxed else self.staging_tokens
+
+    @property
+    def short(self) -> bool:
+        """Whether a launch may be so short that its first microsecond counts."""
+        return self.config.tile_m <= 128 and self.config.cluster_m == 1
+
+    @property
     def loads_early(self) -> bool:
-        """Whether what a tile's sums meet (bias, scales of tokens) is asked for before the last sums are there. Where
-        they go other ways first, it would take registers meanwhile; where weights are shared, there are none for it."""
-        return self.k_sets == 1 and self.config.split_k == 1 and self.config.cluster_m == 1 and not self.stream
+        """Whether what a tile's sums meet (bias, scales of tokens) is asked for before the last sums are there. Where a
+        CTA stores but a part of them, it would take registers meanwhile; where weights are shared, there are none."""
+        return self.config.split_k == 1 and self.config.cluster_m == 1 and not self.stream
+
+    @property
+    def prefetches(self) -> tuple[bool, bool]:
+        """Whether what a tile's sums meet is brought into L2 when it begins: biases and scales of features, residuals.
+        From memory they would take as long as a small tile's last slot. Where weights are shared, there are no
+        registers to spare for the first; with split_k, a CTA stores but some of the second."""
+        features = (self.folded or self.epilogue.bias) and self.config.cluster_m == 1
+        return features, self.epilogue.residual and self.config.split_k == 1
 
     @property
     def residuals_ahead(self) -> int:
