@@ -145,14 +145,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         "file", nargs="?", default=str(ROOT / "bench/results/times.jsonl"), help="(default: %(default)s)"
     )
     path = parser.parse_args(argv).file
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    rows = [row for row in rows if row["kind"] == "time" and row["run"] == rows[-1]["run"]]
-    work = work_of(rows)
-    times, versions = by_point(rows)
-    plot(work, times, list(versions))
-    (ROOT / f"docs/{work.page}.md").write_text(text(work, rows[0], times, versions))
-    if work is W4A16:
-        (ROOT / "docs/benchmarks.html").write_text(html_page(times, rows[0], versions))
+    for rows in last_of_each_work(Path(path)):
+        work = work_of(rows)
+        times, versions = by_point(rows)
+        plot(work, times, list(versions))
+        (ROOT / f"docs/{work.page}.md").write_text(text(work, rows, times, versions))
+        if work is W4A16:
+            (ROOT / "docs/benchmarks.html").write_text(html_page(times, rows[-1], versions))
+
+
+def last_of_each_work(path: Path) -> list[list[dict[str, Any]]]:
+    """The rows of a file that reports are about: for each kind of work those of the last row's commit. What is measured
+    at several of its points comes from one run each."""
+    works: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"] == "time" and not row["impl"].startswith(("w4gemm_",)):
+            works[row["work"]].append(row)
+    return [[row for row in rows if row["commit"] == rows[-1]["commit"]] for rows in works.values()]
 
 
 def html_page(times: Times, row: dict[str, Any], versions: dict[str, str]) -> str:
@@ -181,14 +191,15 @@ def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
     return times, versions
 
 
-def text(work: Work, row: dict[str, Any], times: Times, versions: dict[str, str]) -> str:
+def text(work: Work, rows: list[dict[str, Any]], times: Times, versions: dict[str, str]) -> str:
+    row, runs = rows[-1], "`, `".join(dict.fromkeys(row["run"] for row in rows))
     names, grouped = list(versions), any(layer.experts for layer, _ in times)
     tokens = "tokens" if grouped else "m"
     machine = f"one {row['gpu']} (driver {row['driver']}, torch {row['torch']})"
     lines = [
         "# Benchmarks",
         "",
-        *textwrap.wrap(work.head.format(machine=machine, run=row["run"]), 120),
+        *textwrap.wrap(work.head.format(machine=machine, run=runs), 120),
         "",
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
         "",
@@ -218,13 +229,13 @@ def text(work: Work, row: dict[str, Any], times: Times, versions: dict[str, str]
 
 
 def plot(work: Work, times: Times, names: list[str]) -> None:
-    """Time over roofline against m, a panel a layer, a line an implementation."""
+    """Time over roofline against m, a panel a layer, a line an implementation; of experts where all are alike."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    layers = sorted({layer for layer, _ in times})
+    layers = sorted({layer for layer, _ in times if layer.routing in ("", "balanced")})
     rows = -(-len(layers) // 4)
     columns = -(-len(layers) // rows)
     size = (4.2 * columns, 4.2 * rows)
@@ -245,6 +256,7 @@ def plot(work: Work, times: Times, names: list[str]) -> None:
         panel.set(title=title, xscale="log", xlabel="tokens of an expert" if layer.experts else "m (tokens)")
         panel.set(ylim=(0.8, 6))
         panel.set_xticks(shown, [str(m) for m in shown], fontsize=7)
+        panel.minorticks_off()
     panels[0][0].set_ylabel("time / roofline")
     panels[0][0].legend(fontsize=8)
     figure.tight_layout()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -71,19 +70,27 @@ def test_all_tokens_go_to_some_expert(routing):
 
 @pytest.mark.parametrize(
     "file, work",
-    [("times.jsonl", report.W4A16), ("w4a8.jsonl", report.W4A8), ("sm80.jsonl", report.SM80)],
-    ids=["w4a16", "w4a8", "sm80"],
+    [
+        ("times.jsonl", report.W4A16),
+        ("w4a8.jsonl", report.W4A8),
+        ("sm80.jsonl", report.SM80),
+        ("grouped.jsonl", report.GROUPED_W4A16),
+        ("grouped.jsonl", report.GROUPED_W4A8),
+    ],
+    ids=["w4a16", "w4a8", "sm80", "grouped_w4a16", "grouped_w4a8"],
 )
 def test_the_recorded_table_is_whole_and_its_report_is_true(file, work):
-    rows = [json.loads(line) for line in (ROOT / "bench/results" / file).read_text().splitlines()]
+    path = ROOT / "bench/results" / file
+    (rows,) = [rows for rows in report.last_of_each_work(path) if report.work_of(rows) is work]
     assert all(row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
     # Humming's W4A8 quantizes x within the call
-    assert all(row["rel_error"] < (5e-2 if (row["impl"], row["work"]) == ("humming", "w4a8") else 1e-2) for row in rows)
-    rows = [row for row in rows if row["run"] == rows[-1]["run"]]
+    quantizes = [(row["impl"], row["dtype"]) == ("humming", "float8_e4m3fn") for row in rows]
+    assert all(row["rel_error"] < (5e-2 if q else 1e-2) for row, q in zip(rows, quantizes, strict=True))
+    assert not any(row["dirty"] for row in rows)
     times, versions = report.by_point(rows)
-    text = report.text(work, rows[-1], times, versions)
+    text = report.text(work, rows, times, versions)
     assert text == (ROOT / f"docs/{work.page}.md").read_text(), "run python -m bench.report"
-    assert work is report.work_of(rows) and all(work.ours in us and len(us) > 1 for us in times.values())
+    assert all(work.ours in us and len(us) > 1 for us in times.values())
     assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]
     if work is not report.W4A16:
         return
@@ -98,6 +105,7 @@ def test_the_recorded_table_is_whole_and_its_report_is_true(file, work):
     [
         ("benchmarks", "geometric mean over four layers:", 4),
         ("benchmarks-w4a8", "With fp8 activations", 4),
+        ("benchmarks-grouped-w4a8", "Mixtures of experts with fp8", 2),
         ("benchmarks-sm80", "There `sm80_mixed_gemm` is", 3),
     ],
 )
