@@ -1,1 +1,1 @@
-"""Hopper: WGMMA with the weight decoded in registers. ``spec`` is the host side, ``kernel`` the device side."""
+"""Hopper: WGMMA with the weight decoded in registers. ``spec`` is the host side, ``kernel`` and ``roles`` the device's."""

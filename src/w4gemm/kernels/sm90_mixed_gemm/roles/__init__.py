@@ -1,0 +1,1 @@
+"""Device code of the warps: what kernel.py is made of."""
