@@ -16,7 +16,7 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from bench.peers import vllm_ops
 from bench.peers.base import FP8, gptq_words, missing_package, package_version, token_scales
 from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
-from bench.shapes import EXPERTS, divide
+from bench.shapes import divide, parse_experts, parse_routings, parse_tokens
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, dispatch
@@ -40,9 +40,9 @@ from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 
 RESULTS = Path(__file__).parent / "results/grouped.jsonl"
-SHAPES = ",".join("x".join(map(str, sizes)) for sizes in EXPERTS)
 TOKENS = "1,4,16,32,64,128,512,1024"
 _ROTATED_BYTES = 400e6
+_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": FP8}
 
 Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """run(copy of the weight, x, m_offsets, out)."""
@@ -50,28 +50,28 @@ Prepared = tuple[list[QuantizedWeight], dict[str, Run]]
 """Copies of a weight to rotate over, and each peer's way to multiply by its own copies."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m bench.grouped", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--shapes", default=SHAPES, help="experts x n x k, ... (default: %(default)s)")
+    parser.add_argument("--shapes", default="moe", help="experts x n x k, ..., or moe: six of three models")
     parser.add_argument("--tokens", default=TOKENS, help="for each expert on average (default: %(default)s)")
     parser.add_argument("--routing", default="balanced", help="of balanced, zipf, hot (default: %(default)s)")
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="of activations: bfloat16 or float8_e4m3fn")
+    parser.add_argument("--dtype", default="bfloat16", choices=_DTYPES, help="of activations (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="rows of x by their indices, without peers")
     parser.add_argument("--configs", type=int, default=0, help="also time as many of the best-ranked configs")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     facts, started = record.facts(), time.monotonic()
-    formats, tokens = [WeightFormat.parse(f) for f in args.format.split(",")], [int(t) for t in args.tokens.split(",")]
-    dtype = {"bfloat16": torch.bfloat16, "float8_e4m3fn": FP8}[args.dtype]
+    shapes, tokens = parse_experts(args.shapes), parse_tokens(args.tokens, "tokens")
+    formats, routings = [WeightFormat.parse(f) for f in args.format.split(",")], parse_routings(args.routing)
+    dtype = _DTYPES[args.dtype]
     if args.configs or args.top_k:
         for format in formats:
-            compile_ahead(args.shapes, tokens, format, dtype, args.configs, args.top_k > 0)
-    for shape in args.shapes.split(","):
-        experts, n, k = map(int, shape.split("x"))
+            compile_ahead(shapes, tokens, format, dtype, args.configs, args.top_k > 0)
+    for experts, n, k in shapes:
         prepared = [prepare(experts, n, k, format, dtype, with_peers=not args.top_k) for format in formats]
-        for m, routing in itertools.product(tokens, args.routing.split(",")):
+        for m, routing in itertools.product(tokens, routings):
             if time.monotonic() - started > args.seconds:
                 return
             rows = measure(prepared, m, routing, dtype, args.configs, args.top_k)
@@ -79,7 +79,7 @@ def main() -> None:
             common = {"kind": "time", "run": record.run_name(facts), "work": work, "m": m, "n": n, "k": k}
             common |= {"experts": experts, "routing": routing, "dtype": args.dtype}
             record.append(args.out, *(common | row | facts for row in rows))
-            print(line(shape, m, routing, rows), flush=True)
+            print(line(f"{experts}x{n}x{k}", m, routing, rows), flush=True)
         del prepared
         torch.cuda.empty_cache()
 
@@ -302,15 +302,19 @@ def best_of(problem: GemmProblem, count: int) -> list[str]:
 
 
 def compile_ahead(
-    shapes: str, tokens: list[int], format: WeightFormat, dtype: torch.dtype, count: int, gathered: bool
+    shapes: Sequence[tuple[int, int, int]],
+    tokens: Sequence[int],
+    format: WeightFormat,
+    dtype: torch.dtype,
+    count: int,
+    gathered: bool,
 ) -> None:
     """On all cores, since one process compiles one kernel at a time."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     jobs: dict[tuple[str, bool], GemmProblem] = {}
-    for shape, m in itertools.product(shapes.split(","), tokens):
-        experts, n, k = map(int, shape.split("x"))
+    for (experts, n, k), m in itertools.product(shapes, tokens):
         layout, epilogue = layout_for(H200, format, dtype), Epilogue(token_scale=dtype == FP8)
         problem = GemmProblem(m * experts, n, k, dtype, format, layout, epilogue, experts=experts)
         for p in (problem, replace(problem, gathered=True)) if gathered else (problem,):

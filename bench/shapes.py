@@ -32,6 +32,9 @@ EXPERTS: tuple[tuple[int, int, int], ...] = (
 )
 """(experts, n, k) of mixtures of experts, gate_up and down: Mixtral-8x7B, Qwen3-30B-A3B, DeepSeek-V3 (32 of 256)."""
 
+ROUTINGS = ("balanced", "zipf", "hot")
+"""How tokens are divided: among experts alike; to expert e in proportion to 1 / (1 + e), in mixed order; all to one."""
+
 AWKWARD: tuple[Layer, ...] = ((4096, 2752), (8192, 3696), (4096, 8256), (576, 2048))
 """Sizes that do not divide well; 8256 is a multiple of 64 only."""
 
@@ -61,18 +64,44 @@ def parse_layers(text: str) -> tuple[Layer, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """Numbers of tokens from ``1,16,256``, ``all`` or ``awkward``."""
+def parse_tokens(text: str, name: str = "m") -> tuple[int, ...]:
+    """Numbers of tokens from ``1,16,256``, ``all`` or ``awkward``, in an option called ``name``."""
     named: dict[str, Iterable[int]] = {"all": TOKENS, "awkward": AWKWARD_TOKENS}
     try:
         return tuple(dict.fromkeys(named[text] if text in named else map(int, text.split(","))))
     except ValueError:
-        raise ValueError(f"m: wanted numbers like 1,16,256, or all, or awkward, got {text!r}") from None
+        raise ValueError(f"{name}: wanted numbers like 1,16,256, or all, or awkward, got {text!r}") from None
+
+
+def parse_experts(text: str) -> tuple[tuple[int, int, int], ...]:
+    """(experts, n, k) of comma-separated sizes like ``8x28672x4096``, or ``moe`` for ``EXPERTS``.
+
+    Raises:
+        ValueError: if a part is neither.
+    """
+    found: list[tuple[int, int, int]] = []
+    for part in text.split(","):
+        sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", part)
+        if part != "moe" and sizes is None:
+            raise ValueError(f"shapes: wanted moe or experts x n x k like 8x28672x4096, got {part!r}")
+        found += EXPERTS if sizes is None else [(int(sizes[1]), int(sizes[2]), int(sizes[3]))]
+    return tuple(dict.fromkeys(found))
+
+
+def parse_routings(text: str) -> tuple[str, ...]:
+    """Some of ``ROUTINGS``, comma-separated.
+
+    Raises:
+        ValueError: for another one.
+    """
+    for routing in (found := tuple(dict.fromkeys(text.split(",")))):
+        if routing not in ROUTINGS:
+            raise ValueError(f"routing: wanted some of {', '.join(ROUTINGS)}, got {routing!r}")
+    return found
 
 
 def divide(routing: str, m: int, experts: int) -> list[int]:
-    """Rows of each expert, m * experts together: ``balanced``, ``zipf`` (expert e in proportion to 1 / (1 + e), in a
-    mixed order) or ``hot`` (all of one expert)."""
+    """Rows of each expert, m * experts together, by one of ``ROUTINGS``."""
     if routing == "balanced":
         return [m] * experts
     share = [1 / (1 + e) if routing == "zipf" else float(e == 0) for e in range(experts)]

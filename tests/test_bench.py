@@ -15,7 +15,15 @@ sys.path.insert(0, str(ROOT))
 
 from bench import report, support  # noqa: E402
 from bench.peers import PEERS, peers_named  # noqa: E402
-from bench.shapes import LAYERS, divide, parse_layers, parse_tokens  # noqa: E402
+from bench.shapes import (  # noqa: E402
+    EXPERTS,
+    LAYERS,
+    divide,
+    parse_experts,
+    parse_layers,
+    parse_routings,
+    parse_tokens,
+)
 
 import w4gemm  # noqa: E402
 from w4gemm import WeightFormat, dispatch  # noqa: E402
@@ -29,8 +37,17 @@ def test_shapes_by_name_and_by_size():
     assert parse_tokens("1,16") == (1, 16) and 4090 in parse_tokens("awkward")
     with pytest.raises(ValueError, match="shapes: wanted layers.*got 'layer'"):
         parse_layers("layer")
-    with pytest.raises(ValueError, match="m: wanted numbers"):
-        parse_tokens("1,two")
+    with pytest.raises(ValueError, match="tokens: wanted numbers"):
+        parse_tokens("1,two", "tokens")
+
+
+def test_mixtures_of_experts_by_name_and_by_size():
+    assert parse_experts("moe,8x512x2048")[-1] == (8, 512, 2048) and parse_experts("moe") == EXPERTS
+    assert parse_routings("hot,zipf") == ("hot", "zipf")
+    with pytest.raises(ValueError, match="shapes: wanted moe or experts x n x k like 8x28672x4096, got '28672x4096'"):
+        parse_experts("28672x4096")
+    with pytest.raises(ValueError, match="routing: wanted some of balanced, zipf, hot, got 'even'"):
+        parse_routings("even")
 
 
 def test_peers_by_name():

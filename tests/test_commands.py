@@ -261,8 +261,12 @@ def test_bench_passes_arguments_on(capsys):
     with pytest.raises(SystemExit) as exit:
         main(["bench", "run", "--shapes", "layers", "--help"])
     assert exit.value.code == 0 and "--impl" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", "grouped", "--help"])
+    assert exit.value.code == 0 and "--routing" in capsys.readouterr().out
     if not torch.cuda.is_available():
         assert "bench run measures on a GPU" in run(capsys, "bench", "run", "--m", "1", code=1)[1]
+        assert "bench grouped measures on a GPU" in run(capsys, "bench", "grouped", code=1)[1]
     with pytest.raises(SystemExit) as exit:
         main(["info", "--impl", "x"])
     assert exit.value.code == 2 and "unrecognized arguments: --impl x" in capsys.readouterr().err

@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
     what = {
         "run": "measure layers with every implementation in one process",
-        "report": "make docs/benchmarks.md, the plots and docs/benchmarks.html from a run's rows",
+        "grouped": "measure mixtures of experts likewise, with several routings",
+        "report": "make docs/benchmarks*.md, the plots and docs/benchmarks.html from a run's rows",
         "tune": "make the shipped table of this GPU, and record what it brings",
     }
     for name, text in what.items():
@@ -33,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """``args.rest`` holds what is not read here: the module has a parser of its own."""
-    if args.action == "run" and not torch.cuda.is_available() and not {"-h", "--help"} & set(args.rest):
-        raise UnsupportedError("bench run measures on a GPU, and PyTorch sees none here")
+    measures = args.action in ("run", "grouped") and not {"-h", "--help"} & set(args.rest)
+    if measures and not torch.cuda.is_available():
+        raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
     module(args.action).main(args.rest)
     return 0
 

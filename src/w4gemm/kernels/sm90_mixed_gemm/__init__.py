@@ -1,1 +1,1 @@
-"""Hopper: WGMMA with the weight decoded in registers. ``spec`` is the host side, ``kernel`` and ``roles`` the device's."""
+"""Hopper: WGMMA with the weight decoded in registers. Host side: ``spec``; device side: ``kernel``, ``roles``."""
