@@ -254,7 +254,7 @@ def candidates(
             print(f"  {name} {config}: {e!r:.200}", flush=True)
             continue
         if not error < (MAX_QUANTIZED_ERROR if inputs is wide and dtype == FP8 else MAX_ERROR):
-            print(f"  {name} {config}, {counts[0]} tokens: relative error {error:.3g}, not timed", flush=True)
+            print(f"  {name} {config}, {total} rows: relative error {error:.3g}, not timed", flush=True)
             continue
         calls = range(max(2, len(weights)))
         row = {"impl": name, "impl_version": version, "config": config, "rel_error": round(error, 6)}

@@ -155,12 +155,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def last_of_each_work(path: Path) -> list[list[dict[str, Any]]]:
-    """The rows of a file that reports are about: for each kind of work those of the last row's commit. What is measured
-    at several of its points comes from one run each."""
+    """The rows of a file that reports are about: for each kind of work those of the last row's commit, without what is
+    measured beside the choice of dispatch (``w4gemm_config`` and the like). Each point is of one run."""
     works: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        if row["kind"] == "time" and not row["impl"].startswith(("w4gemm_",)):
+        if row["kind"] == "time" and not row["impl"].startswith("w4gemm_"):
             works[row["work"]].append(row)
     return [[row for row in rows if row["commit"] == rows[-1]["commit"]] for rows in works.values()]
 

@@ -73,14 +73,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
-from w4gemm.kernels.device.groups import (
-    Groups,
-    most_tiles,
-    scales_of_rows,
-)
-from w4gemm.kernels.device.ptx import (
-    shared_address,
-)
+from w4gemm.kernels.device.groups import Groups, most_tiles, scales_of_rows
+from w4gemm.kernels.device.ptx import shared_address
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.gpu import MAX_EXPERTS
@@ -99,16 +93,21 @@ class MixedGemm(Producer, Consumer):
         self.dtype = _DTYPES[variant.kind]
         self.decoder = decoder_of(variant)
         formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded)
-        how = (variant.residuals_ahead, variant.boxed, variant.grouped)
-        self.epilogue = Epilogue(formula, variant.quads, variant.stored_tokens, variant.stored_at_once, *how)
-        self.out_dtype = _DTYPES.get(variant.out_kind, Float32)
-        self.chunks = variant.config.tile_k // variant.chunk_k  # steps of 128 bytes of x along k in one slot
+        self.epilogue = Epilogue(
+            formula,
+            variant.quads,
+            variant.stored_tokens,
+            variant.stored_at_once,
+            variant.residuals_ahead,
+            boxed=variant.boxed,
+            cut=variant.grouped,
+        )
+        self.chunks = variant.config.tile_k // variant.chunk_k
         self.experts = Groups(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, self.chunks, variant.itemsize, warps=4)
         self.stream_sum = StreamSum(variant.config.tile_m * variant.row_blocks, variant.row_groups)
         self.cluster = variant.config.cluster_m * variant.config.cluster_n * variant.config.split_k
-        self.scale_bytes = 128 * self.decoder.words_per_scale  # of one group in a block
-        # what a thread holds of a block, or of half a block, in registers: code words, and scales of so many groups
+        self.scale_bytes = 128 * self.decoder.words_per_scale
         self.part_k = 64 if variant.halves else 128
         self.part_chunks = self.part_k // variant.chunk_k
         self.code_words = self.part_k // 16
@@ -189,7 +188,7 @@ class MixedGemm(Producer, Consumer):
         """TMA that stores d, d as it sees it, and the layout of all staging buffers, two boxes each."""
         if not self.v.boxed:
             return None, out, None
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out_dtype)
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, out.element_type)
         shape = (self.v.stored_at_once, 64)
         box = cute.tile_to_shape(atom, shape, order=(0, 1))
         store, d = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, box, shape)
@@ -226,7 +225,7 @@ class MixedGemm(Producer, Consumer):
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
         if const_expr(v.boxed):
             outer, inner = staging_layout.outer, staging_layout.inner
-            halves = smem.allocate_tensor(self.out_dtype, outer, byte_alignment=1024, swizzle=inner)
+            halves = smem.allocate_tensor(out.element_type, outer, byte_alignment=1024, swizzle=inner)
             staging = (shared_address(halves.iterator), (store, store_d, halves))
         else:
             s_staging = smem.allocate_array(Int32, v.staging_buffers * v.staging_bytes // 4, byte_alignment=128)

@@ -15,8 +15,6 @@ from w4gemm.kernels.sm90_mixed_gemm.roles.work import Work
 
 class MainLoop(Work):
     decoder: Any
-    chunks: int
-    """Steps of 128 bytes of x along k in one slot."""
     scale_bytes: int
     """Of one group in a block."""
     part_k: int

@@ -18,8 +18,6 @@ _EARLY_SLOTS = 1  # of weights, requested before x may be read; with more, the f
 
 
 class Producer(Work):
-    chunks: int
-    """Steps of 128 bytes of x along k in one slot."""
     row_gather: RowGather
 
     @cute.jit

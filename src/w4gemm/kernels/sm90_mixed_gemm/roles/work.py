@@ -23,6 +23,8 @@ class Work:
     experts: Groups
     cluster: int
     """CTAs."""
+    chunks: int
+    """Steps of 128 bytes of x along k in one slot."""
 
     def tiles(self, m, n_blocks):
         """(tiles along m, along n) of the problem, each as large as a cluster."""
