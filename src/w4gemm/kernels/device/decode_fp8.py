@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from w4gemm.kernels.device.decode import Decoder
+from w4gemm.kernels.device.decode import Decoder, SubnormalDecoder
 from w4gemm.kernels.device.decode_table import table_rows
 from w4gemm.kernels.device.ptx import asm, half_to_float, load_shared, pack_e4m3, store_shared
 
@@ -79,10 +79,12 @@ class Fp8Decoder:
         return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
 
 
-def decoder_of(variant: Any, only_fma: bool = False) -> Decoder | Fp8Decoder:
-    """What a gpu.Variant decodes with. only_fma: see Decoder."""
+def decoder_of(variant: Any, only_fma: bool = False, any_unit: bool = False) -> Decoder | Fp8Decoder:
+    """What a gpu.Variant decodes with. only_fma: see Decoder. any_unit: whether the decoder's unit may differ from 1."""
     if variant.kind == "e4m3":
         return Fp8Decoder(variant.scale_kind, variant.zero)
+    if any_unit and variant.kind == variant.scale_kind == "bf16":
+        return SubnormalDecoder(variant.kind, variant.scale_kind, variant.zero)
     return Decoder(variant.kind, variant.scale_kind, variant.zero, only_fma)
 
 

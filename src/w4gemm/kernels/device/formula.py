@@ -50,7 +50,7 @@ class Formula:
     ``extras`` are the kernel's arguments (alpha, bias, residual, token scales, channel scales), None where absent. Of
     rows that are gathered the token scales are those of all of x, and the indices of the rows.
     ``channels`` says whether there are scales of output channels. ``kind`` is the
-    dtype of the bias, ``out_kind`` that of d and residual. ``vector`` says that every row of d starts at a multiple of
+    dtype of the bias, ``out_kind`` that of d and residual. ``unit``, a power of two, is what a sum of 1.0 stands for. ``vector`` says that every row of d starts at a multiple of
     16 bytes and is a multiple of 16 bytes long. A quad is four neighbouring features of one token, the first a multiple
     of four.
 
@@ -62,6 +62,7 @@ class Formula:
     out_kind: str
     vector: bool
     channels: bool = False
+    unit: float = 1.0
 
     def load_alpha(self, extras: Any) -> Float32 | None:
         """Once a thread."""
@@ -135,15 +136,24 @@ class Formula:
 
     def feature_value(self, value: Float32, alpha: Float32 | None, bias: Int32 | None) -> Float32:
         """What becomes of one sum, where there is no other that it meets."""
-        value = affine(value, alpha, None if bias is None else to_float(self.kind, bias))
+        value = self.affine(value, alpha, None if bias is None else to_float(self.kind, bias))
         return value if self.epilogue.activation is None else _ACTIVATIONS[self.epilogue.activation](value)
+
+    def affine(self, value: Float32, alpha: Float32 | None, bias: Float32 | None) -> Float32:
+        """unit * alpha * value + bias, value times the unit being exact."""
+        if self.unit != 1.0:
+            unit = Float32(self.unit)
+            value, alpha = (value, unit) if alpha is None else (value * unit, alpha)
+        if bias is None:
+            return value if alpha is None else value * alpha
+        return value + bias if alpha is None else fma(value, alpha, bias)
 
     def store_quad(self, sums: Any, addends: Any, out: Any, token: Int32, feature: Int32) -> None:
         """addends: (alpha, the quad's four biases, its residual)."""
         alpha, biases, residual = addends
         if self.epilogue.gated:
             biases = [None if bias is None else to_float(self.kind, bias) for bias in biases]
-            y = [affine(value, alpha, bias) for value, bias in zip(sums, biases, strict=True)]
+            y = [self.affine(value, alpha, bias) for value, bias in zip(sums, biases, strict=True)]
             y = [silu(y[i]) * y[i + 1] for i in (0, 2)]
         else:
             y = [self.feature_value(value, alpha, bias) for value, bias in zip(sums, biases, strict=True)]
@@ -175,13 +185,6 @@ def scaled(value: Float32, *scales: Float32 | None) -> Float32:
     for scale in scales:
         value = value if scale is None else value * scale
     return value
-
-
-def affine(value: Float32, alpha: Float32 | None, bias: Float32 | None) -> Float32:
-    """alpha * value + bias."""
-    if bias is None:
-        return value if alpha is None else value * alpha
-    return value + bias if alpha is None else fma(value, alpha, bias)
 
 
 def relu(x: Float32) -> Float32:

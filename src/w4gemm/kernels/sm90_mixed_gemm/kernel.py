@@ -91,8 +91,8 @@ class MixedGemm(Producer, Consumer):
     def __init__(self, variant: Variant):
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = decoder_of(variant)
-        formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded)
+        self.decoder = decoder_of(variant, any_unit=True)
+        formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded, self.decoder.unit)
         self.epilogue = Epilogue(
             formula,
             variant.quads,
