@@ -121,48 +121,76 @@ class Decoder:
             return asm(f"{operation}.rn.{self.kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
         one, minus_one, minus_zero = (Int32(_signed(bits)) for bits in (_ONE, _MINUS_ONE, _MINUS_ZERO))
         factors = {"add": (x, one, y), "sub": (y, minus_one, x), "mul": (x, y, minus_zero)}[operation]
-        return asm("fma.rn.bf16x2 $0, $1, $2, $3;", [Int32], factors, pure=True)[0]
+        return fma_bf16x2(*factors)
 
 
 class SubnormalDecoder(Decoder):
-    """bf16 with scales of bf16, in fewer instructions: beside a matrix instruction every other one takes twice its time.
+    """bf16 in fewer instructions: beside a matrix instruction each takes twice its time (H200, 2026-11-21).
 
-    A code's bits as they are, OR-ed into nothing, are the subnormal u * 2**-133, and four bits further up
-    16 * u * 2**-133, since the smallest exponents continue the subnormals. So every second code needs no shift, and a
-    weight is one fma of it: 8 s is exact, other than (128 + 8) s, and what is rounded is (u - 8) s alone. To stay
-    within range the scales are multiplied by 2**100, and with them what a weight of 1.0 stands for is 2**33: of
-    scales from 2**28 on weights are infinite, and below 2**-93 they lose bits.
+    A code's bits alone are the subnormal u * 2**-133, and four bits further up 16 * u * 2**-133, since the smallest
+    exponents continue the subnormals. So every second code needs no shift, and with a scale of bf16 a weight is one fma
+    of it: 8 s is exact, other than (128 + 8) s, and what is rounded is (u - 8) s alone. z s is not exact: with integer
+    zero points u - z comes first. A scale of fp16 is the sum of two bf16, of 8 and 3 bits; (u - z) times the lesser is
+    exact.
+
+    To stay within range the scales are multiplied by 2**100, and what a weight of 1.0 stands for is 2**33 for that:
+    scales of bf16 from 2**28 on make infinite weights, and those below 2**-93 lose bits.
     """
 
     unit = 2.0**33
 
+    @staticmethod
+    def decodes(kind: str, scale_kind: str, zero: str) -> bool:
+        return kind == "bf16" and (scale_kind == "bf16" or zero != "float")
+
     def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple:
-        """(scale, what is added before or after) of rows g and g + 8."""
-        scales = self._pairwise("mul", words[0], _pair(_SCALE_UP, _SCALE_UP / 16))
-        if self.zero == "none":
-            addends = self._pairwise("mul", words[0], _pair(-8 / self.unit))
-        elif self.zero == "int":
-            addends = self._pairwise("mul", words[1], _pair(-_SUBNORMAL, -16 * _SUBNORMAL))
+        """Of rows g and g + 8 (the parts of the scale, what is added to the code or, in one fma, to the product)."""
+        if self.zero == "int":
+            zeros = self._bf16_parts(words[1], 1.0, 1.0)[0]
+            addends = self._pairwise("mul", zeros, _pair(-_SUBNORMAL, -16 * _SUBNORMAL))
+        elif self.zero == "float":
+            addends = self._pairwise("mul", words[1], _pair(1 / self.unit, 1 / self.unit))
+        elif self.mixed:
+            addends = _pair(-8 * _SUBNORMAL, -128 * _SUBNORMAL)
         else:
-            addends = self._pairwise("mul", words[1], _pair(1 / self.unit))
-        return tuple((broadcast_half(scales, high), broadcast_half(addends, high)) for high in (False, True))
+            addends = self._pairwise("mul", words[0], _pair(-8 / self.unit, -8 / self.unit))
+        scales = self._bf16_parts(words[0], _SCALE_UP, _SCALE_UP / 16)
+        return tuple(
+            ([broadcast_half(part, high) for part in scales], broadcast_half(addends, high)) for high in (False, True)
+        )
+
+    def _bf16_parts(self, word: Int32, low: float, high: float) -> list[Int32]:
+        """What bf16 add up to a word's halves times ``low`` and ``high``, powers of two."""
+        if not self.mixed:
+            return [word if low == high == 1.0 else self._pairwise("mul", word, _pair(low, high))]
+        values = [half_to_float(self.scale_kind, word, h) * Float32(factor) for h, factor in ((0, low), (1, high))]
+        nearest = pack_half2("bf16", *values)
+        rest = [value - half_to_float("bf16", nearest, bool(h)) for h, value in enumerate(values)]
+        return [nearest, pack_half2("bf16", *rest)]
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights / unit, rounded once."""
-        picks = "".join(f"and.b32 ${i}, {'t' if i > 1 else '$4'}, {0x00F000F0 if i % 2 else 0x000F000F:#x}; " for i in range(4))
+        picks = "".join(f"and.b32 ${i}, {'t' if i > 1 else '$4'}, {0xF000F << i % 2 * 4:#x}; " for i in range(4))
         text = f"{{ .reg .b32 t; shr.u32 t, $4, 8; {picks}}}"
         codes = asm(text, [Int32] * 4, [words[0]], pure=True, early=True)
         return tuple(self._weight(code, *prepared[i % 2]) for i, code in enumerate(codes))
 
-    def _weight(self, code: Int32, scale: Int32, addend: Int32) -> Int32:
-        if self.zero == "int":  # z s has more bits than fit
-            return self._pairwise("mul", self._pairwise("add", code, addend), scale)
-        return asm("fma.rn.bf16x2 $0, $1, $2, $3;", [Int32], [code, scale, addend], pure=True)[0]
+    def _weight(self, code: Int32, scale: list[Int32], addend: Int32) -> Int32:
+        if not self.mixed and self.zero != "int":
+            return fma_bf16x2(code, scale[0], addend)
+        number = self._pairwise("add", code, addend)
+        if not self.mixed:
+            return self._pairwise("mul", number, scale[0])
+        return fma_bf16x2(number, scale[0], self._pairwise("mul", number, scale[1]))
 
 
-def _pair(low: float, high: float | None = None) -> Int32:
-    """Two powers of two, or the same twice, as bf16."""
-    halves = [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in (low, low if high is None else high)]
+def fma_bf16x2(x: Int32, y: Int32, z: Int32) -> Int32:
+    return asm("fma.rn.bf16x2 $0, $1, $2, $3;", [Int32], [x, y, z], pure=True)[0]
+
+
+def _pair(low: float, high: float) -> Int32:
+    """Two numbers that are bf16, in the halves of a word."""
+    halves = [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in (low, high)]
     return Int32(_signed(halves[0] | halves[1] << 16))
 
 

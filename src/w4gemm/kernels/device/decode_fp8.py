@@ -39,6 +39,8 @@ class Fp8Decoder:
 
     words_per_step = 2
     """Code words that feed one WGMMA: rows g and g + 8."""
+    unit = 1.0
+    """See Decoder."""
 
     @property
     def words_per_scale(self) -> int:
@@ -80,12 +82,11 @@ class Fp8Decoder:
 
 
 def decoder_of(variant: Any, only_fma: bool = False, any_unit: bool = False) -> Decoder | Fp8Decoder:
-    """What a gpu.Variant decodes with. only_fma: see Decoder. any_unit: whether the decoder's unit may differ from 1."""
+    """What a gpu.Variant decodes with. only_fma: see Decoder. any_unit: whether the decoder's unit need not be 1."""
     if variant.kind == "e4m3":
         return Fp8Decoder(variant.scale_kind, variant.zero)
-    if any_unit and variant.kind == variant.scale_kind == "bf16":
-        return SubnormalDecoder(variant.kind, variant.scale_kind, variant.zero)
-    return Decoder(variant.kind, variant.scale_kind, variant.zero, only_fma)
+    form = variant.kind, variant.scale_kind, variant.zero
+    return SubnormalDecoder(*form) if any_unit and SubnormalDecoder.decodes(*form) else Decoder(*form, only_fma)
 
 
 @cute.jit

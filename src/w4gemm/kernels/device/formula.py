@@ -49,10 +49,10 @@ class Formula:
 
     ``extras`` are the kernel's arguments (alpha, bias, residual, token scales, channel scales), None where absent. Of
     rows that are gathered the token scales are those of all of x, and the indices of the rows.
-    ``channels`` says whether there are scales of output channels. ``kind`` is the
-    dtype of the bias, ``out_kind`` that of d and residual. ``unit``, a power of two, is what a sum of 1.0 stands for. ``vector`` says that every row of d starts at a multiple of
-    16 bytes and is a multiple of 16 bytes long. A quad is four neighbouring features of one token, the first a multiple
-    of four.
+    ``channels`` says whether there are scales of output channels. ``kind`` is the dtype of the bias, ``out_kind`` that
+    of d and residual. ``unit``, a power of two, is what a sum of 1.0 stands for. ``vector`` says that every row of d
+    starts at a multiple of 16 bytes and is a multiple of 16 bytes long. A quad is four neighbouring features of one
+    token, the first a multiple of four.
 
     What is loaded stays bits until it is used, so that nothing waits for it before.
     """

@@ -92,7 +92,8 @@ class MixedGemm(Producer, Consumer):
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = decoder_of(variant, any_unit=True)
-        formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded, self.decoder.unit)
+        kinds = variant.bias_kind, variant.out_kind
+        formula = Formula(variant.epilogue, *kinds, variant.vector, variant.folded, self.decoder.unit)
         self.epilogue = Epilogue(
             formula,
             variant.quads,
