@@ -4,7 +4,8 @@ ROWS are JSON lines with n, k, m, format, config ("kernel/config") and us, all o
 grouped ones have experts as well, and m tokens for each. Each file is of one GPU, and only its own rows are compared.
 Writes sm90_times.py or sm90_fp8_times.py and prints, for each (n, k, m, experts), how far the first choice is from the
 fastest config. With ``--keep``, configs that have constants keep them: new ones are fitted beside them, and no choice
-among the others changes. Needs numpy and scipy.
+among the others changes. With ``--adjust``, constants are scaled as far as ROWS ask for it, which may then be few;
+configs that ROWS lack change as those of as many tokens. Needs numpy and scipy.
 """
 
 from __future__ import annotations
@@ -37,16 +38,21 @@ TIMES: dict[str, tuple[float, float, float]] = {{
 '''
 
 ROUNDS = 7
+ADJUSTED = 0.02
+"""How much an adjusted constant weighs, beside samples: of the squared logarithm of its change."""
 
 Launch = tuple[GemmProblem, GemmConfig, int]
 Point = tuple[int, int, int, int, str, str]
 """(n, k, m, experts, format, file)."""
 Sample = tuple[Launch, Point, float]
+Times = tuple[float, float, float]
+"""(alone, shared, tile), see sm90_model.py."""
 
 
 def main(arguments: list[str]) -> None:
-    paths = [a for a in arguments if a != "--keep"]
-    kept = sm90_times.TIMES | sm90_fp8_times.TIMES if "--keep" in arguments else {}
+    paths = [a for a in arguments if not a.startswith("--")]
+    known = sm90_times.TIMES | sm90_fp8_times.TIMES
+    kept, adjusted = (known if option in arguments else {} for option in ("--keep", "--adjust"))
     rows = [json.loads(line) | {"file": path} for path in paths for line in Path(path).read_text().splitlines()]
     measured: dict[str, list[Sample]] = defaultdict(list)
     points: dict[Point, dict[str, tuple[Launch, float]]] = defaultdict(dict)
@@ -75,7 +81,7 @@ def main(arguments: list[str]) -> None:
     slower: dict[Point, float] = dict.fromkeys(points, 1.0)
     # Samples that a choice went wrong by count for more in the next round.
     blame: dict[tuple[str, Point], float] = defaultdict(lambda: 1.0)
-    rounds: list[tuple[float, dict[str, tuple[float, float, float]]]] = []
+    rounds: list[tuple[float, dict[str, Times]]] = []
     for _ in range(ROUNDS):
         times = {
             config: kept.get(config)
@@ -83,7 +89,8 @@ def main(arguments: list[str]) -> None:
                 [
                     (launch, us / slower[point], weight(point, us) * blame[config, point])
                     for launch, point, us in samples
-                ]
+                ],
+                adjusted.get(config),
             )
             for config, samples in sorted(measured.items())
         }
@@ -103,34 +110,65 @@ def main(arguments: list[str]) -> None:
     layers = sorted({(row["n"], row["k"]) for row in rows})
     tokens = sorted({row["m"] for row in rows})
     source = f"NVIDIA H200, 2026-11-21, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
+    if adjusted:
+        module = sm90_fp8_times if target.name == "sm90_fp8_times.py" else sm90_times
+        before = (module.__doc__ or "").partition("\n\n")[2]
+        source = f"{' '.join(before.split())} Adjusted to {source}"
+        times = carried(module.TIMES, times)
     write(target, times, source)
     report(points, times)
 
 
-def fit(samples: list[tuple[Launch, float, float]]) -> tuple[float, float, float]:
-    """The (alone, shared, tile) with the least weighted squared error of the logarithm."""
+def carried(before: dict[str, Times], adjusted: dict[str, Times]) -> dict[str, Times]:
+    """All of ``before``: the others change as those of their kernel with as many tokens did, in the median."""
+
+    def tokens(config: str) -> tuple[str, int]:
+        kernel, _, text = config.partition("/")
+        return kernel, GemmConfig.parse(text).tile_m
+
+    changes: dict[tuple[str, int], list[np.ndarray]] = defaultdict(list)
+    for config, times in adjusted.items():
+        changes[tokens(config)].append(np.divide(times, np.maximum(before[config], 1e-4)))
+    found = {}
+    for config, times in sorted(before.items()):
+        kernel, tile_m = tokens(config)
+        near = sorted((abs(math.log(m / tile_m)), m) for name, m in changes if name == kernel)
+        alone, shared, tile = times * np.median(changes[kernel, near[0][1]], axis=0).clip(0.5, 2) if near else times
+        found[config] = adjusted.get(config) or (float(alone), float(shared), float(tile))
+    return found
+
+
+def fit(samples: list[tuple[Launch, float, float]], known: Times | None = None) -> Times:
+    """The (alone, shared, tile) with the least weighted squared error of the logarithm, near those that are known."""
+
+    def values(p: np.ndarray) -> Times:
+        if known is None:
+            alone, shared, tile = np.exp(np.clip(p, -12, 4))
+        else:  # all of a slot's time, its tile's, and besides what others cost it
+            alone, shared, tile = known * np.exp([p[0], p[0] + p[2], p[1]])
+        return float(alone), float(shared), float(tile)
 
     def loss(p: np.ndarray) -> float:
-        values = tuple(np.exp(np.clip(p, -12, 4)))
-        return sum(w * math.log(sm90_model.launch_us(*launch, values) / us) ** 2 for launch, us, w in samples)
+        errors = (w * math.log(sm90_model.launch_us(*launch, values(p)) / us) ** 2 for launch, us, w in samples)
+        return sum(errors) + (0 if known is None else ADJUSTED * float(np.square(p) @ (1, 0.3, 1)))
 
     slot = math.log(np.median([us / max(1, launch[0].k // launch[1].tile_k) for launch, us, _ in samples]))
     starts = [
         (slot - a, slot - b, c) for a, b, c in ((0.3, 1, 0), (0.7, 0.7, -1), (1, 3, 0.7), (0.2, 4, -3), (2, 2, 0))
     ]
     options = {"maxiter": 4000, "xatol": 1e-4, "fatol": 1e-7}
+    starts = starts if known is None else [(-0.1, 0, 0)]  # not where Nelder and Mead's first steps would be none
     best = min((minimize(loss, s, method="Nelder-Mead", options=options) for s in starts), key=lambda r: r.fun)
-    alone, shared, tile = np.exp(np.clip(best.x, -12, 4))
-    return float(alone), float(shared), float(tile)
+    return values(best.x)
 
 
-def write(target: Path, times: dict[str, tuple[float, float, float]], source: str) -> None:
+def write(target: Path, times: dict[str, Times], source: str) -> None:
     lines = [f'    "{config}": ({a:.4f}, {s:.4f}, {t:.4f}),\n' for config, (a, s, t) in times.items()]
     target.write_text(HEADER.format(source="\n".join(textwrap.wrap(source, 118))) + "".join(lines) + "}\n")
     print(f"{target}: {len(times)} configs")
 
 
-def regrets(points: dict, times: dict[str, tuple[float, float, float]]) -> list[tuple[float, Any, str, str]]:
+def regrets(points: dict, times: dict[str, Times]) -> list[tuple[float, Any, str, str]]:
     """(time of the first choice over the fastest, point, first choice, fastest), the worst first."""
     found = []
     for point, configs in points.items():
@@ -140,7 +178,7 @@ def regrets(points: dict, times: dict[str, tuple[float, float, float]]) -> list[
     return sorted(found, reverse=True)
 
 
-def report(points: dict, times: dict[str, tuple[float, float, float]]) -> None:
+def report(points: dict, times: dict[str, Times]) -> None:
     found = regrets(points, times)
     mean = math.exp(sum(math.log(r[0]) for r in found) / len(found))
     late = sum(r[0] > 1.05 for r in found)
