@@ -4,16 +4,22 @@ Runs ``w4gemm tune`` for each set of layers in a process of its own with an empt
 waits. Then every choice is measured again beside the heuristic's first guess, since the fastest of several noisy
 timings flatters itself. Writes src/w4gemm/tuning/tables/, where records of other formats and dtypes stay, and appends a
 row of ``{"kind": "tuning", ...}`` for each point to bench/results/tuning.jsonl.
+
+With ``--rows FILE``, measures nothing: of the timings that bench/fit.py takes, the fastest config at the last m of each
+interval, or the heuristic's first guess where that is within 1 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import math
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +30,9 @@ from bench.shapes import SETS
 from w4gemm import dispatch, environment
 from w4gemm.cli.problems import chosen_device, chosen_dtype, parse_tokens
 from w4gemm.formats import WeightFormat
+from w4gemm.kernels import kernel_named
 from w4gemm.layouts import layout_for
-from w4gemm.problem import GemmProblem
+from w4gemm.problem import H200, GemmProblem
 from w4gemm.tuning import record, store
 from w4gemm.tuning.workload import Workload
 
@@ -42,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", help="as of w4gemm tune")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     parser.add_argument("--table", type=Path, help="(default: the shipped one of this device)")
+    parser.add_argument("--rows", type=Path, nargs="+", help="timings of configs, as of bench/fit.py")
     args = parser.parse_args(argv)
+    if args.rows:
+        records = from_rows(args.rows, args)
+        store.replace_table(args.table or store.shipped_path(H200.name), records)
+        print(f"{len(records)} records of {len({r.key for r in records})} layers")
+        return
     device, where = chosen_device(args.device)
     assert where is not None
     facts = record.facts()
@@ -67,6 +80,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         mean = math.exp(sum(map(math.log, gain)) / len(gain))
         over = f"geometric mean {mean:.3f}, worst {min(gain):.3f}, best {max(gain):.3f}"
         print(f"{name}: {len(gain)} points in {took:.1f} s; first guess / choice, measured anew: {over}")
+
+
+def from_rows(paths: list[Path], args: argparse.Namespace) -> list[store.Record]:
+    """A record for each measured interval of the layers, of a table that then has no others."""
+    ratios: dict[tuple[int, int, int], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for path in paths:
+        points: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
+        for row in map(json.loads, path.read_text().splitlines()):
+            if row["format"] == args.format and not row.get("experts"):
+                points[row["n"], row["k"], row["m"]][row["config"]] = row["us"]
+        for point, times in points.items():
+            for config, us in times.items():
+                ratios[point][config].append((us / min(times.values()), us))
+    layers = {layer for name in args.shapes.split(",") for layer in SETS[name]}
+    format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, H200), []
+    for (n, k, m), configs in sorted(ratios.items()):
+        if (n, k) not in layers or m != dispatch.representative(m):
+            continue
+        problem = GemmProblem(m, n, k, dtype, format, layout_for(H200, format, dtype), device=H200)
+        most = max(map(len, configs.values()))  # files that have this point: only what was measured in all of them
+        mean = {c: math.prod(r for r, _ in found) ** (1 / most) for c, found in configs.items() if len(found) == most}
+        _, kernel, config = dispatch.explain(problem).ranking[0]
+        chosen = guess = f"{kernel}/{config}"
+        if guess not in mean or mean[guess] > 1.01 * min(mean.values()):
+            chosen = min(mean, key=lambda c: mean[c])
+        kernel, _, config = chosen.partition("/")
+        us, interval = configs[chosen][-1][1], dispatch.interval_of(m)
+        revision, day = kernel_named(kernel).revision, datetime.date.today().isoformat()
+        records.append(store.Record(store.key_of(problem), interval, kernel, config, round(us, 3), revision, day))
+    return records
 
 
 def tune(name: str, args: argparse.Namespace) -> float:

@@ -38,7 +38,7 @@ class Sm90MixedGemm(HopperKernel):
     """W4A16 on SM90 with TMA and register-sourced WGMMA: any m, n, k, every :class:`WeightFormat`, fp16 and bf16."""
 
     name = "sm90_mixed_gemm"
-    revision = 1
+    revision = 2
     variant = Variant
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
