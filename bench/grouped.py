@@ -88,7 +88,7 @@ def prepare(experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dty
     words, scales, signed_words, e4m3_scales, channels = [], [], [], [], []
 
     def each() -> Iterator[QuantizedWeight]:
-        one = random_weight(n, k, format)
+        one = random_weight(n, k, format, [dtype])
         for e in range(experts):
             codes, s, zeros, c = one.parts()
             codes = codes.roll(e, 0)
