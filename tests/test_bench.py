@@ -125,6 +125,7 @@ def test_the_recorded_table_is_whole_and_its_report_is_true(file, work):
     [
         ("benchmarks", "geometric mean over four layers:", 4),
         ("benchmarks-w4a8", "With fp8 activations", 4),
+        ("benchmarks-grouped", "Experts with bf16 activations", 2),
         ("benchmarks-grouped-w4a8", "Mixtures of experts with fp8", 2),
         ("benchmarks-sm80", "There `sm80_mixed_gemm` is", 3),
     ],

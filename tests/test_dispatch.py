@@ -306,6 +306,19 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
         assert f"{name}: {reason}" in str(e.value)
 
 
+def test_a_kernel_that_decodes_more_slowly_is_ranked_so():
+    """With 16 tokens sm90_mixed_gemm is the fastest of bf16 with bf16 scales, and not of others (bench/results)."""
+    for dtype, format, first in (
+        (torch.bfloat16, "int4_g128", "sm90_mixed_gemm/16x64x512_1x1x1_coop"),
+        (torch.bfloat16, "int4_g128_zfloat", "sm90_mixed_gemm/16x64x512_1x1x1_coop"),
+        (torch.bfloat16, "int4_g128_fp16", "sm90_decode/16x64x128_1x1x1_coop"),
+        (torch.float16, "int4_g128_fp16", "sm90_decode/16x64x128_1x1x1_coop"),
+        (torch.float16, "int4_g128", "sm90_decode/16x64x128_1x1x1_coop"),
+    ):
+        problem = replace(H200_PROBLEM, m=16, n=8192, k=8192, dtype=dtype, format=WeightFormat.parse(format))
+        assert dispatch.configs(problem)[0] == first, (dtype, format)
+
+
 def gathered(m: int, n: int, k: int, experts: int = 8) -> GemmProblem:
     return replace(H200_PROBLEM, m=m * experts, n=n, k=k, experts=experts, gathered=True)
 

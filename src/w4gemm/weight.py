@@ -96,7 +96,7 @@ class QuantizedWeight:
 
         Raises:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
-                weights would not be finite in the scale dtype are refused.
+                weights would not be finite, in fp16 or beyond 2**31, are refused.
         """
         if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS or codes.dim() != 2:
             raise TypeError(f"codes: wanted integers (n, k), got {kind_of(codes)}")
@@ -364,10 +364,14 @@ def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int
         raise ValueError(f"{name}: wanted device {device} like codes, got {t.device}")
 
 
+_LARGEST_WEIGHT = 2.0**31
+"""What every kernel can hold: SubnormalDecoder of kernels/device/decode.py multiplies scales by 2**100."""
+
+
 def _check_range(
     format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, channels: torch.Tensor | None
 ) -> None:
-    """Refuse numbers whose weights would be NaN or infinite; of e4m3 scales also those that would saturate."""
+    """Refuse numbers whose weights would be NaN or infinite in some kernel; of e4m3 scales also those that would saturate."""
     if channels is not None:
         if not channels.isfinite().all():
             raise ValueError("channels: wanted finite numbers")
@@ -378,14 +382,14 @@ def _check_range(
     largest = scales.float().abs() * 15
     if format.zero == "float" and zeros is not None:
         largest = largest + zeros.float().abs()
-    limit = torch.finfo(format.scale_dtype).max
+    limit = min(_LARGEST_WEIGHT, torch.finfo(format.scale_dtype).max)
     bad = ~(largest <= limit)  # also true for NaN
     if bad.any():
         row, group = (int(i) for i in bad.nonzero()[0])
         zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
         raise ValueError(
-            f"scales: the weights of {int(bad.sum())} groups would not be finite in {format.scale_dtype} (15 * |scale| "
-            f"must be at most {limit:g}); first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
+            f"scales: the weights of {int(bad.sum())} groups would not be finite (15 * |scale| and |zero point| "
+            f"together must be at most {limit:g}); first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
         )
     if format.zero == "int" and zeros is not None and int(zeros.max()) > 15:
         raise ValueError(f"zeros: wanted 0..15, got up to {int(zeros.max())}")

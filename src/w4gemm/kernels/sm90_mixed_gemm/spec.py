@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.hopper import HopperKernel
@@ -48,6 +50,16 @@ class Sm90MixedGemm(HopperKernel):
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
+
+    def decoding(self, problem: GemmProblem) -> float:
+        """Measured with tiles of 16 to 64 tokens (bench/results/formats.jsonl, H200, 2026-11-21). The model's times are
+        those of bf16 with bf16 scales."""
+        same = problem.dtype == problem.format.scale_dtype
+        if problem.dtype == torch.float16:
+            return 0.18 if same else 0.65
+        if not same:
+            return 0.4
+        return 0.12 if problem.format.zero == "int" else 0.0
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         # a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster
