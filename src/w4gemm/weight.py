@@ -371,7 +371,7 @@ _LARGEST_WEIGHT = 2.0**31
 def _check_range(
     format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, channels: torch.Tensor | None
 ) -> None:
-    """Refuse numbers whose weights would be NaN or infinite in some kernel; of e4m3 scales also those that would saturate."""
+    """Refuse numbers whose weights would be NaN, or infinite in some kernel; of e4m3 scales what would saturate."""
     if channels is not None:
         if not channels.isfinite().all():
             raise ValueError("channels: wanted finite numbers")
@@ -389,7 +389,8 @@ def _check_range(
         zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
         raise ValueError(
             f"scales: the weights of {int(bad.sum())} groups would not be finite (15 * |scale| and |zero point| "
-            f"together must be at most {limit:g}); first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
+            f"together must be at most {limit:g}); "
+            f"first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
         )
     if format.zero == "int" and zeros is not None and int(zeros.max()) > 15:
         raise ValueError(f"zeros: wanted 0..15, got up to {int(zeros.max())}")
