@@ -87,6 +87,12 @@ class WeightFormat:
         return _SCALE_DTYPES[self.scale]
 
     @property
+    def largest_weight(self) -> float:
+        """The magnitude up to which weights are finite in every kernel: SubnormalDecoder of kernels/device/decode.py
+        multiplies scales of bf16 by 2**100."""
+        return min(2.0**31, torch.finfo(self.scale_dtype).max)
+
+    @property
     def has_channels(self) -> bool:
         """Whether there is a float32 scale for each output channel."""
         return self.scale == "e4m3"

@@ -48,7 +48,7 @@ def quantize(
     n, k = weight.shape
     rows = max(1, 2**22 // k)
     # up to here every scale, zero point and weight stays finite, rounding included
-    limit = torch.finfo(format.scale_dtype).max / 8
+    limit = format.largest_weight / 8
     blocks = []
     for start in range(0, n, rows):
         block = weight[start : start + rows].detach().float()

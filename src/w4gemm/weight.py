@@ -364,10 +364,6 @@ def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int
         raise ValueError(f"{name}: wanted device {device} like codes, got {t.device}")
 
 
-_LARGEST_WEIGHT = 2.0**31
-"""What every kernel can hold: SubnormalDecoder of kernels/device/decode.py multiplies scales by 2**100."""
-
-
 def _check_range(
     format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, channels: torch.Tensor | None
 ) -> None:
@@ -382,7 +378,7 @@ def _check_range(
     largest = scales.float().abs() * 15
     if format.zero == "float" and zeros is not None:
         largest = largest + zeros.float().abs()
-    limit = min(_LARGEST_WEIGHT, torch.finfo(format.scale_dtype).max)
+    limit = format.largest_weight
     bad = ~(largest <= limit)  # also true for NaN
     if bad.any():
         row, group = (int(i) for i in bad.nonzero()[0])
