@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.rows:
         records = from_rows(args.rows, args)
-        store.replace_table(args.table or store.shipped_path(H200.name), records)
+        replace(args.table or store.shipped_path(H200.name), records)
         print(f"{len(records)} records of {len({r.key for r in records})} layers")
         return
     device, where = chosen_device(args.device)
@@ -65,16 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = store.user_path()
         assert path is not None
         records = store.effective(store.read(path))
-        table = args.table or store.shipped_path(store.device_facts(device)[0])
-        tuned = {(r.key.format, r.key.dtype) for r in records}
-        records = [*(r for r in store.read(table) if (r.key.format, r.key.dtype) not in tuned), *records]
         rows: list[dict[str, Any]] = []
         for name in seconds:
             rows += gains(name, args, device, where)
     for row in rows:
         row |= {"tune_s": round(seconds[row["shapes"]], 1), **facts, "run": record.run_name(facts)}
     record.append(args.out, *rows)
-    store.replace_table(table, records)
+    replace(args.table or store.shipped_path(store.device_facts(device)[0]), records)
     for name, took in seconds.items():
         gain = [row["first_guess_us"] / row["us"] for row in rows if row["shapes"] == name]
         mean = math.exp(sum(map(math.log, gain)) / len(gain))
@@ -82,34 +79,49 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: {len(gain)} points in {took:.1f} s; first guess / choice, measured anew: {over}")
 
 
-def from_rows(paths: list[Path], args: argparse.Namespace) -> list[store.Record]:
-    """A record for each measured interval of the layers, of a table that then has no others."""
+def replace(table: Path, records: list[store.Record]) -> None:
+    """``records`` in the table, where those of other formats and dtypes stay."""
+    new = {(r.key.format, r.key.dtype) for r in records}
+    store.replace_table(table, [*(r for r in store.read(table) if (r.key.format, r.key.dtype) not in new), *records])
+
+
+def from_rows(paths: Sequence[Path], args: argparse.Namespace) -> list[store.Record]:
+    """A record for each measured interval of the layers."""
+    layers = {layer for name in args.shapes.split(",") for layer in SETS[name]}
+    format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, H200), []
+    for (n, k, m), configs in sorted(measured(paths, args.format).items()):
+        if (n, k) not in layers or m != dispatch.representative(m):
+            continue
+        problem = GemmProblem(m, n, k, dtype, format, layout_for(H200, format, dtype), device=H200)
+        _, kernel, config = dispatch.explain(problem).ranking[0]
+        chosen = guess = f"{kernel}/{config}"
+        if guess not in configs or configs[guess][0] > 1.01 * min(configs.values())[0]:
+            chosen = min(configs, key=lambda c: configs[c])
+        kernel, _, config = chosen.partition("/")
+        us, revision = round(configs[chosen][1], 3), kernel_named(kernel).revision
+        day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+        records.append(store.Record(store.key_of(problem), dispatch.interval_of(m), kernel, config, us, revision, day))
+    return records
+
+
+def measured(paths: Sequence[Path], format: str) -> dict[tuple[int, int, int], dict[str, tuple[float, float]]]:
+    """For each (n, k, m) and config (its time over the fastest's there, geometric mean over the files; its time in the
+    last of them). Files are of different machines: of a point in several, what was measured in all of them counts."""
     ratios: dict[tuple[int, int, int], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for path in paths:
         points: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
         for row in map(json.loads, path.read_text().splitlines()):
-            if row["format"] == args.format and not row.get("experts"):
+            if row["format"] == format and not row.get("experts"):
                 points[row["n"], row["k"], row["m"]][row["config"]] = row["us"]
         for point, times in points.items():
             for config, us in times.items():
                 ratios[point][config].append((us / min(times.values()), us))
-    layers = {layer for name in args.shapes.split(",") for layer in SETS[name]}
-    format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, H200), []
-    for (n, k, m), configs in sorted(ratios.items()):
-        if (n, k) not in layers or m != dispatch.representative(m):
-            continue
-        problem = GemmProblem(m, n, k, dtype, format, layout_for(H200, format, dtype), device=H200)
-        most = max(map(len, configs.values()))  # files that have this point: only what was measured in all of them
-        mean = {c: math.prod(r for r, _ in found) ** (1 / most) for c, found in configs.items() if len(found) == most}
-        _, kernel, config = dispatch.explain(problem).ranking[0]
-        chosen = guess = f"{kernel}/{config}"
-        if guess not in mean or mean[guess] > 1.01 * min(mean.values()):
-            chosen = min(mean, key=lambda c: mean[c])
-        kernel, _, config = chosen.partition("/")
-        us, interval = configs[chosen][-1][1], dispatch.interval_of(m)
-        revision, day = kernel_named(kernel).revision, datetime.date.today().isoformat()
-        records.append(store.Record(store.key_of(problem), interval, kernel, config, round(us, 3), revision, day))
-    return records
+    found = {}
+    for point, configs in ratios.items():
+        files = max(map(len, configs.values()))
+        in_all = {config: pairs for config, pairs in configs.items() if len(pairs) == files}
+        found[point] = {c: (math.prod(r for r, _ in p) ** (1 / files), p[-1][1]) for c, p in in_all.items()}
+    return found
 
 
 def tune(name: str, args: argparse.Namespace) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import report, support  # noqa: E402
+from bench import fit, report, support, tune  # noqa: E402
 from bench.peers import PEERS, peers_named  # noqa: E402
 from bench.shapes import (  # noqa: E402
     EXPERTS,
@@ -30,7 +31,8 @@ import w4gemm  # noqa: E402
 from w4gemm import WeightFormat, dispatch  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
 from w4gemm.layouts import native_layout  # noqa: E402
-from w4gemm.problem import GemmProblem  # noqa: E402
+from w4gemm.problem import H200, GemmProblem  # noqa: E402
+from w4gemm.tuning import store  # noqa: E402
 
 
 def test_shapes_by_name_and_by_size():
@@ -118,6 +120,53 @@ def test_the_recorded_table_is_whole_and_its_report_is_true(file, work):
     assert page == (ROOT / "docs/benchmarks.html").read_text(), "run python -m bench.report"
     assert "src=" not in page and "href=" not in page, "self-contained"
     assert page.count("<svg") == 1 + len({layer for layer, _ in times})
+
+
+def rows_file(path: Path, points: dict[int, dict[str, float]]) -> Path:
+    """Timings by m and config of a layer of the main table."""
+    rows = [
+        {"n": 8192, "k": 8192, "m": m, "format": "int4_g128", "config": config, "us": us}
+        for m, times in points.items()
+        for config, us in times.items()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_table_from_rows(tmp_path):
+    """The first guess where it is within 1 % of the fastest in the mean over files, of what all have; none for an m
+    inside an interval; records of other formats stay."""
+    problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+    guess, second, third = dispatch.configs(problem)[:3]
+    table, other = tmp_path / "table.jsonl", WeightFormat.parse("int4_g32")
+    kept = store.Record(store.key_of(replace(problem, format=other)), (57, 64), "k", "64x64x256_1x1x1_coop", 1.0, 1, "")
+    store.replace_table(table, [kept])
+    points = {64: {guess: 10.05, second: 10.0}, 128: {second: 9.0, third: 8.0}, 100: {second: 1.0}}
+    first = rows_file(tmp_path / "1", points)
+    tune.main(["--rows", str(first), "--table", str(table)])
+    assert store.read(table)[0] == kept
+    assert [(r.m, r.choice, r.us) for r in store.read(table)[1:]] == [
+        ((57, 64), guess, 10.05),
+        ((113, 128), third, 8.0),
+    ]
+    again = rows_file(tmp_path / "2", {64: {guess: 20.5, second: 20.0}, 128: {second: 9.0}})
+    tune.main(["--rows", str(first), str(again), "--table", str(table)])
+    assert [(r.choice, r.us) for r in store.read(table)[1:]] == [(second, 20.0), (second, 9.0)]
+
+
+def test_constants_without_new_timings_change_with_those_of_as_many_tokens():
+    before = {"a/64x64x128_1x1x1_coop": (1.0, 2.0, 4.0), "a/64x128x128_1x1x1_coop": (2.0, 2.0, 0.0)}
+    before |= {"a/256x128x64_1x1x1_coop": (5.0, 5.0, 5.0), "b/64x64x128_1x1x1_coop": (3.0, 3.0, 3.0)}
+    now = {"a/64x64x128_1x1x1_coop": (0.9, 1.0, 4.0), "a/256x128x64_1x1x1_coop": (6.0, 5.0, 5.0)}
+    found = fit.carried(before, now)
+    assert {c: found[c] for c in now} == now and found["b/64x64x128_1x1x1_coop"] == (3.0, 3.0, 3.0)
+    assert found["a/64x128x128_1x1x1_coop"] == pytest.approx((1.8, 1.0, 0.0))
+
+
+def test_fit_refuses_an_option_that_there_is_not(capsys):
+    with pytest.raises(SystemExit):
+        fit.main(["--ajust", "rows.jsonl"])
+    assert "unrecognized arguments: --ajust" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

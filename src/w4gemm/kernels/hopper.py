@@ -28,10 +28,10 @@ class HopperKernel(GpuKernel):
 
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         named, ctas = self.timed_as(problem.format), self.ctas_per_sm(config)
-        return predicted_us(problem, named, config, ctas, self.decoding(problem))
+        return predicted_us(problem, named, config, ctas, self.decode_overhead(problem))
 
-    def decoding(self, problem: GemmProblem) -> float:
-        """By how much of it a slot with few tokens takes longer than the model has it, for this problem's format."""
+    def decode_overhead(self, problem: GemmProblem) -> float:
+        """The part by which the problem's format makes a slot of few tokens slower than the model's times have it."""
         return 0.0
 
     def timed_as(self, format: WeightFormat) -> str:

@@ -9,7 +9,8 @@ slot_us grows from a config's time with the GPU to itself to its time with the G
 power: alone + shared * contention. Of a stream (stream-k) all CTAs have equal work; they park and add up parts of tiles
 besides, the more the smaller a CTA's part of a tile is. These three numbers of each config (alone, shared, tile_us) are
 measured: ``sm90_times.py`` and ``sm90_fp8_times.py``, made by ``bench/fit.py`` from timings of all configs on several
-layers. heat: large products bring the GPU to its power limit, which lowers the clock. bound is a smooth maximum.
+layers; a format that takes more to decode has longer slots (``HopperKernel.decode_overhead``). heat: large products bring
+the GPU to its power limit, which lowers the clock. bound is a smooth maximum.
 
 Where rows are gathered on load, a slot takes longer by what its part of x has in bytes: cp.async brings them, and takes
 instructions. ``copy_us`` is what it takes to gather them before.
@@ -32,18 +33,18 @@ _GATHERED_US = 8e-6
 """Of a byte of x in a slot, on a multiprocessor."""
 _COPY_US, _COPIED_PER_US = 4.0, 2.9e6
 """Of PyTorch's ``index_select``, or of two where x has scales, and of the bytes that it writes."""
-_DECODING_TOKENS = 60
+_DECODE_BOUND_TOKENS = 60
 """Up to so many the time to decode a slot shows in full; of more tokens the tensor cores hide it."""
 _UNKNOWN = (1e3, 0.0, 0.0)
 _TIMES = sm90_times.TIMES | sm90_fp8_times.TIMES
 
 
 def predicted_us(
-    problem: GemmProblem, kernel: str, config: GemmConfig, ctas_per_sm: int, decoding: float = 0.0
+    problem: GemmProblem, kernel: str, config: GemmConfig, ctas_per_sm: int, decode_overhead: float = 0.0
 ) -> float:
-    """Microseconds; a config that was never measured is put last. decoding: see HopperKernel."""
+    """Microseconds; a config that was never measured is put last. decode_overhead: see HopperKernel."""
     alone, shared, tile_us = _TIMES.get(f"{kernel}/{config}", _UNKNOWN)
-    slower = 1 + decoding * min(1, _DECODING_TOKENS / config.tile_m)
+    slower = 1 + decode_overhead * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
     return launch_us(problem, config, ctas_per_sm, (alone * slower, shared * slower, tile_us))
 
 

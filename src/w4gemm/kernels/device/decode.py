@@ -146,7 +146,7 @@ class SubnormalDecoder(Decoder):
     def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple:
         """Of rows g and g + 8 (the parts of the scale, what is added to the code or, in one fma, to the product)."""
         if self.zero == "int":
-            zeros = self._bf16_parts(words[1], 1.0, 1.0)[0]
+            zeros = pack_half2("bf16", *self._floats(words[1])) if self.mixed else words[1]
             addends = self._pairwise("mul", zeros, _pair(-_SUBNORMAL, -16 * _SUBNORMAL))
         elif self.zero == "float":
             addends = self._pairwise("mul", words[1], _pair(1 / self.unit, 1 / self.unit))
@@ -154,16 +154,20 @@ class SubnormalDecoder(Decoder):
             addends = _pair(-8 * _SUBNORMAL, -128 * _SUBNORMAL)
         else:
             addends = self._pairwise("mul", words[0], _pair(-8 / self.unit, -8 / self.unit))
-        scales = self._bf16_parts(words[0], _SCALE_UP, _SCALE_UP / 16)
+        scales = self._scaled_up(words[0])
         return tuple(
             ([broadcast_half(part, high) for part in scales], broadcast_half(addends, high)) for high in (False, True)
         )
 
-    def _bf16_parts(self, word: Int32, low: float, high: float) -> list[Int32]:
-        """What bf16 add up to a word's halves times ``low`` and ``high``, powers of two."""
+    def _floats(self, word: Int32) -> list[Float32]:
+        return [half_to_float(self.scale_kind, word, high) for high in (False, True)]
+
+    def _scaled_up(self, word: Int32) -> list[Int32]:
+        """What bf16 add up to the scales of rows g and g + 8, whose codes are one and 16 times as large."""
+        factors = _SCALE_UP, _SCALE_UP / 16
         if not self.mixed:
-            return [word if low == high == 1.0 else self._pairwise("mul", word, _pair(low, high))]
-        values = [half_to_float(self.scale_kind, word, h) * Float32(factor) for h, factor in ((0, low), (1, high))]
+            return [self._pairwise("mul", word, _pair(*factors))]
+        values = [value * Float32(factor) for value, factor in zip(self._floats(word), factors, strict=True)]
         nearest = pack_half2("bf16", *values)
         rest = [value - half_to_float("bf16", nearest, bool(h)) for h, value in enumerate(values)]
         return [nearest, pack_half2("bf16", *rest)]

@@ -51,7 +51,7 @@ class Sm90MixedGemm(HopperKernel):
     def ctas_per_sm(self, config: GemmConfig) -> int:
         return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
 
-    def decoding(self, problem: GemmProblem) -> float:
+    def decode_overhead(self, problem: GemmProblem) -> float:
         """Measured with tiles of 16 to 64 tokens (bench/results/formats.jsonl, H200, 2026-11-21). The model's times are
         those of bf16 with bf16 scales."""
         same = problem.dtype == problem.format.scale_dtype
