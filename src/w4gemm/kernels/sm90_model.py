@@ -9,8 +9,8 @@ slot_us grows from a config's time with the GPU to itself to its time with the G
 power: alone + shared * contention. Of a stream (stream-k) all CTAs have equal work; they park and add up parts of tiles
 besides, the more the smaller a CTA's part of a tile is. These three numbers of each config (alone, shared, tile_us) are
 measured: ``sm90_times.py`` and ``sm90_fp8_times.py``, made by ``bench/fit.py`` from timings of all configs on several
-layers; a format that takes more to decode has longer slots (``HopperKernel.decode_overhead``). heat: large products bring
-the GPU to its power limit, which lowers the clock. bound is a smooth maximum.
+layers; a format that takes more to decode has longer slots (``HopperKernel.decode_overhead``). heat: large products
+bring the GPU to its power limit, which lowers the clock. bound is a smooth maximum.
 
 Where rows are gathered on load, a slot takes longer by what its part of x has in bytes: cp.async brings them, and takes
 instructions. ``copy_us`` is what it takes to gather them before.
