@@ -42,7 +42,7 @@ from w4gemm.tuning import store
 
 _log = logging.getLogger("w4gemm")
 
-_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_TILES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 BOUNDS = (*_TILES, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
 """Last m of every interval but the last: where one tile is full, from 256 on where about so many waves of tiles are."""
 _LARGEST = 16384
@@ -108,7 +108,7 @@ class Call(NamedTuple):
 
 
 def interval(m: int) -> int:
-    """The index of m's interval: 0 for m <= 8, 1 for m <= 16, ..."""
+    """The index of m's interval: 0 for m = 1, 1 for m = 2, 2 for m <= 4, ..."""
     return bisect.bisect_left(BOUNDS, m)
 
 

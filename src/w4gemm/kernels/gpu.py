@@ -34,8 +34,8 @@ MIN_DRIVER = (12, 0)
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled form of a kernel: compile-time facts. Equal variants share one compiled object; nothing here depends
-    on m, n or k.
+    """One compiled form of a kernel: compile-time facts. Equal variants share one compiled object, which is right for
+    all m, n and k.
 
     Args:
         config: tile, cluster, schedule, split_k, stages (0 = as many as fit).

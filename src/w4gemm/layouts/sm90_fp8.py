@@ -10,8 +10,9 @@ row8 + 2 * col16. How a word holds them is what its decoder (kernels/device/deco
 
     for symmetric codes   col16 at bits 8 * i + 4 * col16 .., as sign and magnitude: 2 * v for v = u - 8 >= 0, else
                           2 * (-1 - v) + 1
-    zero points, e4m3     u as an index into a table of 16: its low three bits at 4 * i + 16 * col16 .., its high bit
+    zero points           u as an index into a table of 16: its low three bits at 4 * i + 16 * col16 .., its high bit
                           at 8 * i + 7 - 4 * col16
+    e4m3 scales           likewise, at 4 * i + 16 * col16 .., with the upper two bits of u in each other's place
 
 for i = 0 .. 3, the byte. A zero point z is stored as 16 * z; an e4m3 scale as 16 times its bits, and the
 scales of output channels as a second tensor, float32 (n). Rows past n and groups past k have scale and zero point 0;
@@ -29,6 +30,8 @@ from w4gemm.layouts.base import Parts
 from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, Sm90Layout
 
 _SIGN_MAGNITUDE = [2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in range(16)]
+"""By code."""
+_UPPER_BITS_SWAPPED = [u & 3 | u >> 1 & 4 | (u << 1 ^ u) & 8 for u in range(16)]
 """By code."""
 _ROW_BYTES = 16
 """Of a row of the decoder's table."""
@@ -76,8 +79,9 @@ class Sm90Fp8Layout(Sm90Layout):
         n, k = codes.shape
         pad = (0, k_blocks * BLOCK_K - k, 0, n_blocks * BLOCK_N - n)
         codes = torch.nn.functional.pad(codes, pad, value=SYMMETRIC_ZERO)
-        if not _by_table(format):
-            codes = torch.tensor(_SIGN_MAGNITUDE, dtype=torch.uint8, device=codes.device)[codes.int()]
+        numbers = _numbers(format)
+        if numbers:
+            codes = torch.tensor(numbers, dtype=torch.uint8, device=codes.device)[codes.int()]
         #                 nb       warp row8 g  kb     half step col16 q  i
         view = codes.view(n_blocks, 4, 2, 8, k_blocks, 2, 2, 2, 4, 4)
         words = torch.zeros(n_blocks, k_blocks, 2, 4, 8, 4, 2, 2, dtype=torch.int32, device=codes.device)
@@ -93,22 +97,24 @@ class Sm90Fp8Layout(Sm90Layout):
         codes = torch.zeros(n_blocks, 4, 2, 8, k_blocks, 2, 2, 2, 4, 4, dtype=torch.uint8, device=words.device)
         for col16, i, bits, shift in _places(format):
             codes[..., col16, :, i] |= ((words >> shift) & bits).to(torch.uint8)
-        if not _by_table(format):
-            inverse = sorted(range(16), key=lambda u: _SIGN_MAGNITUDE[u])
+        numbers = _numbers(format)
+        if numbers:
+            inverse = sorted(range(16), key=numbers.__getitem__)
             codes = torch.tensor(inverse, dtype=torch.uint8, device=words.device)[codes.int()]
         return codes.view(n_blocks * BLOCK_N, k_blocks * BLOCK_K)
 
 
-def _by_table(format: WeightFormat) -> bool:
-    return format.has_zero or format.has_channels
+def _numbers(format: WeightFormat) -> list[int]:
+    """What a word holds for each code; empty where it is the code itself."""
+    return [] if format.has_zero else _UPPER_BITS_SWAPPED if format.has_channels else _SIGN_MAGNITUDE
 
 
 def _places(format: WeightFormat) -> Iterator[tuple[int, int, int, int]]:
-    """(col16, i, bits of a code, shift to where they lie in its word)."""
+    """(col16, i, bits of what stands for a code, shift to where they lie in its word)."""
     for col16 in range(2):
         for i in range(4):
-            if not _by_table(format):
-                yield col16, i, 15, 8 * i + 4 * col16
-            else:
+            if format.has_zero:
                 yield col16, i, 7, 4 * i + 16 * col16
                 yield col16, i, 8, 8 * i + 4 - 4 * col16
+            else:
+                yield col16, i, 15, 4 * i + 16 * col16 if format.has_channels else 8 * i + 4 * col16

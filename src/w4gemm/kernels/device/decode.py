@@ -3,6 +3,7 @@
 The trick (Kim et al., "Who says elephants can't run", 2022): a 4-bit code OR-ed into the lowest mantissa bits of 1024.0
 in fp16, or of 128.0 in bf16, *is* 1024 + u or 128 + u; subtracting 1024 + z gives u - z exactly, and one multiplication
 by the scale rounds once. Folding both into one fma would round z * s too, which is an error of up to 0.27 s in bf16.
+In fp16 four bits further up are 1024 + 16 * u, which one fma turns into u - z, so every second code needs no shift.
 
 One code word (see layouts/sm90.py) becomes four registers: rows g, g + 8, g, g + 8 of the fragment.
 """
@@ -16,12 +17,8 @@ from cutlass import Float32, Int32
 
 from w4gemm.kernels.device.ptx import asm, broadcast_half, half_to_float, pack_half2
 
-# 1024.0 / 128.0 in both halves, and minus the same
-_BIAS = {"f16": (0x64006400, 0xE400E400), "bf16": (0x43004300, 0xC300C300)}
-_MINUS_BIAS_8 = {"f16": 0xE408E408, "bf16": 0xC308C308}
-_BIAS_VALUE = {"f16": 1024.0, "bf16": 128.0}
+_BIAS = {"f16": 1024.0, "bf16": 128.0}
 _SUBNORMAL, _SCALE_UP = 2.0**-133, 2.0**100  # the smallest bf16, and what scales are multiplied by beside it
-_ONE, _MINUS_ONE, _MINUS_ZERO = (0x3F803F80, 0xBF80BF80, 0x80008000)  # bf16, in both halves
 
 
 @dataclass(frozen=True)
@@ -50,27 +47,33 @@ class Decoder:
     def mixed(self) -> bool:
         return self.kind != self.scale_kind
 
-    def offsets(self, words: tuple[Int32, ...]) -> tuple[Int32, Int32]:
+    @property
+    def _biases(self) -> tuple[float, float]:
+        """What is to be subtracted from the codes of rows g and g + 8: in fp16 those of the latter are divided by 16."""
+        bias = _BIAS[self.kind]
+        return bias, bias / 16 if self.kind == "f16" else bias
+
+    def offsets(self, words: tuple[Int32, ...]) -> tuple[Int32, ...]:
         """For rows g and g + 8: what turns bias + u into the exact integer that the scale multiplies, u - 8 or u - z
         (or u itself with a float zero point). ``words`` is the scale word, and the zero word if there is one."""
-        if self.zero == "none":
-            constant = Int32(_signed(_MINUS_BIAS_8[self.kind]))
-            return constant, constant
-        minus_bias = Int32(_signed(_BIAS[self.kind][1]))
-        if self.zero == "float":
-            return minus_bias, minus_bias
-        return self._integer_offset(words[1], False), self._integer_offset(words[1], True)
+        if self.zero == "int":
+            return tuple(self._integer_offset(b, words[1], h) for b, h in zip(self._biases, (False, True), strict=True))
+        return tuple(_twice(self.kind, -b - (8 if self.zero == "none" else 0)) for b in self._biases)
 
-    def _integer_offset(self, word: Int32, high: bool) -> Int32:
+    def _integer_offset(self, bias: float, word: Int32, high: bool) -> Int32:
         if self.mixed:
-            value = Float32(-_BIAS_VALUE[self.kind]) - half_to_float(self.scale_kind, word, high)
+            value = Float32(-bias) - half_to_float(self.scale_kind, word, high)
             return pack_half2(self.kind, value, value)
-        minus_bias = Int32(_signed(_BIAS[self.kind][1]))
-        return self._pairwise("sub", minus_bias, broadcast_half(word, high))
+        return self._pairwise("sub", _twice(self.kind, -bias), broadcast_half(word, high))
 
-    def decode_exact(self, word: Int32, offsets: tuple[Int32, Int32]) -> tuple[Int32, ...]:
+    def decode_exact(self, word: Int32, offsets: tuple[Int32, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of a code word as exact integers, for a kernel that scales its accumulators."""
-        return tuple(self._pairwise("add", b, offsets[i % 2]) for i, b in enumerate(self._biased(word)))
+        return tuple(self._exact(b, offsets[i % 2], i % 2 == 1) for i, b in enumerate(self._biased(word)))
+
+    def _exact(self, biased: Int32, offset: Int32, upper: bool) -> Int32:
+        if upper and self.kind == "f16":
+            return asm("fma.rn.f16x2 $0, $1, $2, $3;", [Int32], [biased, _twice("f16", 1 / 16), offset], pure=True)[0]
+        return self._pairwise("add", biased, offset)
 
     def scales_and_zeros(self, words: tuple[Int32, ...]) -> tuple[tuple[Float32, Float32 | None], ...]:
         """For rows g and g + 8, in float32: the scale, and the float zero point if there is one."""
@@ -99,11 +102,18 @@ class Decoder:
         return tuple(self._scaled(e, *prepared[i % 2][1:]) for i, e in enumerate(exact))
 
     def _biased(self, word: Int32) -> tuple[Int32, ...]:
-        """bias + u, two codes a register."""
-        bias = _BIAS[self.kind][0]
-        shifts = "".join(f"shr.u32 t{i}, $4, {4 * i}; " for i in (1, 2, 3))
-        picks = "".join(f"lop3.b32 ${i}, {f't{i}' if i else '$4'}, 0x000F000F, {bias:#x}, 0xEA; " for i in range(4))
-        return asm(f"{{ .reg .b32 t1, t2, t3; {shifts}{picks}}}", [Int32] * 4, [word], pure=True, early=True)
+        """bias + u, two codes a register; in fp16 bias + 16 * u in every second one."""
+        bias = f"{_bits(self.kind, _BIAS[self.kind]) * 0x10001:#x}"
+        if self.kind == "f16":
+            picks = "".join(
+                f"lop3.b32 ${i}, {'t' if i > 1 else '$4'}, {0xF000F << i % 2 * 4:#x}, {bias}, 0xEA; " for i in range(4)
+            )
+            text = f"{{ .reg .b32 t; shr.u32 t, $4, 8; {picks}}}"
+        else:
+            shifts = "".join(f"shr.u32 t{i}, $4, {4 * i}; " for i in (1, 2, 3))
+            picks = "".join(f"lop3.b32 ${i}, {f't{i}' if i else '$4'}, 0x000F000F, {bias}, 0xEA; " for i in range(4))
+            text = f"{{ .reg .b32 t1, t2, t3; {shifts}{picks}}}"
+        return asm(text, [Int32] * 4, [word], pure=True, early=True)
 
     def _scaled(self, exact: Int32, scale: Int32 | Float32, zero: Int32 | Float32 | None) -> Int32:
         if not self.mixed:
@@ -119,7 +129,7 @@ class Decoder:
         """x + y, x - y or x * y, of two elements each, rounded once."""
         if not self.only_fma or self.kind == "f16":
             return asm(f"{operation}.rn.{self.kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
-        one, minus_one, minus_zero = (Int32(_signed(bits)) for bits in (_ONE, _MINUS_ONE, _MINUS_ZERO))
+        one, minus_one, minus_zero = (_twice("bf16", value) for value in (1.0, -1.0, -0.0))
         factors = {"add": (x, one, y), "sub": (y, minus_one, x), "mul": (x, y, minus_zero)}[operation]
         return fma_bf16x2(*factors)
 
@@ -192,11 +202,18 @@ def fma_bf16x2(x: Int32, y: Int32, z: Int32) -> Int32:
     return asm("fma.rn.bf16x2 $0, $1, $2, $3;", [Int32], [x, y, z], pure=True)[0]
 
 
-def _pair(low: float, high: float) -> Int32:
-    """Two numbers that are bf16, in the halves of a word."""
-    halves = [struct.unpack("<I", struct.pack("<f", v))[0] >> 16 for v in (low, high)]
-    return Int32(_signed(halves[0] | halves[1] << 16))
+def _bits(kind: str, value: float) -> int:
+    """Of a number that ``kind`` holds exactly."""
+    if kind == "f16":
+        return int.from_bytes(struct.pack("<e", value), "little")
+    return int.from_bytes(struct.pack("<f", value), "little") >> 16
 
 
-def _signed(bits: int) -> int:
-    return bits - 2**32 if bits >= 2**31 else bits
+def _pair(low: float, high: float, kind: str = "bf16") -> Int32:
+    """Two numbers that ``kind`` holds exactly, in the halves of a word."""
+    bits = _bits(kind, low) | _bits(kind, high) << 16
+    return Int32(bits - 2**32 if bits >= 2**31 else bits)
+
+
+def _twice(kind: str, value: float) -> Int32:
+    return _pair(value, value, kind)

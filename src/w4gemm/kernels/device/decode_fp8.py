@@ -58,11 +58,11 @@ class Fp8Decoder:
         for first in cutlass.range_constexpr(0, words, threads):
             index = first + thread
             if index < words:
-                row, code = index // 4, index % 4 * 4
+                row, word = index // 4, index % 4
                 if const_expr(self.folded):
-                    store_shared(table + index * 4, _scaled_codes(row, code - 8))
+                    store_shared(table + index * 4, _scaled_codes(row, word))
                 else:
-                    store_shared(table + index * 4, _differences(code - row))
+                    store_shared(table + index * 4, _differences(word * 4 - row))
 
     def prepare(self, words: tuple[Int32, ...], table: Int32) -> Any:
         """Once a group: the table's rows of rows g and g + 8, None without a table. words: of scale and zero."""
@@ -77,7 +77,8 @@ class Fp8Decoder:
 
     def decode(self, words: tuple[Int32, ...], prepared: Any) -> tuple[Int32, ...]:
         """The four fragment registers of one WGMMA: rows g, g + 8, g, g + 8."""
-        rows = [_signed(w) if row is None else _picked(w, row) for w, row in zip(words, prepared, strict=True)]
+        pick = _folded if self.folded else _picked
+        rows = [_signed(w) if row is None else pick(w, row) for w, row in zip(words, prepared, strict=True)]
         return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
 
 
@@ -103,8 +104,19 @@ def _differences(first: Int32):
     return word
 
 
-def _scaled_codes(scale: Int32, first: Int32) -> Int32:
-    """The e4m3 nearest to scale * v for v = first .. first + 3; scale: the bits of an e4m3."""
+@cute.jit
+def _scaled_codes(scale: Int32, word: Int32):
+    """Of a row of the table for e4m3 scales: words 0 and 1 hold the bytes for v = -8 .. -5 and 0 .. 3 as differences to
+    those for v = -4 .. -1 and 4 .. 7, which are words 2 and 3. scale: the bits of an e4m3."""
+    first = word % 2 * 4 - 4
+    bytes = _scaled(scale, first)
+    if word < 2:
+        bytes = _scaled(scale, word * 12 - 8) - bytes
+    return bytes
+
+
+def _scaled(scale: Int32, first: Int32) -> Int32:
+    """The e4m3 nearest to scale * v for v = first .. first + 3."""
     value, factor = Float32(first), _float_of_e4m3(scale)
     return pack_e4m3([(value + Float32(i)) * factor for i in range(4)])
 
@@ -130,5 +142,19 @@ def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
         "lop3.b32 {2}, mask, high, low, 0xCA; "
     )
     text = "and.b32 m, $2, 0x77777777; " + pick.format("m", "$2", "$0")
-    text += "shr.u32 m, m, 16; shl.b32 t, $2, 4; " + pick.format("m", "t", "$1")
+    text += f"{_upper_half('m', 'm')} shl.b32 t, $2, 4; " + pick.format("m", "t", "$1")
     return asm(f"{{ .reg .b32 m, t, low, high, mask; {text}}}", [Int32] * 2, [word, *row], pure=True, early=True)
+
+
+def _folded(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
+    """Of a table's row the bytes 8 .. 15 by the codes' low bits, changed by the bytes 0 .. 7 where the high bit is not
+    set."""
+    pick = "prmt.b32 low, $3, $4, {0}; prmt.b32 high, $5, $6, {1}; mad.lo.u32 {2}, low, 1, high; "
+    text = "and.b32 m, $2, 0x77777777; " + pick.format("$2", "m", "$0")
+    text += f"{_upper_half('t', '$2')} {_upper_half('m', 'm')} " + pick.format("t", "m", "$1")
+    return asm(f"{{ .reg .b32 m, t, low, high; {text}}}", [Int32] * 2, [word, *row], pure=True, early=True)
+
+
+def _upper_half(target: str, source: str) -> str:
+    """source >> 16, as a dot product: that takes turns with nothing, where a shift waits for prmt and lop3."""
+    return f"dp2a.lo.u32.u32 {target}, {source}, 0x100, 0;"

@@ -7,7 +7,7 @@ Every warp works alone: warp i of W takes the k blocks (128 columns) i, i + W, .
 a ring of its own for them, filled by the warp itself:
 
     slot    weights  one bulk copy per 64 rows (three per part of 64 rows): codes, scales, zero points
-            x        two TMA boxes of 64 columns x tile_m tokens, 128-byte swizzle
+            x        two TMA boxes of 64 columns x tile_m tokens, or as many as there are, 128-byte swizzle
     full    an mbarrier per slot: 1 arrival (expect_tx) and the slot's bytes. There is no empty barrier: the warp that
             refills a slot is the one that has read it
 
@@ -95,13 +95,13 @@ class Decode:
         v, c = self.v, self.v.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, 2 * v.slots * v.warps), order=(0, 1, 2))
-        box = cute.slice_(x_layout, (None, None, 0))
         tma, tma_x = None, x
         if const_expr(not v.gathered):
-            tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (c.tile_m, 64))
-        m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
+            box = cute.make_composed_layout(x_layout.inner, 0, cute.make_layout((v.tokens, 64), stride=(64, 1)))
+            tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (v.tokens, 64))
+        m_tiles = cute.ceil_div(out.shape[0], v.tokens)
         if const_expr(v.grouped):
-            m_tiles = most_tiles(out.shape[0], starts.shape[0], c.tile_m)
+            m_tiles = most_tiles(out.shape[0], starts.shape[0], v.tokens)
         tiles = m_tiles * cute.ceil_div(self.features(out), c.tile_n)
         self.kernel(tma, tma_x, x_layout, weight, out, alpha, bias, residual, starts, ends, indices).launch(
             grid=[cutlass.min(tiles, max_clusters) * c.split_k, 1, 1],
@@ -156,7 +156,7 @@ class Decode:
 
         cta = cute.arch.block_idx()[0]
         rank, cluster, clusters = cta % c.split_k, cta // c.split_k, cute.arch.grid_dim()[0] // c.split_k
-        m_tiles, n_tiles = cute.ceil_div(out.shape[0], c.tile_m), cute.ceil_div(self.features(out), c.tile_n)
+        m_tiles, n_tiles = cute.ceil_div(out.shape[0], v.tokens), cute.ceil_div(self.features(out), c.tile_n)
         n_blocks = weight.shape[0]
         if const_expr(v.grouped):
             m_tiles, n_blocks = groups[0][starts.shape[0] - 1], n_blocks // starts.shape[0]
@@ -209,7 +209,7 @@ class Decode:
                     slot = Int32(0)
                     phase = phase ^ 1
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
-            token0, own_out, own_extras = m_tile * c.tile_m, out, extras
+            token0, own_out, own_extras = m_tile * v.tokens, out, extras
             if const_expr(v.grouped):
                 expert, token0, end = self.experts.find(*groups, m_tile)
                 own_out, own_extras = first_rows(out, end), extras_of(extras, expert, end)
@@ -277,7 +277,7 @@ class Decode:
         with cute.arch.elect_one():
             barrier = shared_address(full + slot)
             target = s_weight + slot * v.weight_bytes
-            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, v.weight_bytes + (0 if v.gathered else v.x_bytes))
+            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, v.weight_bytes + v.fetched_x_bytes)
             for b in cutlass.range_constexpr(max(1, rows // 64)):
                 # a tile of several blocks may reach past the last one: then that one again, whose rows are not stored
                 block = cutlass.min(n_tile * rows // 64 + b, own.shape[0] - 1)
@@ -329,8 +329,10 @@ class Decode:
 
     def partition(self, tma, tma_x, s_x):
         """The boxes of x in shared memory and, by (token tile, 64 columns), in global memory."""
-        g_x = cute.local_tile(tma_x, (self.v.config.tile_m, 64), (None, None))
-        group = cute.group_modes
+        v, group = self.v, cute.group_modes
+        boxes = cute.make_layout((v.tokens, 64, 2 * v.slots * v.warps), stride=(64, 1, 64 * v.config.tile_m))
+        s_x = cute.make_tensor(s_x.iterator, boxes)
+        g_x = cute.local_tile(tma_x, (v.tokens, 64), (None, None))
         return cpasync.tma_partition(tma, 0, cute.make_layout(1), group(s_x, 0, 2), group(g_x, 0, 2))
 
     def read_weight(self, ring, slot, part, lane):
@@ -439,7 +441,7 @@ class Decode:
     def turns(self) -> int:
         """Quads, four features of one token, that a thread finishes."""
         c = self.v.config
-        return -(-c.tile_n // c.split_k // 4 * c.tile_m // (self.v.warps * 32))
+        return -(-c.tile_n // c.split_k // 4 * self.v.tokens // (self.v.warps * 32))
 
     def quad(self, turn, rank, thread):
         """(token, first feature) in the tile of a thread's turn-th quad; the last turn's may be none of the tile."""
@@ -465,7 +467,7 @@ class Decode:
         for turn in cutlass.range_constexpr(self.turns):
             token, feature = self.quad(turn, rank, thread)
             row, column = token0 + token, n_tile * c.tile_n + feature
-            if token < c.tile_m and row < out.shape[0] and column < self.features(out):
+            if token < v.tokens and row < out.shape[0] and column < self.features(out):
                 sums = [Float32(0.0)] * 4
                 for r in cutlass.range_constexpr(c.split_k):
                     base = cluster_address(s_sums, Int32(r)) if const_expr(c.split_k > 1) else s_sums

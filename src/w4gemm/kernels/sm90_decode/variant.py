@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
+from w4gemm.problem import GemmProblem
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _RESERVED = 1024  # shared memory that the system takes for each CTA
@@ -16,6 +18,16 @@ _SLOTS = 2  # deeper rings measured slower: the first x then waits behind more w
 
 @dataclass(frozen=True)
 class Variant(gpu.Variant):
+    tokens: int = 0
+    """Rows of x in a tile: tile_m, or all that x has where those are fewer. A box that reaches past x makes a launch 2
+    to 6 % longer (H200, 2026-11-22); the matrix instruction then takes what lies there, and what comes of it is not
+    stored. Of several weights the next one's rows follow."""
+
+    @classmethod
+    def of(cls, problem: GemmProblem, config: GemmConfig) -> Variant:
+        tokens = config.tile_m if problem.experts else min(config.tile_m, problem.m)
+        return replace(super().of(problem, config), tokens=tokens)
+
     @property
     def row_blocks(self) -> int:
         """16-row blocks of the weight tile; every warp works on all of them."""
@@ -43,6 +55,11 @@ class Variant(gpu.Variant):
     @property
     def x_bytes(self) -> int:
         return self.config.tile_m * 256
+
+    @property
+    def fetched_x_bytes(self) -> int:
+        """What TMA brings of them."""
+        return 0 if self.gathered else self.tokens * 256
 
     @property
     def scales_in_registers(self) -> bool:
