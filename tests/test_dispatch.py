@@ -28,8 +28,8 @@ FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="sm90_fp8"
 
 def test_intervals_of_m():
     last = len(dispatch.BOUNDS)
-    found = [dispatch.interval(m) for m in (1, 8, 9, 16, 17, 8192, 8193, 10**6)]
-    assert found == [0, 0, 1, 1, 2, last - 1, last, last]
+    found = [dispatch.interval(m) for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 8192, 8193, 10**6)]
+    assert found == [0, 1, 2, 2, 3, 3, 4, 4, 5, last - 1, last, last]
     assert list(dispatch.BOUNDS) == sorted(dispatch.BOUNDS)
 
 
@@ -41,7 +41,7 @@ def call(m: int, **changes) -> dispatch.Call:
 def test_a_plan_is_resolved_once_an_interval(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_plans", {})
     caplog.set_level(logging.DEBUG, "w4gemm")
-    plans = [dispatch.plan_for(call(m)) for m in (1, 5, 8, 9, 16, 3)]
+    plans = [dispatch.plan_for(call(m)) for m in (7, 5, 8, 9, 16, 6)]
     assert plans[0] is plans[1] is plans[2] is plans[5]
     assert plans[3] is plans[4] is not plans[0]
     assert (plans[0].problem.m, plans[3].problem.m) == (8, 16)
@@ -211,8 +211,8 @@ def test_a_cold_plan_is_logged_with_its_source(monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, "w4gemm")
     forced = dispatch.configs(PROBLEM)[0]
     for _ in range(2):
-        dispatch.plan_for(call(1))
-        dispatch.plan_for(call(1, config=forced))
+        dispatch.plan_for(call(PROBLEM.m))
+        dispatch.plan_for(call(PROBLEM.m, config=forced))
     lines = [r.message for r in caplog.records if "ready in" in r.message]
     assert len(lines) == 2 and all(str(PROBLEM) in line and forced in line for line in lines)
     assert [("(heuristic)" in line, "(forced)" in line) for line in lines] == [(True, False), (False, True)]

@@ -117,6 +117,35 @@ def test_folding_what_has_no_scale():
     assert error == 0 and (folded.dequantize() == 0).all()
 
 
+def every_scale() -> torch.Tensor:
+    """All e4m3 but the NaNs, negative ones too."""
+    return torch.tensor([b for b in range(256) if b % 128 != 127], dtype=torch.uint8).view(FP8)
+
+
+def test_of_two_codes_that_share_a_selector_one_is_a_sum():
+    """What kernels/device/decode_fp8.py counts on: each byte of the second is not less than that of the first, and the
+    difference not more than 127, so that sums of four bytes at once carry nothing and its sign is 0."""
+    scale = every_scale().float()[:, None]
+    for first, second in ((-4, -8), (0, 4)):
+        bytes = [
+            (scale * torch.arange(v, v + 4)).clamp(-448, 448).to(FP8).view(torch.uint8).int() for v in (first, second)
+        ]
+        difference = bytes[1] - bytes[0]
+        assert difference.min() == 0 and 0 < difference.max() < 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [128, 200])
+def test_every_code_with_every_scale_on_a_gpu(m):
+    """The 16 numbers of each scale, read off one by one: nearest e4m3, saturated."""
+    scales, codes = every_scale(), torch.arange(128, dtype=torch.uint8).repeat(254, 1) % 16
+    format, channels = WeightFormat.parse("int4_g128_e4m3"), torch.ones(254)
+    one = QuantizedWeight.from_codes(format, codes, scales[:, None], channels=channels).to("cuda").repack("sm90_fp8")
+    x = torch.eye(m, 128).to("cuda", FP8)
+    wanted = (scales.float()[:, None] * (codes.float() - 8)).clamp(-448, 448).to(FP8).float()
+    assert torch.equal(linear(x, one)[:128].cpu().float(), wanted.T)
+
+
 def test_folding_refuses(w):
     with pytest.raises(ValueError, match="w: wanted a format without zero points and with 16-bit scales, got .*_zint"):
         w4gemm.fold_scales(w4gemm.quantize(torch.randn(4, 128), "int4_g128_zint"))

@@ -113,6 +113,20 @@ def test_every_config(kernel, config, name, whole):
     check_kernel(found, problem_of(found, name), GemmConfig.parse(config), whole=whole)
 
 
+@pytest.mark.parametrize(
+    "kernel, config, name, dtype, words, counts",
+    [
+        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128", torch.bfloat16, 8, {"HFMA2": 4, "HADD2": 0}),
+        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128_fp16", torch.float16, 8, {"HFMA2": 2, "HADD2": 2}),
+        ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "int4_g128_e4m3", torch.float8_e4m3fn, 16, {"PRMT": 4, "IDP": 2}),
+    ],
+)
+def test_instructions_that_decode(kernel, config, name, dtype, words, counts):
+    """Of eight weights, a code word, ``words`` of which the main loop decodes in a round."""
+    sass = disassemble(object_code(kernel_named(kernel), problem(name, dtype, 128), GemmConfig.parse(config)))
+    assert {opcode: sass.count(opcode) / words for opcode in counts} == counts
+
+
 OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
 
 

@@ -12,7 +12,8 @@ row8 + 2 * col16. How a word holds them is what its decoder (kernels/device/deco
                           2 * (-1 - v) + 1
     zero points           u as an index into a table of 16: its low three bits at 4 * i + 16 * col16 .., its high bit
                           at 8 * i + 7 - 4 * col16
-    e4m3 scales           likewise, at 4 * i + 16 * col16 .., with the upper two bits of u in each other's place
+    e4m3 scales           likewise, at 4 * i + 16 * col16 .., an index of four bits: the low two of u, whether v >= 0, and
+                          whether -4 <= v < 4
 
 for i = 0 .. 3, the byte. A zero point z is stored as 16 * z; an e4m3 scale as 16 times its bits, and the
 scales of output channels as a second tensor, float32 (n). Rows past n and groups past k have scale and zero point 0;
@@ -31,7 +32,7 @@ from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, Sm90Layout
 
 _SIGN_MAGNITUDE = [2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in range(16)]
 """By code."""
-_UPPER_BITS_SWAPPED = [u & 3 | u >> 1 & 4 | (u << 1 ^ u) & 8 for u in range(16)]
+_SIGN_AND_SIZE = [u & 3 | u >> 1 & 4 | (u << 1 ^ u) & 8 for u in range(16)]
 """By code."""
 _ROW_BYTES = 16
 """Of a row of the decoder's table."""
@@ -106,7 +107,7 @@ class Sm90Fp8Layout(Sm90Layout):
 
 def _numbers(format: WeightFormat) -> list[int]:
     """What a word holds for each code; empty where it is the code itself."""
-    return [] if format.has_zero else _UPPER_BITS_SWAPPED if format.has_channels else _SIGN_MAGNITUDE
+    return [] if format.has_zero else _SIGN_AND_SIZE if format.has_channels else _SIGN_MAGNITUDE
 
 
 def _places(format: WeightFormat) -> Iterator[tuple[int, int, int, int]]:

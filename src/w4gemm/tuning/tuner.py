@@ -231,9 +231,9 @@ def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> st
 
 
 def _ragged(m: int) -> int:
-    """About the middle of m's interval, and odd; of the first, which serves decoding one token at a time, 1."""
+    """About the middle of m's interval, and odd; m itself where it is alone there."""
     first, last = dispatch.interval_of(m)
-    return 1 if first == 1 else (first + (last or m)) // 2 // 2 * 2 + 1
+    return m if first == last else (first + (last or m)) // 2 // 2 * 2 + 1
 
 
 def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects: Objects) -> Launch:

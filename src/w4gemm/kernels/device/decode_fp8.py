@@ -8,7 +8,9 @@ the products.
     symmetric            a code is 2 * t + s with v = t, or for s = 1 v = -1 - t; adding 129 * s to it gives the byte
     integer zero points  the bytes of 2 * (u - z) for all 16 codes are a row of a table in shared memory, one row for
                          each z; prmt picks four of eight bytes, once from the lower half and once from the upper
-    e4m3 scales          likewise with one row for each scale s: s * (u - 8), rounded to e4m3
+    e4m3 scales          likewise with one row for each scale s: s * v, rounded to e4m3; the upper half is of v from -4
+                         to 3, the lower half what is to be added for those from -8 to -5 and 4 to 7. prmt replaces a
+                         byte by its sign, here 0, where a selector's high bit is set, and no sum of bytes carries
 
 One code word (see layouts/sm90_fp8.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
 """
@@ -106,8 +108,8 @@ def _differences(first: Int32):
 
 @cute.jit
 def _scaled_codes(scale: Int32, word: Int32):
-    """Of a row of the table for e4m3 scales: words 0 and 1 hold the bytes for v = -8 .. -5 and 0 .. 3 as differences to
-    those for v = -4 .. -1 and 4 .. 7, which are words 2 and 3. scale: the bits of an e4m3."""
+    """Of a row of the table for e4m3 scales: words 2 and 3 are the bytes for v = -4 .. -1 and 0 .. 3, words 0 and 1 what
+    those for v = -8 .. -5 and 4 .. 7 are more. scale: the bits of an e4m3."""
     first = word % 2 * 4 - 4
     bytes = _scaled(scale, first)
     if word < 2:
@@ -142,19 +144,15 @@ def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
         "lop3.b32 {2}, mask, high, low, 0xCA; "
     )
     text = "and.b32 m, $2, 0x77777777; " + pick.format("m", "$2", "$0")
-    text += f"{_upper_half('m', 'm')} shl.b32 t, $2, 4; " + pick.format("m", "t", "$1")
+    text += "shr.u32 m, m, 16; shl.b32 t, $2, 4; " + pick.format("m", "t", "$1")
     return asm(f"{{ .reg .b32 m, t, low, high, mask; {text}}}", [Int32] * 2, [word, *row], pure=True, early=True)
 
 
 def _folded(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
-    """Of a table's row the bytes 8 .. 15 by the codes' low bits, changed by the bytes 0 .. 7 where the high bit is not
-    set."""
+    """Of a table's row the bytes 8 .. 15 by the codes' low bits, and to them those of 0 .. 7 where the high bit is not
+    set. The word's upper half comes down by a dot product, and sums are a multiplication's: neither waits for prmt and
+    lop3, as shifts and additions do."""
     pick = "prmt.b32 low, $3, $4, {0}; prmt.b32 high, $5, $6, {1}; mad.lo.u32 {2}, low, 1, high; "
     text = "and.b32 m, $2, 0x77777777; " + pick.format("$2", "m", "$0")
-    text += f"{_upper_half('t', '$2')} {_upper_half('m', 'm')} " + pick.format("t", "m", "$1")
+    text += "dp2a.lo.u32.u32 t, $2, 0x100, 0; dp2a.lo.u32.u32 m, m, 0x100, 0; " + pick.format("t", "m", "$1")
     return asm(f"{{ .reg .b32 m, t, low, high; {text}}}", [Int32] * 2, [word, *row], pure=True, early=True)
-
-
-def _upper_half(target: str, source: str) -> str:
-    """source >> 16, as a dot product: that takes turns with nothing, where a shift waits for prmt and lop3."""
-    return f"dp2a.lo.u32.u32 {target}, {source}, 0x100, 0;"

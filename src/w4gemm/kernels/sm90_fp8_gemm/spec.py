@@ -36,7 +36,7 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
     name = "sm90_fp8_gemm"
     layout = "sm90_fp8"
     dtypes = (torch.float8_e4m3fn,)
-    revision = 1
+    revision = 2
 
     def timed_as(self, format: WeightFormat) -> str:
         return f"{self.name} folded" if format.has_channels else self.name
