@@ -28,7 +28,7 @@ CASES = {
     "sm80_mixed_gemm/64x256x128_1x1x1_coop": (70, 700, 2048),
     "sm80_mixed_gemm/64x128x64_1x1x1_stream": (200, 9000, 576),
     "sm80_mixed_gemm/128x128x64_1x1x1_pingpong": (260, 1000, 1152),
-    "sm90_decode/8x64x128_1x1x1_coop": (5, 200, 4096),
+    "sm90_decode/8x64x128_1x1x1_coop": (3, 200, 4096),
     "sm90_decode/8x64x128_1x1x1_pingpong": (8, 20000, 256),
     "sm90_decode/16x32x128_1x1x1_coop_k2": (13, 130, 2112),
     "sm90_decode/16x64x128_1x1x1_pingpong": (16, 300, 2048),

@@ -12,7 +12,7 @@ row8 + 2 * col16. How a word holds them is what its decoder (kernels/device/deco
                           2 * (-1 - v) + 1
     zero points           u as an index into a table of 16: its low three bits at 4 * i + 16 * col16 .., its high bit
                           at 8 * i + 7 - 4 * col16
-    e4m3 scales           likewise, at 4 * i + 16 * col16 .., an index of four bits: the low two of u, whether v >= 0, and
+    e4m3 scales           an index too, of four bits at 4 * i + 16 * col16 ..: the low two of u, whether v >= 0, and
                           whether -4 <= v < 4
 
 for i = 0 .. 3, the byte. A zero point z is stored as 16 * z; an e4m3 scale as 16 times its bits, and the

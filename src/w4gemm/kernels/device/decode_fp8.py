@@ -108,8 +108,8 @@ def _differences(first: Int32):
 
 @cute.jit
 def _scaled_codes(scale: Int32, word: Int32):
-    """Of a row of the table for e4m3 scales: words 2 and 3 are the bytes for v = -4 .. -1 and 0 .. 3, words 0 and 1 what
-    those for v = -8 .. -5 and 4 .. 7 are more. scale: the bits of an e4m3."""
+    """Of a row of the table for e4m3 scales: words 2 and 3 are the bytes for v = -4 .. -1 and 0 .. 3, words 0 and 1
+    what those for v = -8 .. -5 and 4 .. 7 are more. scale: the bits of an e4m3."""
     first = word % 2 * 4 - 4
     bytes = _scaled(scale, first)
     if word < 2:
