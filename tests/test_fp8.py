@@ -118,8 +118,9 @@ def test_folding_what_has_no_scale():
 
 
 def every_scale() -> torch.Tensor:
-    """All e4m3 but the NaNs, negative ones too."""
-    return torch.tensor([b for b in range(256) if b % 128 != 127], dtype=torch.uint8).view(FP8)
+    """All e4m3 that a weight may have, negative ones too."""
+    every = torch.arange(256, dtype=torch.uint8).view(FP8)
+    return every[every.float().abs() <= 56]
 
 
 def test_of_two_codes_that_share_a_selector_one_is_a_sum():
@@ -127,23 +128,57 @@ def test_of_two_codes_that_share_a_selector_one_is_a_sum():
     difference not more than 127, so that sums of four bytes at once carry nothing and its sign is 0."""
     scale = every_scale().float()[:, None]
     for first, second in ((-4, -8), (0, 4)):
-        bytes = [
-            (scale * torch.arange(v, v + 4)).clamp(-448, 448).to(FP8).view(torch.uint8).int() for v in (first, second)
-        ]
+        bytes = [(scale * torch.arange(v, v + 4)).to(FP8).view(torch.uint8).int() for v in (first, second)]
         difference = bytes[1] - bytes[0]
         assert difference.min() == 0 and 0 < difference.max() < 128
+
+
+def every_number() -> tuple[QuantizedWeight, torch.Tensor]:
+    """A weight with a row for each scale, with every code, and its e4m3."""
+    scales = every_scale()
+    codes = torch.arange(128, dtype=torch.uint8).repeat(len(scales), 1) % 16
+    format, channels = WeightFormat.parse("int4_g128_e4m3"), torch.ones(len(scales))
+    one = QuantizedWeight.from_codes(format, codes, scales[:, None], channels=channels)
+    return one, (scales.float()[:, None] * (codes.float() - 8)).to(FP8)
+
+
+def prmt(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
+    """PTX's, of words in int64: four bytes of eight, by the low bits of four nibbles, or by the high one the sign."""
+    both, word = low | high << 32, torch.zeros_like(selector)
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = both >> 8 * (nibble & 7) & 255
+        word |= torch.where(nibble >= 8, (byte >> 7) * 255, byte) << 8 * i
+    return word
+
+
+def test_every_code_with_every_scale_in_the_steps_of_the_decoder():
+    """What kernels/device/decode_fp8.py does to the words of the layout, on the CPU."""
+    one, wanted = every_number()
+    blocks = one.repack("sm90_fp8").tensors[0]
+    words = blocks[:, 0, :1024].view(-1, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF  # half warp g q step row8
+    numbers = every_scale().float()[:, None, None] * torch.arange(-8, 8).view(4, 4)
+    a, b, c, d = (numbers.to(FP8).view(torch.uint8).long() @ 256 ** torch.arange(4)).T  # from -8, -4, 0, 4 on
+    halves = torch.stack((a - b, d - c, b, c))
+    rows = torch.nn.functional.pad(halves, (0, -halves.shape[1] % 64)).view(4, -1, 4, 2, 8)  # block warp row8 g
+    lower0, lower1, upper0, upper1 = rows.permute(0, 1, 2, 4, 3)[:, :, None, :, :, None, None].expand(-1, *words.shape)
+    found = []
+    for selectors in (words, words >> 16):
+        low = prmt(lower0, lower1, selectors & 0xFFFF)
+        found.append(low + prmt(upper0, upper1, selectors & 0x7777))
+    registers = torch.stack(found, -1)  # block half warp g q step row8 col16
+    bytes = (registers[..., None] >> 8 * torch.arange(4) & 255).permute(0, 2, 6, 3, 1, 5, 7, 4, 8)
+    decoded = bytes.reshape(-1, 128)[: len(wanted)].to(torch.uint8).view(FP8)
+    assert (registers < 2**32).all() and torch.equal(decoded.float(), wanted.float())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [128, 200])
 def test_every_code_with_every_scale_on_a_gpu(m):
-    """The 16 numbers of each scale, read off one by one: nearest e4m3, saturated."""
-    scales, codes = every_scale(), torch.arange(128, dtype=torch.uint8).repeat(254, 1) % 16
-    format, channels = WeightFormat.parse("int4_g128_e4m3"), torch.ones(254)
-    one = QuantizedWeight.from_codes(format, codes, scales[:, None], channels=channels).to("cuda").repack("sm90_fp8")
+    """The 16 numbers of each scale, read off one by one."""
+    one, wanted = every_number()
     x = torch.eye(m, 128).to("cuda", FP8)
-    wanted = (scales.float()[:, None] * (codes.float() - 8)).clamp(-448, 448).to(FP8).float()
-    assert torch.equal(linear(x, one)[:128].cpu().float(), wanted.T)
+    assert torch.equal(linear(x, one.to("cuda").repack("sm90_fp8"))[:128].cpu().float(), wanted.float().T)
 
 
 def test_folding_refuses(w):
