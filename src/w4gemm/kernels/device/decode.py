@@ -103,17 +103,12 @@ class Decoder:
 
     def _biased(self, word: Int32) -> tuple[Int32, ...]:
         """bias + u, two codes a register; in fp16 bias + 16 * u in every second one."""
-        bias = f"{_bits(self.kind, _BIAS[self.kind]) * 0x10001:#x}"
+        bias = _bits(self.kind, _BIAS[self.kind]) * 0x10001
         if self.kind == "f16":
-            picks = "".join(
-                f"lop3.b32 ${i}, {'t' if i > 1 else '$4'}, {0xF000F << i % 2 * 4:#x}, {bias}, 0xEA; " for i in range(4)
-            )
-            text = f"{{ .reg .b32 t; shr.u32 t, $4, 8; {picks}}}"
-        else:
-            shifts = "".join(f"shr.u32 t{i}, $4, {4 * i}; " for i in (1, 2, 3))
-            picks = "".join(f"lop3.b32 ${i}, {f't{i}' if i else '$4'}, 0x000F000F, {bias}, 0xEA; " for i in range(4))
-            text = f"{{ .reg .b32 t1, t2, t3; {shifts}{picks}}}"
-        return asm(text, [Int32] * 4, [word], pure=True, early=True)
+            return _codes(word, bias)
+        shifts = "".join(f"shr.u32 t{i}, $4, {4 * i}; " for i in (1, 2, 3))
+        picks = "".join(f"lop3.b32 ${i}, {f't{i}' if i else '$4'}, 0x000F000F, {bias:#x}, 0xEA; " for i in range(4))
+        return asm(f"{{ .reg .b32 t1, t2, t3; {shifts}{picks}}}", [Int32] * 4, [word], pure=True, early=True)
 
     def _scaled(self, exact: Int32, scale: Int32 | Float32, zero: Int32 | Float32 | None) -> Int32:
         if not self.mixed:
@@ -184,10 +179,7 @@ class SubnormalDecoder(Decoder):
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights / unit, rounded once."""
-        picks = "".join(f"and.b32 ${i}, {'t' if i > 1 else '$4'}, {0xF000F << i % 2 * 4:#x}; " for i in range(4))
-        text = f"{{ .reg .b32 t; shr.u32 t, $4, 8; {picks}}}"
-        codes = asm(text, [Int32] * 4, [words[0]], pure=True, early=True)
-        return tuple(self._weight(code, *prepared[i % 2]) for i, code in enumerate(codes))
+        return tuple(self._weight(code, *prepared[i % 2]) for i, code in enumerate(_codes(words[0])))
 
     def _weight(self, code: Int32, scale: list[Int32], addend: Int32) -> Int32:
         if not self.mixed and self.zero != "int":
@@ -196,6 +188,13 @@ class SubnormalDecoder(Decoder):
         if not self.mixed:
             return self._pairwise("mul", number, scale[0])
         return fma_bf16x2(number, scale[0], self._pairwise("mul", number, scale[1]))
+
+
+def _codes(word: Int32, bias: int = 0) -> tuple[Int32, ...]:
+    """Two codes a register in the bits of ``bias``, those of rows g + 8 four bits further up: one shift for all."""
+    pick = f"lop3.b32 {{}}, {{}}, {{:#x}}, {bias:#x}, 0xEA; " if bias else "and.b32 {}, {}, {:#x}; "
+    picks = "".join(pick.format(f"${i}", "t" if i > 1 else "$4", 0xF000F << i % 2 * 4) for i in range(4))
+    return asm(f"{{ .reg .b32 t; shr.u32 t, $4, 8; {picks}}}", [Int32] * 4, [word], pure=True, early=True)
 
 
 def fma_bf16x2(x: Int32, y: Int32, z: Int32) -> Int32:
