@@ -38,6 +38,13 @@ def call(m: int, **changes) -> dispatch.Call:
     return dispatch.Call(dispatch.interval(m), **{**w, "device": torch.device("cpu"), "config": "", **changes})
 
 
+@pytest.mark.parametrize(
+    ("m", "wanted"), [(1, "m 1"), (3, "m 3 to 4"), (8192, "m 4097 to 8192"), (9999, "m from 8193")]
+)
+def test_intervals_in_words(m, wanted):
+    assert dispatch.span(*dispatch.interval_of(m)) == wanted
+
+
 def test_a_plan_is_resolved_once_an_interval(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_plans", {})
     caplog.set_level(logging.DEBUG, "w4gemm")

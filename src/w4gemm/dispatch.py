@@ -118,6 +118,11 @@ def interval_of(m: int) -> tuple[int, int | None]:
     return (BOUNDS[i - 1] + 1 if i else 1), (BOUNDS[i] if i < len(BOUNDS) else None)
 
 
+def span(first: int, last: int | None) -> str:
+    """An interval in words, as :func:`interval_of` gives it."""
+    return f"m {first}" if first == last else f"m {first} to {last}" if last else f"m from {first}"
+
+
 def representative(m: int) -> int:
     """The m that stands for m's interval."""
     i = interval(m)

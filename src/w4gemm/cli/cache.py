@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from w4gemm import environment
+from w4gemm import dispatch, environment
 from w4gemm.cli.report import say
 from w4gemm.jit import disk
 from w4gemm.kernels import kernel_named
@@ -54,9 +54,9 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _line(record: store.Record) -> str:
-    key, (first, last) = record.key, record.m
+    key, span = record.key, dispatch.span(*record.m)
     fused = f", {key.epilogue}" * bool(key.epilogue) + ", batch invariant" * key.batch_invariant
-    what = f"{key.device}, {key.dtype} x {key.format}, n {key.n}, k {key.k}, m {first} to {last or 'any'}{fused}"
+    what = f"{key.device}, {key.dtype} x {key.format}, n {key.n}, k {key.k}, {span}{fused}"
     stale = "" if is_current(record) else " (stale)"
     return f"{what}: {record.choice}, {record.us:.1f} us, {record.date}{stale}"
 

@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
         print("  predicted times only order the configs here: nothing is known of this CPU")
     elif (least := roofline_us(problem)) is not None:
         print(f"  roofline: {least:.1f} us")
-    first, last = dispatch.interval_of(args.m)
-    print(f"  chosen once for m {first} to {last}" if last else f"  chosen once for m from {first}")
+    print(f"  chosen once for {dispatch.span(*dispatch.interval_of(args.m))}")
     if found.candidates:
         print(f"\n{found.table(args.rows)}")
     return 0

@@ -82,7 +82,6 @@ def profile_text(outcome: Outcome, rows: int = 10) -> str:
         rank = list(times).index(outcome.first_guess) + 1
         lines.append(f"the heuristic's first guess, {outcome.first_guess}, is number {rank} of {len(times)}")
     lines += [f"left out: {name}: {reason}" for name, reason in outcome.failed.items()]
-    first, last = outcome.record.m
-    span = f"m {first} to {last}" if last else f"m from {first}"
+    span = dispatch.span(*outcome.record.m)
     lines.append(f"kept for {span}: {outcome.record.choice}, {outcome.gain:.2f} times as fast as the first guess")
     return "\n".join(lines)
