@@ -150,8 +150,8 @@ def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
 
 def _folded(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
     """Of a table's row the bytes 8 .. 15 by the codes' low bits, and to them those of 0 .. 7 where the high bit is not
-    set. The word's upper half comes down by a dot product, and sums are a multiplication's: neither waits for prmt and
-    lop3, as shifts and additions do."""
+    set. The word's upper half comes down by a dot product, and sums are a multiplication's: neither waits for prmt, as
+    shifts and logical operations do."""
     pick = "prmt.b32 low, $3, $4, {0}; prmt.b32 high, $5, $6, {1}; mad.lo.u32 {2}, low, 1, high; "
     text = "and.b32 m, $2, 0x77777777; " + pick.format("$2", "m", "$0")
     text += "dp2a.lo.u32.u32 t, $2, 0x100, 0; dp2a.lo.u32.u32 m, m, 0x100, 0; " + pick.format("t", "m", "$1")
