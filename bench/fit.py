@@ -11,6 +11,7 @@ configs that ROWS lack change as those of as many tokens. Needs numpy and scipy.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import textwrap
@@ -113,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = min(rounds, key=lambda r: r[0])[1]
     layers = sorted({(row["n"], row["k"]) for row in rows})
     tokens = sorted({row["m"] for row in rows})
-    source = f"NVIDIA H200, 2026-11-21, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
+    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    source = f"NVIDIA H200, fitted {day}, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
     if adjusted:
         before = (module.__doc__ or "").partition("\n\n")[2]
         source = f"{' '.join(before.split())} Adjusted to {source}"

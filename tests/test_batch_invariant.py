@@ -150,6 +150,11 @@ def test_one_order_for_every_m(problem):
     assert all(len(a) < len(b) for a, b in zip(rankings, free, strict=False))
 
 
+def test_the_intervals_of_few_tokens_count_as_one():
+    """Else those of one, two and four tokens would take a split k for 8192 x 8192, at the cost of all larger m."""
+    assert {dispatch.explain(replace(H200_PROBLEM, m=m)).ranking[0][2].split_k for m in dispatch.BOUNDS} == {1}
+
+
 def test_a_forced_config_must_be_of_the_order():
     w = random_weight(WeightFormat(), 130, 576).repack()
     x = torch.randn(3, 576)

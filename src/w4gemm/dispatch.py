@@ -42,9 +42,11 @@ from w4gemm.tuning import store
 
 _log = logging.getLogger("w4gemm")
 
-_TILES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-BOUNDS = (*_TILES, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
-"""Last m of every interval but the last: where one tile is full, from 256 on where about so many waves of tiles are."""
+_FEW = (1, 2, 4)
+_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+BOUNDS = (*_FEW, *_TILES, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
+"""Last m of every interval but the last: where one tile is full, from 256 on where about so many waves of tiles are;
+before the first, those that sm90_decode is compiled for besides."""
 _LARGEST = 16384
 """The m that stands for the last interval."""
 
@@ -270,9 +272,9 @@ def _ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float
 @functools.cache
 def _invariant_order(problem: GemmProblem) -> Hashable | None:
     """Of the reduction orders that do not depend on other rows, that with the least geometric mean of predicted times
-    over all intervals of m; None if there is none."""
+    over the intervals of m, of which those of a tile's first tokens count as one; None if there is none."""
     times: dict[Hashable | None, list[float]] = {}
-    for m in (*BOUNDS, _LARGEST):
+    for m in (*BOUNDS[len(_FEW) :], _LARGEST):
         best: dict[Hashable | None, float] = {}
         for us, kernel, config in ranked(KERNELS, replace(problem, m=m)):
             best.setdefault(kernel.reduction_order(problem, config), us)
