@@ -2,6 +2,7 @@
 
 ROWS are JSON lines with n, k, m, format, config ("kernel/config") and us, all of fp8 or all of 16-bit activations;
 grouped ones have experts as well, and m tokens for each. Each file is of one GPU, and only its own rows are compared.
+Rows of two launches, predicted as what each takes, and of dequantize_gemm are passed over.
 Writes sm90_times.py or sm90_fp8_times.py and prints, for each (n, k, m, experts), how far the first choice is from the
 fastest config. With ``--keep``, configs that have constants keep them: new ones are fitted beside them, and no choice
 among the others changes. With ``--adjust``, constants are scaled as far as ROWS ask for it, which may then be few;
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows:
         name, _, text = row["config"].partition("/")
         config, kernel, format = GemmConfig.parse(text), kernel_named(name), WeightFormat.parse(row["format"])
-        assert isinstance(kernel, HopperKernel)
+        if config.rest or not isinstance(kernel, HopperKernel):
+            continue
         if kernel.layout == FP8_LAYOUT:
             module = sm90_fp8_times
         experts = row.get("experts", 0)

@@ -2,7 +2,7 @@
 
 Runs ``w4gemm tune`` for each set of layers in a process of its own with an empty cache, so that its time is what a user
 waits. Then every choice is measured again beside the heuristic's first guess, since the fastest of several noisy
-timings flatters itself. Writes src/w4gemm/tuning/tables/, where records of other formats and dtypes stay, and appends a
+timings flatters itself. Writes src/w4gemm/tuning/tables/, where what was not measured stays, and appends a
 row of ``{"kind": "tuning", ...}`` for each point to bench/results/tuning.jsonl.
 
 With ``--rows FILE``, measures nothing: of the timings that bench/fit.py takes, the fastest config at the last m of each
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def replace(table: Path, records: list[store.Record]) -> None:
-    """``records`` in the table, where those of other formats and dtypes stay."""
-    new = {(r.key.format, r.key.dtype) for r in records}
-    store.replace_table(table, [*(r for r in store.read(table) if (r.key.format, r.key.dtype) not in new), *records])
+    """``records`` in the table, where those of other intervals and keys stay."""
+    new = {(r.key, r.m) for r in records}
+    store.replace_table(table, [*(r for r in store.read(table) if (r.key, r.m) not in new), *records])
 
 
 def from_rows(paths: Sequence[Path], args: argparse.Namespace) -> list[store.Record]:

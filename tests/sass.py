@@ -40,6 +40,15 @@ def disassemble(code: bytes) -> Sass:
         return Sass(_cuobjdump("--dump-sass", f.name), *_usage(f.name))
 
 
+def functions(code: bytes) -> list[str]:
+    """The instructions of each kernel in an object file."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(_cubin(code))
+        f.flush()
+        parts = _cuobjdump("--dump-sass", f.name).split("Function :")[1:]
+    return ["\n".join(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.*?);", part, re.MULTILINE)) for part in parts]
+
+
 def local_memory(code: bytes) -> int:
     """Bytes of stack and local memory a thread uses, without disassembling, which takes a hundred times as long."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:

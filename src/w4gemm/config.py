@@ -25,6 +25,8 @@ class GemmConfig:
             (as coop, and CTAs share the k range of some tiles so that all have equal work: stream-k).
         split_k: CTAs (or warps, in a decode kernel) that share one tile's k range.
         stages: pipeline depth in tiles; 0 = as many as shared memory holds.
+        rest: what the features run that are left when the others fill whole waves of tiles, in a launch after them;
+            None for one launch of all. It has no rest of its own.
     """
 
     tile_m: int
@@ -35,6 +37,7 @@ class GemmConfig:
     schedule: str = "coop"
     split_k: int = 1
     stages: int = 0
+    rest: GemmConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "split_k"):
@@ -43,6 +46,8 @@ class GemmConfig:
                 raise ValueError(f"config: {name} wanted a positive int, got {value!r}")
         if not isinstance(self.stages, int) or self.stages < 0:
             raise ValueError(f"config: stages wanted an int >= 0, got {self.stages!r}")
+        if self.rest is not None and self.rest.rest is not None:
+            raise ValueError(f"config: rest wanted a config without a rest, got {str(self.rest)!r}")
         if self.schedule not in _SCHEDULES:
             raise ValueError(f"config: schedule wanted one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
 
@@ -51,7 +56,8 @@ class GemmConfig:
             f"{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}x1_{self.schedule}"
             f"{f'_k{self.split_k}' if self.split_k > 1 else ''}"
         )
-        return text + (f"_s{self.stages}" if self.stages else "")
+        text += f"_s{self.stages}" if self.stages else ""
+        return text if self.rest is None else f"{text}+{self.rest}"
 
     @classmethod
     def parse(cls, text: str) -> GemmConfig:
@@ -60,11 +66,12 @@ class GemmConfig:
         Raises:
             ValueError: if ``text`` is not a config string.
         """
-        found = _CONFIG.fullmatch(text) if isinstance(text, str) else None
+        first, plus, rest = text.partition("+") if isinstance(text, str) else ("", "", "")
+        found = _CONFIG.fullmatch(first)
         if found is None:
             raise ValueError(
                 "config: wanted <tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<coop|pingpong|stream>"
-                f"[_k<split_k>][_s<stages>], for example 64x128x128_1x1x1_coop_k2, got {text!r}"
+                f"[_k<split_k>][_s<stages>][+<config of the rest>], for example 64x128x128_1x1x1_coop_k2, got {text!r}"
             )
         sizes = {name: int(found[name]) for name in ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n")}
         return cls(
@@ -72,4 +79,5 @@ class GemmConfig:
             schedule=found["schedule"],
             split_k=int(found["split_k"] or 1),
             stages=int(found["stages"] or 0),
+            rest=cls.parse(rest) if plus else None,
         )

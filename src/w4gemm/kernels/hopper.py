@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY, GpuKernel
 from w4gemm.kernels.sm90_model import predicted_us
 from w4gemm.problem import Device, GemmProblem
+
+_NEEDLESS_US = 1e3
+"""Puts a config of two launches last where one does it all."""
+
+
+def split(problem: GemmProblem, config: GemmConfig) -> tuple[GemmProblem, GemmProblem]:
+    """The features that fill whole waves of a config's tiles, one CTA a multiprocessor, or all where no wave is full;
+    and those that are left. Each is a problem of its own, the latter perhaps with n 0."""
+    m_tiles, n_tiles = -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
+    whole = m_tiles * n_tiles // problem.device.sms * problem.device.sms // m_tiles
+    n = min(whole * config.tile_n, problem.n) or problem.n
+    return replace(problem, n=n), replace(problem, n=problem.n - n)
 
 
 class HopperKernel(GpuKernel):
@@ -27,8 +41,16 @@ class HopperKernel(GpuKernel):
         return "sm_90a"
 
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        named, ctas = self.timed_as(problem.format), self.ctas_per_sm(config)
-        return predicted_us(problem, named, config, ctas, self.decode_overhead(problem))
+        if config.rest is None:
+            return self._launch_us(problem, config, problem)
+        waves, rest = split(problem, config)
+        us = self._launch_us(waves, replace(config, rest=None), problem)
+        return us + (self._launch_us(rest, config.rest, problem) if rest.n else _NEEDLESS_US)
+
+    def _launch_us(self, part: GemmProblem, config: GemmConfig, whole: GemmProblem) -> float:
+        named, ctas = self.timed_as(part.format), self.ctas_per_sm(config)
+        operations = 2 * whole.m * whole.n * whole.k
+        return predicted_us(part, named, config, ctas, self.decode_overhead(part), operations)
 
     def decode_overhead(self, problem: GemmProblem) -> float:
         """The part by which the problem's format makes a slot of few tokens slower than the model's times have it."""

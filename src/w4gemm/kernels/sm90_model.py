@@ -40,15 +40,27 @@ _TIMES = sm90_times.TIMES | sm90_fp8_times.TIMES
 
 
 def predicted_us(
-    problem: GemmProblem, kernel: str, config: GemmConfig, ctas_per_sm: int, decode_overhead: float = 0.0
+    problem: GemmProblem,
+    kernel: str,
+    config: GemmConfig,
+    ctas_per_sm: int,
+    decode_overhead: float = 0.0,
+    operations: int = 0,
 ) -> float:
-    """Microseconds; a config that was never measured is put last. decode_overhead: see HopperKernel."""
+    """Microseconds; a config that was never measured is put last. decode_overhead: see HopperKernel. operations: of all
+    that is multiplied, if the problem is a part of it."""
     alone, shared, tile_us = _TIMES.get(f"{kernel}/{config}", _UNKNOWN)
     slower = 1 + decode_overhead * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
-    return launch_us(problem, config, ctas_per_sm, (alone * slower, shared * slower, tile_us))
+    return launch_us(problem, config, ctas_per_sm, (alone * slower, shared * slower, tile_us), operations)
 
 
-def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times: tuple[float, float, float]) -> float:
+def launch_us(
+    problem: GemmProblem,
+    config: GemmConfig,
+    ctas_per_sm: int,
+    times: tuple[float, float, float],
+    operations: int = 0,
+) -> float:
     alone, shared, tile_us = times
     if problem.gathered:
         alone += _GATHERED_US * config.tile_m * config.tile_k * problem.dtype.itemsize * ctas_per_sm
@@ -64,7 +76,7 @@ def launch_us(problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times:
         busy = full * (slots * (alone + shared) + tile_us)
         if part > 1e-9:
             busy += slots * (alone + shared * _contention(part, ctas_per_sm)) + tile_us
-    busy *= 1 + _HEAT * min(1, 2 * problem.m * problem.n * problem.k / _HOT_OPERATIONS)
+    busy *= 1 + _HEAT * min(1, (operations or 2 * problem.m * problem.n * problem.k) / _HOT_OPERATIONS)
     return FIXED_US + (busy**_SHARPNESS + _bytes_us(problem) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 

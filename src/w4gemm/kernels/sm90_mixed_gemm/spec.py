@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
+from w4gemm.kernels.base import Program
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.kernels.workspace import FLAG_BYTES
@@ -42,6 +44,15 @@ class Sm90MixedGemm(HopperKernel):
     name = "sm90_mixed_gemm"
     revision = 2
     variant = Variant
+    parts: tuple[str, ...] = (
+        "256x128x128_1x1x1_coop+128x128x128_1x1x1_coop",
+        "256x128x128_1x1x1_coop+112x128x128_1x1x1_coop",
+        "128x256x64_1x1x1_coop+128x192x128_1x1x1_coop",
+        "128x192x128_1x1x1_coop+128x128x128_1x1x1_coop",
+        "128x192x128_1x1x1_coop+64x64x256_1x1x1_coop",
+        "96x128x128_1x1x1_coop+96x64x128_1x1x1_coop",
+    )
+    """Configs of two launches, for one weight: see parts.py."""
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
         from w4gemm.kernels.sm90_mixed_gemm.kernel import MixedGemm
@@ -63,11 +74,27 @@ class Sm90MixedGemm(HopperKernel):
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         # a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster
-        return [c for c in self.fitting(problem) if not (problem.gathered and c.cluster_n > 1)]
+        found = [c for c in self.fitting(problem) if not (problem.gathered and c.cluster_n > 1)]
+        return found + self._in_parts(problem, found)
+
+    def _in_parts(self, problem: GemmProblem, found: list[GemmConfig]) -> list[GemmConfig]:
+        if problem.experts:
+            return []
+        pairs = [GemmConfig.parse(text) for text in self.parts]
+        return [c for c in pairs if {replace(c, rest=None), c.rest} <= set(found)]
 
     def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
         """The configs that registers and shared memory have room for, for the problem's format."""
         return _fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes, problem.experts > 0)
+
+    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+        program = super().program(problem, config)
+        if config.rest is None:
+            return program
+        from w4gemm.kernels.sm90_mixed_gemm.parts import Parts
+
+        variants = (Variant.of(problem, c) for c in (replace(config, rest=None), config.rest))
+        return replace(program, entry=Parts(*variants))
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Flags, and the accumulators that every CTA of a stream may have to park."""
@@ -80,6 +107,9 @@ class Sm90MixedGemm(HopperKernel):
         sets or CTAs cut k at multiples of tile_k; a stream cuts it where the number of tiles says."""
         if config.schedule == "stream":
             return None
+        if config.rest is not None:
+            orders = {self.reduction_order(problem, c) for c in (replace(config, rest=None), config.rest)}
+            return orders.pop() if len(orders) == 1 else None
         sets = Variant.of(problem, config).k_sets
         alone = sets == 1 and config.split_k == 1
         return self.name, sets, config.split_k, 0 if alone else config.tile_k

@@ -1,0 +1,138 @@
+"""Configs of two launches: the features that fill whole waves, and the rest in smaller tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sass import functions
+from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, linear
+from w4gemm.epilogue import Epilogue
+from w4gemm.jit import object_code
+from w4gemm.kernels import kernel_named
+from w4gemm.kernels.hopper import split
+from w4gemm.problem import H200, GemmProblem
+
+W4A16 = GemmProblem(256, 28672, 4096, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+W4A8 = replace(W4A16, dtype=torch.float8_e4m3fn, format=WeightFormat.parse("int4_g128_e4m3"), layout="sm90_fp8")
+EXACT = replace(W4A8, format=WeightFormat())
+PAIRS = [
+    pytest.param(name, problem, str(config), id=f"{name}/{config}/{problem.format}")
+    for name, problem in (("sm90_mixed_gemm", W4A16), ("sm90_fp8_gemm", W4A8), ("sm90_fp8_gemm", EXACT))
+    for config in kernel_named(name).configs(problem)
+    if config.rest
+]
+
+
+def test_every_pair_is_a_config_of_some_format():
+    assert {text for name, _, text in (p.values for p in PAIRS)} == {
+        text for name in ("sm90_mixed_gemm", "sm90_fp8_gemm") for text in kernel_named(name).parts
+    }
+
+
+def test_features_of_whole_waves():
+    config = GemmConfig.parse("128x128x128_1x1x1_coop")
+    waves, rest = split(W4A16, config)
+    assert (waves.n, rest.n) == (198 * 128, 28672 - 198 * 128), "three waves of 132 tiles, two of m"
+    assert [p.n for p in split(replace(W4A16, n=8192), config)] == [8192, 0], "no wave is full"
+    assert [p.n for p in split(replace(W4A16, n=66 * 128), config)] == [66 * 128, 0], "the wave is full"
+    assert [p.n for p in split(replace(W4A16, n=66 * 128 - 5), config)] == [66 * 128 - 5, 0]
+
+
+@pytest.mark.parametrize("name, problem, text", PAIRS)
+def test_predicted_as_the_sum_where_there_are_two(name, problem, text):
+    """Of a product so small that it does not bring the GPU to its power limit; and last where there would be one."""
+    kernel, config = kernel_named(name), GemmConfig.parse(text)
+    problem = replace(problem, k=128)
+    assert config in kernel.configs(problem) and str(config) == text
+    assert config not in kernel.configs(replace(problem, experts=8))
+    single, two = replace(config, rest=None), 0
+    for n in range(1024, 32768, 1024):
+        p = replace(problem, n=n)
+        waves, rest = split(p, config)
+        found = kernel.predicted_us(p, config)
+        if rest.n:
+            two += 1
+            us = kernel.predicted_us(waves, single) + kernel.predicted_us(rest, config.rest)
+            assert found == pytest.approx(us, rel=0.02)
+        else:
+            assert found > 500 + kernel.predicted_us(p, single)
+    assert two
+
+
+def test_a_part_of_a_large_product_is_as_hot_as_the_whole():
+    """2 * 256 * 57344 * 8192 operations bring the GPU to its power limit, which lowers its clock; those of a part not."""
+    kernel, config = kernel_named("sm90_fp8_gemm"), GemmConfig.parse("256x128x128_1x1x1_coop+128x64x256_1x1x1_coop")
+    problem = replace(W4A8, n=57344, k=8192)
+    waves, rest = split(problem, config)
+    apart = kernel.predicted_us(waves, replace(config, rest=None)) + kernel.predicted_us(rest, config.rest)
+    assert 1.01 * apart < kernel.predicted_us(problem, config) < 1.16 * apart
+
+
+def test_one_order_of_additions_where_both_have_it():
+    kernel = kernel_named("sm90_mixed_gemm")
+    one = GemmConfig.parse("128x128x128_1x1x1_coop")
+    both = replace(one, rest=GemmConfig.parse("128x64x128_1x1x1_coop"))
+    assert kernel.reduction_order(W4A16, both) == kernel.reduction_order(W4A16, one)
+    other = replace(one, rest=GemmConfig.parse("64x64x256_1x1x1_coop"))
+    assert kernel.reduction_order(W4A16, other) is None
+
+
+def test_a_rest_has_no_rest():
+    with pytest.raises(ValueError, match="rest wanted a config without a rest"):
+        GemmConfig.parse("+".join(["128x128x128_1x1x1_coop"] * 3))
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue("silu_mul", "device", True, True)], ids=str)
+@pytest.mark.parametrize("name, problem, text", PAIRS)
+def test_machine_code_is_that_of_the_two(name, problem, text, epilogue):
+    kernel, problem = kernel_named(name), replace(problem, epilogue=epilogue)
+    both = functions(object_code(kernel, problem, GemmConfig.parse(text)))
+    alone = [functions(object_code(kernel, problem, GemmConfig.parse(t)))[0] for t in text.split("+")]
+    assert sorted(both) == sorted(alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, n, k", [(256, 17600, 384), (300, 9000, 1000), (1000, 4106, 256), (40, 600, 256)])
+@pytest.mark.parametrize("name, problem, text", PAIRS)
+def test_bits_are_those_of_the_two_on_a_gpu(name, problem, text, m, n, k):
+    """With and without an epilogue; (40, 600, 256) fills no wave: one launch."""
+    torch.manual_seed(0)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    weight = (
+        QuantizedWeight.from_codes(
+            problem.format,
+            torch.randint(0, 16, (n, k), dtype=torch.uint8),
+            (torch.rand(n, problem.format.groups(k)) + 0.5).to(problem.format.scale_dtype),
+            channels=torch.rand(n) + 0.5 if problem.format.has_channels else None,
+        )
+        .to("cuda")
+        .repack(problem.layout)
+    )
+    x = torch.randn(m, k, device="cuda").to(problem.dtype)
+    config, scale = (
+        GemmConfig.parse(text),
+        {"token_scale": torch.rand(m, device="cuda") + 0.5} if name == "sm90_fp8_gemm" else {},
+    )
+    tiles = -(-m // config.tile_m)
+    first = min(-(-n // config.tile_n) * tiles // sms * sms // tiles * config.tile_n, n) or n
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    for given in (
+        {},
+        {"bias": bias, "residual": torch.randn(m, n, device="cuda", dtype=torch.bfloat16)},
+        {"bias": bias, "activation": "silu_mul", "alpha": torch.tensor(0.5, device="cuda")},
+    ):
+        gated = given.get("activation") == "silu_mul"
+        whole = [linear(x, weight, config=f"{name}/{t}", **given, **scale) for t in text.split("+")]
+        split_at = first // 2 if gated else first
+        wanted = torch.cat((whole[0][:, :split_at], whole[1][:, split_at:]), 1)
+        for _ in range(3):
+            assert torch.equal(linear(x, weight, config=f"{name}/{text}", **given, **scale), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        d = linear(x, weight, config=f"{name}/{text}", **scale)
+    x.view(torch.uint8).copy_(x.view(torch.uint8).flip(0))
+    graph.replay()
+    assert torch.equal(d, linear(x, weight, config=f"{name}/{text}", **scale))
