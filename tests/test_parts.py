@@ -63,7 +63,7 @@ def test_predicted_as_the_sum_where_there_are_two(name, problem, text):
 
 
 def test_a_part_of_a_large_product_is_as_hot_as_the_whole():
-    """2 * 256 * 57344 * 8192 operations bring the GPU to its power limit, which lowers its clock; those of a part not."""
+    """2 * 256 * 57344 * 8192 operations bring the GPU to its power limit, those of a part do not."""
     kernel, config = kernel_named("sm90_fp8_gemm"), GemmConfig.parse("256x128x128_1x1x1_coop+128x64x256_1x1x1_coop")
     problem = replace(W4A8, n=57344, k=8192)
     waves, rest = split(problem, config)

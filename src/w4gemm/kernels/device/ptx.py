@@ -203,6 +203,11 @@ def bulk_copy(destination: Int32, source: Int64, size: Int32, barrier: Int32) ->
     )
 
 
+def bulk_prefetch(source: Int64, size: Int32) -> None:
+    """Bring ``size`` bytes of global memory into L2; issued by one thread."""
+    asm("cp.async.bulk.prefetch.L2.global [$0], $1;", [], [source, size])
+
+
 def bulk_copy_multicast(destination: Int32, source: Int64, size: Int32, barrier: Int32, mask: Int16) -> None:
     """As ``bulk_copy``, to the same place in every CTA of the cluster whose bit is set, each with its own barrier."""
     asm(

@@ -49,8 +49,8 @@ codes become e4m3. With 16-bit scales (v.promoted) those multiply the float32 su
 takes the place of ``multiply_slot``, with two sets of sums of a part of the tokens beside the accumulators.
 
 Grouped (v.grouped), there are several weights, experts, each for some rows of x that only the device knows: a warp of
-each CTA counts all experts' tiles first (device/groups.py), after ``griddepcontrol.wait``. The boxes of x then start at
-any row; rows past the expert's last one are multiplied and not stored.
+each CTA counts all experts' tiles first (device/groups.py), after ``griddepcontrol.wait``, while L2 fetches weights.
+The boxes of x then start at any row; rows past the expert's last one are multiplied and not stored.
 
 Gathered (v.gathered, of a grouped problem), x comes by cp.async instead (device/row_gather.py), with all four warps of
 the producer at it: its threads arrive at a slot's full barrier too, each when its copies are there, and a consumer
@@ -237,6 +237,8 @@ class MixedGemm(Producer, Consumer):
         groups, s_fold = None, s_x.iterator
         if const_expr(v.grouped):
             groups = (smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends))
+            if warp == 4 * v.warpgroups:
+                self.prefetch_first(weight, starts.shape[0], cute.arch.block_idx()[0])
             cute.arch.griddepcontrol_wait()
             if warp == 1:
                 self.experts.fill(*groups)

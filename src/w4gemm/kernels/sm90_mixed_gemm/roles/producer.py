@@ -8,13 +8,14 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from w4gemm.kernels.device.groups import weight_of
-from w4gemm.kernels.device.ptx import bulk_copy, bulk_copy_multicast, copies_wait, shared_address
+from w4gemm.kernels.device.ptx import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_mixed_gemm.roles.work import Work
 from w4gemm.kernels.sm90_mixed_gemm.variant import CODE_BYTES
 
 _EARLY_SLOTS = 1  # of weights, requested before x may be read; with more, the first x would queue up behind them
+_PREFETCHED_SLOTS = 2  # of an expert's weights, into L2, before the rows of experts may be read
 
 
 class Producer(Work):
@@ -88,6 +89,22 @@ class Producer(Work):
                 if stage == v.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
+
+    @cute.jit
+    def prefetch_first(self, weight, experts, cta):
+        """Asks L2 for the first weights of the tile that this CTA starts with if every expert has one token tile. A
+        guess will do, since nothing waits for them; without it memory would idle while experts' rows are counted."""
+        v, c = self.v, self.v.config
+        rank_m, rank_n = self.place_in_cluster(cta % self.cluster)
+        n_blocks, k_blocks = weight.shape[0] // experts, weight.shape[1]
+        expert, n_tile = tile_coordinates(cta // self.cluster, experts, self.tiles(1, n_blocks)[1], self.band, v.short)
+        first = expert * n_blocks + (n_tile * c.cluster_n + rank_n) * v.tile_blocks
+        size = cutlass.min(_PREFETCHED_SLOTS * v.blocks, k_blocks) * v.block_bytes
+        if rank_m == 0:
+            with cute.arch.elect_one():
+                for r in cutlass.range_constexpr(v.tile_blocks):
+                    row = cutlass.min(first + r, weight.shape[0] - 1)
+                    bulk_prefetch(weight.iterator.toint() + Int64(row) * k_blocks * v.block_bytes, size)
 
     @cute.jit
     def load_early(self, weight, s_weight, full, m, work, stream, rank_n, cast):
