@@ -45,6 +45,7 @@ CASES = {
     "sm90_mixed_gemm/128x192x128_1x2x1_coop": (200, 7000, 640),
     "sm90_mixed_gemm/128x128x128_2x1x1_coop": (300, 9000, 640),
     "sm90_mixed_gemm/256x128x64_2x2x1_coop": (700, 6000, 576),
+    "sm90_mixed_gemm/128x192x128_1x1x1_coop+64x64x256_1x1x1_coop": (200, 13000, 384),
 }
 
 
@@ -76,6 +77,7 @@ FP8 = {
     "sm90_fp8_gemm/128x128x256_2x1x1_coop": (300, 9000, 640),
     "sm90_fp8_gemm/256x128x128_1x1x1_coop": (600, 9000, 640),
     "sm90_fp8_gemm/256x64x128_1x2x1_pingpong": (600, 9000, 512),
+    "sm90_fp8_gemm/256x128x128_1x1x1_coop+128x64x256_1x1x1_coop": (300, 9000, 640),
 }
 """(m, n, k) with fp8 activations; each also with experts, for as many formats as it is legal for."""
 COUNTS = (5, 0, 70, 300, 1, 0, 40)
