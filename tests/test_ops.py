@@ -365,7 +365,9 @@ def test_gradients_of_every_argument(w, x, bias, activation):
     sums = wanted_from[0] @ w.dequantize(x.dtype).float().T
     dense = Epilogue(activation).apply(sums, wanted_from[2], wanted_from[1], wanted_from[3])
     g = torch.randn_like(dense)
-    tolerance = 1e-5 if x.dtype == torch.float32 else 1e-1  # a rounding may change the side of relu's edge
+    if activation == "relu":  # a rounding may change the side of its edge
+        g[(1.5 * sums + bias).abs() < 0.1] = 0
+    tolerance = 1e-5 if x.dtype == torch.float32 else 5e-2
     for got, wanted in zip(torch.autograd.grad(d, tracked, g), torch.autograd.grad(dense, wanted_from, g), strict=True):
         # alpha's gradient is a sum of terms as large as g that may cancel
         assert (got.float() - wanted).norm() <= tolerance * max(wanted.norm(), g.norm())
