@@ -6,7 +6,7 @@ Rows of two launches, predicted as what each takes, and of dequantize_gemm are p
 Writes sm90_times.py or sm90_fp8_times.py and prints, for each (n, k, m, experts), how far the first choice is from the
 fastest config. With ``--keep``, configs that have constants keep them: new ones are fitted beside them, and no choice
 among the others changes. With ``--adjust``, constants are scaled as far as ROWS ask for it, which may then be few;
-configs that ROWS lack change as those of as many tokens. Needs numpy and scipy.
+configs that ROWS lack change as those of as many tokens, or, with ``--others-stay``, not. Needs numpy and scipy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     known_stay = parser.add_mutually_exclusive_group()
     known_stay.add_argument("--keep", action="store_true", help="fit configs without constants alone")
     known_stay.add_argument("--adjust", action="store_true", help="scale the constants that there are")
+    parser.add_argument("--others-stay", action="store_true", help="with --adjust: change what was measured alone")
     args = parser.parse_args(argv)
+    if args.others_stay and not args.adjust:
+        parser.error("--others-stay wants --adjust")
     known = sm90_times.TIMES | sm90_fp8_times.TIMES
     kept, adjusted = known if args.keep else {}, known if args.adjust else {}
     rows = [json.loads(line) | {"file": str(path)} for path in args.rows for line in path.read_text().splitlines()]
@@ -121,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if adjusted:
         before = (module.__doc__ or "").partition("\n\n")[2]
         source = f"{' '.join(before.split())} Adjusted to {source}"
-        times = carried(module.TIMES, times)
+        times = module.TIMES | times if args.others_stay else carried(module.TIMES, times)
     write(Path(module.__file__), times, source)
     report(points, times)
 

@@ -163,6 +163,21 @@ def test_constants_without_new_timings_change_with_those_of_as_many_tokens():
     assert found["a/64x128x128_1x1x1_coop"] == pytest.approx((1.8, 1.0, 0.0))
 
 
+def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
+    """Two launches and dequantize_gemm are passed over."""
+    one, two, written = "sm90_mixed_gemm/128x128x128_1x1x1_coop", "sm90_mixed_gemm/256x128x128_1x1x1_coop", {}
+    others = {f"{two}+128x128x128_1x1x1_coop": 4.0, "dequantize_gemm/256x8192x128_1x1x1_coop": 5.0}
+    rows = rows_file(tmp_path / "rows", {256: {one: 10.0, two: 11.0, **others}})
+    monkeypatch.setattr(fit, "fit", lambda samples, known: (known[0] * 2, known[1], known[2]))
+    monkeypatch.setattr(fit, "write", lambda target, times, source: written.update(times))
+    known = fit.sm90_times.TIMES
+    fit.main(["--adjust", "--others-stay", str(rows)])
+    assert written == known | {c: (known[c][0] * 2, *known[c][1:]) for c in (one, two)}
+    with pytest.raises(SystemExit):
+        fit.main(["--others-stay", str(rows)])
+    assert "--others-stay wants --adjust" in capsys.readouterr().err
+
+
 def test_fit_refuses_an_option_that_there_is_not(capsys):
     with pytest.raises(SystemExit):
         fit.main(["--ajust", "rows.jsonl"])
