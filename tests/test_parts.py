@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,20 @@ def test_one_order_of_additions_where_both_have_it():
     assert kernel.reduction_order(W4A16, both) == kernel.reduction_order(W4A16, one)
     other = replace(one, rest=GemmConfig.parse("64x64x256_1x1x1_coop"))
     assert kernel.reduction_order(W4A16, other) is None
+
+
+def test_what_is_shown_of_two_launches():
+    kernel, problem, both = kernel_named("sm90_fp8_gemm"), replace(W4A8, m=512), "256x128x128_1x1x1_coop"
+    one = kernel.resources(problem, GemmConfig.parse(both))
+    two = kernel.resources(problem, GemmConfig.parse(f"{both}+256x64x128_1x1x1_coop"))
+    assert (one.ctas, one.waves) == (448, 3.39)
+    assert two == one._replace(ctas=396 + 104, waves=3.79)
+
+
+@pytest.mark.parametrize("text", ["128x128x128_1x1x1_coop+", "128x128x128_1x1x1_coop+coop", "+128x128x128_1x1x1_coop"])
+def test_half_a_config_is_refused_with_all_that_came(text):
+    with pytest.raises(ValueError, match=f"got '{re.escape(text)}'"):
+        GemmConfig.parse(text)
 
 
 def test_a_rest_has_no_rest():

@@ -68,7 +68,7 @@ class GemmConfig:
         """
         first, plus, rest = text.partition("+") if isinstance(text, str) else ("", "", "")
         found = _CONFIG.fullmatch(first)
-        if found is None:
+        if found is None or (plus and _CONFIG.fullmatch(rest.partition("+")[0]) is None):
             raise ValueError(
                 "config: wanted <tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<coop|pingpong|stream>"
                 f"[_k<split_k>][_s<stages>][+<config of the rest>], for example 64x128x128_1x1x1_coop_k2, got {text!r}"

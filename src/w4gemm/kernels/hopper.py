@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
+from w4gemm.kernels.base import Resources
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY, GpuKernel
 from w4gemm.kernels.sm90_model import predicted_us
 from w4gemm.problem import Device, GemmProblem
@@ -21,6 +22,14 @@ def split(problem: GemmProblem, config: GemmConfig) -> tuple[GemmProblem, GemmPr
     whole = m_tiles * n_tiles // problem.device.sms * problem.device.sms // m_tiles
     n = min(whole * config.tile_n, problem.n) or problem.n
     return replace(problem, n=n), replace(problem, n=problem.n - n)
+
+
+def launches(problem: GemmProblem, config: GemmConfig) -> list[tuple[GemmProblem, GemmConfig]]:
+    """What each launch has to do, and with which config: one, or two if the config has a rest and features are left."""
+    if config.rest is None:
+        return [(problem, config)]
+    parts = zip(split(problem, config), (replace(config, rest=None), config.rest), strict=True)
+    return [(part, c) for part, c in parts if part.n]
 
 
 class HopperKernel(GpuKernel):
@@ -40,12 +49,16 @@ class HopperKernel(GpuKernel):
     def arch(self, device: Device) -> str:
         return "sm_90a"
 
+    def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
+        """Of two launches, the first one's, but the CTAs and waves of both."""
+        found = [super(HopperKernel, self).resources(*launch) for launch in launches(problem, config)]
+        ctas, waves = sum(r.ctas or 0 for r in found), sum(r.waves or 0.0 for r in found)
+        return found[0]._replace(ctas=ctas, waves=round(waves, 2))
+
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        if config.rest is None:
-            return self._launch_us(problem, config, problem)
-        waves, rest = split(problem, config)
-        us = self._launch_us(waves, replace(config, rest=None), problem)
-        return us + (self._launch_us(rest, config.rest, problem) if rest.n else _NEEDLESS_US)
+        parts = launches(problem, config)
+        us = sum(self._launch_us(part, c, problem) for part, c in parts)
+        return us + (_NEEDLESS_US if config.rest and len(parts) == 1 else 0.0)
 
     def _launch_us(self, part: GemmProblem, config: GemmConfig, whole: GemmProblem) -> float:
         named, ctas = self.timed_as(part.format), self.ctas_per_sm(config)
