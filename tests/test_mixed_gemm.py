@@ -38,7 +38,7 @@ def test_sizes_that_follow_from_a_config(format, experts, gathered):
 
 
 def test_few_enough_to_compile_them_all():
-    assert sum(len(kernel.configs(PROBLEM)) for kernel in dispatch.KERNELS if kernel.supports(PROBLEM)) <= 280
+    assert sum(len(kernel.configs(PROBLEM)) for kernel in dispatch.KERNELS if kernel.supports(PROBLEM)) <= 290
 
 
 @pytest.mark.parametrize("n, k", LAYERS)

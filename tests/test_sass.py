@@ -181,7 +181,8 @@ def configs_with_epilogues() -> list:
     found = {}
     for kernel in gpu_kernels():
         for name in reversed(NEEDY.get(kernel.name, _NEEDY)):
-            for c in sorted(kernel.configs(problem_of(kernel, name)), key=lambda c: c.tile_m):
+            alone = [c for c in kernel.configs(problem_of(kernel, name)) if c.rest is None]
+            for c in sorted(alone, key=lambda c: c.tile_m):
                 large = c.tile_m * c.tile_n >= 2**15
                 found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.split_k, large] = str(c), name
     cases = zip(found.items(), itertools.cycle(epilogues), strict=False)
