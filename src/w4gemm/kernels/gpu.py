@@ -135,7 +135,7 @@ class GpuKernel(ABC):
 
     @abstractmethod
     def entry(self) -> Callable[[Any], Callable[..., None]]:
-        """The device class: made from a variant, called by ``cute.compile``. Imports the DSL."""
+        """Makes what ``cute.compile`` is given from a variant: the device class, mostly. Imports the DSL."""
 
     @abstractmethod
     def refusal(self, device: Device) -> str:

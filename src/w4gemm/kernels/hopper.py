@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
@@ -15,11 +16,16 @@ _NEEDLESS_US = 1e3
 """Puts a config of two launches last where one does it all."""
 
 
+def whole_columns(m_tiles: Any, n_tiles: Any, ctas: Any) -> Any:
+    """Columns of tiles that fill whole waves of so many CTAs: host and device count them alike."""
+    return m_tiles * n_tiles // ctas * ctas // m_tiles
+
+
 def split(problem: GemmProblem, config: GemmConfig) -> tuple[GemmProblem, GemmProblem]:
     """The features that fill whole waves of a config's tiles, one CTA a multiprocessor, or all where no wave is full;
     and those that are left. Each is a problem of its own, the latter perhaps with n 0."""
     m_tiles, n_tiles = -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
-    whole = m_tiles * n_tiles // problem.device.sms * problem.device.sms // m_tiles
+    whole = whole_columns(m_tiles, n_tiles, problem.device.sms)
     n = min(whole * config.tile_n, problem.n) or problem.n
     return replace(problem, n=n), replace(problem, n=problem.n - n)
 

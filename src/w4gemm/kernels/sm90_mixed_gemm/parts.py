@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from w4gemm.kernels.hopper import whole_columns
 from w4gemm.kernels.sm90_mixed_gemm.kernel import MixedGemm
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.layouts.sm90 import BLOCK_N
 
 
 class Parts:
-    """What ``cute.compile`` is given: made of the variant of the whole waves, and that of the rest."""
+    """What ``cute.compile`` is given for a variant whose config has a rest."""
 
-    def __init__(self, waves: Variant, rest: Variant):
-        self.waves, self.rest = MixedGemm(waves), MixedGemm(rest)
-        self.gated = waves.epilogue.gated
+    def __init__(self, variant: Variant):
+        config = variant.config
+        self.waves, self.rest = (
+            MixedGemm(replace(variant, config=c)) for c in (replace(config, rest=None), config.rest)
+        )
+        self.gated = variant.epilogue.gated
 
     @cute.jit
     def __call__(
@@ -41,7 +46,7 @@ class Parts:
     ):
         """As MixedGemm.__call__, of one weight. Where no wave is full there is no rest."""
         m_tiles, n_tiles = self.waves.tiles(out.shape[0], weight.shape[0])
-        whole = m_tiles * n_tiles // max_clusters * max_clusters // m_tiles
+        whole = whole_columns(m_tiles, n_tiles, max_clusters)
         blocks = cutlass.min(whole * (self.waves.v.config.tile_n // BLOCK_N), weight.shape[0])
         extras, common = (alpha, bias, residual, token_scale, channels), (max_clusters, stream)
         if blocks == 0:

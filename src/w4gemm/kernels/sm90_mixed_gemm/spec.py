@@ -12,7 +12,6 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
-from w4gemm.kernels.base import Program
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.kernels.workspace import FLAG_BYTES
@@ -56,8 +55,9 @@ class Sm90MixedGemm(HopperKernel):
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
         from w4gemm.kernels.sm90_mixed_gemm.kernel import MixedGemm
+        from w4gemm.kernels.sm90_mixed_gemm.parts import Parts
 
-        return MixedGemm
+        return lambda variant: Parts(variant) if variant.config.rest else MixedGemm(variant)
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
@@ -75,26 +75,13 @@ class Sm90MixedGemm(HopperKernel):
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         # a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster
         found = [c for c in self.fitting(problem) if not (problem.gathered and c.cluster_n > 1)]
-        return found + self._in_parts(problem, found)
-
-    def _in_parts(self, problem: GemmProblem, found: list[GemmConfig]) -> list[GemmConfig]:
-        if problem.experts:
-            return []
-        pairs = [GemmConfig.parse(text) for text in self.parts]
-        return [c for c in pairs if {replace(c, rest=None), c.rest} <= set(found)]
+        pairs = [] if problem.experts else [GemmConfig.parse(text) for text in self.parts]
+        legal = set(found)
+        return found + [c for c in pairs if {replace(c, rest=None), c.rest} <= legal]
 
     def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
         """The configs that registers and shared memory have room for, for the problem's format."""
         return _fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes, problem.experts > 0)
-
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
-        program = super().program(problem, config)
-        if config.rest is None:
-            return program
-        from w4gemm.kernels.sm90_mixed_gemm.parts import Parts
-
-        variants = (Variant.of(problem, c) for c in (replace(config, rest=None), config.rest))
-        return replace(program, entry=Parts(*variants))
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Flags, and the accumulators that every CTA of a stream may have to park."""
