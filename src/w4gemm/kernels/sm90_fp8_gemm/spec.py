@@ -50,6 +50,10 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
         "96x256x128_1x1x1_coop+64x64x256_1x1x1_coop",
         "128x128x256_1x1x1_coop+128x64x256_1x1x1_coop",
         "128x128x256_1x1x1_coop+64x64x512_1x1x1_coop",
+        # cut along k, where few features are left and k is large
+        "256x128x128_1x1x1_coop+256x64x128_1x1x1_coop_k2",
+        "256x64x128_1x1x1_coop+128x64x256_1x1x1_coop_k2",
+        "192x128x128_1x1x1_coop+192x64x128_1x1x1_coop_k2",
     )
 
     def timed_as(self, format: WeightFormat) -> str:
