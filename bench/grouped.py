@@ -276,9 +276,7 @@ def error_of(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, counts: list[
 
 
 def call_of(w: QuantizedWeight, total: int, dtype: torch.dtype, gathered: bool = False) -> dispatch.Call:
-    interval, epilogue = dispatch.interval(-(-total // w.experts)), Epilogue(token_scale=dtype == FP8)
-    grouped = (w.experts, gathered)
-    return dispatch.Call(interval, w.n, w.k, dtype, w.format, w.layout, epilogue, w.device, "", False, *grouped)
+    return dispatch.call_of(w, total, dtype, Epilogue(token_scale=dtype == FP8), gathered=gathered)
 
 
 def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int, gathered: bool) -> list[str]:

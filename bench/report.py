@@ -180,12 +180,20 @@ def work_of(rows: list[dict[str, Any]]) -> Work:
 
 
 def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
-    """Microseconds, and the version of every implementation; several formats count as several."""
+    """Microseconds, and the version of every implementation; several formats count as several.
+
+    Raises:
+        ValueError: if rows of a point are of several runs, which may not be compared.
+    """
     times: Times = defaultdict(dict)
     versions: dict[str, str] = {}
+    runs: dict[tuple[Layer, int], str] = {}
     for row in rows:
         name = f"{row['impl']} e4m3" if row["format"].endswith("_e4m3") else row["impl"]
         layer = Layer(row["n"], row["k"], row.get("experts", 0), row.get("routing", ""))
+        run = runs.setdefault((layer, row["m"]), row["run"])
+        if run != row["run"]:
+            raise ValueError(f"{layer}, m {row['m']}: wanted rows of one run, got some of {run} and {row['run']}")
         times[layer, row["m"]][name] = row["us_p50"]
         versions[name] = row["impl_version"]
     return times, versions

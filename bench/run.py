@@ -22,7 +22,7 @@ from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.epilogue import default_out_dtype
-from w4gemm.tuning import record
+from w4gemm.tuning import record, workload
 from w4gemm.tuning.timing import time_graphs
 
 RESULTS = Path(__file__).parent / "results/times.jsonl"
@@ -78,21 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def random_weight(n: int, k: int, format: WeightFormat, dtypes: Sequence[torch.dtype]) -> QuantizedWeight:
-    """Uniform codes; for fp8 activations without -8, which some of the peers cannot hold. For others with it, since
+    """For fp8 activations without the code of -8, which some of the peers cannot hold. For others with it, since
     Humming takes 14 to 34 % longer without."""
-    g = torch.Generator(device="cuda").manual_seed(1)
-    least = int(torch.float8_e4m3fn in dtypes)
-    codes = torch.randint(least, 16, (n, k), dtype=torch.uint8, device="cuda", generator=g)
-    scales = torch.rand(n, format.groups(k), device="cuda", generator=g) * 0.01 + 0.005
-    if format.has_channels:
-        channels = scales[:, 0].clone()
-        return QuantizedWeight.from_codes(format, codes, (2000 * scales).to(format.scale_dtype), channels=channels)
-    zeros = None
-    if format.zero_dtype is not None:
-        zeros = (torch.rand(scales.shape, device="cuda", generator=g) * (15 if format.zero == "int" else 0.1)).to(
-            format.zero_dtype
-        )
-    return QuantizedWeight.from_codes(format, codes, scales.to(format.scale_dtype), zeros)
+    return workload.random_weight(n, k, format, "cuda", least=int(torch.float8_e4m3fn in dtypes))
 
 
 def prepare(peers: list[Peer], weight: QuantizedWeight, dtype: torch.dtype) -> list[Entry]:
@@ -127,7 +115,7 @@ def measure(entries: list[Entry], m: int) -> list[dict[str, Any]]:
         out = torch.empty(m, weight.n, device="cuda", dtype=default_out_dtype(entry.dtype))
         wanted = xs[0].float() @ weight.dequantize().T
         try:
-            d = run(entry.copies[0], xs[0], out, "").float()
+            d = run(entry.copies[0], xs[0], out).float()
             error = ((d - wanted).norm() / wanted.norm()).item()
         except Exception as e:
             print(f"  {name}: {e!r:.200}", flush=True)
@@ -136,7 +124,7 @@ def measure(entries: list[Entry], m: int) -> list[dict[str, Any]]:
             print(f"  {name}: relative error {error:.3g}, not timed", flush=True)
             continue
         used = entry.copies if m <= _MANY_TOKENS else entry.copies[:4]
-        graphs.append([lambda r=run, t=t, x=xs[i % 2], d=out: r(t, x, d, "") for i, t in enumerate(used)])  # type: ignore[misc]
+        graphs.append([lambda r=run, t=t, x=xs[i % 2], d=out: r(t, x, d) for i, t in enumerate(used)])  # type: ignore[misc]
         rows.append(
             {
                 "work": "w4a8" if entry.dtype == torch.float8_e4m3fn else "w4a16",

@@ -10,7 +10,9 @@ import torch
 
 import w4gemm
 from conformance.cases import (
+    CONFIG_FORMATS,
     FEW_FORMATS,
+    FP8,
     Target,
     assert_close,
     compile_ahead,
@@ -99,13 +101,22 @@ def test_large_on_a_gpu(n, k):
     x = randn(w, 9000, torch.bfloat16)
     whole, chosen = invariant(x, w), set()
     for m in dispatch.BOUNDS:
-        call = dispatch.Call(
-            dispatch.interval(m), n, k, x.dtype, w.format, w.layout, Epilogue(bias=True), w.device, "", True
-        )
-        chosen.add(str(dispatch.plan_for(call)))
+        chosen.add(str(dispatch.plan_for(dispatch.call_of(w, m, x.dtype, Epilogue(bias=True), True))))
         for part in (slice(m), slice(9000 - m, 9000), slice(11, 11 + m - m // 5)):
             assert torch.equal(invariant(x[part], w), whole[part]), (m, part)
     assert len(chosen) > 1, "one config alone would show nothing"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g64_zint_fp16", "int4_g128_e4m3", "int4_col_e4m3"])
+def test_fp8_activations_on_a_gpu(format):
+    """Quantized on the way, each token by itself."""
+    w = random_weight(WeightFormat.parse(format), 2048, 2048).to("cuda").repack("sm90_fp8")
+    x = randn(w, 3000, torch.bfloat16)
+    whole = invariant(x, w)
+    for m in (*(m for m in dispatch.BOUNDS if m < 3000), 3, 21, 100, 777):
+        for part in (slice(m), slice(3000 - m, 3000), slice(11, 11 + m - m // 5)):
+            assert torch.equal(invariant(x[part], w), whole[part]), (m, part)
 
 
 # --- the declared orders ---------------------------------------------------------------------------------------------
@@ -122,10 +133,21 @@ def same_order(target: Target, n: int, k: int, format: WeightFormat) -> dict[obj
     return found
 
 
-@pytest.mark.parametrize("target", [p for p in targets() if "bfloat16" in p.id])
-def test_configs_of_one_order_give_equal_bits(target):
+def orders_of() -> list[object]:
+    """A target and a format that it runs all configs with."""
+    found = []
+    for p in targets():
+        (target,) = p.values
+        for format in CONFIG_FORMATS if target.dtype == FP8 and target.device == "cuda" else CONFIG_FORMATS[:1]:
+            takes = target.configs(200, 1152, format)
+            if takes and (target.dtype == torch.bfloat16 or (target.dtype, target.device) == (FP8, "cuda")):
+                found.append(pytest.param(target, format, id=f"{p.id}-{format}", marks=p.marks))
+    return found
+
+
+@pytest.mark.parametrize("target, format", orders_of())
+def test_configs_of_one_order_give_equal_bits(target, format):
     supported_here(target)
-    format = WeightFormat.parse("int4_g64_zint_fp16")  # that of the conformance suite's run over all configs
     if target.device == "cuda":
         compile_ahead(job(target, 200, 1152, format, config) for config in target.configs(200, 1152, format))
     for n, k in ((200, 1152), (136, 4096)):

@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import fit, report, support, tune  # noqa: E402
+from bench import fit, report, support, sweep, tune  # noqa: E402
 from bench.peers import PEERS, peers_named  # noqa: E402
 from bench.shapes import (  # noqa: E402
     EXPERTS,
@@ -152,6 +152,32 @@ def test_a_table_from_rows(tmp_path):
     again = rows_file(tmp_path / "2", {64: {guess: 20.5, second: 20.0}, 128: {second: 9.0}})
     tune.main(["--rows", str(first), str(again), "--table", str(table)])
     assert [(r.choice, r.us) for r in store.read(table)[1:]] == [(second, 20.0), (second, 9.0)]
+
+
+def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, capsys):
+    rows, table = tmp_path / "rows.jsonl", tmp_path / "table.jsonl"
+    sweep.main(["--shapes", "96x128", "--m", "1,5..8", "--configs", "2", "--device", "cpu", "--out", str(rows)])
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["m"] for row in found} == {1, 8} and all(row["us"] > 0 and row["commit"] for row in found)
+    assert len({(row["m"], row["config"]) for row in found}) == len(found) >= 3
+    assert "timings" in capsys.readouterr().out
+    tune.main(["--rows", str(rows), "--shapes", "layers", "--table", str(table)])
+    assert not table.exists() or not table.read_text()
+
+    grouped = tmp_path / "grouped.jsonl"
+    row = found[0] | {"impl": "w4gemm_config", "routing": "balanced", "experts": 8, "us_p50": 3.5}
+    grouped.write_text("\n".join(json.dumps(row | other) for other in ({}, {"impl": "w4gemm"}, {"routing": "hot"})))
+    sweep.main(["--grouped", str(grouped), "--out", str(tmp_path / "experts.jsonl")])
+    (kept,) = (json.loads(line) for line in (tmp_path / "experts.jsonl").read_text().splitlines())
+    assert kept["experts"] == 8 and kept["us"] == 3.5 and "impl" not in kept
+
+
+def test_a_page_is_of_one_run_at_each_point():
+    rows = [{"impl": name, "format": "int4_g128", "n": 64, "k": 128, "m": 1, "us_p50": 1.0} for name in ("a", "b")]
+    rows = [row | {"impl_version": "1", "run": "first"} for row in rows]
+    assert len(report.by_point(rows)[0]) == 1
+    with pytest.raises(ValueError, match="64x128, m 1: wanted rows of one run, got some of first and second"):
+        report.by_point([rows[0], rows[1] | {"run": "second"}])
 
 
 def test_constants_without_new_timings_change_with_those_of_as_many_tokens():

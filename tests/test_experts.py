@@ -104,6 +104,37 @@ def test_combine_adds_in_order():
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_combine_gives_gradients_to_both(device):
+    d, weights = torch.randn(6, 8, device=device).bfloat16(), torch.rand(3, 2, device=device, requires_grad=True)
+    places = torch.tensor([[5, 0], [1, 2], [-1, 3]], dtype=torch.int32, device=device)
+    combine(d, places, weights).sum().backward()
+    wanted = torch.where(places >= 0, d.float().sum(1)[places.clamp(min=0).long()], 0.0)
+    torch.testing.assert_close(weights.grad, wanted)
+    d.requires_grad_()
+    assert combine(d, places, weights.detach()).requires_grad
+
+
+def test_a_masked_product_after_one_of_fake_tensors():
+    """Nothing of what a tracer sees is kept for real calls."""
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(E, 5, 64)
+    counts = torch.tensor([5, 0, 2, 1], dtype=torch.int32)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        w4gemm.masked_linear(x, w, counts)
+    d = w4gemm.masked_linear(x, w, counts)
+    for e, count in enumerate(counts.tolist()):
+        torch.testing.assert_close(d[e, :count], x[e, :count] @ w.expert(e).dequantize().T)
+
+
+def test_forward_derivatives_of_experts_are_refused():
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(6, 64)
+    offsets = torch.tensor([0, 1, 2, 3, 6], dtype=torch.int32)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="x: forward-mode derivatives"):
+            w4gemm.grouped_linear(dual, w, offsets)
+
+
 @pytest.mark.parametrize("routing", ["random", "zipf", "hot", "elsewhere"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_whole_layer(device, routing):

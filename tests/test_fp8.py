@@ -66,6 +66,19 @@ def test_bad_token_scale(w, x, scale, error, message):
         linear(x.to(FP8), w, token_scale=scale)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scales_that_are_a_column_of_others(w, x, device):
+    x8, scales = x.to(device).to(FP8), torch.rand(2, 3, 4, device=device)
+    one = w.to(device).repack("sm90_fp8" if device == "cuda" else None)
+    d = linear(x8, one, token_scale=scales[..., 1])
+    assert torch.equal(d, linear(x8, one, token_scale=scales[..., 1].clone()))
+
+
+def test_no_gradients_to_scales(w, x):
+    with pytest.raises(NotImplementedError, match="gradients of a linear with fp8 activations"):
+        linear(x.to(FP8), w, token_scale=torch.ones(2, 3, requires_grad=True))
+
+
 def test_only_fp8_has_scales(w, x):
     with pytest.raises(TypeError, match=r"token_scale: wanted None for x of torch.float32"):
         linear(x, w, token_scale=torch.ones(2, 3))

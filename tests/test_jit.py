@@ -291,6 +291,24 @@ def test_a_pool_survives_a_child(folder):
         assert alive.result(timeout=120)
 
 
+def test_a_pool_that_cannot_start_a_child_says_so(folder, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with CompilePool(workers=1) as pool:
+        futures = pool.submit([(TinyKernel(), PROBLEM, CONFIG)] * 2)
+        for future in futures:
+            with pytest.raises(RuntimeError, match="no more processes"):
+                future.result(timeout=120)
+
+
+def test_a_pool_leaves_nobody_waiting(folder):
+    with CompilePool(workers=1) as pool:
+        futures = pool.submit([(TinyKernel(), PROBLEM, CONFIG)] * 50)
+    assert all(future.done() or future.cancelled() for future in futures)
+
+
 class Deadly(TinyKernel):
     """Its compiler ends the process, as a crash in native code does."""
 

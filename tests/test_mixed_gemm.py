@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from w4gemm import dispatch
+from w4gemm import GemmConfig, dispatch
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named, ranked
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
@@ -35,6 +35,13 @@ def test_sizes_that_follow_from_a_config(format, experts, gathered):
             launched = 65536 // (v.threads * v.occupancy) // 8 * 8 * v.threads
             assert 128 * (v.warpgroups * v.consumer_registers + v.producer_registers) <= launched
         assert not (gathered and config.cluster_m * config.cluster_n > 1)
+
+
+def test_the_ctas_of_experts():
+    """One token each: a tile of tokens for every expert."""
+    problem = replace(PROBLEM, m=8, n=1536, k=2048, experts=8)
+    assert KERNEL.resources(problem, GemmConfig.parse("8x64x128_1x1x1_coop")).ctas == 8 * 1536 // 64
+    assert KERNEL.resources(replace(problem, experts=0), GemmConfig.parse("8x64x128_1x1x1_coop")).ctas == 1536 // 64
 
 
 def test_few_enough_to_compile_them_all():

@@ -109,6 +109,19 @@ def test_mistakes(weight, changes, message):
         MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("epilogue", "error", "message"),
+    [
+        (Epilogue("swish"), ValueError, "activation: wanted one of relu, .*, got 'swish'"),
+        (Epilogue(alpha="both"), ValueError, "alpha: wanted 'host', 'device' or None, got 'both'"),
+        (Epilogue(out_dtype=torch.int8), TypeError, "out_dtype: wanted torch.float32, .*, got torch.int8"),
+    ],
+)
+def test_an_epilogue_that_there_is_not(epilogue, error, message):
+    with pytest.raises(error, match=message):
+        MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=epilogue)
+
+
 @pytest.mark.gpu
 def test_on_the_gpu_without_allocating_or_synchronizing():
     m, n, k = 24, 1536, 1024

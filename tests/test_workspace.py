@@ -64,6 +64,11 @@ def test_a_workspace_of_the_caller(product, config):
         assert torch.equal(d, wanted)
     with pytest.raises(ValueError, match=f"workspace: wanted at least {size} contiguous bytes"):
         gemm.run(x, w.tensors, d, config=config, workspace=workspace[1:])
+    more = torch.zeros(size + 17, dtype=torch.uint8, device="cuda")
+    gemm.run(x, w.tensors, d, config=config, workspace=more)
+    assert torch.equal(d, wanted)
+    with pytest.raises(ValueError, match="workspace: wanted its data at a multiple of 16 bytes"):
+        gemm.run(x, w.tensors, d, config=config, workspace=more[1:])
 
 
 def test_streams_at_the_same_time(product, config):

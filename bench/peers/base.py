@@ -17,23 +17,17 @@ from w4gemm.weight import QuantizedWeight
 Tensors = tuple[torch.Tensor, ...]
 
 
-def _nothing_to_choose(m: int) -> Sequence[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A weight in an implementation's own layout, and how to multiply by it."""
 
     tensors: Tensors
     """All that is read of the weight: the benchmark rotates over copies of them."""
-    run: Callable[[Tensors, torch.Tensor, torch.Tensor, str], torch.Tensor]
-    """run(tensors, x (m, k), out (m, n), config) -> d (m, n), in ``out`` if the implementation can write there. A
-    config is one of ``configs``, or the empty string for what users get unasked. Works in a CUDA graph."""
+    run: Callable[[Tensors, torch.Tensor, torch.Tensor], torch.Tensor]
+    """run(tensors, x (m, k), out (m, n)) -> d (m, n), in ``out`` if the implementation can write there: what users get
+    unasked. Works in a CUDA graph."""
     chosen: Callable[[int], str] = lambda m: ""
-    """The config that runs unasked for m tokens, or the empty string if it does not say."""
-    configs: Callable[[int], Sequence[str]] = _nothing_to_choose
-    """Every config that can be asked for at m tokens."""
+    """The config that runs for m tokens, or the empty string if the implementation does not say."""
     activations: torch.dtype | None = None
     """What ``run`` takes, where it is not what was asked for, since the implementation quantizes x itself."""
     most_tokens: int = 2**31

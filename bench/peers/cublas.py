@@ -28,7 +28,7 @@ class Cublas:
         if dtype == FP8:
             return prepare_fp8(weight)
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return torch.mm(x, tensors[0].t(), out=out)
 
         return Prepared((weight.dequantize(dtype),), run)
@@ -39,7 +39,7 @@ def prepare_fp8(weight: QuantizedWeight) -> Prepared:
     assert channels is not None
     w = (weight.dequantize() / channels[:, None]).to(FP8)
 
-    def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+    def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         w, channels = tensors
         rows, columns = token_scales()[: len(x), None], channels[None, :]
         return torch._scaled_mm(x, w.t(), rows, columns, out_dtype=out.dtype, use_fast_accum=True, out=out)

@@ -35,9 +35,9 @@ class CutlassW4A8:
         encoded = ops.cutlass_encode_and_reorder_int4b(words)
         group_scales = ops.cutlass_pack_scale_fp8(scales.t().contiguous())
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             w, s, c = tensors
-            return ops.cutlass_w4a8_mm(x, w, s, 128, c, token_scales()[: len(x)], None, config or None)
+            return ops.cutlass_w4a8_mm(x, w, s, 128, c, token_scales()[: len(x)], None, None)
 
         return Prepared((encoded, group_scales, channels), run)
 

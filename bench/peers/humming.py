@@ -47,7 +47,7 @@ class Humming:
         layer.transform()
         config, zero_point = layer.humming_config, getattr(layer, "zero_point", None)
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, _: str) -> torch.Tensor:
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             w, s, locks = tensors
             humming_forward(config, x, w, s, zero_point, outputs=out, locks=locks)
             return out

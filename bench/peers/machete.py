@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from bench.peers import vllm_ops
 from bench.peers.base import Prepared, Tensors, gptq_words, unsupported
@@ -31,14 +29,11 @@ class Machete:
         packed = ops.machete_prepack_B(gptq_words(codes).t(), dtype, kind, dtype)
         group_scales = scales.to(dtype).t().contiguous()
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             b, s = tensors
-            return ops.machete_mm(x, b, kind, dtype, s, None, group, None, None, config or None)
+            return ops.machete_mm(x, b, kind, dtype, s, None, group, None, None, None)
 
-        def schedules(m: int) -> Sequence[str]:
-            return ops.machete_supported_schedules(dtype, kind, dtype, None, None, None, dtype)
-
-        return Prepared((packed, group_scales), run, configs=schedules)
+        return Prepared((packed, group_scales), run)
 
 
 PEER = Machete()

@@ -32,7 +32,7 @@ class Marlin:
         locks = torch.zeros(sms, dtype=torch.int32, device=codes.device)
         group_scales = _permuted(scales.to(dtype).t().contiguous())
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             b, s, workspace = tensors
             shape = (x.shape[0], n, k)
             # vLLM's defaults: k whole, no atomic adds, partial sums in float32

@@ -46,7 +46,7 @@ class Quack:
         codes, scales = weight.repack("canonical").tensors  # two codes a byte, the even column low: as Quack wants
         blob, strip = prepare_w4_weight(codes, scales.to(dtype), wformat=name)
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return gemm_w4a16(x, tensors[0], tensors[1], out=out, wformat=name)
 
         return Prepared((blob, strip), run)
@@ -66,7 +66,7 @@ def prepare_fp8(weight: QuantizedWeight) -> Prepared:
     blob, strip = prepare_w4_weight(nibbles[:, 0::2] | (nibbles[:, 1::2] << 4), given, wformat=name)
     tensors = (blob, strip) if channels is None else (blob, strip, channels)
 
-    def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+    def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         b, s, *chan = tensors
         scales = token_scales()[: len(x)]
         return gemm_w4a8(x, b, s, act_scale=scales, chan_scale=chan[0] if chan else None, out=out, wformat=name)

@@ -42,7 +42,7 @@ class TorchInt4:
             torch.stack((scales, torch.zeros_like(scales)), dim=-1).to(dtype).transpose(0, 1).contiguous()
         )
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return torch.ops.aten._weight_int4pack_mm(x, tensors[0], group, tensors[1])
 
         return Prepared((packed, scales_and_zeros), run, most_tokens=16)

@@ -1,4 +1,4 @@
-"""vLLM's compiled operators, which two peers share.
+"""vLLM's compiled operators, which several peers share.
 
 They are taken from an installed vLLM, or from the file ``$VLLM_OPS_LIBRARY``, with ``$VLLM_VERSION`` saying which
 version that is.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -40,29 +39,19 @@ class W4gemm:
         scaled = dtype == FP8
         epilogue = PLAIN._replace(token_scale=scaled)
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor, config: str) -> torch.Tensor:
+        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             scales = token_scales()[: len(x)] if scaled else None
-            if self._kernel and not config:
-                config = chosen(len(x))
-            return w4gemm.linear(
-                x, replace(packed, tensors=tensors), token_scale=scales, out=out, config=config or None
-            )
+            config = chosen(len(x)) if self._kernel else None
+            return w4gemm.linear(x, replace(packed, tensors=tensors), token_scale=scales, out=out, config=config)
 
         def chosen(m: int) -> str:
             if self._kernel:
-                return configs(m)[0]
-            interval = dispatch.interval(m)
-            call = dispatch.Call(
-                interval, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, packed.device, ""
-            )
-            return str(dispatch.plan_for(call))
+                problem = GemmProblem(m, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, device)
+                ranking = dispatch.explain(problem).ranking
+                return next(f"{kernel}/{c}" for _, kernel, c in ranking if kernel == self._kernel)
+            return str(dispatch.plan_for(dispatch.call_of(packed, m, dtype, epilogue)))
 
-        def configs(m: int) -> Sequence[str]:
-            problem = GemmProblem(m, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, device)
-            ranking = dispatch.explain(problem).ranking
-            return [f"{kernel}/{c}" for _, kernel, c in ranking if kernel == (self._kernel or kernel)]
-
-        return Prepared(packed.tensors, run, chosen, configs)
+        return Prepared(packed.tensors, run, chosen)
 
 
 PEER = W4gemm()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue, bias_dtype, default_out_dtype
+from w4gemm.epilogue import Epilogue, bias_dtype, default_out_dtype
 from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.weight import QuantizedWeight, kind_of
 
@@ -111,10 +111,7 @@ def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_activation(activation: str | None, n: int) -> None:
-    if activation is None:
-        return
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"activation: wanted one of {', '.join(ACTIVATIONS)} or None, got {activation!r}")
+    Epilogue(activation).check()
     if activation == "silu_mul" and n % 2:
         raise ValueError(f"activation: silu_mul wants an even n, pairs of gate and up rows in w, got n {n}")
 
@@ -128,12 +125,11 @@ def fused(
     rows: torch.Size | None = None,
 ) -> tuple[Epilogue, Fused]:
     """The epilogue of a call that asks for more than a bias, and what it is made with. ``given``: alpha, bias (already
-    checked), residual and token_scale as they came. ``rows``: the result's shape but for its columns, where that is not
-    x's."""
+    checked), residual and token_scale as they came. ``rows``: the result's shape without its last dimension, where it
+    is not that of x."""
     alpha, bias, residual, token_scale = given
     check_activation(activation, w.n)
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {out_dtype!r}")
+    Epilogue(out_dtype=out_dtype).check()
     kind = None
     if alpha is not None:
         kind, alpha = _alpha(alpha, x.device)
@@ -158,7 +154,7 @@ def _token_scale(scale: object, x: torch.Tensor) -> torch.Tensor:
             f"token_scale: wanted shape {tuple(x.shape[:-1])}, one number for each row of x, on {x.device}, got "
             f"{tuple(scale.shape)} on {scale.device}"
         )
-    return scale.reshape(-1)
+    return scale.reshape(-1).contiguous()
 
 
 def _alpha(alpha: object, device: torch.device) -> tuple[str, float | torch.Tensor]:

@@ -29,7 +29,7 @@ import torch
 
 from w4gemm import environment
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
+from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.explanation import Candidate, Explanation
 from w4gemm.formats import WeightFormat
@@ -39,6 +39,7 @@ from w4gemm.kernels.sm90_model import copy_us
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.tuning import store
+from w4gemm.weight import QuantizedWeight
 
 _log = logging.getLogger("w4gemm")
 
@@ -107,6 +108,20 @@ class Call(NamedTuple):
     experts: int = 0
     """Of a grouped problem, whose interval is that of the tokens an expert has on average."""
     gathered: bool = False
+
+
+def call_of(
+    w: QuantizedWeight,
+    m: int,
+    dtype: torch.dtype,
+    epilogue: Epilogue = PLAIN,
+    batch_invariant: bool = False,
+    gathered: bool = False,
+) -> Call:
+    """What the plan for m rows of x, of all experts together, beside a weight is looked up by; nothing is forced."""
+    each = interval(-(-m // max(1, w.experts)))
+    rest = (epilogue, w.device, "", batch_invariant, w.experts, gathered)
+    return Call(each, w.n, w.k, dtype, w.format, w.layout, *rest)
 
 
 def interval(m: int) -> int:
@@ -272,7 +287,7 @@ def _ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float
 @functools.cache
 def _invariant_order(problem: GemmProblem) -> Hashable | None:
     """Of the reduction orders that do not depend on other rows, that with the least geometric mean of predicted times
-    over the intervals of m, of which those of a tile's first tokens count as one; None if there is none."""
+    over the intervals of m; None if there is none. The intervals up to 8 tokens count as one, as they share tiles."""
     times: dict[Hashable | None, list[float]] = {}
     for m in (*BOUNDS[len(_FEW) :], _LARGEST):
         best: dict[Hashable | None, float] = {}

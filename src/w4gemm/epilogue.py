@@ -47,6 +47,15 @@ class Epilogue(NamedTuple):
     token_scale: bool = False
     """Whether each row of x comes with a float32 that its products are multiplied by: (m), for fp8 x."""
 
+    def check(self) -> None:
+        """Raise ValueError or TypeError for what is no activation, alpha or dtype of d, naming it."""
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation: wanted one of {', '.join(ACTIVATIONS)} or None, got {self.activation!r}")
+        if self.alpha not in (None, "host", "device"):
+            raise ValueError(f"alpha: wanted 'host', 'device' or None, got {self.alpha!r}")
+        if self.out_dtype is not None and self.out_dtype not in OUT_DTYPES:
+            raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {self.out_dtype!r}")
+
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of d, for x of ``dtype``."""
         return self.out_dtype or default_out_dtype(dtype)

@@ -88,8 +88,9 @@ class WeightFormat:
 
     @property
     def largest_weight(self) -> float:
-        """The magnitude up to which weights are finite in every kernel: SubnormalDecoder of kernels/device/decode.py
-        multiplies scales of bf16 by 2**100."""
+        """The magnitude up to which weights are finite in every kernel beside bf16 activations: SubnormalDecoder of
+        kernels/device/decode.py multiplies scales of bf16 by 2**100. Beside fp16 activations, those beyond 65504 are
+        finite in kernels that apply scales to float32 sums alone, so that it depends on m whether they are."""
         return min(2.0**31, torch.finfo(self.scale_dtype).max)
 
     @property

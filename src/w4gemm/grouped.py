@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.kernels import Operands
 from w4gemm.layouts import FP8_LAYOUT
-from w4gemm.modes import needs_dispatcher, requires_grad
+from w4gemm.modes import needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.ops import _FUSED, _WEIGHT, _flat, _parse_format, _run, _unflat, _Weight, quantized
 from w4gemm.weight import QuantizedWeight
 
@@ -104,14 +103,10 @@ def masked_linear(
             f"x: wanted a contiguous tensor (experts, max_m, k) with {w.experts} experts, got {tuple(x.shape)}"
         )
     arguments.check_counts("counts", counts, w.experts, x)
-    starts = _multiples(w.experts, x.shape[1], x.device)
+    rows = max(1, x.shape[1])  # arange wants a step
+    starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
     given = Fused(alpha, bias, residual, token_scale)
     return _grouped(x, w, (starts, starts + counts, None), given, activation, out_dtype, out, config)
-
-
-@functools.lru_cache(maxsize=1024)
-def _multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
-    return step * torch.arange(count, dtype=torch.int32, device=device)
 
 
 def _grouped(
@@ -130,6 +125,7 @@ def _grouped(
     epilogue, fused = arguments.fused(x, w, given, activation, out_dtype, shape)
     if torch.is_grad_enabled() and requires_grad(x, fused):
         raise NotImplementedError("x: gradients of a grouped linear are not implemented; call it under no_grad")
+    refuse_duals(x, fused)
     columns = epilogue.columns(w.n)
     flat = x.view(-1, w.k)
     if out is not None:

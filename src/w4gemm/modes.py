@@ -20,10 +20,13 @@ def is_plain(t: object) -> bool:
 
 def needs_dispatcher(x: torch.Tensor, fused: Fused) -> bool:
     """Whether anything but plain eager execution is going on: then only the registered operator is right."""
+    return type(x) not in _PLAIN or (torch.is_grad_enabled() and requires_grad(x, fused)) or is_watched()
+
+
+def is_watched() -> bool:
+    """Whether anything looks at what is called, or changes it: a compiler, a mode, a transform, a tracer."""
     return (
         is_compiling()
-        or type(x) not in _PLAIN
-        or (torch.is_grad_enabled() and requires_grad(x, fused))
         or _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
         or peek_interpreter_stack() is not None
@@ -33,13 +36,25 @@ def needs_dispatcher(x: torch.Tensor, fused: Fused) -> bool:
 
 
 def requires_grad(x: torch.Tensor, fused: Fused) -> bool:
-    alpha, bias, residual, _ = fused
+    alpha, bias, residual, token_scale = fused
     return (
         x.requires_grad
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
         or (isinstance(alpha, torch.Tensor) and alpha.requires_grad)
+        or (token_scale is not None and token_scale.requires_grad)
     )
+
+
+def refuse_duals(x: torch.Tensor, fused: Fused) -> None:
+    """Raise NotImplementedError where forward-mode derivatives would silently be lost."""
+    if is_compiling():
+        return
+    for name, t in (("x", x), *fused._asdict().items()):
+        if is_dual(t):
+            raise NotImplementedError(
+                f"{name}: forward-mode derivatives of a 4-bit linear are not implemented; use backward"
+            )
 
 
 def is_dual(t: object) -> bool:

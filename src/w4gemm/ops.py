@@ -24,7 +24,7 @@ from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
 from w4gemm.kernels.gpu import takes_rows
 from w4gemm.layouts import FP8_LAYOUT
-from w4gemm.modes import is_dual, is_plain, needs_dispatcher, requires_grad
+from w4gemm.modes import is_plain, needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.weight import QuantizedWeight
 
 _FP8 = torch.float8_e4m3fn
@@ -49,7 +49,8 @@ def linear(
     """act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once, without further
     passes.
 
-    On a GPU it runs on the current stream of x's device and never synchronizes.
+    On a GPU it runs on the current stream of x's device and does not synchronize, but for the first launch of a config
+    with stream-k.
 
     Args:
         x: activations (..., k), float16 or bfloat16; on the CPU also float32. Any strides; without tokens the result is
@@ -77,6 +78,7 @@ def linear(
     Raises:
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; lists each kernel's reason.
+        NotImplementedError: where forward-mode derivatives would be needed, or gradients beside fp8 activations.
     """
     if w.__class__ is QuantizedWeight and w.layout == FP8_LAYOUT:
         x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
@@ -169,8 +171,8 @@ def _computed(
 def quantized(
     x: torch.Tensor, token_scale: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype | None]:
-    """For a weight that meets fp8 activations: 16-bit x in fp8, its scales, and the dtype of what comes of it. What is
-    no 16-bit tensor as it came."""
+    """For a weight that meets fp8 activations: 16-bit x in fp8, its scales, and the dtype of the result. Any other x is
+    returned as it came, with what came beside it."""
     if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float16, torch.bfloat16):
         return x, token_scale, out_dtype
     if token_scale is not None:
@@ -245,12 +247,7 @@ def _linear_dispatched(
     config: str,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
-        for name, t in (("x", x), *fused._asdict().items()):
-            if is_dual(t):
-                raise NotImplementedError(
-                    f"{name}: forward-mode derivatives of a 4-bit linear are not implemented; use backward"
-                )
+    refuse_duals(x, fused)
     if x.dtype == _FP8 and torch.is_grad_enabled() and requires_grad(x, fused):
         raise NotImplementedError("x: gradients of a linear with fp8 activations are not implemented; call no_grad")
     rows = x.reshape(-1, w.k)

@@ -27,7 +27,6 @@ class Device:
     """Number of multiprocessors."""
     shared_memory: int = 0
     """Bytes of shared memory that one CTA may use."""
-    l2_bytes: int = 0
     rocm: bool = False
     """Whether this is an AMD device behind ``torch.cuda``."""
 
@@ -49,12 +48,11 @@ def _cuda_device(index: int) -> Device:
         capability=(p.major, p.minor),
         sms=p.multi_processor_count,
         shared_memory=getattr(p, "shared_memory_per_block_optin", 0),
-        l2_bytes=p.L2_cache_size,
         rocm=torch.version.hip is not None,
     )
 
 
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448, 60 * 2**20)
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448)
 """What :meth:`Device.of` gives on an H200; for choosing and compiling without one."""
 
 GPUS = {

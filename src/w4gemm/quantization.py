@@ -120,13 +120,13 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Parts
     if tail:
         w = torch.cat((w, w[:, (groups - 1) * length :][:, :1].expand(n, tail)), dim=1)
     w = w.view(n, groups, length)
-    counts = (torch.arange(groups * length, device=w.device) < k).view(groups, length)
+    is_column = (torch.arange(groups * length, device=w.device) < k).view(groups, length)
     low, high = w.amin(-1), w.amax(-1)
     best: tuple[torch.Tensor, ...] | None = None
     shrinks = [1.0] + [1 - 0.02 * i for i in range(1, 25)] if search else [1.0]
     for shrink in shrinks:
         scales, zeros, codes = _round_groups(w, low * shrink, high * shrink, format)
-        error = ((_values(codes, scales, zeros, format) - w) * counts).square().sum(-1)
+        error = ((_values(codes, scales, zeros, format) - w) * is_column).square().sum(-1)
         if best is None:
             best = (error, scales, zeros, codes)
             continue

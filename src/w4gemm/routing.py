@@ -13,7 +13,9 @@ from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import on_hopper
 from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.modes import is_plain, is_watched
 from w4gemm.problem import Device, GemmProblem
+from w4gemm.weight import kind_of
 
 _KERNEL = RowCombine()
 
@@ -40,7 +42,7 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
         TypeError, ValueError: for another dtype or shape.
     """
     if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {_kind(expert_ids)}")
+        raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {kind_of(expert_ids)}")
     if expert_ids.dim() != 2:
         raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
     here = (expert_ids >= 0) & (expert_ids < experts)
@@ -70,15 +72,16 @@ def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
         TypeError, ValueError: for other dtypes or shapes.
     """
     if d.dim() != 2 or not d.is_floating_point():
-        raise ValueError(f"d: wanted floating point (rows, n), got {_kind(d)}")
+        raise ValueError(f"d: wanted floating point (rows, n), got {kind_of(d)}")
     if places.dtype != torch.int32 or places.dim() != 2:
-        raise TypeError(f"places: wanted torch.int32 (tokens, top k), got {_kind(places)}")
+        raise TypeError(f"places: wanted torch.int32 (tokens, top k), got {kind_of(places)}")
     if weights.shape != places.shape or not weights.is_floating_point():
-        raise ValueError(f"weights: wanted floating point {tuple(places.shape)} like places, got {_kind(weights)}")
+        raise ValueError(f"weights: wanted floating point {tuple(places.shape)} like places, got {kind_of(weights)}")
     if not d.device == places.device == weights.device:
         raise ValueError(f"places, weights: wanted d's device {d.device}, got {places.device}, {weights.device}")
     tokens, terms = places.shape
-    eager = not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and d.requires_grad)
+    differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
+    eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     if eager and d.device.type == "cuda" and tokens and len(d) and _KERNEL.takes(d, terms):
         function = _launcher(d.dtype, terms, d.device)
         if function is not None:
@@ -101,7 +104,3 @@ def _launcher(dtype: torch.dtype, terms: int, device: torch.device) -> Callable[
     if dtype.itemsize != 2 or not on_hopper(problem):
         return None
     return compiled(_KERNEL, problem, GemmConfig(1, 1, terms))
-
-
-def _kind(t: object) -> str:
-    return f"{t.dtype} {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__

@@ -1,8 +1,9 @@
 """The kernels without the library around them, for engine authors: :class:`MixedGemm`.
 
 It takes packed tensors, of torch or of any framework that speaks DLPack (``__dlpack__``), such as JAX, CuPy or Paddle.
-On a GPU :meth:`MixedGemm.run` copies and synchronizes nothing, and allocates nothing but the workspace of configs that
-have one, unless it is given, so it can be captured in a CUDA graph.
+On a GPU :meth:`MixedGemm.run` does not synchronize, and allocates nothing but the workspace of configs that have one,
+unless it is given, so it can be captured in a CUDA graph. (dequantize_gemm also copies an x with strides, and the first
+launch with stream-k synchronizes where no workspace is given.)
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class MixedGemm:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         object.__setattr__(self, "device", device)
+        self.epilogue.check()
         if not isinstance(self.format, WeightFormat):
             object.__setattr__(self, "format", WeightFormat.parse(self.format))
         if self.layout is None:
@@ -161,7 +163,9 @@ class MixedGemm:
             raise ValueError(
                 f"workspace: wanted at least {wanted} contiguous bytes on {self.device}, got {size} on {given.device}"
             )
-        return given
+        if given.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"workspace: wanted its data at a multiple of {_ALIGNMENT} bytes")
+        return given.view(-1).view(torch.uint8)[:wanted]
 
     def _check(self, operands: Operands) -> int:
         """Everything that a kernel takes for granted; gives n."""

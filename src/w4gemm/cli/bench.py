@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = {
         "run": "measure layers with every implementation in one process",
         "grouped": "measure mixtures of experts likewise, with several routings",
+        "sweep": "time many configs of many products, for the model and the shipped table",
         "report": "make docs/benchmarks*.md, the plots and docs/benchmarks.html from a run's rows",
         "tune": "make the shipped table of this GPU, and record what it brings",
     }

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     say(f"{device_line(device)}; {len(wanted)} problems")
     jobs, records = choices(wanted, args.top)
     helpers: list[tuple[Compilable, GemmProblem]] = []
-    if args.act_order and device.capability == H200.capability:  # elsewhere PyTorch gathers
+    # elsewhere, and columns of fp8, PyTorch gathers
+    if args.act_order and device.capability == H200.capability and dtype != torch.float8_e4m3fn:
         helpers += [(ColumnGather(), problem) for problem in wanted]
     if dtype == torch.float8_e4m3fn:  # what linear does to 16-bit x
         helpers += [(kernel, replace(p, dtype=d)) for p in wanted for kernel in quantizers(p) for d in _HALVES]

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from w4gemm import dispatch
-from w4gemm.epilogue import Epilogue
+from w4gemm.epilogue import Epilogue, default_out_dtype
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import layout_for
+from w4gemm.layouts import FP8_LAYOUT, layout_for
 from w4gemm.nn import W4Linear
 from w4gemm.problem import Device, GemmProblem
+
+FP8 = torch.float8_e4m3fn
 
 
 def say(text: str) -> None:
@@ -82,9 +84,11 @@ def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
 
 
 def _call(layer: W4Linear, m: int, dtype: torch.dtype) -> dispatch.Call:
-    w = layer.weight
-    epilogue = Epilogue(layer.activation, bias=layer.bias is not None)
-    return dispatch.Call(dispatch.interval(m), w.n, w.k, dtype, w.format, w.layout, epilogue, w.device, "")
+    w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None)
+    if w.layout == FP8_LAYOUT:  # linear quantizes x, and gives its dtype back
+        out_dtype = None if dtype == default_out_dtype(FP8) else dtype
+        dtype, epilogue = FP8, epilogue._replace(token_scale=True, out_dtype=out_dtype)
+    return dispatch.call_of(w, m, dtype, epilogue, layer.batch_invariant)
 
 
 def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:

@@ -55,6 +55,9 @@ class CompilePool:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+        while not self._jobs.empty():
+            if (work := self._jobs.get()) is not None:
+                work[0].cancel()
 
     def submit(self, jobs: Iterable[Job]) -> list[Future[bytes | None]]:
         """A future for each job: the object's bytes, which are also in the cache folder, or None where there is nothing
@@ -72,15 +75,19 @@ class CompilePool:
     def _feed(self) -> None:
         """One thread for one child: hands it jobs until there are no more."""
         child: subprocess.Popen[bytes] | None = None
-        while (work := self._jobs.get()) is not None and not self._closed:
+        while (work := self._jobs.get()) is not None:
             future, job = work
-            if child is None:
-                child = _start()
-                self._children.append(child)
+            if self._closed:
+                future.cancel()
+                continue
             try:
+                if child is None:
+                    child = _start()
+                    self._children.append(child)
                 code, error = _ask(child, job)
             except (OSError, EOFError, pickle.UnpicklingError) as e:  # the compiler took the child with it
-                child.kill()
+                if child is not None:
+                    child.kill()
                 child, code, error = None, None, f"the compiling process ended ({e or 'no answer'})"
             if error:
                 future.set_exception(RuntimeError(error))

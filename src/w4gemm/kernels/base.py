@@ -153,8 +153,8 @@ class Kernel(Compilable, Protocol):
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
         """What launches: computes ``operands.out`` on the current stream of its device, the current one, without
-        synchronizing or allocating anything that outlives the call. Made once a plan, so that a launch only passes on
-        its operands."""
+        synchronizing or allocating anything that outlives the call, but for flags (kernels/workspace.py). Made once a
+        plan, so that a launch only passes on its operands."""
         ...
 
 

@@ -61,6 +61,16 @@ class Variant:
     grouped: bool = False
     gathered: bool = False
 
+    @staticmethod
+    def ctas_per_sm(config: GemmConfig) -> int:
+        """CTAs of a launch that one multiprocessor holds at once."""
+        return 1
+
+    @property
+    def occupancy(self) -> int:
+        """:meth:`ctas_per_sm` of this one's config."""
+        return self.ctas_per_sm(self.config)
+
     @property
     def table_bytes(self) -> int:
         """Shared memory of the table of experts, see kernels/device/groups.py."""
@@ -124,6 +134,12 @@ class Variant:
         )
 
 
+def m_tiles(problem: GemmProblem, tile_m: int) -> int:
+    """Token tiles. Of a grouped product: as if every expert had as many tokens."""
+    experts = min(max(1, problem.experts), problem.m)
+    return experts * -(-problem.m // (experts * tile_m))
+
+
 class GpuKernel(ABC):
     """A Kernel in CuTe DSL. A subclass adds where it runs, configs, rank and its device code."""
 
@@ -164,17 +180,20 @@ class GpuKernel(ABC):
         return Status.no(reason) if reason else OK
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
-        """CTAs of a launch that one multiprocessor holds at once."""
-        return 1
+        return self.variant.ctas_per_sm(config)
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
-        return 0
+        """Of a stream, flags, and the accumulators that every CTA may have to park."""
+        if config.schedule != "stream":
+            return 0
+        ctas = self.ctas_per_sm(config) * problem.device.sms
+        return workspace.FLAG_BYTES + ctas * config.tile_m * config.tile_n * 4
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
         variant = self.variant.of(problem, config)
-        m_tiles = -(-problem.m // (config.tile_m * config.cluster_m)) * config.cluster_m
+        along_m = m_tiles(problem, config.tile_m * config.cluster_m) * config.cluster_m
         n_tiles = -(-problem.n // (config.tile_n * config.cluster_n)) * config.cluster_n
-        ctas, per_sm = m_tiles * n_tiles * config.split_k, self.ctas_per_sm(config)
+        ctas, per_sm = along_m * n_tiles * config.split_k, self.ctas_per_sm(config)
         if config.schedule == "stream":  # of as many CTAs as there is room for, each has a part of a tile at least
             ctas = min(ctas * -(-problem.k // BLOCK_K), problem.device.sms * per_sm)
         even = min(255, 65536 // (variant.threads * per_sm) // 8 * 8)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import sm90_fp8_times, sm90_times
+from w4gemm.kernels.gpu import m_tiles
 from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, scale_words
 from w4gemm.problem import GemmProblem
 
@@ -86,12 +87,6 @@ def copy_us(problem: GemmProblem) -> float:
     return launches * _COPY_US + problem.m * problem.k * problem.dtype.itemsize / _COPIED_PER_US
 
 
-def m_tiles(problem: GemmProblem, tile_m: int) -> int:
-    """Token tiles. Of a grouped product: as if every expert had as many tokens."""
-    experts = min(max(1, problem.experts), problem.m)
-    return experts * -(-problem.m // (experts * tile_m))
-
-
 def _contention(part: float, ctas_per_sm: int) -> float:
     """From 0 to 1, where ``part`` of the CTAs that the GPU holds run. Beyond half, some multiprocessors hold two."""
     if ctas_per_sm > 1 and part > 0.5:
@@ -100,7 +95,7 @@ def _contention(part: float, ctas_per_sm: int) -> float:
 
 
 def _bytes_us(problem: GemmProblem) -> float:
-    """Every byte once: packed blocks, x and d."""
+    """Every byte once: packed blocks, x and d, these as if in 16 bits."""
     blocks = -(-problem.n // BLOCK_N) * -(-problem.k // BLOCK_K)
     weight = 4 * (CODE_WORDS + scale_words(problem.format)) * blocks * min(max(1, problem.experts), problem.m)
     return (weight + 2 * problem.m * (problem.n + problem.k)) / BYTES_PER_US

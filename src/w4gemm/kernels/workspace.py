@@ -3,9 +3,13 @@
 Flags are down (0) before and after each launch, so they are zeroed once. Two launches that may run at the same time
 must not share them: each stream has its own, and each CUDA graph, whose replays may meet other work on any stream.
 Partial sums need no such care: they are allocated for a launch, in the order of its stream or in its graph's own pool.
+Neither a stream nor a graph says when it is gone, so their flags, 2 KiB each, are kept for good; graphs that are
+captured when a pool is used up zero flags of their own instead, in every replay.
 """
 
 from __future__ import annotations
+
+import threading
 
 import torch
 
@@ -16,6 +20,7 @@ _POOL = 2048
 
 _flags: dict[tuple[int, int, int], torch.Tensor] = {}
 _pools: dict[int, list[torch.Tensor]] = {}
+_lock = threading.Lock()
 
 
 def parts(workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,20 +37,21 @@ def partials_and_flags(device: torch.device, size: int) -> tuple[torch.Tensor, t
     key = device.index or 0, stream, capture
     flags = _flags.get(key)
     if flags is None:
-        flags = _flags[key] = _take(device, capture > 0)
+        flags = _take(device, key)
     return torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags
 
 
-def _take(device: torch.device, capturing: bool) -> torch.Tensor:
-    pool = _pools.setdefault(device.index or 0, [])
-    if not pool and capturing:
-        return torch.zeros(
-            FLAG_BYTES // 4, dtype=torch.int32, device=device
-        )  # part of the graph: zeroed by every replay
-    if not pool:
-        pool.extend(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device).split(FLAG_BYTES // 4))
-        torch.cuda.current_stream(device).synchronize()  # other streams take from it too
-    return pool.pop()
+def _take(device: torch.device, key: tuple[int, int, int]) -> torch.Tensor:
+    """Flags for good; or, of a capture where there are none left, for one launch, zeroed as part of the graph."""
+    index, _, capture = key
+    with _lock:
+        pool = _pools.setdefault(index, [])
+        if not pool and capture:
+            return torch.zeros(FLAG_BYTES // 4, dtype=torch.int32, device=device)
+        if not pool:
+            pool.extend(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device).split(FLAG_BYTES // 4))
+            torch.cuda.current_stream(device).synchronize()  # other streams take from it too
+        return _flags.setdefault(key, pool.pop())
 
 
 def _capture(stream: int) -> int:

@@ -29,6 +29,8 @@ from w4gemm.layouts.base import Parts
 
 BLOCK_N, BLOCK_K = 64, 128
 CODE_WORDS = BLOCK_N * BLOCK_K // 8
+HALF_BYTES = 2 * CODE_WORDS
+"""The codes of half a block, 64 rows and 64 columns: two of them, then the scales, make a block."""
 
 
 def scale_group(format: WeightFormat) -> int:

@@ -86,14 +86,14 @@ class Workload:
         return (time_graphs if self.device.type == "cuda" else time_calls)(variants, replays)
 
 
-def random_weight(n: int, k: int, format: WeightFormat, device: torch.device) -> QuantizedWeight:
-    """Uniform codes, scales around 0.01: the same numbers each time on one kind of device."""
+def random_weight(n: int, k: int, format: WeightFormat, device: torch.device | str, least: int = 0) -> QuantizedWeight:
+    """Uniform codes from ``least`` on, scales around 0.01: the same numbers each time on one kind of device."""
     g = torch.Generator(device=device).manual_seed(1)
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
+    codes = torch.randint(least, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
     scales = torch.rand(n, format.groups(k), device=device, generator=g) * 0.01 + 0.005
     if format.has_channels:
         channels = scales[:, 0].clone()
-        return QuantizedWeight.from_codes(format, codes, (100 * scales).to(format.scale_dtype), channels=channels)
+        return QuantizedWeight.from_codes(format, codes, (2000 * scales).to(format.scale_dtype), channels=channels)
     zeros = None
     if format.zero_dtype is not None:
         zeros = torch.rand(scales.shape, device=device, generator=g) * (15 if format.zero == "int" else 0.1)

@@ -70,7 +70,8 @@ from w4gemm.kernels.device.ptx import (
 from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
 from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.gpu import MAX_EXPERTS
-from w4gemm.kernels.sm80_mixed_gemm.variant import CODE_BYTES, Variant
+from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
+from w4gemm.layouts.sm90 import HALF_BYTES
 
 _STREAM_BARRIER = 1
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
@@ -308,9 +309,9 @@ class MixedGemm:
         """Request a slot's weights: of each block, or half block, the codes and then the scales."""
         v = self.v
         half = slot % 2 if const_expr(v.halves) else 0
-        scales = 2 * CODE_BYTES + (half * v.scale_bytes if const_expr(v.scale_group < 128) else 0)
+        scales = 2 * HALF_BYTES + (half * v.scale_bytes if const_expr(v.scale_group < 128) else 0)
         target = ring + stage * v.stage_bytes + v.x_bytes
-        self.load_parts(weight, n_tile, slot, target, half * CODE_BYTES, v.code_bytes // 16)
+        self.load_parts(weight, n_tile, slot, target, half * HALF_BYTES, v.code_bytes // 16)
         self.load_parts(weight, n_tile, slot, target + v.code_bytes, scales, v.scale_bytes // 16)
 
     @cute.jit
@@ -346,9 +347,9 @@ class MixedGemm:
         block, half = (0, 0) if v.halves else (chunk, 0) if halves == 2 else (chunk // 2, chunk % 2)
         unit = n_place * v.units
         base = ring + stage * v.stage_bytes + v.x_bytes + (unit // 4 * v.blocks + block) * v.part_bytes
-        codes = base + half * CODE_BYTES + unit % 4 * 512 + lane * 16
+        codes = base + half * HALF_BYTES + unit % 4 * 512 + lane * 16
         words = [
-            sum((load_shared(codes + u * 512 + i * CODE_BYTES, 4) for i in range(halves)), ()) for u in range(v.units)
+            sum((load_shared(codes + u * 512 + i * HALF_BYTES, 4) for i in range(halves)), ()) for u in range(v.units)
         ]
         scales = base + v.code_bytes + (unit % 4 * 8 + lane // 4) * (4 * width)
         if v.scale_group < 128:

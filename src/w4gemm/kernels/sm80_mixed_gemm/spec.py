@@ -12,10 +12,8 @@ from typing import Any
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.base import Program
-from w4gemm.kernels.gpu import GpuKernel
+from w4gemm.kernels.gpu import GpuKernel, m_tiles
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.kernels.sm90_model import m_tiles
-from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.problem import Device, GemmProblem
 
 _log = logging.getLogger("w4gemm")
@@ -107,9 +105,6 @@ class Sm80MixedGemm(GpuKernel):
             _say_what_is_missing(self.name, problem.device.name)
         return super().program(problem, config)
 
-    def ctas_per_sm(self, config: GemmConfig) -> int:
-        return 1 if config.schedule == "coop" else 2
-
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         """Of the multiprocessor with the most tiles: each takes them one after the other, also where it holds two
         CTAs. A stream gives all as much; each part of a tile is passed on by one CTA to the next."""
@@ -130,12 +125,6 @@ class Sm80MixedGemm(GpuKernel):
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         v = Variant.of(problem, GemmConfig(8, 64, 128))
         return list(_fitting(tuple(self.tiles.items()), replace(v, epilogue=PLAIN, vector=True)))
-
-    def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
-        """Flags, and the accumulators that every CTA of a stream may have to park."""
-        if config.schedule != "stream":
-            return 0
-        return FLAG_BYTES + self.ctas_per_sm(config) * problem.device.sms * config.tile_m * config.tile_n * 4
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set of warps on all of k adds up steps of 16 in order: nothing else matters. Several sets take runs of

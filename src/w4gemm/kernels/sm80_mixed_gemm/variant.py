@@ -7,10 +7,8 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
+from w4gemm.layouts.sm90 import HALF_BYTES
 from w4gemm.problem import GemmProblem
-
-CODE_BYTES = 2048
-"""Of 64 rows and 64 columns. A packed block has two such parts, then its scales."""
 
 _E4M3 = ((8, 9), (12, 0), (12, 1))
 """Compute capabilities whose mma.sync takes e4m3. Others from 8.9 on have it in PTX alone."""
@@ -45,10 +43,9 @@ class Variant(gpu.Variant):
         """Whether CTAs share the k range of tiles, see device/stream_k.py."""
         return self.config.schedule == "stream"
 
-    @property
-    def occupancy(self) -> int:
-        """CTAs that a multiprocessor is to hold at once."""
-        return 1 if self.config.schedule == "coop" else 2
+    @staticmethod
+    def ctas_per_sm(config: GemmConfig) -> int:
+        return 1 if config.schedule == "coop" else 2
 
     @property
     def warps(self) -> int:
@@ -114,12 +111,12 @@ class Variant(gpu.Variant):
     @property
     def code_bytes(self) -> int:
         """Codes of a block, or of half of it, in a slot."""
-        return CODE_BYTES if self.halves else 2 * CODE_BYTES
+        return HALF_BYTES if self.halves else 2 * HALF_BYTES
 
     @property
     def scale_bytes(self) -> int:
         """Scales and zero points of a block, or of half of it."""
-        scales = self.block_bytes - 2 * CODE_BYTES
+        scales = self.block_bytes - 2 * HALF_BYTES
         return scales // 2 if self.halves and self.scale_group < 128 else scales
 
     @property

@@ -55,10 +55,10 @@ from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm90_decode.variant import Variant
+from w4gemm.layouts.sm90 import HALF_BYTES
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
-_CHUNK_BYTES = 2048  # the codes of 64 rows and 64 columns; two of them, then the scales, make a block
 
 
 class Decode:
@@ -181,7 +181,7 @@ class Decode:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         x_parts = tma_x, s_x
-        if const_expr(not v.grouped):  # which all that are gathered are
+        if const_expr(not v.grouped):  # gathered ones are grouped, too
             x_parts = self.partition(tma, *x_parts)
         ahead = self.start_tile(cluster, walk)
         for i in cutlass.range(early, unroll=1):
@@ -293,14 +293,14 @@ class Decode:
         v, rows = self.v, self.v.config.tile_n
         size = rows * 32
         for chunk in cutlass.range_constexpr(2):
-            bulk_copy(target + chunk * size, source + chunk * _CHUNK_BYTES + row * 32, Int32(size), barrier)
+            bulk_copy(target + chunk * size, source + chunk * HALF_BYTES + row * 32, Int32(size), barrier)
         groups = 128 // v.scale_group
         group_bytes = v.scale_bytes // groups
         part = group_bytes * rows // 64
         for g in cutlass.range_constexpr(groups):
             bulk_copy(
                 target + 2 * size + g * part,
-                source + 2 * _CHUNK_BYTES + g * group_bytes + Int64(row * (group_bytes // 64)),
+                source + 2 * HALF_BYTES + g * group_bytes + Int64(row * (group_bytes // 64)),
                 Int32(part),
                 barrier,
             )

@@ -8,9 +8,9 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
+from w4gemm.kernels.gpu import m_tiles
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Variant
-from w4gemm.kernels.sm90_model import m_tiles
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16)
@@ -32,9 +32,6 @@ class Sm90Decode(HopperKernel):
         from w4gemm.kernels.sm90_decode.kernel import Decode
 
         return Decode
-
-    def ctas_per_sm(self, config: GemmConfig) -> int:
-        return 2 if config.schedule == "pingpong" else 1
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         return list(_fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes, problem.experts > 0))

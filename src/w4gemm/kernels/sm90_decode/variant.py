@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
+from w4gemm.layouts.sm90 import HALF_BYTES
 from w4gemm.problem import GemmProblem
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _RESERVED = 1024  # shared memory that the system takes for each CTA
 _PAD = 4  # floats between token rows of the reduction buffer, so that a warp's stores fall into different banks
-_CODE_BYTES = 4096  # of a 64 x 128 block
 _SLOTS = 2  # deeper rings measured slower: the first x then waits behind more weights (H200, 2026-11-21)
 
 
@@ -45,7 +45,7 @@ class Variant(gpu.Variant):
     @property
     def scale_bytes(self) -> int:
         """Scales and zero points of 64 rows and 128 columns."""
-        return self.block_bytes - _CODE_BYTES
+        return self.block_bytes - 2 * HALF_BYTES
 
     @property
     def weight_bytes(self) -> int:
@@ -67,10 +67,9 @@ class Variant(gpu.Variant):
         multiplied; with many groups there are no registers for that."""
         return self.scale_bytes <= 256
 
-    @property
-    def occupancy(self) -> int:
-        """CTAs on one multiprocessor."""
-        return 2 if self.config.schedule == "pingpong" else 1
+    @staticmethod
+    def ctas_per_sm(config: GemmConfig) -> int:
+        return 2 if config.schedule == "pingpong" else 1
 
     @property
     def slots(self) -> int:
@@ -147,4 +146,4 @@ class Variant(gpu.Variant):
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, alignment included."""
         rings = self.warps * self.slots * (self.weight_bytes + self.x_bytes)
-        return rings + self.reduction_bytes + _BARRIERS_AND_ALIGNMENT
+        return rings + self.reduction_bytes + self.table_bytes + _BARRIERS_AND_ALIGNMENT

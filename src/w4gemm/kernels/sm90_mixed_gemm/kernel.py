@@ -15,8 +15,8 @@ blocks of 64 features (v.row_blocks).
 Pipeline of ``stages`` slots, each with a full and an empty mbarrier:
 
     full    1 arrival (the producer's expect_tx) and the bytes of the slot: tile_n / 64 weight blocks x (tile_k / 128)
-            by bulk copy, and tile_k / 64 boxes of x by TMA (128-byte swizzle)
-    empty   one arrival per thread that reads the slot, of every CTA that the slot's x is shared with
+            by bulk copy, and x by TMA (128-byte swizzle): v.boxes boxes for each 128 bytes of k, but those past m
+    empty   one arrival per thread that reads the slot, of every CTA that the slot's x or weights are shared with
 
 Timeline of a consumer warpgroup, in units of 64 columns of a row block (f: fragment registers, two sets in turn):
 
@@ -34,15 +34,15 @@ pipeline, and each sums a share of the tokens over all of them in rank order, so
 timing.
 
 Schedules: ``coop``, all consumers at one tile; ``pingpong``, two tiles at a time, so that one is multiplied while the
-other is stored: two CTAs on a multiprocessor, or, for 256 tokens, two consumer warpgroups of one CTA that take turns;
+other is stored: two CTAs on a multiprocessor, or, beyond 128 tokens, two consumer warpgroups of one CTA, in turn;
 ``stream``, as coop, but the tiles that do not fill a wave, and those of the wave before, are cut along k so that all
 CTAs have equal work (device/stream_k.py). With tile_k of 256 and few tokens the consumers come in two (or four) sets
 along k, which take turns at the blocks of a slot; at the end the first set adds up.
 
 The grid is persistent (a CTA walks over tiles) except with split_k or several sets: a cluster then has one tile, since
-its sums pass through the drained pipeline. Programmatic dependent
-launch: the weights of the first slot are requested before ``griddepcontrol.wait``. Nothing earlier in the stream may
-therefore still be writing them, which holds because this kernel lets its successor start only after its own wait.
+its sums pass through the drained pipeline. Programmatic dependent launch: the weights of the first slot are requested
+before ``griddepcontrol.wait``. Nothing earlier in the stream may therefore still be writing them, which holds because
+this kernel lets its successor start only after its own wait.
 
 With fp8 activations (v.kind "e4m3", the kernel sm90_fp8_gemm) a step is 128 columns long, still 128 bytes of x, and the
 codes become e4m3. With 16-bit scales (v.promoted) those multiply the float32 sums of each group: ``multiply_groups``

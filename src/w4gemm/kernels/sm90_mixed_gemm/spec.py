@@ -14,7 +14,6 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
-from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -59,9 +58,6 @@ class Sm90MixedGemm(HopperKernel):
 
         return lambda variant: Parts(variant) if variant.config.rest else MixedGemm(variant)
 
-    def ctas_per_sm(self, config: GemmConfig) -> int:
-        return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
-
     def decode_overhead(self, problem: GemmProblem) -> float:
         """Measured with tiles of 16 to 64 tokens (bench/results/formats.jsonl, H200, 2026-11-21; fp16 versions.jsonl,
         2026-11-22). The model's times are those of bf16 with bf16 scales."""
@@ -82,12 +78,6 @@ class Sm90MixedGemm(HopperKernel):
     def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
         """The configs that registers and shared memory have room for, for the problem's format."""
         return _fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes, problem.experts > 0)
-
-    def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
-        """Flags, and the accumulators that every CTA of a stream may have to park."""
-        if config.schedule != "stream":
-            return 0
-        return FLAG_BYTES + problem.device.sms * config.tile_m * config.tile_n * 4
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
 from w4gemm.kernels.device.staging import QUADS_BYTES, TOKEN_BYTES
+from w4gemm.layouts.sm90 import HALF_BYTES
 
-CODE_BYTES = 4096
-"""Of a 64 x 128 block; its scales follow."""
-
-ONE_GROUP = CODE_BYTES + 128
+ONE_GROUP = 2 * HALF_BYTES + 128
 """Bytes of a block with a single group of scales and no zero points."""
 
 _BARRIERS_AND_ALIGNMENT = 1536
@@ -91,16 +90,15 @@ class Variant(gpu.Variant):
         """CTAs of a cluster that share x or weights with one of them, itself included."""
         return self.config.cluster_m + self.config.cluster_n - 1
 
-    @property
-    def occupancy(self) -> int:
-        """CTAs on one multiprocessor."""
-        return 2 if self.config.schedule == "pingpong" and self.turns == 1 else 1
+    @staticmethod
+    def ctas_per_sm(config: GemmConfig) -> int:
+        return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
 
     @property
     def turns(self) -> int:
         """Consumer warpgroups of one CTA that take turns at its tiles, so that one multiplies while another stores: the
         pingpong of tiles that are too large for two CTAs on a multiprocessor."""
-        return 2 if self.config.schedule == "pingpong" and self.config.tile_m > 128 else 1
+        return 2 if self.config.schedule == "pingpong" and self.occupancy == 1 else 1
 
     @property
     def threads(self) -> int:
@@ -137,8 +135,8 @@ class Variant(gpu.Variant):
         """Bytes of a block that a stage holds: all of them, or of half of it the codes and the scales."""
         if not self.halves:
             return self.block_bytes
-        scales = self.block_bytes - CODE_BYTES
-        return CODE_BYTES // 2 + (scales if self.scale_group == 128 else scales // 2)
+        scales = self.block_bytes - 2 * HALF_BYTES
+        return HALF_BYTES + (scales if self.scale_group == 128 else scales // 2)
 
     @property
     def weight_bytes(self) -> int:
@@ -266,7 +264,8 @@ class Variant(gpu.Variant):
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, alignment included."""
         staging = self.staging_buffers * self.staging_bytes
-        return self.stages * self.stage_bytes + staging + self.decode_table_bytes + _BARRIERS_AND_ALIGNMENT
+        tables = self.table_bytes + self.decode_table_bytes
+        return self.stages * self.stage_bytes + staging + self.fold_bytes + tables + _BARRIERS_AND_ALIGNMENT
 
     @property
     def consumer_registers(self) -> int:

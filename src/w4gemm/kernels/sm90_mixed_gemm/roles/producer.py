@@ -12,7 +12,7 @@ from w4gemm.kernels.device.ptx import bulk_copy, bulk_copy_multicast, bulk_prefe
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_mixed_gemm.roles.work import Work
-from w4gemm.kernels.sm90_mixed_gemm.variant import CODE_BYTES
+from w4gemm.layouts.sm90 import HALF_BYTES
 
 _EARLY_SLOTS = 1  # of weights, requested before x may be read; with more, the first x would queue up behind them
 _PREFETCHED_SLOTS = 2  # of an expert's weights, into L2, before the rows of experts may be read
@@ -174,11 +174,11 @@ class Producer(Work):
         v = self.v
         pieces = [(target, source, v.block_bytes)]
         if v.halves:
-            codes, scales = CODE_BYTES // 2, v.part_bytes - CODE_BYTES // 2
+            codes, scales = HALF_BYTES, v.part_bytes - HALF_BYTES
             half = slot % 2
             pieces = [
                 (target, source + half * codes, codes),
-                (target + codes, source + CODE_BYTES + (half * scales if v.scale_group < 128 else 0), scales),
+                (target + codes, source + 2 * HALF_BYTES + (half * scales if v.scale_group < 128 else 0), scales),
             ]
         for to, start, size in pieces:
             if mask is None:

@@ -1,0 +1,137 @@
+"""Time the likeliest configs of products side by side: ``python -m bench.sweep --shapes models --m 1.. --out FILE``.
+
+FILE gets a JSON line for each, with n, k, m, format, config and us, and the machine: what bench/fit.py makes constants
+of the model of, and ``bench.tune --rows`` the shipped table. Take a new FILE for each machine, since they differ by
+more than configs do. For a GPU or a kernel that the model does not know, ``--configs 1000`` times all configs.
+
+Of mixtures of experts, ``python -m bench.grouped --configs N`` times configs; ``--grouped FILE`` copies their lines to
+``--out`` in the same form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.shapes import parse_layers
+
+from w4gemm import dispatch
+from w4gemm.cli.problems import DTYPES, chosen_device, chosen_dtype, parse_tokens
+from w4gemm.cli.report import progress_bar
+from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
+from w4gemm.formats import WeightFormat
+from w4gemm.jit import adopt, compiled
+from w4gemm.jit.pool import CompilePool, Job
+from w4gemm.kernels import kernel_named
+from w4gemm.layouts import layout_for
+from w4gemm.problem import Device, GemmProblem
+from w4gemm.tuning import record
+from w4gemm.tuning.workload import Launch, Workload
+
+MAX_ERROR = 2e-2
+_REPLAYS = 9
+_FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.sweep", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--shapes", default="layers", help="names of bench/shapes.py and sizes like 8192x4096 (n x k)")
+    parser.add_argument("--m", default="1..", help="tokens, as of w4gemm tune (default: every interval)")
+    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of activations, as of w4gemm tune")
+    parser.add_argument("--device", help="as of w4gemm tune")
+    parser.add_argument("--configs", type=int, default=8, help="of a product, best guess first (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further product after so long")
+    parser.add_argument("--grouped", type=Path, help="measure nothing: copy the lines of configs from this file")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    if args.grouped:
+        rows = list(rows_of_experts(args.grouped))
+        record.append(args.out, *rows)
+        print(f"{args.out}: {len(rows)} timings of experts' products")
+        return
+    device, where = chosen_device(args.device)
+    assert where is not None
+    facts = {name: fact for name, fact in record.facts().items() if name in _FACTS}
+    found = products(args, device)
+    started, count = time.monotonic(), 0
+    prepare(found)
+    for (n, k), group in itertools.groupby(found, lambda p: (p.n, p.k)):
+        workload: Workload | None = None
+        for problem in group:
+            if time.monotonic() - started > args.seconds:
+                print(f"{args.out}: {count} timings, cut short before {n} x {k}, m {problem.m}")
+                return
+            workload = workload or Workload(problem, where)
+            times = measure(problem, found[problem], workload)
+            common = {"n": n, "k": k, "m": problem.m, "format": str(problem.format)}
+            record.append(args.out, *(common | {"config": c, "us": round(us, 3)} | facts for c, us in times.items()))
+            count += len(times)
+            print(f"{n} x {k}, m {problem.m}: " + ", ".join(f"{us:.1f} {c}" for c, us in times.items()), flush=True)
+    print(f"{args.out}: {count} timings")
+
+
+def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list[str]]:
+    """The products to time, those of one weight in a row, with their configs as ``"<kernel>/<config>"``."""
+    format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
+    rest = format, layout_for(device, format, dtype), Epilogue(token_scale=dtype == torch.float8_e4m3fn), device
+    tokens = sorted({dispatch.representative(m) for m in parse_tokens(args.m)})
+    found = {}
+    for (n, k), m in itertools.product(parse_layers(args.shapes), tokens):
+        problem = GemmProblem(m, n, k, dtype, *rest)
+        ranking = dispatch.explain(problem).ranking
+        found[problem] = [f"{kernel}/{config}" for _, kernel, config in ranking[: args.configs]]
+    return found
+
+
+def prepare(found: dict[GemmProblem, list[str]]) -> None:
+    """Compile on all cores, since one process compiles one kernel at a time."""
+    jobs: dict[object, Job] = {}
+    for problem, names in found.items():
+        for name in names:
+            kernel, config = parsed(name)
+            jobs.setdefault((kernel.name, kernel.compile_key(problem, config)), (kernel, problem, config))
+    with CompilePool() as pool, progress_bar() as progress:
+        for done, (job, future) in enumerate(zip(jobs.values(), pool.submit(jobs.values()), strict=True)):
+            progress(done, len(jobs), "compiling")
+            code = future.result()
+            if code is not None:
+                adopt(*job, code)
+
+
+def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[str, float]:
+    """Microseconds of each config, fastest first; of none whose result is wrong."""
+    operands, launches = workload.operands(problem.m), dict[str, Launch]()
+    for name in names:
+        kernel, config = parsed(name)
+        launch = kernel.launcher(compiled(kernel, problem, config), problem, config)
+        if (error := workload.error(launch, operands[0])) < MAX_ERROR:
+            launches[name] = launch
+        else:
+            print(f"{problem}: {name} is left out, relative error {error:.3g}", flush=True)
+    times = workload.time(list(launches.values()), operands, _REPLAYS)
+    return dict(sorted(((name, t.p50) for name, t in zip(launches, times, strict=True)), key=lambda pair: pair[1]))
+
+
+def parsed(name: str) -> tuple[Any, GemmConfig]:
+    kernel, _, config = name.partition("/")
+    return kernel_named(kernel), GemmConfig.parse(config)
+
+
+def rows_of_experts(path: Path) -> Iterator[dict[str, Any]]:
+    """Of a file of bench/grouped.py the timings of configs, tokens divided evenly."""
+    for row in map(json.loads, path.read_text().splitlines()):
+        if row["impl"] == "w4gemm_config" and row["routing"] == "balanced":
+            kept = ("n", "k", "m", "experts", "format", "config", *_FACTS)
+            yield {name: row[name] for name in kept} | {"us": row["us_p50"]}
+
+
+if __name__ == "__main__":
+    main()
