@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import w4gemm
+from w4gemm.cli.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs/architecture.md", ROOT / "docs/commands.md")
@@ -44,6 +45,15 @@ def test_the_engines_block() -> None:
     x, w, bias = (names[name] for name in ("a", "w", "bias"))
     wanted = w4gemm.linear(torch.from_numpy(x), w, torch.from_numpy(bias))
     assert torch.equal(torch.from_numpy(names["out"]), wanted)
+
+
+def test_the_explain_block(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/commands.md's session that needs no GPU, word for word."""
+    pytest.importorskip("cutlass")
+    found = re.search(r"```console\n\$ w4gemm (explain .*)\n([^`]*)```", (ROOT / "docs/commands.md").read_text())
+    assert found is not None
+    assert main(found[1].split()) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == found[2].splitlines()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -142,8 +142,12 @@ def span(first: int, last: int | None) -> str:
 
 def representative(m: int) -> int:
     """The m that stands for m's interval."""
-    i = interval(m)
-    return BOUNDS[i] if i < len(BOUNDS) else _LARGEST
+    return _last(interval(m))
+
+
+def _last(index: int) -> int:
+    """The last m of an interval, or what stands for one without end."""
+    return BOUNDS[index] if index < len(BOUNDS) else _LARGEST
 
 
 _plans: dict[Call, Plan] = {}
@@ -155,8 +159,7 @@ def plan_for(call: Call) -> Plan:
     found = _plans.get(call)
     if found is None:
         interval, n, k, dtype, format, layout, epilogue, device, config, invariant, experts, gathered = call
-        m = BOUNDS[interval] if interval < len(BOUNDS) else _LARGEST
-        m *= max(1, experts)
+        m = _last(interval) * max(1, experts)
         of = (Device.of(device), invariant, experts, gathered)
         problem = GemmProblem(m, n, k, dtype, format, layout, epilogue, *of)
         if _tuner is not None and not config and not experts:

@@ -246,6 +246,10 @@ class W4Experts(torch.nn.Module):
     Args:
         gate_up: (2 * hidden, features) of each expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`.
         down: (features, hidden) of each expert.
+        dtype: what to advertise, as for :meth:`W4Linear.from_weight`.
+
+    Raises:
+        TypeError, ValueError: for weights of one expert, or that do not belong together.
     """
 
     def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight, *, dtype: torch.dtype | None = None) -> None:

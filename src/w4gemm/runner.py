@@ -36,6 +36,9 @@ class MixedGemm:
             :class:`w4gemm.QuantizedWeight` are such tensors; their shapes are :meth:`weight_shapes`.
         epilogue: which of alpha, bias, residual, token_scale and activation :meth:`run` is given, and the dtype of d.
         batch_invariant: as for :func:`w4gemm.linear`.
+
+    Raises:
+        TypeError, ValueError: for a format, a layout or an epilogue that there is not.
     """
 
     format: WeightFormat | str

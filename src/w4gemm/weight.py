@@ -228,6 +228,9 @@ class QuantizedWeight:
 
         Args:
             layout: a layout's name; None for the one that the fastest kernel on this weight's device reads.
+
+        Raises:
+            ValueError: for a name that there is not, or a layout that cannot hold the format, with the reason.
         """
         target = layout_for(Device.of(self.device), self.format) if layout is None else layout_named(layout).name
         if target == self.layout:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""
 
+DENSE = ("lm_head",)
+"""Last parts of the names of layers that stay dense unless asked for."""
+
 _PERMUTED = {"llama": {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}, "qwen2": {}, "qwen3": {}}
 """Architectures that can be loaded from GGUF, and the tensors whose rows llama.cpp reorders, with the number of heads.
 
@@ -85,10 +88,7 @@ def load(
     found = find_checkpoint(path)
     if found is not None:
         return _load_gguf(GGUFCheckpoint(found[1]), device, dtype, progress)
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        raise FormatError(f"path: {str(path)!r} is neither a GGUF file nor a folder with a GGUF file or a config.json")
-    return _load_dense(folder, device, dtype, format, progress)
+    return _load_dense(_with_config(path), device, dtype, format, progress)
 
 
 def summarize(model: nn.Module) -> Summary:
@@ -103,7 +103,7 @@ def quantize_layers(
     model: nn.Module,
     format: WeightFormat | str | None = None,
     *,
-    skip: tuple[str, ...] = ("lm_head",),
+    skip: tuple[str, ...] = DENSE,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Replace the dense linear layers of a model by 4-bit ones, in place, one at a time.
@@ -112,7 +112,7 @@ def quantize_layers(
         format: see :func:`load`.
         skip: last parts of the names of layers that stay dense.
     """
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.split(".")[-1] not in skip]
+    layers = _dense_layers(model, skip)
     for done, (name, layer) in enumerate(layers, 1):
         model.set_submodule(name, W4Linear.from_linear(layer, format or _default_format(layer.in_features)))
         if progress is not None:
@@ -143,15 +143,24 @@ def linear_shapes(folder: str | Path) -> list[tuple[int, int, WeightFormat, bool
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(folder).expanduser()
-    if not (folder / "config.json").is_file():
-        raise FormatError(
-            f"path: {str(folder)!r} is neither a GGUF file nor a folder with a GGUF file or a config.json"
-        )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
-    layers = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] != "lm_head"]
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(_with_config(folder), local_files_only=True)
+        )
+    layers = [layer for _, layer in _dense_layers(model, DENSE)]
     return [(m.out_features, m.in_features, _default_format(m.in_features), m.bias is not None) for m in layers]
+
+
+def _with_config(path: str | Path) -> Path:
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise FormatError(f"path: {str(path)!r} is neither a GGUF file nor a folder with a GGUF file or a config.json")
+    return folder
+
+
+def _dense_layers(model: nn.Module, skip: tuple[str, ...]) -> list[tuple[str, nn.Linear]]:
+    """Those to put into 4 bits, with their names: all but where the last part of the name is one of ``skip``."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.split(".")[-1] not in skip]
 
 
 def _default_format(k: int) -> WeightFormat:
