@@ -103,8 +103,10 @@ def test_refuses(weight, error, message):
 
 
 def test_refuses_a_wrong_format():
-    for format in ("int5", None, 128):
-        with pytest.raises(ValueError, match="format: wanted int4_g<group size>"):
+    with pytest.raises(ValueError, match="format: wanted int4_g<group size>"):
+        quantize(torch.zeros(2, 32), "int5")
+    for format in (None, 128):
+        with pytest.raises(TypeError, match="format: wanted a WeightFormat or its string, got"):
             quantize(torch.zeros(2, 32), format)
 
 

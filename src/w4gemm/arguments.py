@@ -51,6 +51,8 @@ def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
             f"x: wanted {' or '.join(map(str, dtypes))} on {device.type} for a weight in the {w.layout} layout, got "
             f"{dtype}{hint}"
         )
+    if x.layout is not torch.strided:
+        raise TypeError(f"x: wanted a dense tensor, got one of layout {x.layout}")
     if x.dim() == 0 or x.shape[-1] != w.k:
         raise ValueError(f"x: wanted shape (..., k) with k {w.k} like w, got {tuple(x.shape)}")
     if device != w.tensors[0].device:

@@ -46,7 +46,7 @@ class GemmConfig:
                 raise ValueError(f"config: {name} wanted a positive int, got {value!r}")
         if not isinstance(self.stages, int) or self.stages < 0:
             raise ValueError(f"config: stages wanted an int >= 0, got {self.stages!r}")
-        if self.rest is not None and self.rest.rest is not None:
+        if self.rest is not None and (not isinstance(self.rest, GemmConfig) or self.rest.rest is not None):
             raise ValueError(f"config: rest wanted a config without a rest, got {str(self.rest)!r}")
         if self.schedule not in _SCHEDULES:
             raise ValueError(f"config: schedule wanted one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")

@@ -36,7 +36,7 @@ from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import KERNELS, Kernel, Operands, Status, kernel_named, ranked
 from w4gemm.kernels.sm90_model import copy_us
-from w4gemm.layouts import native_layout
+from w4gemm.layouts import layout_named, native_layout
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.tuning import store
 from w4gemm.weight import QuantizedWeight
@@ -223,7 +223,12 @@ def as_run(problem: GemmProblem) -> GemmProblem:
 
 
 def configs(problem: GemmProblem) -> list[str]:
-    """Every legal config of every kernel that supports ``problem`` as ``"<kernel>/<config>"``, best guess first."""
+    """Every legal config of every kernel that supports ``problem`` as ``"<kernel>/<config>"``, best guess first.
+
+    Raises:
+        TypeError, ValueError: for sizes, dtypes, formats and layouts that there are not.
+    """
+    _check(problem)
     return [f"{kernel.name}/{config}" for _, kernel, config in _ranked(KERNELS, problem)]
 
 
@@ -234,8 +239,10 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         config: to force one, as for :func:`plan`.
 
     Raises:
-        ValueError, UnsupportedError: for a forced config, as :func:`plan`; else nothing.
+        TypeError, ValueError: as :func:`configs`; and for a forced config, as :func:`plan`.
+        UnsupportedError: for a forced config, as :func:`plan`.
     """
+    _check(problem)
     asked, problem = problem, as_run(problem) if config is None else problem
     status = {kernel.name: _status(kernel, problem) for kernel in KERNELS}
     ranked_configs = _ranked(KERNELS, problem)
@@ -248,6 +255,11 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         return Explanation(problem, status, ranking, candidates)
     kernel, chosen, source = _chosen(problem, ranked_configs)
     return Explanation(problem, status, ranking, candidates, (kernel.name, chosen), source, asked != problem)
+
+
+def _check(problem: GemmProblem) -> None:
+    problem.check()
+    layout_named(problem.layout)
 
 
 def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:

@@ -66,7 +66,7 @@ class WeightFormat:
             )
         if self.zero not in _ZERO_KINDS:
             raise ValueError(f"zero: wanted one of {', '.join(_ZERO_KINDS)}, got {self.zero!r}")
-        if self.scale not in _SCALE_DTYPES:
+        if not isinstance(self.scale, str) or self.scale not in _SCALE_DTYPES:
             raise ValueError(f"scale: wanted one of {', '.join(_SCALE_DTYPES)}, got {self.scale!r}")
         if self.scale == "e4m3" and self.zero != "none":
             raise ValueError(f"zero: wanted 'none' beside e4m3 scales, got {self.zero!r}; bf16 scales take it")
@@ -124,6 +124,19 @@ class WeightFormat:
 
     def __str__(self) -> str:
         return self.name
+
+    @classmethod
+    def of(cls, value: WeightFormat | str) -> WeightFormat:
+        """A format as it is, or from its string.
+
+        Raises:
+            TypeError, ValueError: if it is neither.
+        """
+        if isinstance(value, str):
+            return cls.parse(value)
+        if not isinstance(value, cls):
+            raise TypeError(f"format: wanted a WeightFormat or its string, got {type(value).__name__}")
+        return value
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:

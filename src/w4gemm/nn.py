@@ -17,7 +17,7 @@ from w4gemm.layouts import FP8_LAYOUT, layout_named
 from w4gemm.ops import linear
 from w4gemm.quantization import quantize
 from w4gemm.routing import combine, route
-from w4gemm.weight import QuantizedWeight
+from w4gemm.weight import QuantizedWeight, kind_of
 
 
 class W4Linear(torch.nn.Module):
@@ -60,7 +60,11 @@ class W4Linear(torch.nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}: wanted an int >= 1, got {size!r}")
-        format = _format(format)
+        for name, flag in (("bias", bias), ("batch_invariant", batch_invariant)):
+            if not isinstance(flag, bool):
+                hint = "; format is the fourth argument" if isinstance(flag, (str, WeightFormat)) else ""
+                raise TypeError(f"{name}: wanted a bool, got {flag!r}{hint}")
+        format = WeightFormat.of(format)
         device = torch.get_default_device() if device is None else torch.device(device)
         shapes = layout_named("canonical").shapes(format, out_features, in_features)
         tensors = tuple(torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in shapes)
@@ -87,7 +91,7 @@ class W4Linear(torch.nn.Module):
         """A quantized copy of a dense layer, on its device. ``search`` as in :func:`w4gemm.quantize`."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: wanted a torch.nn.Linear, got {type(linear).__name__}")
-        w = quantize(linear.weight.detach(), _format(format), search=search)
+        w = quantize(linear.weight.detach(), WeightFormat.of(format), search=search)
         return cls.from_weight(w, linear.bias, dtype=linear.weight.dtype)
 
     @classmethod
@@ -119,7 +123,8 @@ class W4Linear(torch.nn.Module):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, activation=self.activation, batch_invariant=self.batch_invariant)
+        x, bias = _autocast(x, self.bias)
+        return linear(x, self.weight, bias, activation=self.activation, batch_invariant=self.batch_invariant)
 
     def extra_repr(self) -> str:
         w = self.weight
@@ -134,13 +139,28 @@ class W4Linear(torch.nn.Module):
 
     # --- the weight and its buffers ---------------------------------------------------------------------------------
 
+    @property
+    def weight(self) -> QuantizedWeight:
+        """The weight, in the layout that its device reads. Another one may be assigned, of any size and format."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, w: QuantizedWeight) -> None:
+        if not isinstance(w, QuantizedWeight) or bool(w.experts) != self.grouped:
+            raise TypeError(
+                f"weight: wanted a QuantizedWeight of {'several experts' if self.grouped else 'no experts'}, got "
+                f"{w if isinstance(w, QuantizedWeight) else kind_of(w)}"
+            )
+        self.in_features, self.out_features, self.format = w.k, w.n, w.format
+        self._set_weight(w)
+
     def _set_weight(self, w: QuantizedWeight) -> None:
         """Take ``w`` in the layout of its device and register its tensors, as integers, under ``packed0``, ..."""
         for name in [name for name in self._buffers if name.startswith("packed")]:
             del self._buffers[name]
-        if not hasattr(self, "weight"):
+        if "_weight" not in self.__dict__:
             self._fp8 = w.layout == FP8_LAYOUT
-        self.weight = w.repack(FP8_LAYOUT if self._fp8 and w.device.type == "cuda" else None)
+        self._weight = w.repack(FP8_LAYOUT if self._fp8 and w.device.type == "cuda" else None)
         for i, t in enumerate(self.weight.tensors):
             self.register_buffer(f"packed{i}", _as_integers(t), persistent=False)
         if self.weight.perm is not None:
@@ -219,7 +239,13 @@ class W4Linear(torch.nn.Module):
         if perm is not None and perm.device.type != "meta" and not is_permutation(perm):
             error_msgs.append(f"{keys[-1]}: wanted each of 0..{w.k - 1} once")
             return
-        self._set_weight(QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors), perm, w.experts))
+        loaded = QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors), perm, w.experts)
+        try:
+            loaded.check_range()
+        except ValueError as e:
+            error_msgs.append(f"{prefix}{e}")
+            return
+        self._set_weight(loaded)
 
 
 class W4GroupedLinear(W4Linear):
@@ -266,17 +292,20 @@ class W4Experts(torch.nn.Module):
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         """x (tokens, features); expert_ids int32 or int64 and expert_weights floating point (tokens, top k), what the
         router chose: (tokens, features). Ids of experts that are not here add nothing."""
+        if expert_ids.shape[:1] != x.shape[:1]:
+            raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(expert_ids.shape)}")
         routing = route(expert_ids, self.gate_up.weight.experts)
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         return combine(self.down(hidden, routing.m_offsets), routing.places, expert_weights)
 
 
-def _format(format: WeightFormat | str) -> WeightFormat:
-    if isinstance(format, str):
-        return WeightFormat.parse(format)
-    if not isinstance(format, WeightFormat):
-        raise TypeError(f"format: wanted a WeightFormat or its string, got {type(format).__name__}")
-    return format
+def _autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Under ``torch.autocast`` both in its dtype, as torch.nn.functional.linear takes them."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype.itemsize == 1:
+        return x, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _as_integers(t: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,22 @@ class GemmProblem:
     experts: int = 0
     gathered: bool = False
 
+    def check(self) -> None:
+        """Raise TypeError or ValueError for what makes no problem, naming it."""
+        for name, least in (("m", 1), ("n", 1), ("k", 1), ("experts", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: wanted an int from {least} on, got {value!r}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype: wanted a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
+        if not isinstance(self.format, WeightFormat):
+            raise TypeError(f"format: wanted a WeightFormat, got {self.format!r}; WeightFormat.parse makes one")
+        if not isinstance(self.epilogue, Epilogue):
+            raise TypeError(f"epilogue: wanted an Epilogue, got {type(self.epilogue).__name__}")
+        self.epilogue.check()
+        if self.epilogue.gated and self.n % 2:
+            raise ValueError(f"n: silu_mul wants an even one, pairs of gate and up rows, got {self.n}")
+
     @property
     def out_dtype(self) -> torch.dtype:
         return self.epilogue.result_dtype(self.dtype)

@@ -38,9 +38,11 @@ def quantize(
         TypeError, ValueError: if ``weight`` is not a finite floating-point matrix, or has values too large for the
             format's scales (fp16: above 8188).
     """
-    format = format if isinstance(format, WeightFormat) else WeightFormat.parse(format)
+    format = WeightFormat.of(format)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         raise TypeError(f"weight: wanted a floating-point tensor (n, k), got {kind_of(weight)}")
+    if weight.device.type == "meta":
+        raise ValueError("weight: wanted one with numbers, got one on the meta device")
     if 0 in weight.shape:
         raise ValueError(f"weight: wanted n >= 1 and k >= 1, got shape {tuple(weight.shape)}")
     if format.has_channels:

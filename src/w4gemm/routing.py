@@ -45,6 +45,8 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
         raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {kind_of(expert_ids)}")
     if expert_ids.dim() != 2:
         raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
+    if not isinstance(experts, int) or isinstance(experts, bool) or experts < 1:
+        raise ValueError(f"experts: wanted an int from 1 on, got {experts!r}")
     here = (expert_ids >= 0) & (expert_ids < experts)
     ids, order = torch.where(here, expert_ids, experts).flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)
@@ -71,6 +73,9 @@ def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
     Raises:
         TypeError, ValueError: for other dtypes or shapes.
     """
+    for name, t in (("d", d), ("places", places), ("weights", weights)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
     if d.dim() != 2 or not d.is_floating_point():
         raise ValueError(f"d: wanted floating point (rows, n), got {kind_of(d)}")
     if places.dtype != torch.int32 or places.dim() != 2:

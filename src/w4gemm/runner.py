@@ -20,6 +20,7 @@ from w4gemm.formats import WeightFormat
 from w4gemm.kernels import Operands, kernel_named
 from w4gemm.layouts import layout_for, layout_named
 from w4gemm.problem import Device, GemmProblem
+from w4gemm.weight import QuantizedWeight
 
 _ALIGNMENT = 16
 
@@ -49,16 +50,16 @@ class MixedGemm:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        device = torch.device(self.device)
+        device, format = torch.device(self.device), WeightFormat.of(self.format)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device: {device} is not there; PyTorch sees no CUDA GPU")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         object.__setattr__(self, "device", device)
-        self.epilogue.check()
-        if not isinstance(self.format, WeightFormat):
-            object.__setattr__(self, "format", WeightFormat.parse(self.format))
-        if self.layout is None:
-            assert isinstance(self.format, WeightFormat)
-            object.__setattr__(self, "layout", layout_for(Device.of(device), self.format, self.dtype))
+        object.__setattr__(self, "format", format)
+        GemmProblem(1, 2, 1, self.dtype, format, "", self.epilogue).check()
+        layout = layout_for(Device.of(device), format, self.dtype) if self.layout is None else self.layout
+        object.__setattr__(self, "layout", layout_named(layout).name)
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
         """What dispatch is asked about for these sizes: m is that of its interval."""
@@ -121,8 +122,8 @@ class MixedGemm:
             token_scale: float32 (m), for fp8 a.
             config: one of :meth:`configs`; None for the tuned or predicted one.
             workspace: at least :meth:`workspace_bytes` bytes on the GPU, zero before the first launch that uses them;
-                launches that may run at the same time must not share them. None: a launch looks after itself. Not
-                looked at on the CPU.
+                launches that may run at the same time must not share them. None: a launch looks after itself, as it
+                does on the CPU.
             stream: a torch stream or the address of a ``CUstream``; None for torch's current one.
 
         Raises:
@@ -130,6 +131,8 @@ class MixedGemm:
             UnsupportedError: as :meth:`prepare`.
         """
         a, out = _tensor("a", a), _tensor("out", out)
+        if isinstance(b, QuantizedWeight):
+            raise TypeError("b: wanted the packed tensors, w.tensors, got the weight itself")
         weight = tuple(_tensor(f"b[{i}]", t) for i, t in enumerate(b))
         bias = None if bias is None else _tensor("bias", bias)
         residual = None if residual is None else _tensor("residual", residual)
@@ -141,7 +144,7 @@ class MixedGemm:
         if m == 0:
             return
         plan = dispatch.plan_for(self._call(m, n, k, config or ""))
-        if workspace is not None:
+        if workspace is not None and a.device.type == "cuda":
             operands = operands._replace(workspace=self._workspace(_tensor("workspace", workspace), plan))
         if a.device.type != "cuda" or (stream is None and a.device.index == torch.cuda.current_device()):
             plan.launch(operands)

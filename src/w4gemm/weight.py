@@ -77,7 +77,7 @@ class QuantizedWeight:
     @classmethod
     def from_codes(
         cls,
-        format: WeightFormat,
+        format: WeightFormat | str,
         codes: torch.Tensor,
         scales: torch.Tensor,
         zeros: torch.Tensor | None = None,
@@ -87,6 +87,7 @@ class QuantizedWeight:
         """A weight in the canonical layout from its numbers.
 
         Args:
+            format: what the numbers mean, or its string.
             codes: integers 0..15 (n, k), any integer dtype. A symmetric format's signed value v is code v + 8.
             scales: (n, groups) of ``format.scale_dtype``.
             zeros: (n, groups) of ``format.zero_dtype``; None for a format without zero points.
@@ -98,6 +99,7 @@ class QuantizedWeight:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
                 weights would not be finite, in fp16 or beyond 2**31, are refused.
         """
+        format = WeightFormat.of(format)
         if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS or codes.dim() != 2:
             raise TypeError(f"codes: wanted integers (n, k), got {kind_of(codes)}")
         n, k = codes.shape
@@ -176,13 +178,14 @@ class QuantizedWeight:
             if not isinstance(weights, Sequence):
                 raise TypeError("count: wanted the number of weights, since an iterable that is no sequence has none")
             count = len(weights)
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"count: wanted at least 1 expert, got {count!r}")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"count: wanted a number of experts from 1, got {count!r}")
         found, first = 0, None
         tensors: tuple[torch.Tensor, ...] = ()
         for w in weights:
             if not isinstance(w, cls) or w.experts or w.perm is not None:
-                raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {w!r}")
+                came = w if isinstance(w, cls) else kind_of(w)
+                raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {came}")
             if first is None:
                 target = layout_for(Device.of(w.device), w.format) if layout is None else layout_named(layout).name
                 first = (w.format, w.n, w.k, w.device)
@@ -198,8 +201,8 @@ class QuantizedWeight:
 
     def expert(self, index: int) -> QuantizedWeight:
         """One of the experts, sharing this weight's memory."""
-        if not 0 <= index < self.experts:
-            raise ValueError(f"index: wanted one of {self.experts} experts, got {index}")
+        if not isinstance(index, int) or not 0 <= index < self.experts:
+            raise ValueError(f"index: wanted one of {self.experts} experts, got {index!r}")
         return replace(self, tensors=tuple(t[index] for t in self.tensors), experts=0)
 
     @property
@@ -250,7 +253,12 @@ class QuantizedWeight:
         """w (n, k) in ``dtype``, its columns in their own order whatever ``perm`` is.
 
         The numbers are as :mod:`w4gemm.formats` says; 16-bit dtypes are rounded once from the exact value.
+
+        Raises:
+            TypeError: for a dtype that is not floating point, of 16 bits or more.
         """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+            raise TypeError(f"dtype: wanted a floating-point dtype of 16 bits or more, got {dtype!r}")
         if self.experts:
             return torch.stack([self.expert(e).dequantize(dtype) for e in range(self.experts)])
         w = dequantize_parts(self.parts(), self.format, dtype)
@@ -276,8 +284,9 @@ class QuantizedWeight:
         if self.experts:
             parts = (self.expert(e).shard(dim, index, count) for e in range(self.experts))
             return QuantizedWeight.stack(parts, self.experts, self.layout)
-        if count < 1 or not 0 <= index < count:
-            raise ValueError(f"index, count: wanted 0 <= index < count, got index {index}, count {count}")
+        whole = isinstance(index, int) and isinstance(count, int)
+        if not whole or count < 1 or not 0 <= index < count:
+            raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
         if dim == 1 and count > 1 and self.perm is not None:
             raise ValueError(
                 "dim: this weight is in act-order (perm is not None), so its groups have columns in every part of k; "
@@ -332,13 +341,19 @@ class QuantizedWeight:
             perm = tensors.get("perm")
             format, experts = WeightFormat.parse(facts["format"]), facts.get("experts", 0)
             weight = cls(format, facts["n"], facts["k"], "canonical", ordered, perm, experts)
-            for w in [weight.expert(e) for e in range(experts)] or [weight]:
-                _check_range(format, *w.parts()[1:])
+            weight.check_range()
             if perm is not None and not is_permutation(perm):
                 raise ValueError(f"perm: wanted each of 0..{weight.k - 1} once")
         except (KeyError, TypeError, ValueError) as e:
             raise weight_file.unfit(path, e) from e
         return weight
+
+    def check_range(self) -> None:
+        """Raise ValueError for scales and zero points that :meth:`from_codes` refuses. Nothing is known of those on the
+        meta device."""
+        if self.device.type != "meta":
+            for w in [self.expert(e) for e in range(self.experts)] or [self]:
+                _check_range(self.format, *w.parts()[1:])
 
     def __repr__(self) -> str:
         experts = f"experts={self.experts}, " if self.experts else ""
@@ -372,8 +387,9 @@ def _check_range(
 ) -> None:
     """Refuse numbers whose weights would be NaN, or infinite in some kernel; of e4m3 scales what would saturate."""
     if channels is not None:
-        if not channels.isfinite().all():
-            raise ValueError("channels: wanted finite numbers")
+        limit = torch.finfo(torch.float32).max / torch.finfo(format.scale_dtype).max
+        if not (channels.abs() <= limit).all():
+            raise ValueError(f"channels: wanted at most {limit:.3g} in magnitude, for finite weights, and no NaN")
         most = torch.finfo(format.scale_dtype).max / 8
         if not (scales.float().abs() <= most).all():
             raise ValueError(f"scales: wanted at most {most:g} in magnitude, so that 8 * scale is an e4m3, and no NaN")

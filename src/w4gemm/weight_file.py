@@ -16,11 +16,15 @@ _VERSION = "1"
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
     """facts: what JSON can hold."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
     copies = {name: t.cpu().clone() for name, t in tensors.items()}
-    save_file(copies, path, metadata={"w4gemm": json.dumps({"kind": _KIND, "version": _VERSION, **facts})})
+    try:
+        save_file(copies, path, metadata={"w4gemm": json.dumps({"kind": _KIND, "version": _VERSION, **facts})})
+    except SafetensorError as e:
+        raise OSError(f"path: cannot write {str(path)!r}: {e}") from e
 
 
 def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -29,9 +33,14 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
     Raises:
         FileNotFoundError: if there is no such file.
         FormatError: if the file is truncated or is not such a file.
+        ValueError: for a device that is not there.
     """
     from safetensors import SafetensorError, safe_open
 
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:  # PyTorch's for a name that is none, and without CUDA
+        raise ValueError(f"device: {device!r} is not there: {str(e).splitlines()[0]}") from e
     if not Path(path).is_file():
         raise FileNotFoundError(f"path: no file {str(path)!r}")
     try:

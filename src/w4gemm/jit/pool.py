@@ -33,9 +33,14 @@ class CompilePool:
 
     Args:
         workers: how many processes; None for as many as there are processors for this process.
+
+    Raises:
+        ValueError: for fewer than one.
     """
 
     def __init__(self, workers: int | None = None) -> None:
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers: wanted an int from 1 on, or None, got {workers}")
         self.workers = workers or usable_processors()
         self._jobs: queue.SimpleQueue[tuple[Future[bytes | None], Job] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []

@@ -166,12 +166,12 @@ class GpuKernel(ABC):
             return Status.no(reason)
         if problem.dtype not in self.dtypes:
             return Status.no(f"needs {' or '.join(map(str, self.dtypes))} activations, got {problem.dtype}")
+        if reason := layout_named(self.layout).supports(problem.format):
+            return Status.no(f"cannot take {problem.format}: {reason}")
         if problem.layout != self.layout:
             return Status.no(
                 f"reads the {self.layout} layout, the weight lies in {problem.layout}; call w.repack('{self.layout}')"
             )
-        if reason := layout_named(self.layout).supports(problem.format):
-            return Status.no(f"cannot take {problem.format}: {reason}")
         if problem.gathered and not problem.experts:
             return Status.no("gathers rows of x for a weight of several experts only")
         if problem.experts > MAX_EXPERTS:
