@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{args.out}: {len(rows)} timings of experts' products")
         return
     device, where = chosen_device(args.device)
-    assert where is not None
     facts = {name: fact for name, fact in record.facts().items() if name in _FACTS}
     found = products(args, device)
     started, count = time.monotonic(), 0

@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{len(records)} records of {len({r.key for r in records})} layers")
         return
     device, where = chosen_device(args.device)
-    assert where is not None
     facts = record.facts()
     with tempfile.TemporaryDirectory() as folder:
         environment.set_cache_dir(Path(folder))

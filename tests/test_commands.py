@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,6 +50,51 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         assert f"  {kernel.name}: " in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("gemm 4 64 64 --device h200", "--device: h200 need not be there for `explain` alone"),
+        ("tune --shapes 64x64 --device H200", "--device: H200 need not be there for `explain` alone"),
+        ("gemm 4 64 64 --device cpu --top 3", "--top: goes with --profile"),
+        ("explain --m 4 --n 63 --k 64 --device h200 --activation silu_mul", "n: silu_mul wants an even one"),
+        ("compile --shapes 64x64 --m 1 -o {file}", "File exists"),
+        ("cache export {file}/x", "Not a directory"),
+        ("bench tune", "bench tune measures on a GPU"),
+        ("generate '' --device cpu", "PROMPT: wanted some words, got none"),
+    ],
+)
+def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
+    if "bench" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    (tmp_path / "file").write_text("")
+    _, err = run(capsys, *shlex.split(arguments.format(file=tmp_path / "file")), code=1)
+    assert err.splitlines()[-1].startswith("w4gemm: error: ") and message in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "compile --shapes 64x64 -o kernels --top 0",
+        "compile --shapes 64x64 -o kernels --workers -1",
+        "compile --shapes 64x64 -o kernels --sms -5",
+        "tune --shapes 64x64 --device cpu --top -2",
+        "gemm 4 64 64 --device cpu --profile --top x",
+    ],
+)
+def test_counts_are_from_one(capsys, arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments.split())
+    assert stopped.value.code == 2
+    assert f"wanted an integer >= 1, got {arguments.split()[-1]}" in capsys.readouterr().err
+
+
+def test_explain_where_nothing_runs(capsys):
+    arguments = ("--m", "5", "--n", "512", "--k", "512", "--device", "h200", "--format", "int4_g128_e4m3")
+    out, _ = run(capsys, "explain", *arguments, code=1)
+    assert "cannot take int4_g128_e4m3: e4m3 scales are for fp8 activations" in out
+    assert "repack('sm90')" not in out and "chosen once" not in out
+
+
 def test_explain_forced_and_shortened(capsys):
     arguments = ("explain", "--m", "16", "--n", "1024", "--k", "1024", "--device", "h200", "--rows", "2")
     last = w4gemm.configs(w4gemm.GemmProblem(16, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90"))[-1]
@@ -87,7 +133,7 @@ def test_gemm(capsys, folder):
     out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu")
     assert "(tuned): " in out
     _, err = run(capsys, "gemm", "0", "96", "64", code=1)
-    assert "M, N, K: wanted numbers from 1, got 0, 96, 64" in err
+    assert "M, N, K: wanted numbers from 1 to 2147483647, got 0, 96, 64" in err
 
 
 def _cpu_problem() -> w4gemm.GemmProblem:
@@ -107,7 +153,9 @@ def test_tune_and_cache(capsys, folder, tmp_path):
     out, _ = run(capsys, "cache", "path")
     assert out == f"{folder}\n"
     out, _ = run(capsys, "cache", "list")
-    assert "0 compiled kernels" in out and "tuned.jsonl, 4 configs" in out and "(stale)" not in out.split("shipped")[0]
+    assert "0 compiled kernels" in out and "tuned.jsonl, 4 configs" in out and "(stale)" not in out
+    more, _ = run(capsys, "cache", "list", "--all")
+    assert out.splitlines()[-1].startswith("shipped: ") and len(more.splitlines()) > 100 + len(out.splitlines())
     exported, _ = run(capsys, "cache", "export")
     assert exported == (folder / store.USER_FILE).read_text()
     run(capsys, "cache", "export", str(tmp_path / "out.jsonl"))

@@ -26,6 +26,26 @@ H200_PROBLEM = GemmProblem(16, 4096, 4096, torch.bfloat16, WeightFormat(), "sm90
 FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="sm90_fp8")
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"m": -5}, ValueError, "m: wanted an int from 1 on, got -5"),
+        ({"m": 5.5}, ValueError, "m: wanted an int from 1 on, got 5.5"),
+        ({"k": 0}, ValueError, "k: wanted an int from 1 on, got 0"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype: wanted a torch.dtype, got str 'bfloat16'"),
+        ({"format": "int4_g128"}, TypeError, "format: wanted a WeightFormat, got 'int4_g128'"),
+        ({"layout": "sm80"}, ValueError, "layout: wanted one of .*, got 'sm80'"),
+        ({"epilogue": "relu"}, TypeError, "epilogue: wanted an Epilogue, got str"),
+        ({"epilogue": Epilogue("swish")}, ValueError, "activation: wanted one of .*, got 'swish'"),
+    ],
+)
+def test_what_makes_no_problem(change, error, message):
+    problem = replace(GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "sm90"), **change)
+    for ask in (w4gemm.explain, w4gemm.configs):
+        with pytest.raises(error, match=message):
+            ask(problem)
+
+
 def test_intervals_of_m():
     last = len(dispatch.BOUNDS)
     found = [dispatch.interval(m) for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 8192, 8193, 10**6)]

@@ -115,6 +115,19 @@ def test_combine_gives_gradients_to_both(device):
     assert combine(d, places, weights.detach()).requires_grad
 
 
+def test_routing_refuses():
+    ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2)
+    for experts in (-1, 0, 2.5, "4", True):
+        with pytest.raises(ValueError, match="experts: wanted an int from 1 on"):
+            route(ids, experts)
+    with pytest.raises(TypeError, match="places: wanted a tensor, got list"):
+        combine(torch.zeros(4, 8), [[0, 1]], weights)
+    gate, down = several(2 * HIDDEN, FEATURES), several(FEATURES, HIDDEN)
+    layer = W4Experts(QuantizedWeight.stack(gate), QuantizedWeight.stack(down), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"expert_ids: wanted 5 rows, one for each of x, got \(3, 2\)"):
+        layer(torch.randn(5, FEATURES), ids, weights)
+
+
 def test_a_masked_product_after_one_of_fake_tensors():
     """Nothing of what a tracer sees is kept for real calls."""
     w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(E, 5, 64)

@@ -8,7 +8,7 @@ import torch
 
 import w4gemm
 from conformance.cases import assert_close, random_weight
-from w4gemm import W4Linear
+from w4gemm import QuantizedWeight, W4Linear, linear, quantize
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device
@@ -213,6 +213,48 @@ def test_bad_arguments():
     ):
         with pytest.raises(error, match=message):
             make()
+
+
+def test_another_weight_stays(tmp_path):
+    layer = W4Linear(128, 64, bias=False)
+    w = quantize(torch.randn(32, 96), "int4_g32_zint")
+    layer.weight = w
+    x = torch.randn(3, 96)
+    wanted = linear(x, w.repack())
+    for moved in (layer, layer.to("cpu"), layer.half().float(), copy.deepcopy(layer)):
+        assert torch.equal(moved(x), wanted)
+    assert (layer.in_features, layer.out_features, str(layer.format)) == (96, 32, "int4_g32_zint")
+    assert bytes(layer.state_dict()["_extra_state"].tolist()).decode() == "int4_g32_zint"
+    for other in (torch.zeros(3), QuantizedWeight.stack([w])):
+        with pytest.raises(TypeError, match="weight: wanted a QuantizedWeight of no experts, got"):
+            layer.weight = other
+
+
+def test_flags_are_flags():
+    with pytest.raises(TypeError, match="bias: wanted a bool, got 'int4_g64'; format is the fourth argument"):
+        W4Linear(128, 64, "int4_g64")
+    with pytest.raises(TypeError, match="batch_invariant: wanted a bool, got 'no'"):
+        W4Linear(128, 64, batch_invariant="no")
+
+
+@pytest.mark.parametrize("name, value", [("scales", float("nan")), ("scales", 3e38), ("zeros", 200)])
+def test_a_state_dict_with_numbers_that_are_refused_elsewhere(name, value):
+    layer = W4Linear.from_weight(quantize(torch.randn(32, 64), "int4_g32_zint"))
+    state = layer.state_dict()
+    state[name][3, 1] = value
+    with pytest.raises(RuntimeError, match=name):
+        layer.load_state_dict(state)
+    assert layer(torch.ones(1, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(dtype):
+    dense = torch.nn.Linear(64, 32)
+    layer, x = W4Linear.from_linear(dense, "int4_g32"), torch.randn(5, 64)
+    with torch.autocast("cpu", dtype):
+        d = layer(x)
+        assert d.dtype == dense(x).dtype == dtype
+    assert torch.equal(d, linear(x.to(dtype), layer.weight, layer.bias.to(dtype)))
 
 
 def test_activation():

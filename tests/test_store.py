@@ -151,6 +151,14 @@ def test_unreadable_lines_are_skipped_with_one_warning(folder, caplog):
     assert chosen() == (record(nth=2).choice, "tuned"), "a line that was cut short does not swallow the next"
 
 
+@pytest.mark.parametrize(
+    "change", [{"device": ["x"]}, {"us": float("nan")}, {"m": [1, 0]}, {"sms": "132"}, {"batch_invariant": 0}], ids=str
+)
+def test_a_line_with_values_of_another_kind_is_none(change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}: wanted"):
+        store.Record.parse(json.dumps(json.loads(record().line()) | change))
+
+
 def test_a_table_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     for value in (str(tmp_path / "file" / "cache"), "off"):

@@ -1,5 +1,7 @@
 """4-bit-weight matrix multiplication for NVIDIA GPUs, from pure Python. Importing this touches no GPU."""
 
+import warnings
+
 from w4gemm.activations import quantize_activations
 from w4gemm.config import GemmConfig
 from w4gemm.dispatch import configs, explain
@@ -45,4 +47,7 @@ __all__ = [
     "route",
 ]
 
-configure_logging()
+try:
+    configure_logging()
+except ValueError as e:  # a command says it again, and ends
+    warnings.warn(str(e), stacklevel=2)

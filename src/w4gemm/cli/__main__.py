@@ -12,15 +12,7 @@ from w4gemm.environment import configure_logging
 from w4gemm.errors import UnsupportedError
 
 COMMANDS = (generate, explain, gemm, tune, compile, cache, bench, info)
-USER_ERRORS = (
-    ValueError,
-    TypeError,
-    FileNotFoundError,
-    IsADirectoryError,
-    PermissionError,
-    ImportError,
-    UnsupportedError,
-)
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, UnsupportedError)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """``args.rest`` holds what is not read here: the module has a parser of its own."""
-    measures = args.action in ("run", "grouped") and not {"-h", "--help"} & set(args.rest)
+    asked = {option.partition("=")[0] for option in args.rest}
+    measures = args.action in ("run", "grouped", "tune") and not {"-h", "--help", "--rows"} & asked
     if measures and not torch.cuda.is_available():
         raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
     module(args.action).main(args.rest)

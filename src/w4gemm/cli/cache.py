@@ -20,7 +20,8 @@ DESCRIPTION = "What is kept on disk: compiled kernels and tuned configs."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
     actions.add_parser("path", help="print the folder")
-    actions.add_parser("list", help="count the compiled kernels, and print every tuned config")
+    listed = actions.add_parser("list", help="count the compiled kernels, and print every config that was tuned here")
+    listed.add_argument("--all", action="store_true", help="also those that come with the package")
     clear = actions.add_parser("clear", help="delete both, or only one")
     clear.add_argument("--only", choices=("compiled", "tuned"))
     export = actions.add_parser("export", help="print the tuned configs as JSON lines, or write them to a file")
@@ -49,7 +50,7 @@ def _list(args: argparse.Namespace) -> None:
     for name, path in (("tuned", store.user_path()), *(("shipped", path) for path in store.shipped_tables())):
         records = store.effective(store.read(path)) if path else []
         print(f"{name}: {path}, {len(records)} configs")
-        for record in records:
+        for record in records if name == "tuned" or args.all else ():
             print(f"  {_line(record)}")
 
 

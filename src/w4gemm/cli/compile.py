@@ -12,7 +12,7 @@ import torch
 
 from w4gemm import dispatch, environment
 from w4gemm.cli.problems import DTYPES, add_layer_arguments, device_line, parse_layers, parse_tokens, problems
-from w4gemm.cli.report import progress_bar, say
+from w4gemm.cli.report import positive, progress_bar, say
 from w4gemm.config import GemmConfig
 from w4gemm.errors import UnsupportedError
 from w4gemm.jit.pool import CompilePool, Job
@@ -40,17 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu", metavar="NAME", help="its exact name, by which tuned configs are found (default: one of the target's)"
     )
     parser.add_argument(
-        "--sms", type=int, metavar="N", help="its multiprocessors (default: that GPU's; 132 on an H100 SXM or H200)"
+        "--sms",
+        type=positive,
+        metavar="N",
+        help="its multiprocessors (default: that GPU's; 132 on an H100 or H200)",
     )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float8_e4m3fn"), default="bfloat16", help="(default: %(default)s)"
     )
     parser.add_argument(
-        "--top", type=int, default=1, metavar="N", help="also the N best guesses (default: %(default)s)"
+        "--top", type=positive, default=1, metavar="N", help="also the N best guesses (default: %(default)s)"
     )
     parser.add_argument("--act-order", action="store_true", help="also the gather of weights in act-order")
     parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a processor)")
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: one a processor)")
 
 
 def run(args: argparse.Namespace) -> int:

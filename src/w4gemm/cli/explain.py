@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from w4gemm import dispatch
-from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line
+from w4gemm.cli.problems import add_device_arguments, chosen_dtype, described_device, device_line
+from w4gemm.cli.report import positive
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import layout_for
@@ -26,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--activation", choices=ACTIVATIONS)
     parser.add_argument("--residual", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
-    parser.add_argument("--rows", type=int, metavar="N", help="only the N best guesses (default: all)")
+    parser.add_argument("--rows", type=positive, metavar="N", help="only the N best guesses (default: all)")
 
 
 def run(args: argparse.Namespace) -> int:
     if min(args.m, args.n, args.k) < 1:
         raise ValueError(f"--m, --n, --k: wanted numbers from 1, got {args.m}, {args.n}, {args.k}")
-    device, _ = chosen_device(args.device)
+    device = described_device(args.device)
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     problem = GemmProblem(
         dispatch.representative(args.m),
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         print("  predicted times only order the configs here: nothing is known of this CPU")
     elif (least := roofline_us(problem)) is not None:
         print(f"  roofline: {least:.1f} us")
+    if found.chosen is None:
+        return 1
     print(f"  chosen once for {dispatch.span(*dispatch.interval_of(args.m))}")
-    if found.candidates:
-        print(f"\n{found.table(args.rows)}")
+    print(f"\n{found.table(args.rows)}")
     return 0

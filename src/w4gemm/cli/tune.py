@@ -16,7 +16,7 @@ from w4gemm.cli.problems import (
     parse_tokens,
     problems,
 )
-from w4gemm.cli.report import progress_bar, say
+from w4gemm.cli.report import positive, progress_bar, say
 from w4gemm.tuning import store
 from w4gemm.tuning.tuner import TOP, Outcome, tune
 
@@ -33,16 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(parser)
     add_device_arguments(parser)
     parser.add_argument(
-        "--top", type=int, default=TOP, metavar="N", help="configs to measure of each (default: %(default)s)"
+        "--top", type=positive, default=TOP, metavar="N", help="configs to measure of each (default: %(default)s)"
     )
     parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
     parser.add_argument("--force", action="store_true", help="also what has a record already")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that compile (default: one a processor)")
+    parser.add_argument("--workers", type=positive, metavar="N", help="that compile (default: one a processor)")
 
 
 def run(args: argparse.Namespace) -> int:
     device, where = chosen_device(args.device)
-    assert where is not None
     dtype = chosen_dtype(args.dtype, device)
     wanted = problems(parse_layers(args), parse_tokens(args.m), device, dtype, args.batch_invariant)
     say(f"{device_line(device)}; {len(wanted)} problems")
@@ -57,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         seconds = time.perf_counter() - started
         say(f"{len(outcomes)} of {len(wanted)} measured in {seconds:.0f} s{summary(outcomes)}")
-        say(f"kept in {store.user_path() or 'no file: W4GEMM_CACHE_DIR is off'}")
+        path = store.user_path()
+        if path is None or path.exists():  # else a warning has said what is in the way
+            say(f"kept in {path or 'no file: W4GEMM_CACHE_DIR is off'}")
     return 0
 
 

@@ -83,8 +83,12 @@ def load(
     Raises:
         FileNotFoundError: if nothing is at ``path``.
         FormatError: if it is damaged, holds no model, or one of an unknown architecture.
+        TypeError, ValueError: for a dtype or a format that there is not.
     """
     device = torch.device(device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
+    format = None if format is None else WeightFormat.of(format)
     found = find_checkpoint(path)
     if found is not None:
         return _load_gguf(GGUFCheckpoint(found[1]), device, dtype, progress)
@@ -170,6 +174,7 @@ def _default_format(k: int) -> WeightFormat:
 def _load_dense(
     folder: Path, device: torch.device, dtype: torch.dtype, format: WeightFormat | str | None, progress: Progress | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -179,8 +184,10 @@ def _load_dense(
             f"path: {str(folder)!r} is quantized already ({method}), which cannot be loaded yet; wanted dense"
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    # on the CPU first: then the device never holds the dense model
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    try:  # on the CPU first: then the device never holds the dense model
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, SafetensorError) as e:  # of a file that is missing, or cut short
+        raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
     quantize_layers(model, format, progress=progress)
     return model.to(device).eval(), tokenizer
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -87,15 +88,26 @@ class Record:
         if not isinstance(row, dict) or set(row) != set(wanted):
             raise ValueError(f"wanted an object with {', '.join(wanted)}")
         first, last = row["m"]
-        ok = isinstance(first, int) and (last is None or isinstance(last, int)) and isinstance(row["us"], (int, float))
-        if not ok or not isinstance(row["n"], int) or not isinstance(row["k"], int):
-            raise ValueError("wanted m [first, last or null], n, k and us as numbers")
+        if not isinstance(first, int) or not (last is None or (isinstance(last, int) and last >= first)):
+            raise ValueError(f"m: wanted [first, last or null], got {row['m']!r}")
+        for name, kind in _KINDS.items():
+            if not isinstance(row[name], kind):
+                raise ValueError(f"{name}: wanted {' or '.join(k.__name__ for k in kind)}, got {row[name]!r}")
+        if not 0 <= row["us"] < math.inf:
+            raise ValueError(f"us: wanted a finite number from 0 on, got {row['us']}")
         GemmConfig.parse(row["config"])
         key = Key(*(row.pop(name) for name in Key._fields))
         return cls(key, (first, last), *(row[name] for name in _VALUES[1:]))
 
 
 _VALUES = ("m", "kernel", "config", "us", "revision", "date")
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("device", "format", "dtype", "layout", "epilogue", "kernel", "config", "date"), (str,)),
+    **dict.fromkeys(("sms", "n", "k", "revision"), (int,)),
+    "us": (int, float),
+    "batch_invariant": (bool,),
+}
+"""What stands in a line, besides m."""
 
 
 def key_of(problem: GemmProblem) -> Key:
