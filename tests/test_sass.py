@@ -45,7 +45,10 @@ CASES = [
     )
 ]
 CASES.append(pytest.param(kernel_named("dequantize_gemm"), "int4_g128_e4m3", FP8, id="dequantize_gemm-e4m3"))
-NEEDY = dict.fromkeys(FP8_KERNELS, ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"))
+NEEDY = {
+    "sm90_fp8_gemm": ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"),
+    "sm89_fp8_gemm": ("int4_g32_zint", "int4_g128_e4m3"),
+}
 """By kernel, the formats that need the most registers, or that alone have some configs; else those of _NEEDY."""
 _NEEDY = ("int4_g32_zfloat", "int4_g128")
 
@@ -161,9 +164,9 @@ def test_dequantize_on_other_gpus(arch):
 )
 @pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3"])
 def test_fp8_on_other_gpus(arch, instruction, name):
-    """Every config, and the machine code of one."""
+    """Every config, and the machine code of one; where e4m3 are multiplied as fp16, as on sm_90a, but one."""
     kernel, p = kernel_named("sm89_fp8_gemm"), replace(problem(name, FP8), device=OTHER_GPUS[arch])
-    configs = kernel.configs(p)
+    configs = kernel.configs(p)[: 1 if instruction.startswith("HMMA") else None]
     for config in configs:
         assert kernel.program(p, config).arch == arch
         assert local_memory(object_code(kernel, p, config)) == 0, config
