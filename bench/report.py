@@ -155,14 +155,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def last_of_each_work(path: Path) -> list[list[dict[str, Any]]]:
-    """The rows of a file that reports are about: for each kind of work those of the last row's commit, without what is
-    measured beside the choice of dispatch (``w4gemm_config`` and the like). Each point is of one run."""
+    """The rows of a file that reports are about: for each kind of work those of the last row's commit, of each point
+    those of the last run, without what is measured beside the choice of dispatch (``w4gemm_config`` and the like)."""
     works: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
         if row["kind"] == "time" and not row["impl"].startswith("w4gemm_"):
             works[row["work"]].append(row)
-    return [[row for row in rows if row["commit"] == rows[-1]["commit"]] for rows in works.values()]
+    found = []
+    for rows in works.values():
+        rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+        runs = {_point(row): row["run"] for row in rows}
+        found.append([row for row in rows if row["run"] == runs[_point(row)]])
+    return found
+
+
+def _point(row: dict[str, Any]) -> tuple[Layer, int]:
+    return Layer(row["n"], row["k"], row.get("experts", 0), row.get("routing", "")), row["m"]
 
 
 def html_page(times: Times, row: dict[str, Any], versions: dict[str, str]) -> str:
@@ -190,11 +199,11 @@ def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
     runs: dict[tuple[Layer, int], str] = {}
     for row in rows:
         name = f"{row['impl']} e4m3" if row["format"].endswith("_e4m3") else row["impl"]
-        layer = Layer(row["n"], row["k"], row.get("experts", 0), row.get("routing", ""))
-        run = runs.setdefault((layer, row["m"]), row["run"])
+        point = _point(row)
+        run = runs.setdefault(point, row["run"])
         if run != row["run"]:
-            raise ValueError(f"{layer}, m {row['m']}: wanted rows of one run, got some of {run} and {row['run']}")
-        times[layer, row["m"]][name] = row["us_p50"]
+            raise ValueError(f"{point[0]}, m {point[1]}: wanted rows of one run, got some of {run} and {row['run']}")
+        times[point][name] = row["us_p50"]
         versions[name] = row["impl_version"]
     return times, versions
 

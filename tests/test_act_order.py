@@ -233,7 +233,7 @@ def test_gradients(device, dtype):
     g = torch.randn_like(d)
     (dx,) = torch.autograd.grad(d, x, g)
     torch.testing.assert_close(dx, g @ w.dequantize(dtype))
-    assert torch.equal(d, linear(x.detach(), w))
+    torch.testing.assert_close(linear(x.detach(), w), d.detach())  # on the CPU bits depend on where x lies
     (compiled,) = torch.autograd.grad(torch.compile(lambda x: linear(x, w), backend="aot_eager")(x), x, g)
     assert torch.equal(compiled, dx)
     g.requires_grad_()

@@ -180,6 +180,18 @@ def test_a_page_is_of_one_run_at_each_point():
         report.by_point([rows[0], rows[1] | {"run": "second"}])
 
 
+def test_of_a_point_the_last_run_counts(tmp_path):
+    row = {"kind": "time", "work": "w4a16", "impl": "w4gemm", "commit": "c", "format": "int4_g128", "impl_version": "1"}
+    row |= {"n": 64, "k": 128, "m": 1}
+    rows = [row | {"run": run, "m": m, "us_p50": us} for run, m, us in (("a", 1, 9.0), ("a", 2, 8.0), ("b", 1, 7.0))]
+    rows += [row | {"impl": "peer", "run": "a", "us_p50": 5.0}]
+    rows = [rows[0], rows[1], rows[3], rows[2]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (kept,) = report.last_of_each_work(tmp_path / "rows.jsonl")
+    assert [(r["run"], r["m"], r["us_p50"]) for r in kept] == [("a", 2, 8.0), ("b", 1, 7.0)]
+    report.by_point(kept)
+
+
 def test_constants_without_new_timings_change_with_those_of_as_many_tokens():
     before = {"a/64x64x128_1x1x1_coop": (1.0, 2.0, 4.0), "a/64x128x128_1x1x1_coop": (2.0, 2.0, 0.0)}
     before |= {"a/256x128x64_1x1x1_coop": (5.0, 5.0, 5.0), "b/64x64x128_1x1x1_coop": (3.0, 3.0, 3.0)}

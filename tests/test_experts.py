@@ -126,6 +126,12 @@ def test_routing_refuses():
     layer = W4Experts(QuantizedWeight.stack(gate), QuantizedWeight.stack(down), dtype=torch.float32)
     with pytest.raises(ValueError, match=r"expert_ids: wanted 5 rows, one for each of x, got \(3, 2\)"):
         layer(torch.randn(5, FEATURES), ids, weights)
+    with pytest.raises(TypeError, match="expert_ids: wanted int32 or int64"):
+        layer(torch.randn(3, FEATURES), [[0, 1]], weights)
+    with pytest.raises(TypeError, match="x: wanted a tensor"):
+        layer([1.0], ids, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, FEATURES), ids, weights).dtype == torch.bfloat16
 
 
 def test_a_masked_product_after_one_of_fake_tensors():

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -306,7 +307,15 @@ def test_a_pool_that_cannot_start_a_child_says_so(folder, monkeypatch):
 def test_a_pool_leaves_nobody_waiting(folder):
     with CompilePool(workers=1) as pool:
         futures = pool.submit([(TinyKernel(), PROBLEM, CONFIG)] * 50)
-    assert all(future.done() or future.cancelled() for future in futures)
+    done, waited_for = wait(futures, timeout=60)
+    assert len(done) == 50 and not waited_for
+
+
+def test_a_job_that_is_not_wanted_any_more(folder):
+    with CompilePool(workers=1) as pool:
+        _, dropped, last = pool.submit([(TinyKernel(), PROBLEM, CONFIG)] * 3)
+        assert dropped.cancel()
+        assert last.result(timeout=120)
 
 
 class Deadly(TinyKernel):

@@ -8,7 +8,7 @@ import torch
 
 import w4gemm
 from conformance.cases import assert_close, random_weight
-from w4gemm import QuantizedWeight, W4Linear, linear, quantize
+from w4gemm import QuantizedWeight, UnsupportedError, W4Linear, linear, quantize
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import native_layout
 from w4gemm.problem import Device
@@ -230,6 +230,30 @@ def test_another_weight_stays(tmp_path):
             layer.weight = other
 
 
+def test_a_weight_for_fp8_says_how_x_is_taken():
+    plain, w = W4Linear(128, 64), quantize(torch.randn(64, 128))
+    plain.weight = w.repack("sm90_fp8")
+    assert plain._fp8
+    plain.weight = w
+    assert not plain._fp8 and plain.weight.layout == "cpu"
+
+
+def test_on_meta():
+    layer = W4Linear(256, 64, device="meta", dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="no kernel can run"):
+        layer(torch.empty(3, 256, dtype=torch.bfloat16, device="meta"))
+    exported = torch.export.export(W4Linear(64, 32), (torch.randn(3, 64),))
+    assert exported.module()(torch.randn(3, 64)).shape == (3, 32)
+    with torch.device("meta"):
+        x = torch.empty(3, 256, dtype=torch.bfloat16, requires_grad=True)
+    assert layer(x).shape == (3, 64)
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match=r"x: wanted a tensor \(..., k\), got list"):
+        W4Linear(128, 64)([1.0])
+
+
 def test_flags_are_flags():
     with pytest.raises(TypeError, match="bias: wanted a bool, got 'int4_g64'; format is the fourth argument"):
         W4Linear(128, 64, "int4_g64")
@@ -254,6 +278,8 @@ def test_under_autocast(dtype):
     with torch.autocast("cpu", dtype):
         d = layer(x)
         assert d.dtype == dense(x).dtype == dtype
+        with pytest.raises(TypeError, match="x: wanted .*, got torch.float64"):
+            layer(x.double())  # as torch's own, which casts no float64
     assert torch.equal(d, linear(x.to(dtype), layer.weight, layer.bias.to(dtype)))
 
 

@@ -152,7 +152,20 @@ def test_unreadable_lines_are_skipped_with_one_warning(folder, caplog):
 
 
 @pytest.mark.parametrize(
-    "change", [{"device": ["x"]}, {"us": float("nan")}, {"m": [1, 0]}, {"sms": "132"}, {"batch_invariant": 0}], ids=str
+    "change",
+    [
+        {"device": ["x"]},
+        {"us": float("nan")},
+        {"m": [1, 0]},
+        {"m": None},
+        {"m": [1]},
+        {"m": [0, 1]},
+        {"sms": "132"},
+        {"sms": True},
+        {"n": -1},
+        {"batch_invariant": 0},
+    ],
+    ids=str,
 )
 def test_a_line_with_values_of_another_kind_is_none(change):
     with pytest.raises(ValueError, match=f"{next(iter(change))}: wanted"):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue, bias_dtype, default_out_dtype
+from w4gemm.epilogue import Epilogue, bias_dtype, default_out_dtype, require_activation, require_out_dtype
 from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.weight import QuantizedWeight, kind_of
 
@@ -113,7 +113,7 @@ def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_activation(activation: str | None, n: int) -> None:
-    Epilogue(activation).check()
+    require_activation(activation)
     if activation == "silu_mul" and n % 2:
         raise ValueError(f"activation: silu_mul wants an even n, pairs of gate and up rows in w, got n {n}")
 
@@ -131,7 +131,7 @@ def fused(
     is not that of x."""
     alpha, bias, residual, token_scale = given
     check_activation(activation, w.n)
-    Epilogue(out_dtype=out_dtype).check()
+    require_out_dtype(out_dtype)
     kind = None
     if alpha is not None:
         kind, alpha = _alpha(alpha, x.device)

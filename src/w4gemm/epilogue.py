@@ -25,6 +25,18 @@ def bias_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype
     return torch.float16 if out_dtype == torch.float16 else torch.bfloat16
 
 
+def require_activation(activation: str | None) -> None:
+    """Raise ValueError for what is neither one nor None."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: wanted one of {', '.join(ACTIVATIONS)} or None, got {activation!r}")
+
+
+def require_out_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError for what d cannot have."""
+    if dtype is not None and dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {dtype!r}")
+
+
 class Epilogue(NamedTuple):
     """d = act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once to d's dtype.
 
@@ -49,12 +61,10 @@ class Epilogue(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what is no activation, alpha or dtype of d, naming it."""
-        if self.activation is not None and self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation: wanted one of {', '.join(ACTIVATIONS)} or None, got {self.activation!r}")
+        require_activation(self.activation)
+        require_out_dtype(self.out_dtype)
         if self.alpha not in (None, "host", "device"):
             raise ValueError(f"alpha: wanted 'host', 'device' or None, got {self.alpha!r}")
-        if self.out_dtype is not None and self.out_dtype not in OUT_DTYPES:
-            raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {self.out_dtype!r}")
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of d, for x of ``dtype``."""

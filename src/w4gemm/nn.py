@@ -19,6 +19,9 @@ from w4gemm.quantization import quantize
 from w4gemm.routing import combine, route
 from w4gemm.weight import QuantizedWeight, kind_of
 
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What autocast casts; it leaves float64 as it is."""
+
 
 class W4Linear(torch.nn.Module):
     """y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
@@ -152,6 +155,7 @@ class W4Linear(torch.nn.Module):
                 f"{w if isinstance(w, QuantizedWeight) else kind_of(w)}"
             )
         self.in_features, self.out_features, self.format = w.k, w.n, w.format
+        self._fp8 = w.layout == FP8_LAYOUT
         self._set_weight(w)
 
     def _set_weight(self, w: QuantizedWeight) -> None:
@@ -260,7 +264,8 @@ class W4GroupedLinear(W4Linear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return grouped_linear(x, self.weight, m_offsets, self.bias, indices=indices, activation=self.activation)
+        x, bias = _autocast(x, self.bias)
+        return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, activation=self.activation)
 
 
 class W4Experts(torch.nn.Module):
@@ -292,17 +297,19 @@ class W4Experts(torch.nn.Module):
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         """x (tokens, features); expert_ids int32 or int64 and expert_weights floating point (tokens, top k), what the
         router chose: (tokens, features). Ids of experts that are not here add nothing."""
-        if expert_ids.shape[:1] != x.shape[:1]:
-            raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(expert_ids.shape)}")
         routing = route(expert_ids, self.gate_up.weight.experts)
+        if isinstance(x, torch.Tensor) and expert_ids.shape[:1] != x.shape[:1]:
+            raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(expert_ids.shape)}")
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         return combine(self.down(hidden, routing.m_offsets), routing.places, expert_weights)
 
 
 def _autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Under ``torch.autocast`` both in its dtype, as torch.nn.functional.linear takes them."""
+    """Under ``torch.autocast`` on a CPU or GPU both in its dtype, as torch.nn.functional.linear takes them."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in _CAST:
+        return x, bias
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype.itemsize == 1:
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return x, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), None if bias is None else bias.to(dtype)

@@ -7,6 +7,7 @@ described in a test.
 from __future__ import annotations
 
 import functools
+import numbers
 from dataclasses import dataclass, field
 
 import torch
@@ -94,7 +95,7 @@ class GemmProblem:
         """Raise TypeError or ValueError for what makes no problem, naming it."""
         for name, least in (("m", 1), ("n", 1), ("k", 1), ("experts", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}: wanted an int from {least} on, got {value!r}")
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype: wanted a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,7 +202,7 @@ class QuantizedWeight:
 
     def expert(self, index: int) -> QuantizedWeight:
         """One of the experts, sharing this weight's memory."""
-        if not isinstance(index, int) or not 0 <= index < self.experts:
+        if not isinstance(index, numbers.Integral) or not 0 <= index < self.experts:
             raise ValueError(f"index: wanted one of {self.experts} experts, got {index!r}")
         return replace(self, tensors=tuple(t[index] for t in self.tensors), experts=0)
 
@@ -284,7 +285,7 @@ class QuantizedWeight:
         if self.experts:
             parts = (self.expert(e).shard(dim, index, count) for e in range(self.experts))
             return QuantizedWeight.stack(parts, self.experts, self.layout)
-        whole = isinstance(index, int) and isinstance(count, int)
+        whole = isinstance(index, numbers.Integral) and isinstance(count, numbers.Integral)
         if not whole or count < 1 or not 0 <= index < count:
             raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
         if dim == 1 and count > 1 and self.perm is not None:

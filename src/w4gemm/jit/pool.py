@@ -62,7 +62,7 @@ class CompilePool:
             thread.join()
         while not self._jobs.empty():
             if (work := self._jobs.get()) is not None:
-                work[0].cancel()
+                _drop(work[0])
 
     def submit(self, jobs: Iterable[Job]) -> list[Future[bytes | None]]:
         """A future for each job: the object's bytes, which are also in the cache folder, or None where there is nothing
@@ -83,7 +83,9 @@ class CompilePool:
         while (work := self._jobs.get()) is not None:
             future, job = work
             if self._closed:
-                future.cancel()
+                _drop(future)
+                continue
+            if not future.set_running_or_notify_cancel():  # its owner does not want it any more
                 continue
             try:
                 if child is None:
@@ -101,6 +103,12 @@ class CompilePool:
         if child is not None:
             child.kill()
             child.wait()
+
+
+def _drop(future: Future[bytes | None]) -> None:
+    """Cancel it, and tell those who wait."""
+    if future.cancel():
+        future.set_running_or_notify_cancel()
 
 
 def usable_processors() -> int:

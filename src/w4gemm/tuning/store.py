@@ -16,7 +16,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,27 +87,44 @@ class Record:
         wanted = (*Key._fields, *_VALUES)
         if not isinstance(row, dict) or set(row) != set(wanted):
             raise ValueError(f"wanted an object with {', '.join(wanted)}")
+        for name, (kind, fits) in _FITS.items():
+            if not fits(row[name]):
+                raise ValueError(f"{name}: wanted {kind}, got {row[name]!r}")
         first, last = row["m"]
-        if not isinstance(first, int) or not (last is None or (isinstance(last, int) and last >= first)):
-            raise ValueError(f"m: wanted [first, last or null], got {row['m']!r}")
-        for name, kind in _KINDS.items():
-            if not isinstance(row[name], kind):
-                raise ValueError(f"{name}: wanted {' or '.join(k.__name__ for k in kind)}, got {row[name]!r}")
-        if not 0 <= row["us"] < math.inf:
-            raise ValueError(f"us: wanted a finite number from 0 on, got {row['us']}")
         GemmConfig.parse(row["config"])
         key = Key(*(row.pop(name) for name in Key._fields))
         return cls(key, (first, last), *(row[name] for name in _VALUES[1:]))
 
 
 _VALUES = ("m", "kernel", "config", "us", "revision", "date")
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("device", "format", "dtype", "layout", "epilogue", "kernel", "config", "date"), (str,)),
-    **dict.fromkeys(("sms", "n", "k", "revision"), (int,)),
-    "us": (int, float),
-    "batch_invariant": (bool,),
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_interval(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or not _is_count(value[0]):
+        return False
+    return value[1] is None or _is_count(value[1], value[0])
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+_FITS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    **dict.fromkeys(
+        ("device", "format", "dtype", "layout", "epilogue", "kernel", "config", "date"),
+        ("a string", lambda value: isinstance(value, str)),
+    ),
+    **dict.fromkeys(("sms", "n", "k"), ("an int from 1 on", _is_count)),
+    "revision": ("an int from 0 on", lambda value: _is_count(value, 0)),
+    "m": ("[first, last or null], ints from 1 on", _is_interval),
+    "us": ("a finite number from 0 on", _is_time),
+    "batch_invariant": ("a bool", lambda value: isinstance(value, bool)),
 }
-"""What stands in a line, besides m."""
+"""What a value of a line must be, in words and as a check."""
 
 
 def key_of(problem: GemmProblem) -> Key:

@@ -86,6 +86,9 @@ class CpuMixedGemm:
         return functools.partial(self._launch, problem, config)
 
     def _launch(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+        if torch.is_autocast_enabled("cpu"):  # which would cast what is computed in float32 here
+            with torch.autocast("cpu", enabled=False):
+                return self._launch(problem, config, operands)
         x, weight, out, alpha, bias, residual, token_scale, rows, *_ = operands.gathered_first()
         if rows is None:
             return self._multiply(problem, config, operands)
