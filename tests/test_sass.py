@@ -164,9 +164,9 @@ def test_dequantize_on_other_gpus(arch):
 )
 @pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3"])
 def test_fp8_on_other_gpus(arch, instruction, name):
-    """Every config, and the machine code of one; where e4m3 are multiplied as fp16, as on sm_90a, but one."""
+    """The machine code of a config; on sm_89, which has the least shared memory, that all others compile too."""
     kernel, p = kernel_named("sm89_fp8_gemm"), replace(problem(name, FP8), device=OTHER_GPUS[arch])
-    configs = kernel.configs(p)[: 1 if instruction.startswith("HMMA") else None]
+    configs = kernel.configs(p)[: None if arch == "sm_89" else 1]
     for config in configs:
         assert kernel.program(p, config).arch == arch
         assert local_memory(object_code(kernel, p, config)) == 0, config
