@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import w4gemm
-from w4gemm.cli.generate import DTYPES, choose_device, default_model, encode, generate, timed_streamer
+from w4gemm.cli.generate import default_model, encode, generate, timed_streamer
+from w4gemm.cli.problems import WIDE_DTYPES, choose_device
 from w4gemm.cli.report import plans, quiet_transformers, say
 from w4gemm.integrations.transformers import dequantize_layers, load, summarize
 from w4gemm.tuning import record
@@ -34,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.answers", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--model", metavar="PATH", help="as of w4gemm generate")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if a kernel runs there, else cpu)")
-    parser.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16 on cuda, float32 on the CPU)")
+    parser.add_argument("--dtype", choices=WIDE_DTYPES, help="(default: bfloat16 on cuda, float32 on the CPU)")
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--out", metavar="FILE", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args()
@@ -42,7 +43,7 @@ def main() -> None:
     device, note = choose_device(args.device)
     if note:
         say(note)
-    dtype = DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+    dtype = WIDE_DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
     quiet_transformers()
     model, tokenizer = load(path, device, dtype)
     say(f"{path.name}: {summarize(model)}")

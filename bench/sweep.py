@@ -22,7 +22,7 @@ import torch
 from bench.shapes import parse_layers
 
 from w4gemm import dispatch
-from w4gemm.cli.problems import DTYPES, chosen_device, chosen_dtype, parse_tokens
+from w4gemm.cli.problems import DTYPES, chosen_device, chosen_dtype, parse_tokens, positive
 from w4gemm.cli.report import progress_bar
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="of activations, as of w4gemm tune")
     parser.add_argument("--device", help="as of w4gemm tune")
-    parser.add_argument("--configs", type=int, default=8, help="of a product, best guess first (default: %(default)s)")
+    parser.add_argument("--configs", type=positive, default=8, help="of each, best guess first (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further product after so long")
     parser.add_argument("--grouped", type=Path, help="measure nothing: copy the lines of configs from this file")
     parser.add_argument("--out", type=Path, required=True)
@@ -59,9 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     device, where = chosen_device(args.device)
     facts = {name: fact for name, fact in record.facts().items() if name in _FACTS}
-    found = products(args, device)
+    found = prepared(products(args, device))
     started, count = time.monotonic(), 0
-    prepare(found)
     for (n, k), group in itertools.groupby(found, lambda p: (p.n, p.k)):
         workload: Workload | None = None
         for problem in group:
@@ -90,19 +89,30 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
     return found
 
 
-def prepare(found: dict[GemmProblem, list[str]]) -> None:
-    """Compile on all cores, since one process compiles one kernel at a time."""
+def prepared(found: dict[GemmProblem, list[str]]) -> dict[GemmProblem, list[str]]:
+    """Compiled on all cores, since one process compiles one kernel at a time; without what cannot be compiled."""
     jobs: dict[object, Job] = {}
     for problem, names in found.items():
         for name in names:
-            kernel, config = parsed(name)
-            jobs.setdefault((kernel.name, kernel.compile_key(problem, config)), (kernel, problem, config))
+            jobs.setdefault(object_key(problem, name), (parsed(name)[0], problem, parsed(name)[1]))
+    broken = set()
     with CompilePool() as pool, progress_bar() as progress:
-        for done, (job, future) in enumerate(zip(jobs.values(), pool.submit(jobs.values()), strict=True)):
+        for done, ((key, job), future) in enumerate(zip(jobs.items(), pool.submit(jobs.values()), strict=True)):
             progress(done, len(jobs), "compiling")
-            code = future.result()
+            try:
+                code = future.result()
+            except RuntimeError as e:
+                broken.add(key)
+                print(f"{job[1]}: {job[0].name}/{job[2]} is left out: {e}", flush=True)
+                continue
             if code is not None:
                 adopt(*job, code)
+    return {p: [name for name in names if object_key(p, name) not in broken] for p, names in found.items()}
+
+
+def object_key(problem: GemmProblem, name: str) -> object:
+    kernel, config = parsed(name)
+    return kernel.name, kernel.compile_key(problem, config)
 
 
 def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[str, float]:

@@ -172,6 +172,17 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, capsys):
     assert kept["experts"] == 8 and kept["us"] == 3.5 and "impl" not in kept
 
 
+def test_a_sweep_goes_on_without_what_cannot_be_compiled(tmp_path, capsys, monkeypatch):
+    def refuse(*_):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("w4gemm.jit.pool._start", refuse)
+    rows = tmp_path / "rows.jsonl"
+    sweep.main(["--shapes", "96x128", "--m", "1", "--configs", "1", "--device", "cpu", "--out", str(rows)])
+    assert "is left out: the compiling process ended (no more processes)" in capsys.readouterr().out
+    assert not rows.read_text()
+
+
 def test_a_page_is_of_one_run_at_each_point():
     rows = [{"impl": name, "format": "int4_g128", "n": 64, "k": 128, "m": 1, "us_p50": 1.0} for name in ("a", "b")]
     rows = [row | {"impl_version": "1", "run": "first"} for row in rows]

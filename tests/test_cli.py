@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm.cli import generate, report
+from w4gemm.cli import generate, problems, report
 from w4gemm.cli.__main__ import main
 from w4gemm.problem import Device
 
@@ -117,7 +117,7 @@ def test_unsupported_gpu_falls_back_to_the_cpu_and_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: old.name)
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: old))
-    device, note = generate.choose_device(None)
+    device, note = problems.choose_device(None)
     assert device.type == "cpu"
     assert "no kernel runs on Old GPU" in note
     assert "needs compute capability 9.0" in note

@@ -89,8 +89,8 @@ class WeightFormat:
     @property
     def largest_weight(self) -> float:
         """The magnitude up to which weights are finite in every kernel beside bf16 activations: SubnormalDecoder of
-        kernels/device/decode.py multiplies scales of bf16 by 2**100. Beside fp16 activations, those beyond 65504 are
-        finite in kernels that apply scales to float32 sums alone, so that it depends on m whether they are."""
+        kernels/device/decode.py multiplies scales of bf16 by 2**100. Beside fp16 activations it is 65504 in kernels
+        that decode to fp16; whether such a one runs depends on m."""
         return min(2.0**31, torch.finfo(self.scale_dtype).max)
 
     @property

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from w4gemm import dispatch, environment
-from w4gemm.cli.problems import DTYPES, add_layer_arguments, device_line, parse_layers, parse_tokens, problems
-from w4gemm.cli.report import positive, progress_bar, say
+from w4gemm.cli.problems import DTYPES, add_layer_arguments, device_line, parse_layers, parse_tokens, positive, problems
+from w4gemm.cli.report import progress_bar, say
 from w4gemm.config import GemmConfig
 from w4gemm.errors import UnsupportedError
 from w4gemm.jit.pool import CompilePool, Job

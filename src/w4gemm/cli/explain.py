@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from w4gemm import dispatch
-from w4gemm.cli.problems import add_device_arguments, chosen_dtype, described_device, device_line
-from w4gemm.cli.report import positive
+from w4gemm.cli.problems import add_device_arguments, chosen_dtype, described_device, device_line, positive
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import layout_for

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from w4gemm import dispatch
-from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line
-from w4gemm.cli.report import positive, progress_bar
+from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line, positive
+from w4gemm.cli.report import progress_bar
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import layout_for

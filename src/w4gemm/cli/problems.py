@@ -12,9 +12,7 @@ import torch
 from w4gemm import dispatch
 from w4gemm.checkpoints import find_checkpoint
 from w4gemm.checkpoints.gguf import INT4_FORMATS, GGUFCheckpoint
-from w4gemm.cli.generate import DTYPES as _WIDE
-from w4gemm.cli.generate import choose_device
-from w4gemm.cli.report import say
+from w4gemm.cli import report
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
@@ -23,7 +21,9 @@ from w4gemm.problem import H200, Device, GemmProblem
 
 SIMULATED = {"h200": H200}
 """Devices that need not be there, for what only chooses and compiles."""
-DTYPES = _WIDE | {"float8_e4m3fn": torch.float8_e4m3fn}
+WIDE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Of a model's activations."""
+DTYPES = WIDE_DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn}
 _RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
 
 
@@ -35,6 +35,17 @@ class Layer:
     k: int
     format: WeightFormat
     bias: bool = False
+
+
+def positive(text: str) -> int:
+    """What an option that counts something is read with."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"wanted an integer >= 1, got {text}")
+    return value
 
 
 def add_device_arguments(parser: argparse.ArgumentParser, simulated: bool = False) -> None:
@@ -62,6 +73,31 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def choose_device(name: str | None) -> tuple[torch.device, str]:
+    """The device to run on, and a note if a GPU is there but cannot be used."""
+    if name is not None:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device: wanted cpu, cuda or cuda:N, got {name!r}")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device: {name!r} is not there; PyTorch sees {torch.cuda.device_count()} CUDA devices")
+        return device, ""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), ""
+    reasons = report.refusals(torch.device("cuda"))
+    if not reasons:
+        return torch.device("cuda"), ""
+    return torch.device("cpu"), f"using the CPU, since no kernel runs on {device_name('cuda')}: {reasons}"
+
+
+def device_name(device: torch.device | str) -> str:
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
 def described_device(name: str | None) -> Device:
     """The device to choose for, which need not be there if it is one of ``SIMULATED``.
 
@@ -83,7 +119,7 @@ def chosen_device(name: str | None) -> tuple[Device, torch.device]:
         raise ValueError(f"--device: {name} need not be there for `explain` alone; wanted cpu, cuda or cuda:N")
     device, note = choose_device(name)
     if note:
-        say(note)
+        report.say(note)
     return Device.of(device), device
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -20,18 +19,7 @@ from w4gemm.layouts import FP8_LAYOUT, layout_for
 from w4gemm.nn import W4Linear
 from w4gemm.problem import Device, GemmProblem
 
-FP8 = torch.float8_e4m3fn
-
-
-def positive(text: str) -> int:
-    """What an option that counts something is read with."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"wanted an integer >= 1, got {text}")
-    return value
+_FP8 = torch.float8_e4m3fn
 
 
 def say(text: str) -> None:
@@ -98,8 +86,8 @@ def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
 def _call(layer: W4Linear, m: int, dtype: torch.dtype) -> dispatch.Call:
     w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None)
     if w.layout == FP8_LAYOUT:  # linear quantizes x, and gives its dtype back
-        out_dtype = None if dtype == default_out_dtype(FP8) else dtype
-        dtype, epilogue = FP8, epilogue._replace(token_scale=True, out_dtype=out_dtype)
+        out_dtype = None if dtype == default_out_dtype(_FP8) else dtype
+        dtype, epilogue = _FP8, epilogue._replace(token_scale=True, out_dtype=out_dtype)
     return dispatch.call_of(w, m, dtype, epilogue, layer.batch_invariant)
 
 

@@ -14,9 +14,10 @@ from w4gemm.cli.problems import (
     device_line,
     parse_layers,
     parse_tokens,
+    positive,
     problems,
 )
-from w4gemm.cli.report import positive, progress_bar, say
+from w4gemm.cli.report import progress_bar, say
 from w4gemm.tuning import store
 from w4gemm.tuning.tuner import TOP, Outcome, tune
 

@@ -15,7 +15,7 @@ blocks of 64 features (v.row_blocks).
 Pipeline of ``stages`` slots, each with a full and an empty mbarrier:
 
     full    1 arrival (the producer's expect_tx) and the bytes of the slot: tile_n / 64 weight blocks x (tile_k / 128)
-            by bulk copy, and x by TMA (128-byte swizzle): v.boxes boxes for each 128 bytes of k, but those past m
+            by bulk copy, and x by TMA (128-byte swizzle), in v.boxes boxes for each 128 bytes of k, none past m
     empty   one arrival per thread that reads the slot, of every CTA that the slot's x or weights are shared with
 
 Timeline of a consumer warpgroup, in units of 64 columns of a row block (f: fragment registers, two sets in turn):
