@@ -43,6 +43,59 @@ def test_few_tokens_read_the_codes_themselves():
     assert all(not c.startswith("1x") for c in in_order(problem(1, "canonical")))
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="FBGEMM is certain on x86 only")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_hide_fbgemm(dtype):
+    """What is found at the first call is kept, so that call must not depend on torch's default dtype."""
+    before = torch.get_default_dtype()
+    kernel.has_code_sums.cache_clear()
+    try:
+        torch.set_default_dtype(dtype)
+        assert kernel.has_code_sums()
+    finally:
+        torch.set_default_dtype(before)
+        kernel.has_code_sums.cache_clear()
+
+
+def products_by_every_function(w: w4gemm.QuantizedWeight, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """x @ w.T by ``linear``, a layer and ``masked_linear`` of two experts, of which one has no row."""
+    layer, experts = w4gemm.W4Linear.from_weight(w, dtype=x.dtype), w4gemm.QuantizedWeight.stack([w, w])
+    counts = torch.tensor([0, x.shape[0]], dtype=torch.int32)
+    return {
+        "linear": w4gemm.linear(x, w),
+        "W4Linear": layer(x),
+        "masked_linear": w4gemm.masked_linear(x.expand(2, *x.shape).contiguous(), experts, counts)[1],
+    }
+
+
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("n", [129, 700])
+def test_a_single_column(n, m, zero):
+    """x repeated for each chunk of features is memory of its own, though one element with a stride of 0 would do."""
+    w = random_weight(WeightFormat(32, zero), n, 1).repack()
+    x = torch.randn(m, 1, generator=torch.Generator().manual_seed(n))
+    for name, got in products_by_every_function(w, x).items():
+        torch.testing.assert_close(got, x @ w.dequantize().T, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_products_do_not_depend_on_the_default_dtype(monkeypatch, dtype):
+    w = random_weight(FEW_FORMATS[0], 200, 96).repack()
+    x = torch.randn(2, 96, generator=torch.Generator().manual_seed(0))
+    wanted, before = products_by_every_function(w, x), torch.get_default_dtype()
+    kernel.has_code_sums.cache_clear()
+    monkeypatch.setattr(dispatch, "_plans", {})
+    try:
+        torch.set_default_dtype(dtype)
+        got = products_by_every_function(w, x)
+        invariant = w4gemm.linear(x, w, batch_invariant=True)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert torch.equal(invariant, wanted["linear"])
+
+
 @pytest.mark.parametrize("group_size, k, together", [(32, 576, 32), (96, 100, 96), (512, 1024, 256), (320, 640, 160)])
 def test_long_groups_are_summed_in_parts(group_size, k, together):
     configs = CpuMixedGemm().configs(problem(1, k=k, format=WeightFormat(group_size)))

@@ -38,8 +38,10 @@ def common_part(length: int) -> int:
 def code_sums(rows: torch.Tensor, starts: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
     """Sums of the table's rows from each start to the next, row i times x[i], as float32 (len(starts), CHUNK).
 
-    rows uint8 (r, ROW_BYTES); starts int32, ascending from 0; x float32 (r) or None for ones.
+    rows uint8 (r, ROW_BYTES); starts int32, ascending from 0; x float32 (r) or None for ones. The operator reads x
+    as it lies in memory, whatever its strides, so x must be contiguous.
     """
+    assert x is None or x.is_contiguous()
     index = torch.arange(rows.shape[0], dtype=torch.int32)
     return torch.ops.quantized.embedding_bag_4bit_rowwise_offsets(
         rows, index, starts, scale_grad_by_freq=False, mode=0, pruned_weights=False, per_sample_weights=x
@@ -51,9 +53,10 @@ def has_code_sums() -> bool:
     """Whether this build of PyTorch can do :func:`code_sums` (x86 builds with FBGEMM can)."""
     rows = torch.arange(2 * CHUNK // 2, dtype=torch.uint8).view(2, -1)
     trailer = torch.tensor([1, -8], dtype=torch.float16).view(torch.uint8).expand(2, 4)
-    codes = torch.stack((rows & 0xF, rows >> 4), dim=-1).view(2, CHUNK).float()
+    codes = torch.stack((rows & 0xF, rows >> 4), dim=-1).view(2, CHUNK).to(torch.float32)
+    x = torch.tensor([1, 2], dtype=torch.float32)
     try:
-        got = code_sums(torch.cat((rows, trailer), 1), torch.tensor([0], dtype=torch.int32), torch.tensor([1.0, 2.0]))
+        got = code_sums(torch.cat((rows, trailer), 1), torch.tensor([0], dtype=torch.int32), x)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
     return torch.equal(got[0], codes[0] - 8 + 2 * (codes[1] - 8))
@@ -74,7 +77,7 @@ def sum_linear(
     else:
         starts = torch.arange(0, chunks * k, part, dtype=torch.int32)
     x = x[0].float()
-    sums = code_sums(table.view(-1, ROW_BYTES), starts.view(-1), x.expand(chunks, k).reshape(-1))
+    sums = code_sums(table.view(-1, ROW_BYTES), starts.view(-1), x.repeat(chunks))
     sums = sums.view(chunks, parts, CHUNK)
     if parts != scales.shape[1]:  # parts of a group share its scale
         group = torch.arange(parts) * part // problem.format.group_length(k)
