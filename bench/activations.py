@@ -74,7 +74,7 @@ def measure(m: int, k: int, front: str, chunks: list[int]) -> list[dict]:
 
 
 def launch(kernel: ActivationQuantize, m: int, k: int, weight: torch.Tensor | None) -> Callable[[torch.Tensor], object]:
-    problem = GemmProblem(1, k, k, torch.bfloat16, WeightFormat(), "sm90", device=Device.of("cuda"))
+    problem = GemmProblem(1, k, k, torch.bfloat16, WeightFormat(), "mma16", device=Device.of("cuda"))
     function = compiled(kernel, problem, GemmConfig(1, 1, 1))
     assert function is not None
     x8 = torch.empty((m, k), dtype=torch.uint8, device="cuda")

@@ -108,7 +108,7 @@ def gathered(format: WeightFormat, fp8: bool) -> int:
     count, m = 0, sum(COUNTS)
     offsets = torch.cat((torch.zeros(1), torch.tensor(COUNTS).cumsum(0))).to("cuda", torch.int32)
     for i, (config, (n, k)) in enumerate(cases.items()):
-        layout = "sm90_fp8" if fp8 else "sm90"
+        layout = "mma8" if fp8 else "mma16"
         w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack(layout)
         w = w4gemm.QuantizedWeight.stack([w] * len(COUNTS), layout=layout)
         x = torch.randn(100, k, device="cuda").to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
@@ -131,9 +131,9 @@ def fp8(format: WeightFormat) -> int:
     """How many products."""
     count = 0
     for i, (config, (m, n, k)) in enumerate(FP8.items()):
-        w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack("sm90_fp8")
+        w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack("mma8")
         x = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
-        scale, several = torch.rand(m, device="cuda") + 0.5, w4gemm.QuantizedWeight.stack([w] * 3, layout="sm90_fp8")
+        scale, several = torch.rand(m, device="cuda") + 0.5, w4gemm.QuantizedWeight.stack([w] * 3, layout="mma8")
         offsets = torch.tensor([0, m // 3, m // 3, m], dtype=torch.int32, device="cuda")
         problem = w4gemm.GemmProblem(m, n, k, x.dtype, format, w.layout)
         for given in ({}, fused(i, m, n)):

@@ -153,7 +153,7 @@ def test_parts_of_k_are_refused_and_what_helps_does():
 
 def test_file_round_trip(tmp_path):
     w, exact = acted()
-    w.repack("sm90").save(tmp_path / "w")
+    w.repack("mma16").save(tmp_path / "w")
     back = QuantizedWeight.load(tmp_path / "w")
     assert torch.equal(back.perm, w.perm) and torch.equal(back.dequantize(), exact.float())
 
@@ -293,7 +293,7 @@ def test_gather_columns_of_many_rows(m):
 
 def test_gather_compiles():
     pytest.importorskip("cutlass")
-    problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90")
+    problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16")
     sass = disassemble(object_code(ColumnGather(), problem, GemmConfig(1, 1, 1)))
     assert sass.stack == 0 and sass.registers <= 64, "eight CTAs of 256 threads must fit a multiprocessor"
     assert sass.count("UBLKCP") == 1 and sass.count("LDS") >= 8

@@ -305,7 +305,7 @@ def test_cuda_graph_and_another_stream(front, m):
 
 
 def problem(k: int, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:
-    return GemmProblem(1, k, k, dtype, WeightFormat(), "sm90")
+    return GemmProblem(1, k, k, dtype, WeightFormat(), "mma16")
 
 
 @pytest.mark.parametrize("wide", [True, False])

@@ -27,7 +27,7 @@ from w4gemm.epilogue import Epilogue
 from w4gemm.problem import H200, Device, GemmProblem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-H200_PROBLEM = GemmProblem(16, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90", device=H200, batch_invariant=True)
+H200_PROBLEM = GemmProblem(16, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200, batch_invariant=True)
 CPU_PROBLEM = replace(H200_PROBLEM, n=130, k=576, dtype=torch.float32, layout="cpu", device=Device("cpu"))
 
 
@@ -111,7 +111,7 @@ def test_large_on_a_gpu(n, k):
 @pytest.mark.parametrize("format", ["int4_g128", "int4_g64_zint_fp16", "int4_g128_e4m3", "int4_col_e4m3"])
 def test_fp8_activations_on_a_gpu(format):
     """Quantized on the way, each token by itself."""
-    w = random_weight(WeightFormat.parse(format), 2048, 2048).to("cuda").repack("sm90_fp8")
+    w = random_weight(WeightFormat.parse(format), 2048, 2048).to("cuda").repack("mma8")
     x = randn(w, 3000, torch.bfloat16)
     whole = invariant(x, w)
     for m in (*(m for m in dispatch.BOUNDS if m < 3000), 3, 21, 100, 777):

@@ -136,7 +136,7 @@ def rows_file(path: Path, points: dict[int, dict[str, float]]) -> Path:
 def test_a_table_from_rows(tmp_path):
     """The first guess where it is within 1 % of the fastest in the mean over files, of what all have; none for an m
     inside an interval; records of other formats stay."""
-    problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+    problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
     guess, second, third = dispatch.configs(problem)[:3]
     table, other = tmp_path / "table.jsonl", WeightFormat.parse("int4_g32")
     kept = store.Record(store.key_of(replace(problem, format=other)), (57, 64), "k", "64x64x256_1x1x1_coop", 1.0, 1, "")

@@ -39,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> t
 
 def test_explain_a_gpu_that_is_not_there(capsys):
     out, _ = run(capsys, "explain", "--m", "500", "--n", "1024", "--k", "1024", "--device", "h200")
-    problem = w4gemm.GemmProblem(512, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
+    problem = w4gemm.GemmProblem(512, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
     assert out.startswith("NVIDIA H200, compute capability 9.0, 132 multiprocessors\nm 512, n 1024, k 1024")
     assert "chosen once for m 449 to 512" in out and "roofline: 1.4 us" in out
     found = w4gemm.explain(problem)
@@ -92,12 +92,12 @@ def test_explain_where_nothing_runs(capsys):
     arguments = ("--m", "5", "--n", "512", "--k", "512", "--device", "h200", "--format", "int4_g128_e4m3")
     out, _ = run(capsys, "explain", *arguments, code=1)
     assert "cannot take int4_g128_e4m3: e4m3 scales are for fp8 activations" in out
-    assert "repack('sm90')" not in out and "chosen once" not in out
+    assert "repack('mma16')" not in out and "chosen once" not in out
 
 
 def test_explain_forced_and_shortened(capsys):
     arguments = ("explain", "--m", "16", "--n", "1024", "--k", "1024", "--device", "h200", "--rows", "2")
-    last = w4gemm.configs(w4gemm.GemmProblem(16, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90"))[-1]
+    last = w4gemm.configs(w4gemm.GemmProblem(16, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16"))[-1]
     out, _ = run(capsys, *arguments, "--config", last)
     assert f"chosen: {last} (forced)" in out
     assert len(out.split("\n\n")[1].splitlines()) == 4, "the header, two, and the chosen one"
@@ -109,7 +109,7 @@ def test_explain_forced_and_shortened(capsys):
 
 def test_resources_fit_the_device():
     for m in (1, 64, 4096):
-        problem = w4gemm.GemmProblem(m, 6144, 4096, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
+        problem = w4gemm.GemmProblem(m, 6144, 4096, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
         for candidate in w4gemm.explain(problem).candidates:
             found = candidate.resources
             if candidate.kernel == "dequantize_gemm":  # the launch is cuBLAS's
@@ -255,7 +255,7 @@ def test_fp8_is_compiled_ahead_of_time_for_other_gpus_with_what_quantizes(tmp_pa
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(output))
     device = GPUS[arch]
     problem = w4gemm.GemmProblem(
-        8, 512, 768, torch.float8_e4m3fn, w4gemm.WeightFormat(), "sm90_fp8", Epilogue(token_scale=True), device
+        8, 512, 768, torch.float8_e4m3fn, w4gemm.WeightFormat(), "mma8", Epilogue(token_scale=True), device
     )
     found = dispatch.explain(problem).chosen
     assert found is not None and found[0] == {"sm_89": "sm89_fp8_gemm", "sm_90a": "sm90_fp8_gemm"}[arch]
@@ -269,7 +269,7 @@ def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path
     """In a fresh process, where cute.compile would raise, and that leaves the folder as it is."""
     pytest.importorskip("cutlass")
     output = tmp_path / "kernels"
-    problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
+    problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
     # a tuned config that the heuristic would not choose goes along
     kernel, _, config = dispatch.configs(problem)[3].rpartition("/")
     revision = kernel_named(kernel).revision
@@ -286,7 +286,7 @@ cute.compile = forbidden
 from dataclasses import replace
 import torch, w4gemm
 from w4gemm import dispatch
-problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "sm90")
+problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
 for m in (8, 16):
     plan = dispatch.plan(replace(problem, m=m))
     assert callable(plan.compiled)

@@ -138,7 +138,7 @@ def test_says_what_it_does_not_do():
     cpu = CpuMixedGemm()
     assert "not on cuda" in cpu.supports(GemmProblem(1, 1, 1, torch.float32, FEW_FORMATS[0], "cpu")).reason
     assert "float64" in cpu.supports(GemmProblem(1, 1, 1, torch.float64, FEW_FORMATS[0], "cpu", device=CPU)).reason
-    assert "sm90" in cpu.supports(problem(1, "sm90")).reason
+    assert "mma16" in cpu.supports(problem(1, "mma16")).reason
 
 
 @pytest.mark.parametrize("m", [1, 5])

@@ -22,8 +22,8 @@ from w4gemm.problem import GPUS, H200, Device, GemmProblem
 CPU = Device("cpu")
 FORMAT = WeightFormat.parse("int4_g32_zfloat_fp16")
 PROBLEM = GemmProblem(8, 130, 96, torch.float32, FORMAT, "cpu", device=CPU)
-H200_PROBLEM = GemmProblem(16, 4096, 4096, torch.bfloat16, WeightFormat(), "sm90", device=H200)
-FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="sm90_fp8")
+H200_PROBLEM = GemmProblem(16, 4096, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
+FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="mma8")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="sm90_fp8"
     ],
 )
 def test_what_makes_no_problem(change, error, message):
-    problem = replace(GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "sm90"), **change)
+    problem = replace(GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16"), **change)
     for ask in (w4gemm.explain, w4gemm.configs):
         with pytest.raises(error, match=message):
             ask(problem)
@@ -117,7 +117,7 @@ REFUSED = {
     "an AMD GPU": replace(H200_PROBLEM, device=Device("cuda", "AMD MI300X", (9, 4), 304, 65536, rocm=True)),
     "float32 on a GPU": replace(H200_PROBLEM, dtype=torch.float32),
     "fp8 on a GPU without e4m3": replace(FP8_PROBLEM, device=Device("cuda", "NVIDIA A10", (8, 6), 72, 101376)),
-    "a GPU layout on the CPU": replace(PROBLEM, layout="sm90"),
+    "a GPU layout on the CPU": replace(PROBLEM, layout="mma16"),
     "an unknown device": replace(PROBLEM, device=Device("mps")),
 }
 
@@ -200,8 +200,8 @@ def test_dequantize_gemm_keeps_to_its_workspace(monkeypatch):
     [
         ({"experts": 8}, "takes a single weight"),
         ({"epilogue": Epilogue("gelu", bias=True)}, "stores x @ w.T + bias alone"),
-        ({"layout": "canonical"}, "beside sm90"),
-        ({"dtype": torch.float8_e4m3fn, "layout": "sm90_fp8"}, "want e4m3 group scales"),
+        ({"layout": "canonical"}, "beside mma16"),
+        ({"dtype": torch.float8_e4m3fn, "layout": "mma8"}, "want e4m3 group scales"),
     ],
 )
 def test_what_dequantize_gemm_refuses(changed, reason):
@@ -236,7 +236,7 @@ def test_what_is_compiled_for_hopper_runs_on_hopper_only():
 
 def test_repack_is_suggested_where_it_helps():
     with pytest.raises(UnsupportedError, match=r"w.repack\(\) gives cpu"):
-        dispatch.plan(replace(PROBLEM, layout="sm90"))
+        dispatch.plan(replace(PROBLEM, layout="mma16"))
     with pytest.raises(UnsupportedError) as e:
         dispatch.plan(replace(PROBLEM, device=Device("mps")))
     assert "w.repack()" not in str(e.value)
@@ -335,7 +335,7 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
     monkeypatch.setattr(requirements, "driver_cuda_version", lambda: (11, 8))
     if lacks != "dsl" and importlib.util.find_spec("cutlass") is None:
         pytest.skip("needs CuTe DSL to be there, of whatever version")
-    problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "sm90")
+    problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16")
     with pytest.raises(w4gemm.UnsupportedError) as e:
         dispatch.plan(problem)
     for name in ("sm90_mixed_gemm", "sm80_mixed_gemm"):

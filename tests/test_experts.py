@@ -19,7 +19,7 @@ def several(n: int, k: int, seed: int = 0) -> list[QuantizedWeight]:
 def test_a_stack_holds_its_experts_in_any_layout(tmp_path):
     each = several(200, 96)
     w = QuantizedWeight.stack(iter(each), E)
-    for layout in ("canonical", "cpu", "sm90"):
+    for layout in ("canonical", "cpu", "mma16"):
         packed = w.repack(layout)
         for e in range(E):
             assert torch.equal(packed.expert(e).tensors[0], each[e].repack(layout).tensors[0])

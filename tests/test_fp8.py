@@ -69,7 +69,7 @@ def test_bad_token_scale(w, x, scale, error, message):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_scales_that_are_a_column_of_others(w, x, device):
     x8, scales = x.to(device).to(FP8), torch.rand(2, 3, 4, device=device)
-    one = w.to(device).repack("sm90_fp8" if device == "cuda" else None)
+    one = w.to(device).repack("mma8" if device == "cuda" else None)
     d = linear(x8, one, token_scale=scales[..., 1])
     assert torch.equal(d, linear(x8, one, token_scale=scales[..., 1].clone()))
 
@@ -112,7 +112,7 @@ def test_experts(format):
 
 
 def test_folding_keeps_the_codes_and_says_what_it_costs(w):
-    for one in (w, w.repack("sm90_fp8"), QuantizedWeight.stack([w, w], layout="canonical")):
+    for one in (w, w.repack("mma8"), QuantizedWeight.stack([w, w], layout="canonical")):
         folded, error = w4gemm.fold_scales(one)
         assert str(folded.format) == "int4_g128_e4m3" and folded.layout == one.layout
         before, after = one.parts(), folded.parts()
@@ -168,7 +168,7 @@ def prmt(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch
 def test_every_code_with_every_scale_in_the_steps_of_the_decoder():
     """What kernels/device/decode_fp8.py does to the words of the layout, on the CPU."""
     one, wanted = every_number()
-    blocks = one.repack("sm90_fp8").tensors[0]
+    blocks = one.repack("mma8").tensors[0]
     words = blocks[:, 0, :1024].view(-1, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF  # half warp g q step row8
     numbers = every_scale().float()[:, None, None] * torch.arange(-8, 8).view(4, 4)
     a, b, c, d = (numbers.to(FP8).view(torch.uint8).long() @ 256 ** torch.arange(4)).T  # from -8, -4, 0, 4 on
@@ -191,7 +191,7 @@ def test_every_code_with_every_scale_on_a_gpu(m):
     """The 16 numbers of each scale, read off one by one."""
     one, wanted = every_number()
     x = torch.eye(m, 128).to("cuda", FP8)
-    assert torch.equal(linear(x, one.to("cuda").repack("sm90_fp8"))[:128].cpu().float(), wanted.float().T)
+    assert torch.equal(linear(x, one.to("cuda").repack("mma8"))[:128].cpu().float(), wanted.float().T)
 
 
 def test_folding_refuses(w):
@@ -220,11 +220,11 @@ def test_e4m3_parts_are_checked():
 
 def test_the_layouts_that_cannot_hold_it_say_so(w):
     folded = w4gemm.fold_scales(w)[0]
-    with pytest.raises(ValueError, match="layout: sm90 cannot hold int4_g128_e4m3: .*sm90_fp8 layout"):
-        folded.repack("sm90")
+    with pytest.raises(ValueError, match="layout: mma16 cannot hold int4_g128_e4m3: .*mma8 layout"):
+        folded.repack("mma16")
     assert folded.repack().layout == "canonical"  # what the CPU can read of it
-    with pytest.raises(ValueError, match="layout: sm90_fp8 cannot hold int4_g32_zfloat: .*sm90 layout"):
-        w4gemm.quantize(torch.randn(4, 64), "int4_g32_zfloat").repack("sm90_fp8")
+    with pytest.raises(ValueError, match="layout: mma8 cannot hold int4_g32_zfloat: .*mma16 layout"):
+        w4gemm.quantize(torch.randn(4, 64), "int4_g32_zfloat").repack("mma8")
 
 
 def test_a_layer(w, x):
@@ -247,14 +247,14 @@ def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
     seen = []
     monkeypatch.setattr(ops, "_launch", lambda call, operands: seen.append((operands, call.epilogue)))
     x, bias = x.to(dtype), torch.randn(N).to(dtype)
-    d = linear(x, w.repack("sm90_fp8"), bias)
+    d = linear(x, w.repack("mma8"), bias)
     assert d.dtype == dtype and d.shape == (2, 3, N)
     ((operands, epilogue),) = seen
     x8, scale = w4gemm.quantize_activations(x.view(-1, K))
     assert torch.equal(operands.x.view(torch.uint8), x8.view(torch.uint8)) and torch.equal(operands.token_scale, scale)
     assert operands.out.dtype == dtype and epilogue.token_scale and epilogue.result_dtype(FP8) == dtype
     with pytest.raises(TypeError, match=f"token_scale: wanted None for x of {dtype}, which is quantized here"):
-        linear(x, w.repack("sm90_fp8"), token_scale=scale)
+        linear(x, w.repack("mma8"), token_scale=scale)
 
 
 @pytest.mark.gpu
@@ -262,13 +262,13 @@ def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
 def test_wide_activations_on_a_gpu(w, x, format):
     """linear, a layer and experts quantize x themselves."""
     one = w if format == "int4_g128" else w4gemm.fold_scales(w)[0]
-    packed, x = one.to("cuda").repack("sm90_fp8"), x.to("cuda", torch.bfloat16)
+    packed, x = one.to("cuda").repack("mma8"), x.to("cuda", torch.bfloat16)
     x8, scale = w4gemm.quantize_activations(x)
     wanted = linear(x8, packed, token_scale=scale)
     assert torch.equal(linear(x, packed), wanted)
     assert torch.equal(W4Linear.from_weight(packed)(x), wanted)
     several, offsets = QuantizedWeight.stack([packed] * 2), torch.tensor([0, 2, 6], dtype=torch.int32, device="cuda")
-    several = several.repack("sm90_fp8")
+    several = several.repack("mma8")
     rows, scales = x8.view(-1, K), scale.view(-1)
     alone = w4gemm.grouped_linear(rows, several, offsets, token_scale=scales)
     assert torch.equal(w4gemm.grouped_linear(x.view(-1, K), several, offsets), alone)

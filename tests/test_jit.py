@@ -26,7 +26,7 @@ from w4gemm.problem import Device, GemmProblem
 
 pytest.importorskip("cutlass")
 
-PROBLEM = GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "sm90")
+PROBLEM = GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "mma16")
 CONFIG = GemmConfig(64, 64, 64)
 
 
@@ -68,7 +68,7 @@ def test_memory_then_disk_then_compile(folder, builds, monkeypatch):
 def test_an_object_is_never_taken_on_another_architecture(folder, builds, monkeypatch):
     """Not even where the kernel, its compile key and its code are the same."""
     devices = [Device("cuda", "some GPU", capability, 100, 101376) for capability in ((8, 6), (8, 7), (8, 9))]
-    problems = [GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "sm90", device=d) for d in devices]
+    problems = [GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "mma16", device=d) for d in devices]
     kernel, config = kernel_named("sm80_mixed_gemm"), GemmConfig(8, 64, 256)
     assert len({kernel.compile_key(problem, config) for problem in problems}) == 1
     functions = [compiled(kernel, problem, config) for problem in problems]

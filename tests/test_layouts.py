@@ -1,4 +1,4 @@
-"""Layouts: lossless for every format and ragged shape, and sm90 as its docstring says."""
+"""Layouts: lossless for every format and ragged shape, and mma16 as its docstring says."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def test_canonical_bits():
 
 @pytest.mark.parametrize("format", [f for f in ALL if f.group_size != 1024], ids=str)
 @pytest.mark.parametrize("n, k", [(64, 128), (70, 300), (130, 129)])
-def test_sm90_is_what_its_docstring_says(format, n, k):
+def test_mma16_is_what_its_docstring_says(format, n, k):
     """Each sampled element is found, by the formula alone, where the docstring puts it."""
     parts = random_parts(format, n, k)
-    (packed,) = layout_named("sm90").pack(parts, format)
+    (packed,) = layout_named("mma16").pack(parts, format)
     blocks = packed.tolist()
     step = BLOCK_K if format.group_size == -1 else math.gcd(format.group_size, BLOCK_K)
     dtype, per_scale = format.scale_dtype, 2 if format.has_zero else 1
@@ -115,11 +115,11 @@ def test_sm90_is_what_its_docstring_says(format, n, k):
 
 
 @pytest.mark.parametrize("format", [f for f in ALL if f.scale == "bf16"], ids=str)
-def test_sm90_padding_weighs_nothing(format):
+def test_mma16_padding_weighs_nothing(format):
     """Rows past n and groups past k: all bits of their scales and zero points are 0."""
     n, k = 70, 200
     parts = random_parts(format, n, k)
-    layout = layout_named("sm90")
+    layout = layout_named("mma16")
     (packed,) = layout.pack(Parts(parts.codes, torch.ones_like(parts.scales), parts.zeros), format)
     step = scale_group(format)
     words = packed[:, :, CODE_WORDS:].reshape(2, 2, BLOCK_K // step, 4, 8, -1)  # nb kb group warp g part
@@ -134,23 +134,25 @@ def test_names():
     assert all(layout.name == name for name, layout in LAYOUTS.items())
     with pytest.raises(ValueError, match="layout: wanted one of canonical, .*, got 'sm89'"):
         layout_named("sm89")
+    with pytest.raises(ValueError, match="got 'sm90_fp8', which is called mma8 now"):
+        layout_named("sm90_fp8")
 
 
 def test_native_layout_of_devices():
     for device in (H200, Device("cuda", "A100", (8, 0)), Device("cuda", "RTX 5090", (12, 0))):
-        assert native_layout(device) == "sm90", device
+        assert native_layout(device) == "mma16", device
     for device in (Device("cpu"), Device("cuda", "T4", (7, 5)), Device("cuda", "MI300", (9, 4), rocm=True)):
-        assert native_layout(device) in LAYOUTS and native_layout(device) != "sm90", device
+        assert native_layout(device) in LAYOUTS and native_layout(device) != "mma16", device
 
 
 def test_layout_for_activations():
     """e4m3 begins with SM89."""
     folded = WeightFormat.parse("int4_g128_e4m3")
     for device in (H200, Device("cuda", "RTX 4090", (8, 9)), Device("cuda", "RTX 5090", (12, 0))):
-        assert layout_for(device, WeightFormat(), torch.float8_e4m3fn) == "sm90_fp8"
-        assert (layout_for(device, WeightFormat()), layout_for(device, folded)) == ("sm90", "sm90_fp8")
+        assert layout_for(device, WeightFormat(), torch.float8_e4m3fn) == "mma8"
+        assert (layout_for(device, WeightFormat()), layout_for(device, folded)) == ("mma16", "mma8")
     a100 = Device("cuda", "A100", (8, 0))
-    assert layout_for(a100, WeightFormat(), torch.float8_e4m3fn) == "sm90"
+    assert layout_for(a100, WeightFormat(), torch.float8_e4m3fn) == "mma16"
     assert layout_for(a100, folded) == "canonical"
 
 
@@ -159,6 +161,6 @@ def test_sizes():
     for format, (n, k) in itertools.product(ALL, [(128, 1024), (64, 2048)]):
         if format.group_size in (96, 160) or k % format.group_length(k):
             continue
-        (shape,) = layout_named("sm90").shapes(format, n, k)
+        (shape,) = layout_named("mma16").shapes(format, n, k)
         scales = k // min(format.group_length(k), BLOCK_K) * n * (4 if format.has_zero else 2)
         assert 4 * math.prod(shape[1]) == n * k // 2 + scales, format

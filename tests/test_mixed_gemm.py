@@ -15,7 +15,7 @@ from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import H200, GemmProblem
 
 KERNEL = kernel_named("sm90_mixed_gemm")
-PROBLEM = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+PROBLEM = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
 LAYERS = [(6144, 4096), (8192, 8192), (28672, 4096), (8192, 28672), (4096, 14336)]
 
 
@@ -62,7 +62,7 @@ def test_folded_fp8_takes_256_features_where_they_are_the_fastest(m, experts, ti
     """By measurements on an H200, docs/measured.md; where one wave would not be full of such tiles it does not."""
     folded = WeightFormat.parse("int4_g128_e4m3")
     for n, k in ((28672, 4096), (8192, 8192)):
-        p = GemmProblem(m, n, k, torch.float8_e4m3fn, folded, "sm90_fp8", device=H200, experts=experts)
+        p = GemmProblem(m, n, k, torch.float8_e4m3fn, folded, "mma8", device=H200, experts=experts)
         _, _, config = ranked([kernel_named("sm90_fp8_gemm")], p)[0]
         if n == 28672:
             assert (config.tile_m, config.tile_n, config.cluster_n) == (tile_m, 256, 1)

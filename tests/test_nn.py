@@ -232,7 +232,7 @@ def test_another_weight_stays(tmp_path):
 
 def test_a_weight_for_fp8_says_how_x_is_taken():
     plain, w = W4Linear(128, 64), quantize(torch.randn(64, 128))
-    plain.weight = w.repack("sm90_fp8")
+    plain.weight = w.repack("mma8")
     assert plain._fp8
     plain.weight = w
     assert not plain._fp8 and plain.weight.layout == "cpu"

@@ -163,7 +163,7 @@ def test_bad_w(w, x):
 
 
 def test_layout_that_nothing_reads(w, x):
-    other = "sm90" if x.device.type == "cpu" else "canonical"
+    other = "mma16" if x.device.type == "cpu" else "canonical"
     parts = ("no kernel can run", "cpu_mixed_gemm:", "sm90_mixed_gemm:", "w.repack()")
     refused(UnsupportedError, *parts, x=x, w=w.repack(other))
 

@@ -16,8 +16,8 @@ from w4gemm.kernels import kernel_named
 from w4gemm.kernels.hopper import split
 from w4gemm.problem import H200, GemmProblem
 
-W4A16 = GemmProblem(256, 28672, 4096, torch.bfloat16, WeightFormat(), "sm90", device=H200)
-W4A8 = replace(W4A16, dtype=torch.float8_e4m3fn, format=WeightFormat.parse("int4_g128_e4m3"), layout="sm90_fp8")
+W4A16 = GemmProblem(256, 28672, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
+W4A8 = replace(W4A16, dtype=torch.float8_e4m3fn, format=WeightFormat.parse("int4_g128_e4m3"), layout="mma8")
 EXACT = replace(W4A8, format=WeightFormat())
 PAIRS = [
     pytest.param(name, problem, str(config), id=f"{name}/{config}/{problem.format}")

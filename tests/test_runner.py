@@ -80,7 +80,7 @@ def test_a_family_is_a_value():
 
 
 def test_nothing_for_it_is_explained():
-    gemm = MixedGemm("int4_g128", torch.float32, "cpu", layout="sm90")
+    gemm = MixedGemm("int4_g128", torch.float32, "cpu", layout="mma16")
     assert gemm.configs(M, N, K) == []
     with pytest.raises(w4gemm.UnsupportedError, match="reads weights in the layouts"):
         gemm.prepare(M, N, K)

@@ -58,7 +58,7 @@ def gpu_kernels() -> list[Kernel]:
 
 
 def problem(name: str, dtype: torch.dtype = torch.bfloat16, m: int = 16, **kwargs) -> GemmProblem:
-    layout = "sm90_fp8" if dtype == FP8 else "sm90"
+    layout = "mma8" if dtype == FP8 else "mma16"
     return GemmProblem(m, 8192, 8192, dtype, WeightFormat.parse(name), layout, device=H200, **kwargs)
 
 

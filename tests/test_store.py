@@ -17,10 +17,11 @@ from w4gemm import dispatch
 from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named
+from w4gemm.layouts import RENAMED
 from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.tuning import store
 
-PROBLEM = GemmProblem(64, 6144, 4096, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+PROBLEM = GemmProblem(64, 6144, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,13 @@ def test_a_line_is_a_record():
         assert store.Record.parse(made.line()) == made
     fields = set(json.loads(record().line()))
     assert {"device", "sms", "format", "dtype", "n", "k", "m", "kernel", "config", "us", "revision", "date"} <= fields
+
+
+def test_a_line_with_a_former_layout_name_is_read():
+    for former, name in RENAMED.items():
+        made = record()
+        made = replace(made, key=made.key._replace(layout=name))
+        assert store.Record.parse(made.line().replace(f'"{name}"', f'"{former}"')) == made
 
 
 def test_user_over_shipped_over_heuristic():

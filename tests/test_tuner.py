@@ -98,7 +98,7 @@ def test_a_small_gain_keeps_the_first_guess(monkeypatch):
 
 
 def test_what_nothing_supports_is_skipped(caplog):
-    assert not list(tuner.tune([replace(CPU, layout="sm90")], "cpu"))
+    assert not list(tuner.tune([replace(CPU, layout="mma16")], "cpu"))
     assert "no kernel supports it" in caplog.text
 
 
@@ -146,7 +146,7 @@ def test_the_workload_checks_what_it_times(epilogue):
 
 
 def test_roofline():
-    problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "sm90", device=H200)
+    problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
     assert Work.of(problem).bytes == 8192 * 8192 // 2 + 2 * 8192 * 64 + 4 * 8192
     assert roofline_us(problem) == pytest.approx(7.7, abs=0.1)
     assert roofline_us(replace(problem, m=4096)) == pytest.approx(695.9, abs=0.5)
@@ -191,7 +191,7 @@ def test_a_ragged_m_is_inside_the_interval(m):
 def test_on_the_gpu(folder):
     device = Device.of("cuda")
     problems = [
-        GemmProblem(m, 1536, 1024, torch.bfloat16, WeightFormat(), "sm90", epilogue, device)
+        GemmProblem(m, 1536, 1024, torch.bfloat16, WeightFormat(), "mma16", epilogue, device)
         for m in (8, 64)
         for epilogue in (Epilogue(), Epilogue("silu_mul"))
     ]

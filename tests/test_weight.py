@@ -133,7 +133,7 @@ def test_shard_refuses_and_says_what_fits(dim, index, count, message):
 def test_file_round_trip_is_bit_equal(format, tmp_path):
     for n, k in [(1, 1), (70, 300)]:
         w = weight(format, n, k)
-        w.repack("sm90_fp8" if format.has_channels else "sm90").save(tmp_path / "w.safetensors")
+        w.repack("mma8" if format.has_channels else "mma16").save(tmp_path / "w.safetensors")
         back = QuantizedWeight.load(tmp_path / "w.safetensors")
         assert (back.format, back.n, back.k, back.layout) == (format, n, k, "canonical")
         assert_same(back.parts(), w.parts())
@@ -251,7 +251,7 @@ def test_constructor_refuses():
             QuantizedWeight(w.format, n, k, layout, tensors)
 
 
-@pytest.mark.parametrize("layout", ["canonical", "cpu", "sm90"])
+@pytest.mark.parametrize("layout", ["canonical", "cpu", "mma16"])
 def test_interleave(layout):
     gate, up = (random_weight(WeightFormat.parse("int4_g32_zint"), 11, 96, seed).repack(layout) for seed in (1, 2))
     both = QuantizedWeight.interleave(gate, up)

@@ -26,7 +26,7 @@ def product(config):
 
     def make(seed: int):
         g = torch.Generator(device="cuda").manual_seed(seed)
-        w = w4gemm.quantize(torch.randn(N, K, generator=g, device="cuda")).repack("sm90")
+        w = w4gemm.quantize(torch.randn(N, K, generator=g, device="cuda")).repack("mma16")
         x = torch.randn(M, K, generator=g, device="cuda").bfloat16()
         d = w4gemm.linear(x, w, config=config)
         wanted = x.float() @ w.dequantize(torch.float32).T

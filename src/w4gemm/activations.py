@@ -141,7 +141,7 @@ def _launcher(
     described = Device.of(device)
     if not multiplies_fp8(described) or not kernel.takes(k, described.shared_memory):
         return None
-    problem = GemmProblem(1, k, k, dtype, WeightFormat(), "sm90", device=described)
+    problem = GemmProblem(1, k, k, dtype, WeightFormat(), "mma16", device=described)
     return compiled(kernel, problem, GemmConfig(1, 1, 1))
 
 

@@ -41,7 +41,7 @@ def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _launcher(k: int, dtype: torch.dtype, device: torch.device) -> tuple[Callable[..., Any], int] | None:
     """The compiled kernel and the device's number of multiprocessors; None where our kernels do not run."""
-    problem = GemmProblem(1, k, k, dtype, WeightFormat(), "sm90", device=Device.of(device))
+    problem = GemmProblem(1, k, k, dtype, WeightFormat(), "mma16", device=Device.of(device))
     if not on_hopper(problem):
         return None
     function = compiled(_KERNEL, problem, _NO_CONFIG)

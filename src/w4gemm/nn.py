@@ -27,7 +27,7 @@ class W4Linear(torch.nn.Module):
     """y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
 
     ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Of a weight that
-    came in the sm90_fp8 layout x is quantized to fp8 wherever there is a GPU. Its tensors are registered as buffers of
+    came in the mma8 layout x is quantized to fp8 wherever there is a GPU. Its tensors are registered as buffers of
     integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias and ``dtype``.
     ``state_dict`` holds ``codes``, ``scales``, ``zeros`` and ``channels`` in the canonical layout, for a weight in
     act-order also ``perm``, and the format's name: the same bits whatever device wrote it.

@@ -54,7 +54,7 @@ def linear(
 
     Args:
         x: activations (..., k), float16 or bfloat16; on the CPU also float32. Any strides; without tokens the result is
-            empty and nothing runs. For a weight in the sm90_fp8 layout, and on the CPU, also float8_e4m3fn; 16-bit
+            empty and nothing runs. For a weight in the mma8 layout, and on the CPU, also float8_e4m3fn; 16-bit
             activations of such a weight are quantized first, by :func:`w4gemm.quantize_activations`.
         w: the weight (n, k), on x's device and in a layout that a kernel reads there: see ``w.repack()``.
         bias: (n) of x's dtype (beside fp8 x, of the result's 16-bit dtype or bfloat16), or None.

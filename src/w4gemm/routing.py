@@ -105,7 +105,7 @@ def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
 @functools.cache
 def _launcher(dtype: torch.dtype, terms: int, device: torch.device) -> Callable[..., Any] | None:
     """The compiled kernel; None where our kernels do not run."""
-    problem = GemmProblem(1, 8, 8, dtype, WeightFormat(), "sm90", device=Device.of(device))
+    problem = GemmProblem(1, 8, 8, dtype, WeightFormat(), "mma16", device=Device.of(device))
     if dtype.itemsize != 2 or not on_hopper(problem):
         return None
     return compiled(_KERNEL, problem, GemmConfig(1, 1, terms))

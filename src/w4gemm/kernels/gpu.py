@@ -144,7 +144,7 @@ class GpuKernel(ABC):
     """A Kernel in CuTe DSL. A subclass adds where it runs, configs, rank and its device code."""
 
     name: str
-    layout = "sm90"
+    layout = "mma16"
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     """Of x."""
     variant: type[Variant]

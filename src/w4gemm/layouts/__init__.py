@@ -12,10 +12,13 @@ from w4gemm.layouts.sm90 import Sm90Layout
 from w4gemm.layouts.sm90_fp8 import Sm90Fp8Layout
 from w4gemm.problem import Device
 
-FP8_LAYOUT = "sm90_fp8"
+FP8_LAYOUT = "mma8"
 """Of weights that meet fp8 activations on a GPU."""
 _FP8_CAPABILITY = (8, 9)
 """From here on GPUs have e4m3."""
+
+RENAMED = {"sm90": "mma16", "sm90_fp8": "mma8"}
+"""Former names of layouts, which tuned records may still hold, and today's."""
 
 LAYOUTS: dict[str, PackLayout] = {
     layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Sm90Layout(), Sm90Fp8Layout())
@@ -29,7 +32,8 @@ def layout_named(name: str) -> PackLayout:
         ValueError: if there is none.
     """
     if name not in LAYOUTS:
-        raise ValueError(f"layout: wanted one of {', '.join(LAYOUTS)}, got {name!r}")
+        hint = f", which is called {RENAMED[name]} now" if name in RENAMED else ""
+        raise ValueError(f"layout: wanted one of {', '.join(LAYOUTS)}, got {name!r}{hint}")
     return LAYOUTS[name]
 
 
@@ -37,16 +41,16 @@ def native_layout(device: Device) -> str:
     """The layout that the fastest kernel for ``device`` reads."""
     if device.kind == "cpu":
         return "cpu"
-    return "sm90" if device.kind == "cuda" and not device.rocm and device.capability >= (8, 0) else "canonical"
+    return "mma16" if device.kind == "cuda" and not device.rocm and device.capability >= (8, 0) else "canonical"
 
 
 def layout_for(device: Device, format: WeightFormat, dtype: torch.dtype | None = None) -> str:
     """The layout of ``format`` that the fastest kernel for ``device`` and x of ``dtype`` reads."""
     native = native_layout(device)
-    choices = [native, FP8_LAYOUT] if native == "sm90" and device.capability >= _FP8_CAPABILITY else [native]
+    choices = [native, FP8_LAYOUT] if native == "mma16" and device.capability >= _FP8_CAPABILITY else [native]
     if dtype == torch.float8_e4m3fn:
         choices.reverse()
     return next((name for name in choices if not LAYOUTS[name].supports(format)), "canonical")
 
 
-__all__ = ["FP8_LAYOUT", "LAYOUTS", "PackLayout", "Parts", "layout_for", "layout_named", "native_layout"]
+__all__ = ["FP8_LAYOUT", "LAYOUTS", "RENAMED", "PackLayout", "Parts", "layout_for", "layout_named", "native_layout"]

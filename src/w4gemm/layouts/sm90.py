@@ -44,10 +44,10 @@ def scale_words(format: WeightFormat) -> int:
 
 
 class Sm90Layout:
-    name = "sm90"
+    name = "mma16"
 
     def supports(self, format: WeightFormat) -> str:
-        return "e4m3 scales are for fp8 activations, the sm90_fp8 layout" if format.has_channels else ""
+        return "e4m3 scales are for fp8 activations, the mma8 layout" if format.has_channels else ""
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         blocks = (-(-n // BLOCK_N), -(-k // BLOCK_K), CODE_WORDS + scale_words(format))

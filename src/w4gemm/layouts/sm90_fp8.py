@@ -39,13 +39,13 @@ _ROW_BYTES = 16
 
 
 class Sm90Fp8Layout(Sm90Layout):
-    name = "sm90_fp8"
+    name = "mma8"
 
     def supports(self, format: WeightFormat) -> str:
         if format.zero == "float":
             return (
                 "float zero points are not multiples of the scale, so e4m3 cannot hold u - z; 16-bit activations take "
-                "them in the sm90 layout"
+                "them in the mma16 layout"
             )
         return ""
 

@@ -25,6 +25,7 @@ import torch
 
 from w4gemm import environment
 from w4gemm.config import GemmConfig
+from w4gemm.layouts import RENAMED
 from w4gemm.problem import Device, GemmProblem
 
 _log = logging.getLogger("w4gemm")
@@ -92,6 +93,7 @@ class Record:
                 raise ValueError(f"{name}: wanted {kind}, got {row[name]!r}")
         first, last = row["m"]
         GemmConfig.parse(row["config"])
+        row["layout"] = RENAMED.get(row["layout"], row["layout"])
         key = Key(*(row.pop(name) for name in Key._fields))
         return cls(key, (first, last), *(row[name] for name in _VALUES[1:]))
 

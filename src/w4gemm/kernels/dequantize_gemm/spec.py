@@ -27,7 +27,7 @@ from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N
 from w4gemm.problem import GemmProblem
 
 _FP8 = torch.float8_e4m3fn
-_LAYOUTS = {torch.float16: "sm90", torch.bfloat16: "sm90", _FP8: "sm90_fp8"}
+_LAYOUTS = {torch.float16: "mma16", torch.bfloat16: "mma16", _FP8: "mma8"}
 """By the dtype of x."""
 _TOKENS, _CHUNK_K = 256, 128
 """What stands in a config for tiles that are cuBLAS's to choose."""

@@ -36,13 +36,13 @@ class Sm89Fp8Gemm(Sm80MixedGemm):
     rounded to e4m3."""
 
     name = "sm89_fp8_gemm"
-    layout = "sm90_fp8"
+    layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     revision = 1
     tiles = _TILES
     least = (8, 9)
     since = "RTX 40, L4, L40S and later, whose tensor cores take e4m3"
-    otherwise = "w.repack('sm90') takes 16-bit activations from 8.0 on, w.to('cpu') runs on the CPU"
+    otherwise = "w.repack('mma16') takes 16-bit activations from 8.0 on, w.to('cpu') runs on the CPU"
 
     def times(self, problem: GemmProblem, config: GemmConfig) -> tuple[float, ...]:
         """Those of sm80_mixed_gemm, with twice the operations, or, where e4m3 are widened, half as many instructions

@@ -34,7 +34,7 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
     float32 sums of a group; e4m3 ones to the weights, which are then rounded to e4m3."""
 
     name = "sm90_fp8_gemm"
-    layout = "sm90_fp8"
+    layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     revision = 2
     parts = (
