@@ -281,7 +281,6 @@ def plot(work: Work, times: Times, names: list[str]) -> None:
     folder = ROOT / "docs/plots"
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{work.plot}.svg", metadata={"Date": None})
-    figure.savefig(folder / f"{work.plot}.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results"
 sys.path.insert(0, str(ROOT))
 
 from bench import fit, report, support, sweep, tune  # noqa: E402
@@ -90,6 +91,17 @@ def test_all_tokens_go_to_some_expert(m, experts):
     assert sorted(zipf)[-2] == pytest.approx(max(zipf) / 2, abs=1)
 
 
+def tables(markdown: str) -> list[list[list[str]]]:
+    """The tables of a page: rows of cells, the head first."""
+    found: list[list[list[str]]] = [[]]
+    for line in markdown.splitlines():
+        if not line.startswith("|"):
+            found.append([])
+        elif not line.startswith("|---"):
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    return [table for table in found if table]
+
+
 @pytest.mark.parametrize(
     "file, work",
     [
@@ -101,25 +113,41 @@ def test_all_tokens_go_to_some_expert(m, experts):
     ],
     ids=["w4a16", "w4a8", "sm80", "grouped_w4a16", "grouped_w4a8"],
 )
-def test_the_recorded_table_is_whole_and_its_report_is_true(file, work):
-    path = ROOT / "bench/results" / file
-    (rows,) = [rows for rows in report.last_of_each_work(path) if report.work_of(rows) is work]
+def test_the_stored_run_is_whole_and_its_page_has_its_numbers(file, work):
+    (rows,) = [rows for rows in report.last_of_each_work(RESULTS / file) if report.work_of(rows) is work]
     assert all(row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
     # Humming's W4A8 quantizes x within the call
     quantizes = [(row["impl"], row["dtype"]) == ("humming", "float8_e4m3fn") for row in rows]
     assert all(row["rel_error"] < (5e-2 if q else 1e-2) for row, q in zip(rows, quantizes, strict=True))
     assert not any(row["dirty"] for row in rows)
-    times, versions = report.by_point(rows)
-    text = report.text(work, rows, times, versions)
-    assert text == (ROOT / f"docs/{work.page}.md").read_text(), "run python -m bench.report"
-    assert all(work.ours in us and len(us) > 1 for us in times.values())
     assert str(WeightFormat.parse(rows[0]["format"])) == rows[0]["format"]
-    if work is not report.W4A16:
-        return
-    page = report.html_page(times, rows[-1], versions)
-    assert page == (ROOT / "docs/benchmarks.html").read_text(), "run python -m bench.report"
-    assert "src=" not in page and "href=" not in page, "self-contained"
-    assert page.count("<svg") == 1 + len({layer for layer, _ in times})
+    times, versions = report.by_point(rows)
+    assert all(work.ours in us and len(us) > 1 for us in times.values())
+
+    text = report.text(work, rows, times, versions)
+    assert text == report.text(work, rows, times, versions)
+    means, points = tables(text)
+    assert tables((ROOT / f"docs/{work.page}.md").read_text()) == [means, points], "run python -m bench.report"
+    assert len(points) == 1 + len(times) and {len(row) for row in points} == {len(versions) + 4}
+
+
+def test_every_stored_row_can_be_read():
+    """And says what was measured: of benchmarks also where and of which commit."""
+    for path in RESULTS.glob("*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert rows, path.name
+        if path.name.startswith("configs"):
+            assert all(row["us"] > 0 and row["n"] > 0 and row["k"] > 0 and row["m"] > 0 for row in rows), path.name
+            assert {str(WeightFormat.parse(row["format"])) for row in rows} == {row["format"] for row in rows}
+        elif path.name != "grouped_configs.jsonl":
+            assert all({"kind", "gpu", "commit", "dirty"} <= row.keys() for row in rows), path.name
+
+
+def test_the_stored_rows_stay_small_and_are_described():
+    files = list(RESULTS.glob("*.jsonl"))
+    assert sum(file.stat().st_size for file in files) < 3e6, "keep the newest run; older ones are in git's history"
+    words = (RESULTS / "README.md").read_text()
+    assert not [file.name for file in files if f"`{file.name}`" not in words]
 
 
 def rows_file(path: Path, points: dict[int, dict[str, float]]) -> Path:
@@ -231,6 +259,18 @@ def test_fit_refuses_an_option_that_there_is_not(capsys):
     with pytest.raises(SystemExit):
         fit.main(["--ajust", "rows.jsonl"])
     assert "unrecognized arguments: --ajust" in capsys.readouterr().err
+
+
+def test_the_html_page_stands_alone():
+    (rows,) = report.last_of_each_work(RESULTS / "times.jsonl")
+    times, versions = report.by_point(rows)
+    page = report.html_page(times, rows[-1], versions)
+    assert page == report.html_page(times, rows[-1], versions)
+    assert "src=" not in page and "href=" not in page
+    assert page.count("<svg") == 1 + len({layer for layer, _ in times})
+    written = (ROOT / "docs/benchmarks.html").read_text()
+    numbers = re.compile(r">(\d+\.\d+)<")
+    assert numbers.findall(page) == numbers.findall(written), "run python -m bench.report"
 
 
 @pytest.mark.parametrize(
