@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from bench.shapes import parse_layers, parse_tokens
 
-from w4gemm import dispatch, linear, quantize
+from w4gemm import choice, linear, quantize
+from w4gemm.choice import store
 from w4gemm.problem import Device
-from w4gemm.tuning import record, store
+from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_calls
 
 RESULTS = Path(__file__).parent / "results/cpu.jsonl"
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 calls = [functools.partial(linear, x, w) for w in copies]
                 calls_dense = [functools.partial(torch.nn.functional.linear, x, w) for w in plains]
                 ours, theirs = (t.p50 for t in time_calls([calls, calls_dense]))
-                plan = dispatch.plan_for(dispatch.call_of(weight, m, dtype))
+                plan = choice.plan_for(choice.PlanKey.of(weight, m, dtype))
                 row = {"kind": "cpu", "run": record.run_name(facts), "m": m, "n": n, "k": k, "format": args.format}
                 row |= {"dtype": str(dtype).removeprefix("torch."), "config": str(plan)}
                 row |= {"us": round(ours, 1), "dense_us": round(theirs, 1)}

@@ -28,7 +28,7 @@ from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
 from bench.shapes import divide, parse_experts, parse_routings, parse_tokens
 
 import w4gemm
-from w4gemm import QuantizedWeight, WeightFormat, dispatch
+from w4gemm import QuantizedWeight, WeightFormat, choice
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
@@ -232,13 +232,13 @@ def candidates(
         scale = None if of_some is None else of_some.index_select(0, indices)
         return w4gemm.grouped_linear(selected(x, 0, indices), weights[i % len(weights)], o, token_scale=scale, out=d)
 
-    plan = str(dispatch.plan_for(call_of(w, total, dtype)))
+    plan = str(choice.plan_for(call_of(w, total, dtype)))
     runs: list[tuple[str, str, str, Run]] = [("w4gemm", w4gemm.__version__, plan, ours(None))]
     versions = {"humming": package_version("humming-kernels"), "cutlass_w4a8": vllm_ops.version()}
     runs += [(name, versions[name], "", run) for name, run in peers.items()]
     if top_k:
         (on_load,) = best(w, total, dtype, 1, True)
-        chosen = str(dispatch.plan_for(call_of(w, total, dtype, gathered=True)))
+        chosen = str(choice.plan_for(call_of(w, total, dtype, gathered=True)))
         runs.append(("w4gemm_gathered", w4gemm.__version__, on_load, gathered(on_load)))
         runs.append(("w4gemm_indexed", w4gemm.__version__, chosen, gathered(None)))
         runs.append(("w4gemm_copied", w4gemm.__version__, plan, copied))
@@ -275,8 +275,8 @@ def error_of(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, counts: list[
     return worst
 
 
-def call_of(w: QuantizedWeight, total: int, dtype: torch.dtype, gathered: bool = False) -> dispatch.Call:
-    return dispatch.call_of(w, total, dtype, Epilogue(token_scale=dtype == FP8), gathered=gathered)
+def call_of(w: QuantizedWeight, total: int, dtype: torch.dtype, gathered: bool = False) -> choice.PlanKey:
+    return choice.PlanKey.of(w, total, dtype, Epilogue(token_scale=dtype == FP8), gathered=gathered)
 
 
 def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int, gathered: bool) -> list[str]:
@@ -290,7 +290,7 @@ def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int, gathere
 def best_of(problem: GemmProblem, count: int) -> list[str]:
     found: list[str] = []
     seen: dict[tuple[str, int], int] = {}
-    for name in dispatch.configs(problem):
+    for name in choice.configs(problem):
         kernel, _, config = name.partition("/")
         key = kernel, GemmConfig.parse(config).tile_m
         seen[key] = seen.get(key, 0) + 1

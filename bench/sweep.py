@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from bench.shapes import parse_layers
 
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.cli.problems import DTYPES, chosen_device, chosen_dtype, parse_tokens, positive
 from w4gemm.cli.report import progress_bar
 from w4gemm.config import GemmConfig
@@ -80,11 +80,11 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
     """The products to time, those of one weight in a row, with their configs as ``"<kernel>/<config>"``."""
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     rest = format, layout_for(device, format, dtype), Epilogue(token_scale=dtype == torch.float8_e4m3fn), device
-    tokens = sorted({dispatch.representative(m) for m in parse_tokens(args.m)})
+    tokens = sorted({choice.representative(m) for m in parse_tokens(args.m)})
     found = {}
     for (n, k), m in itertools.product(parse_layers(args.shapes), tokens):
         problem = GemmProblem(m, n, k, dtype, *rest)
-        ranking = dispatch.explain(problem).ranking
+        ranking = choice.explain(problem).ranking
         found[problem] = [f"{kernel}/{config}" for _, kernel, config in ranking[: args.configs]]
     return found
 

@@ -2,7 +2,7 @@
 
 Runs ``w4gemm tune`` for each set of layers in a process of its own with an empty cache, so that its time is what a user
 waits. Then every choice is measured again beside the heuristic's first guess, since the fastest of several noisy
-timings flatters itself. Writes src/w4gemm/tuning/tables/, where what was not measured stays, and appends a
+timings flatters itself. Writes src/w4gemm/choice/tables/, where what was not measured stays, and appends a
 row of ``{"kind": "tuning", ...}`` for each point to bench/results/tuning.jsonl.
 
 With ``--rows FILE``, measures nothing: of the timings that bench/fit.py takes, the fastest config at the last m of each
@@ -27,13 +27,14 @@ from typing import Any
 import torch
 from bench.shapes import SETS
 
-from w4gemm import dispatch, environment
+from w4gemm import choice, environment
+from w4gemm.choice import store
 from w4gemm.cli.problems import chosen_device, chosen_dtype, parse_tokens
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named
 from w4gemm.layouts import layout_for
 from w4gemm.problem import H200, GemmProblem
-from w4gemm.tuning import record, store
+from w4gemm.tuning import record
 from w4gemm.tuning.workload import Workload
 
 RESULTS = Path(__file__).parent / "results/tuning.jsonl"
@@ -89,17 +90,17 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace) -> list[store.Rec
     layers = {layer for name in args.shapes.split(",") for layer in SETS[name]}
     format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, H200), []
     for (n, k, m), configs in sorted(measured(paths, args.format).items()):
-        if (n, k) not in layers or m != dispatch.representative(m):
+        if (n, k) not in layers or m != choice.representative(m):
             continue
         problem = GemmProblem(m, n, k, dtype, format, layout_for(H200, format, dtype), device=H200)
-        _, kernel, config = dispatch.explain(problem).ranking[0]
+        _, kernel, config = choice.explain(problem).ranking[0]
         chosen = guess = f"{kernel}/{config}"
         if guess not in configs or configs[guess][0] > 1.01 * min(configs.values())[0]:
             chosen = min(configs, key=lambda c: configs[c])
         kernel, _, config = chosen.partition("/")
         us, revision = round(configs[chosen][1], 3), kernel_named(kernel).revision
         day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-        records.append(store.Record(store.key_of(problem), dispatch.interval_of(m), kernel, config, us, revision, day))
+        records.append(store.Record(store.key_of(problem), choice.interval_of(m), kernel, config, us, revision, day))
     return records
 
 
@@ -144,9 +145,9 @@ def gains(name: str, args: argparse.Namespace, device: Any, where: torch.device)
         for m in parse_tokens(args.m):
             problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
             workload = workload or Workload(problem, where)
-            plan = dispatch.plan(problem)
-            _, kernel, config = dispatch.explain(problem).ranking[0]
-            guess = dispatch.plan(problem, f"{kernel}/{config}")
+            plan = choice.plan(problem)
+            _, kernel, config = choice.explain(problem).ranking[0]
+            guess = choice.plan(problem, f"{kernel}/{config}")
             launches = [plan.launch] if str(plan) == str(guess) else [plan.launch, guess.launch]
             times = workload.time(launches, workload.operands(m), _REPLAYS if m <= 128 else _REPLAYS // 3)
             us, first = times[0].p50, times[-1].p50

@@ -21,9 +21,10 @@ from conformance.cases import (
     supported_here,
     targets,
 )
-from w4gemm import UnsupportedError, W4Linear, WeightFormat, dispatch
+from w4gemm import UnsupportedError, W4Linear, WeightFormat, choice
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
+from w4gemm.kernels import KERNELS
 from w4gemm.problem import H200, Device, GemmProblem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -100,8 +101,8 @@ def test_large_on_a_gpu(n, k):
     w = random_weight(WeightFormat(), n, k).to("cuda").repack()
     x = randn(w, 9000, torch.bfloat16)
     whole, chosen = invariant(x, w), set()
-    for m in dispatch.BOUNDS:
-        chosen.add(str(dispatch.plan_for(dispatch.call_of(w, m, x.dtype, Epilogue(bias=True), True))))
+    for m in choice.BOUNDS:
+        chosen.add(str(choice.plan_for(choice.PlanKey.of(w, m, x.dtype, Epilogue(bias=True), True))))
         for part in (slice(m), slice(9000 - m, 9000), slice(11, 11 + m - m // 5)):
             assert torch.equal(invariant(x[part], w), whole[part]), (m, part)
     assert len(chosen) > 1, "one config alone would show nothing"
@@ -114,7 +115,7 @@ def test_fp8_activations_on_a_gpu(format):
     w = random_weight(WeightFormat.parse(format), 2048, 2048).to("cuda").repack("mma8")
     x = randn(w, 3000, torch.bfloat16)
     whole = invariant(x, w)
-    for m in (*(m for m in dispatch.BOUNDS if m < 3000), 3, 21, 100, 777):
+    for m in (*(m for m in choice.BOUNDS if m < 3000), 3, 21, 100, 777):
         for part in (slice(m), slice(3000 - m, 3000), slice(11, 11 + m - m // 5)):
             assert torch.equal(invariant(x[part], w), whole[part]), (m, part)
 
@@ -164,26 +165,26 @@ def test_configs_of_one_order_give_equal_bits(target, format):
 
 @pytest.mark.parametrize("problem", [H200_PROBLEM, replace(H200_PROBLEM, n=512, k=28672), CPU_PROBLEM], ids=str)
 def test_one_order_for_every_m(problem):
-    kernels = {kernel.name: kernel for kernel in dispatch.KERNELS}
-    rankings = [dispatch.explain(replace(problem, m=m)).ranking for m in (*dispatch.BOUNDS, 10**5)]
+    kernels = {kernel.name: kernel for kernel in KERNELS}
+    rankings = [choice.explain(replace(problem, m=m)).ranking for m in (*choice.BOUNDS, 10**5)]
     orders = {kernels[name].reduction_order(problem, c) for ranking in rankings for _, name, c in ranking}
     assert len(orders) == 1 and None not in orders
-    free = [dispatch.explain(replace(problem, m=m, batch_invariant=False)).ranking for m in dispatch.BOUNDS]
+    free = [choice.explain(replace(problem, m=m, batch_invariant=False)).ranking for m in choice.BOUNDS]
     assert all(len(a) < len(b) for a, b in zip(rankings, free, strict=False))
 
 
 def test_the_intervals_of_few_tokens_count_as_one():
     """Else those of one, two and four tokens would take a split k for 8192 x 8192, at the cost of all larger m."""
-    assert {dispatch.explain(replace(H200_PROBLEM, m=m)).ranking[0][2].split_k for m in dispatch.BOUNDS} == {1}
+    assert {choice.explain(replace(H200_PROBLEM, m=m)).ranking[0][2].split_k for m in choice.BOUNDS} == {1}
 
 
 def test_a_forced_config_must_be_of_the_order():
     w = random_weight(WeightFormat(), 130, 576).repack()
     x = torch.randn(3, 576)
-    ((_, _, config),) = dispatch.explain(CPU_PROBLEM).ranking
+    ((_, _, config),) = choice.explain(CPU_PROBLEM).ranking
     forced = w4gemm.linear(x, w, bias_of(w, x.dtype), config=config, batch_invariant=True)
     assert torch.equal(forced, invariant(x, w))
-    other = next(c for _, _, c in dispatch.explain(replace(CPU_PROBLEM, batch_invariant=False)).ranking if c != config)
+    other = next(c for _, _, c in choice.explain(replace(CPU_PROBLEM, batch_invariant=False)).ranking if c != config)
     with pytest.raises(ValueError, match=rf"config: {other} is not legal .* batch invariant; nearest are .*{config}"):
         w4gemm.linear(x, w, config=other, batch_invariant=True)
 
@@ -192,7 +193,7 @@ def test_unsupported_says_why_and_what_helps():
     w = random_weight(WeightFormat(), 130, 576)
     with pytest.raises(UnsupportedError, match=r"(?s)batch invariant on cpu.*rows here.*w.repack\(\) gives cpu"):
         invariant(torch.randn(3, 576), w)
-    explanation = dispatch.explain(replace(CPU_PROBLEM, layout="canonical"))
+    explanation = choice.explain(replace(CPU_PROBLEM, layout="canonical"))
     assert not explanation.ranking and "depend on the other rows" in str(explanation)
 
 

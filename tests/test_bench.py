@@ -29,11 +29,11 @@ from bench.shapes import (  # noqa: E402
 )
 
 import w4gemm  # noqa: E402
-from w4gemm import WeightFormat, dispatch  # noqa: E402
+from w4gemm import WeightFormat, choice  # noqa: E402
+from w4gemm.choice import store  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
 from w4gemm.layouts import native_layout  # noqa: E402
 from w4gemm.problem import H200, GemmProblem  # noqa: E402
-from w4gemm.tuning import store  # noqa: E402
 
 
 def test_shapes_by_name_and_by_size():
@@ -165,7 +165,7 @@ def test_a_table_from_rows(tmp_path):
     """The first guess where it is within 1 % of the fastest in the mean over files, of what all have; none for an m
     inside an interval; records of other formats stay."""
     problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
-    guess, second, third = dispatch.configs(problem)[:3]
+    guess, second, third = choice.configs(problem)[:3]
     table, other = tmp_path / "table.jsonl", WeightFormat.parse("int4_g32")
     kept = store.Record(store.key_of(replace(problem, format=other)), (57, 64), "k", "64x64x256_1x1x1_coop", 1.0, 1, "")
     store.replace_table(table, [kept])
@@ -300,7 +300,7 @@ def test_a_device_without_a_kernel_gets_a_sentence(name):
     device = support.DEVICES[name]
     problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), native_layout(device), device=device)
     with pytest.raises(w4gemm.UnsupportedError) as e:
-        dispatch.plan(problem)
+        choice.plan(problem)
     assert "needs an NVIDIA GPU" in str(e.value) if device.rocm else device.name in str(e.value)
     if not device.rocm:
         assert f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name} has " in str(e.value)

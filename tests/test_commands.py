@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm import dispatch
+from w4gemm import choice
+from w4gemm.choice import store
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
 from w4gemm.epilogue import Epilogue
@@ -21,14 +22,13 @@ from w4gemm.jit import is_ready
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.problem import GPUS
-from w4gemm.tuning import store
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_session", [])
-    monkeypatch.setattr(dispatch, "_plans", {})
+    monkeypatch.setattr(choice.plan_cache, "_plans", {})
     return tmp_path / "cache"
 
 
@@ -124,7 +124,7 @@ def test_resources_fit_the_device():
 def test_gemm(capsys, folder):
     out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu")
     assert "(heuristic): " in out and "relative error" in out and "no roofline is known" in out
-    other = dispatch.configs(dispatch.explain(_cpu_problem()).problem)[1]
+    other = choice.configs(choice.explain(_cpu_problem()).problem)[1]
     out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--config", other)
     assert f"{other} (forced): " in out
     out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--profile")
@@ -205,7 +205,7 @@ def test_layers_of_a_hugging_face_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
-    [("1..8192", dispatch.BOUNDS), ("1..", (*dispatch.BOUNDS, 16384)), ("3,5,20", (4, 8, 24)), ("9..17", (16, 24))],
+    [("1..8192", choice.BOUNDS), ("1..", (*choice.BOUNDS, 16384)), ("3,5,20", (4, 8, 24)), ("9..17", (16, 24))],
 )
 def test_tokens(text, wanted):
     assert problems.parse_tokens(text) == list(wanted)
@@ -257,7 +257,7 @@ def test_fp8_is_compiled_ahead_of_time_for_other_gpus_with_what_quantizes(tmp_pa
     problem = w4gemm.GemmProblem(
         8, 512, 768, torch.float8_e4m3fn, w4gemm.WeightFormat(), "mma8", Epilogue(token_scale=True), device
     )
-    found = dispatch.explain(problem).chosen
+    found = choice.explain(problem).chosen
     assert found is not None and found[0] == {"sm_89": "sm89_fp8_gemm", "sm_90a": "sm90_fp8_gemm"}[arch]
     assert is_ready(kernel_named(found[0]), problem, found[1])
     for dtype in (torch.float16, torch.bfloat16):
@@ -271,7 +271,7 @@ def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path
     output = tmp_path / "kernels"
     problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
     # a tuned config that the heuristic would not choose goes along
-    kernel, _, config = dispatch.configs(problem)[3].rpartition("/")
+    kernel, _, config = choice.configs(problem)[3].rpartition("/")
     revision = kernel_named(kernel).revision
     tuned = store.Record(store.key_of(problem), (9, 16), kernel, config, 1.0, revision, "2026-11-21")
     store.add([tuned])
@@ -285,14 +285,14 @@ def forbidden(*a, **k): raise AssertionError("compiled")
 cute.compile = forbidden
 from dataclasses import replace
 import torch, w4gemm
-from w4gemm import dispatch
+from w4gemm import choice
 problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
 for m in (8, 16):
-    plan = dispatch.plan(replace(problem, m=m))
+    plan = choice.plan(replace(problem, m=m))
     assert callable(plan.compiled)
     print(plan, plan.source)
 try:
-    dispatch.plan(replace(problem, m=4096))
+    choice.plan(replace(problem, m=4096))
 except w4gemm.UnsupportedError as e:
     print(e)
 """

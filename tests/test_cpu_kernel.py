@@ -9,7 +9,7 @@ import torch
 
 import w4gemm
 from conformance.cases import FEW_FORMATS, assert_close, random_weight
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import ranked
 from w4gemm.kernels.cpu import kernel
@@ -24,7 +24,7 @@ CPU = Device("cpu")
 def without_code_sums(monkeypatch):
     """As on a build of PyTorch without FBGEMM."""
     monkeypatch.setattr(kernel, "has_code_sums", lambda: False)
-    monkeypatch.setattr(dispatch, "_plans", {})
+    monkeypatch.setattr(choice.plan_cache, "_plans", {})
 
 
 def problem(m: int, layout: str = "cpu", k: int = 576, format: WeightFormat = FEW_FORMATS[0]) -> GemmProblem:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from w4gemm import GemmConfig, dispatch
+from w4gemm import GemmConfig, choice
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import kernel_named, ranked
+from w4gemm.kernels import KERNELS, kernel_named, ranked
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import H200, GemmProblem
@@ -45,13 +45,13 @@ def test_the_ctas_of_experts():
 
 
 def test_few_enough_to_compile_them_all():
-    assert sum(len(kernel.configs(PROBLEM)) for kernel in dispatch.KERNELS if kernel.supports(PROBLEM)) <= 290
+    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 290
 
 
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_a_tile_has_about_as_many_tokens_as_there_are(n, k):
     """Rows past m in a tile's first box are slow, up to half as long again; a few cost nothing."""
-    for m in (m for m in dispatch.BOUNDS if 16 < m <= 64):
+    for m in (m for m in choice.BOUNDS if 16 < m <= 64):
         problem = replace(PROBLEM, m=m, n=n, k=k)
         _, _, config = ranked([KERNEL], problem)[0]
         assert config.tile_m - m <= 16, (m, config)

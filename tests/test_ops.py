@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4gemm
 from conformance.cases import assert_close, random_weight
-from w4gemm import dispatch, linear, ops
+from w4gemm import choice, linear, ops
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
@@ -126,11 +126,11 @@ def test_one_column():
 
 
 def test_config_as_object_and_string(w, x):
-    from w4gemm import dispatch
+    from w4gemm import choice
     from w4gemm.problem import Device, GemmProblem
 
     problem = GemmProblem(6, N, K, x.dtype, FORMAT, w.layout, device=Device.of(x.device))
-    _, kernel, config = dispatch.explain(problem).ranking[0]
+    _, kernel, config = choice.explain(problem).ranking[0]
     expected = linear(x, w)
     for given in (config, str(config), f"{kernel}/{config}"):
         assert torch.equal(linear(x, w, config=given), expected)
@@ -483,14 +483,16 @@ def test_a_warm_call_with_gradients(warm):
 
 def test_a_warm_call_finds_the_plan_that_is_right_now(warm, monkeypatch):
     seen = []
-    monkeypatch.setattr(dispatch, "plan", lambda problem, config: seen.append(problem) or dispatch.Plan(*[None] * 4))
+    monkeypatch.setattr(
+        choice.plan_cache, "plan", lambda problem, config: seen.append(problem) or choice.Plan(*[None] * 4)
+    )
     linear(**warm)
     assert not seen
-    dispatch.forget(N, K)
+    choice.forget(N, K)
     with pytest.raises(AttributeError):  # that plan runs nothing
         linear(**warm)
     assert len(seen) == 1 and seen[0].epilogue == Epilogue("relu", bias=True)
-    dispatch.forget(N, K)
+    choice.forget(N, K)
 
 
 def test_looks_are_not_kept_without_end(w, monkeypatch):
@@ -531,7 +533,7 @@ def test_another_gpu_than_the_current_one():
     w = random_weight(FORMAT, N, K).to("cuda:1").repack()
     x = torch.randn(5, K, device="cuda:1", dtype=torch.bfloat16)
     problem = GemmProblem(5, N, K, x.dtype, FORMAT, w.layout, device=Device.of(x.device))
-    stream = next(c for c in dispatch.configs(problem) if "stream" in c)  # whose launches have flags of their own
+    stream = next(c for c in choice.configs(problem) if "stream" in c)  # whose launches have flags of their own
     for config in (None, None, stream, stream):
         assert_close(linear(x, w, config=config), x, w)
         assert torch.cuda.current_device() == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm import Epilogue, MixedGemm, dispatch
+from w4gemm import Epilogue, MixedGemm, choice
 from w4gemm.kernels import KERNELS
 
 M, N, K = 5, 48, 64
@@ -22,7 +22,7 @@ def test_the_bits_of_linear(weight):
     gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu")
     x, out = torch.randn(M, K), torch.empty(M, N)
     configs = gemm.configs(M, N, K)
-    assert configs == dispatch.configs(gemm.problem(M, N, K)) and len(configs) > 1
+    assert configs == choice.configs(gemm.problem(M, N, K)) and len(configs) > 1
     assert gemm.weight_shapes(N, K) == tuple((t.dtype, tuple(t.shape)) for t in weight.tensors)
     for config in (None, *configs):
         out.fill_(float("nan"))

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from w4gemm import dispatch
+from w4gemm import choice
+from w4gemm.choice import store
 from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named
 from w4gemm.layouts import RENAMED
 from w4gemm.problem import H200, Device, GemmProblem
-from w4gemm.tuning import store
 
 PROBLEM = GemmProblem(64, 6144, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
 
@@ -35,10 +35,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def record(problem: GemmProblem = PROBLEM, nth: int = 7, **changes) -> store.Record:
     """One that names the nth guess."""
-    _, kernel, config = dispatch.explain(problem).ranking[nth]
+    _, kernel, config = choice.explain(problem).ranking[nth]
     made = store.Record(
         store.key_of(problem),
-        dispatch.interval_of(problem.m),
+        choice.interval_of(problem.m),
         kernel,
         str(config),
         9.5,
@@ -49,7 +49,7 @@ def record(problem: GemmProblem = PROBLEM, nth: int = 7, **changes) -> store.Rec
 
 
 def chosen(problem: GemmProblem = PROBLEM) -> tuple[str, str]:
-    found = dispatch.explain(problem)
+    found = choice.explain(problem)
     return "/".join(map(str, found.chosen)), found.source
 
 
@@ -68,7 +68,7 @@ def test_a_line_with_a_former_layout_name_is_read():
 
 
 def test_user_over_shipped_over_heuristic():
-    first = dispatch.configs(PROBLEM)[0]
+    first = choice.configs(PROBLEM)[0]
     assert chosen() == (first, "heuristic")
     shipped, tuned, later = record(nth=3), record(nth=5), record(nth=6)
     store.append(store.shipped_path(H200.name), [shipped])
@@ -77,7 +77,7 @@ def test_user_over_shipped_over_heuristic():
     assert chosen() == (tuned.choice, "tuned")
     store.add([later])
     assert chosen() == (later.choice, "tuned"), "a later line replaces an earlier one"
-    assert dispatch.explain(PROBLEM, first).source == "forced"
+    assert choice.explain(PROBLEM, first).source == "forced"
     assert store.clear() == 2
     assert chosen() == (shipped.choice, "shipped")
 
@@ -120,7 +120,7 @@ def test_a_record_of_a_longer_interval_holds_where_that_ended():
 
 
 def test_the_last_interval_has_no_end():
-    at = replace(PROBLEM, m=dispatch.representative(10**6))
+    at = replace(PROBLEM, m=choice.representative(10**6))
     store.add([record(at)])
     assert chosen(replace(at, m=8193))[1] == chosen(replace(at, m=10**7))[1] == "tuned"
     assert chosen(replace(at, m=8192))[1] == "heuristic"
@@ -139,8 +139,8 @@ def test_what_cannot_be_used_is_passed_over(change):
 def test_batch_invariance_is_kept():
     """Not even a record that was made for it may bring another order of additions."""
     invariant = replace(PROBLEM, batch_invariant=True)
-    legal = dispatch.configs(invariant)
-    outside = next(c for c in dispatch.configs(PROBLEM) if c not in legal)
+    legal = choice.configs(invariant)
+    outside = next(c for c in choice.configs(PROBLEM) if c not in legal)
     kernel, _, config = outside.rpartition("/")
     store.add([record(invariant, nth=1), record(invariant, nth=0, kernel=kernel, config=config)])
     assert chosen(invariant) == (legal[1], "tuned")
@@ -194,7 +194,7 @@ def test_many_processes_append_whole_lines(folder):
     script = f"""
 import sys; sys.path[:] = {sys.path!r}
 from test_store import record
-from w4gemm.tuning import store
+from w4gemm.choice import store
 for i in range(60):
     store.add([record(us=float(int(sys.argv[1]) * 1000 + i))])
 """

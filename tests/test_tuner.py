@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm import dispatch
+from w4gemm import choice
+from w4gemm.choice import store
 from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named
 from w4gemm.problem import H200, Device, GemmProblem
-from w4gemm.tuning import store, tuner
+from w4gemm.tuning import tuner
 from w4gemm.tuning.roofline import Work, roofline_us
 from w4gemm.tuning.timing import Timing
 from w4gemm.tuning.workload import Workload
@@ -28,14 +29,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_TABLES", tmp_path / "tables")
     monkeypatch.setattr(store, "_session", [])
-    monkeypatch.setattr(dispatch, "_plans", {})
+    monkeypatch.setattr(choice.plan_cache, "_plans", {})
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def favourite(monkeypatch: pytest.MonkeyPatch) -> str:
     """The second guess, which the clock is made to find ten times as fast."""
-    _, second = dispatch.configs(CPU)
+    _, second = choice.configs(CPU)
 
     def time(self, launches, operands, replays):
         found = []
@@ -58,7 +59,7 @@ def test_the_fastest_is_kept_and_chosen(favourite, folder):
     assert outcome.gain == 10 and outcome.record.m == (5, 8) and not outcome.failed
     assert steps == [(1, 2, "m 8, n 96, k 64"), (2, 2, "m 8, n 96, k 64")]
     assert (folder / store.USER_FILE).read_text() == outcome.record.line()
-    assert str(dispatch.plan(CPU)) == favourite and dispatch.plan(CPU).source == "tuned"
+    assert str(choice.plan(CPU)) == favourite and choice.plan(CPU).source == "tuned"
     assert not list(tuner.tune([CPU], "cpu")), "it has a record"
     assert len(list(tuner.tune([CPU], "cpu", force=True))) == 1
 
@@ -116,7 +117,7 @@ def test_autotune_tunes_inside_and_only_there(favourite, folder):
     assert record.choice == favourite and record.m == (5, 8)
     assert torch.equal(inside, after)
     assert torch.allclose(before, after, atol=1e-4)
-    assert dispatch._tuner is None
+    assert choice.plan_cache._tuner is None
 
 
 def test_a_warm_call_looks_nothing_up(monkeypatch):
@@ -137,7 +138,7 @@ def test_the_workload_checks_what_it_times(epilogue):
     workload = Workload(problem, torch.device("cpu"))
     operands = workload.operands(3)
     assert len({id(o.weight) for o in operands}) == len(operands) > 1
-    plan = dispatch.plan(problem)
+    plan = choice.plan(problem)
     assert workload.error(plan.launch, operands[0]) < 1e-3
     assert workload.error(lambda o: o.out.zero_(), operands[0]) == pytest.approx(1, abs=0.2)
     assert workload.error(lambda o: None, operands[0]) != workload.error(plan.launch, operands[0]), "nothing ran"
@@ -155,7 +156,7 @@ def test_roofline():
 
 def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
     """At the last m the second guess is twice as fast, at a ragged one four times slower."""
-    second = dispatch.configs(CPU)[1]
+    second = choice.configs(CPU)[1]
 
     def time(self, launches, operands, replays):
         m = operands[0].x.shape[0]
@@ -170,7 +171,7 @@ def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
 
 def test_a_cliff_inside_the_interval_is_avoided(monkeypatch):
     """The first guess is 2 % faster at the last m and takes twice as long at a ragged one."""
-    first = dispatch.configs(CPU)[0]
+    first = choice.configs(CPU)[0]
 
     def time(self, launches, operands, replays):
         us = {8: 98.0, 7: 200.0}[operands[0].x.shape[0]]
@@ -181,9 +182,9 @@ def test_a_cliff_inside_the_interval_is_avoided(monkeypatch):
     assert outcome.record.choice != first and outcome.gain == pytest.approx(1.4)
 
 
-@pytest.mark.parametrize("m", dispatch.BOUNDS)
+@pytest.mark.parametrize("m", choice.BOUNDS)
 def test_a_ragged_m_is_inside_the_interval(m):
-    first, last = dispatch.interval_of(m)
+    first, last = choice.interval_of(m)
     assert first <= tuner._ragged(m) <= last and (tuner._ragged(m) % 2 or first == last)
 
 
@@ -198,4 +199,4 @@ def test_on_the_gpu(folder):
     outcomes = list(tuner.tune(problems, "cuda", top=4))
     assert len(outcomes) == 4 and not any(o.failed for o in outcomes)
     for outcome in outcomes:
-        assert len(outcome.times) == 4 and dispatch.plan(outcome.problem).source == "tuned"
+        assert len(outcome.times) == 4 and choice.plan(outcome.problem).source == "tuned"

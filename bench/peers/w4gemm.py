@@ -8,7 +8,7 @@ import torch
 from bench.peers.base import FP8, Prepared, Tensors, missing_gpu, token_scales
 
 import w4gemm
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import layout_for
@@ -30,7 +30,7 @@ class W4gemm:
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         device = Device.of(torch.device("cuda"))
         problem = GemmProblem(1, n, k, dtype, format, layout_for(device, format, dtype), device=device)
-        status = dispatch.explain(problem).status
+        status = choice.explain(problem).status
         return "" if any(status.values()) else "; ".join(f"{name}: {s.reason}" for name, s in status.items())
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
@@ -47,9 +47,9 @@ class W4gemm:
         def chosen(m: int) -> str:
             if self._kernel:
                 problem = GemmProblem(m, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, device)
-                ranking = dispatch.explain(problem).ranking
+                ranking = choice.explain(problem).ranking
                 return next(f"{kernel}/{c}" for _, kernel, c in ranking if kernel == self._kernel)
-            return str(dispatch.plan_for(dispatch.call_of(packed, m, dtype, epilogue)))
+            return str(choice.plan_for(choice.PlanKey.of(packed, m, dtype, epilogue)))
 
         return Prepared(packed.tensors, run, chosen)
 

@@ -3,8 +3,8 @@
 import warnings
 
 from w4gemm.activations import quantize_activations
+from w4gemm.choice import configs, explain
 from w4gemm.config import GemmConfig
-from w4gemm.dispatch import configs, explain
 from w4gemm.environment import configure_logging
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError, UnsupportedError

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm import arguments, dispatch
+from w4gemm import arguments, choice
 from w4gemm.activations import quantize_activations
 from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
@@ -66,7 +66,7 @@ def linear(
         out_dtype: of the result: float32, float16 or bfloat16; None for x's, bfloat16 for fp8 x.
         out: where to write the result: contiguous, of its shape and dtype, 16-byte aligned, sharing no memory with the
             other tensors; but it may be the residual itself. Not together with gradients.
-        config: forces a kernel's config, as :func:`w4gemm.dispatch.plan` takes it; for tests and measurements.
+        config: forces a kernel's config, as :func:`w4gemm.choice.plan` takes it; for tests and measurements.
         batch_invariant: whether a row of the result must have the same bits whatever the other rows hold and however
             many there are. One order of additions then serves every m, which costs speed where another is faster (see
             docs/measured.md). Gradients are not covered.
@@ -112,7 +112,7 @@ def linear(
 
 # --- what was checked before -----------------------------------------------------------------------------------------
 
-_checked: dict[tuple[Hashable, ...], dispatch.Call] = {}
+_checked: dict[tuple[Hashable, ...], choice.PlanKey] = {}
 """What plans are looked up by, of calls that passed every check, by what the whole call looked like: one that looks
 alike need not be checked again. It holds neither tensors nor plans, so nothing makes an entry wrong."""
 _MOST_CHECKED = 4096
@@ -133,14 +133,14 @@ def _look(
     return x.shape, x.dtype, x.device, name, w.layout, w.n, w.k, device, of_bias, activation, batch_invariant
 
 
-def _remember(look: tuple[Hashable, ...], call: dispatch.Call) -> None:
+def _remember(look: tuple[Hashable, ...], call: choice.PlanKey) -> None:
     if len(_checked) >= _MOST_CHECKED:
         _checked.clear()
     _checked[look] = call
 
 
 def _computed(
-    call: dispatch.Call,
+    call: choice.PlanKey,
     x: torch.Tensor,
     w: QuantizedWeight,
     fused: Fused,
@@ -211,14 +211,14 @@ def _call(
     batch_invariant: bool,
     experts: int = 0,
     gathered: bool = False,
-) -> dispatch.Call:
+) -> choice.PlanKey:
     """What the plan is looked up by, for m rows (..., k) of x."""
-    interval = dispatch.interval(-(-m // experts) if experts else m)
+    interval = choice.interval(-(-m // experts) if experts else m)
     problem = w.n, x.shape[-1], x.dtype, w.format, w.layout, epilogue, x.device
-    return dispatch.Call(interval, *problem, config, batch_invariant, experts, gathered)
+    return choice.PlanKey(interval, *problem, config, batch_invariant, experts, gathered)
 
 
-def _launch(call: dispatch.Call, operands: Operands) -> None:
+def _launch(call: choice.PlanKey, operands: Operands) -> None:
     """Launch the plan for ``call``, of at least one row, on x's device, which need not be the current one."""
     x = operands.x
     row, column = x.stride()
@@ -227,9 +227,9 @@ def _launch(call: dispatch.Call, operands: Operands) -> None:
     # what torch.cuda.current_device does once CUDA is initialized, as it is where there is a tensor
     if _several_gpus() and x.is_cuda and call.device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(call.device):
-            dispatch.plan_for(call).launch(operands)
+            choice.plan_for(call).launch(operands)
     else:
-        dispatch.plan_for(call).launch(operands)
+        choice.plan_for(call).launch(operands)
 
 
 @functools.cache

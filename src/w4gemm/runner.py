@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.epilogue import PLAIN, Epilogue, bias_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import Operands, kernel_named
@@ -62,9 +62,9 @@ class MixedGemm:
         object.__setattr__(self, "layout", layout_named(layout).name)
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
-        """What dispatch is asked about for these sizes: m is that of its interval."""
+        """The problem that a config is chosen for at these sizes: m is that of its interval."""
         call = self._call(m, n, k, "")
-        at = dispatch.representative(m)
+        at = choice.representative(m)
         device = Device.of(call.device)
         return GemmProblem(at, n, k, self.dtype, call.format, call.layout, self.epilogue, device, self.batch_invariant)
 
@@ -76,7 +76,7 @@ class MixedGemm:
     def configs(self, m: int, n: int, k: int) -> list[str]:
         """Every config that :meth:`run` takes, best guess first; empty if nothing can run this, for which
         :func:`w4gemm.explain` of :meth:`problem` has the reasons."""
-        return dispatch.configs(self.problem(m, n, k))
+        return choice.configs(self.problem(m, n, k))
 
     def workspace_bytes(self, m: int, n: int, k: int, config: str) -> int:
         """Bytes of device memory that a launch needs: what :meth:`run` takes as ``workspace``, or else from PyTorch's
@@ -84,7 +84,7 @@ class MixedGemm:
         shared memory, but for stream-k and dequantize_gemm."""
         name, _, _ = config.rpartition("/")
         problem = self.problem(m, n, k)
-        chosen = dispatch.explain(problem, config).chosen
+        chosen = choice.explain(problem, config).chosen
         assert chosen is not None
         return kernel_named(name or chosen[0]).workspace_bytes(problem, chosen[1])
 
@@ -94,7 +94,7 @@ class MixedGemm:
         Raises:
             UnsupportedError, ValueError: if nothing runs this, or the config is not legal.
         """
-        return str(dispatch.plan_for(self._call(m, n, k, config or "")))
+        return str(choice.plan_for(self._call(m, n, k, config or "")))
 
     def run(
         self,
@@ -143,7 +143,7 @@ class MixedGemm:
         m, k = a.shape
         if m == 0:
             return
-        plan = dispatch.plan_for(self._call(m, n, k, config or ""))
+        plan = choice.plan_for(self._call(m, n, k, config or ""))
         if workspace is not None and a.device.type == "cuda":
             operands = operands._replace(workspace=self._workspace(_tensor("workspace", workspace), plan))
         if a.device.type != "cuda" or (stream is None and a.device.index == torch.cuda.current_device()):
@@ -154,16 +154,16 @@ class MixedGemm:
         with torch.cuda.device(a.device), torch.cuda.stream(stream):
             plan.launch(operands)
 
-    def _call(self, m: int, n: int, k: int, config: str) -> dispatch.Call:
+    def _call(self, m: int, n: int, k: int, config: str) -> choice.PlanKey:
         if min(m, n, k) < 1:
             raise ValueError(f"m, n, k: wanted numbers from 1, got {m}, {n}, {k}")
         assert isinstance(self.format, WeightFormat) and self.layout is not None
         device = self.device
         assert isinstance(device, torch.device)
         rest = (self.layout, self.epilogue, device, config, self.batch_invariant)
-        return dispatch.Call(dispatch.interval(m), n, k, self.dtype, self.format, *rest)
+        return choice.PlanKey(choice.interval(m), n, k, self.dtype, self.format, *rest)
 
-    def _workspace(self, given: torch.Tensor, plan: dispatch.Plan) -> torch.Tensor:
+    def _workspace(self, given: torch.Tensor, plan: choice.Plan) -> torch.Tensor:
         wanted, size = plan.kernel.workspace_bytes(plan.problem, plan.config), given.numel() * given.element_size()
         if size < wanted or not given.is_contiguous() or given.device != self.device:
             raise ValueError(

@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from w4gemm import dispatch, environment
+from w4gemm import choice, environment
+from w4gemm.choice import store
 from w4gemm.cli.report import say
 from w4gemm.jit import disk
 from w4gemm.kernels import kernel_named
-from w4gemm.tuning import store
 
 NAME = "cache"
 HELP = "list, clear, export or import what is kept on disk"
@@ -55,7 +55,7 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _line(record: store.Record) -> str:
-    key, span = record.key, dispatch.span(*record.m)
+    key, span = record.key, choice.span(*record.m)
     fused = f", {key.epilogue}" * bool(key.epilogue) + ", batch invariant" * key.batch_invariant
     what = f"{key.device}, {key.dtype} x {key.format}, n {key.n}, k {key.k}, {span}{fused}"
     stale = "" if is_current(record) else " (stale)"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from w4gemm import dispatch, environment
+from w4gemm import choice, environment
+from w4gemm.choice import store
 from w4gemm.cli.problems import DTYPES, add_layer_arguments, device_line, parse_layers, parse_tokens, positive, problems
 from w4gemm.cli.report import progress_bar, say
 from w4gemm.config import GemmConfig
@@ -21,7 +22,6 @@ from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.base import Compilable
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.problem import GPUS, H200, GemmProblem
-from w4gemm.tuning import store
 
 NAME = "compile"
 HELP = "compile ahead of time what a model needs, without a GPU"
@@ -107,13 +107,13 @@ def choices(wanted: Iterable[GemmProblem], top: int) -> tuple[dict[object, Job],
     jobs: dict[object, Job] = {}
     records = []
     for problem in wanted:
-        found = dispatch.explain(problem)
+        found = choice.explain(problem)
         if found.chosen is None:
             raise UnsupportedError(str(found))
         for name, config in dict.fromkeys((found.chosen, *((name, c) for _, name, c in found.ranking[: top - 1]))):
             kernel = kernel_named(name)
             jobs[name, kernel.compile_key(problem, config)] = (kernel, problem, config)
-        decided = dispatch.recorded(problem)
+        decided = choice.recorded(problem)
         if decided is not None and decided[0] == "tuned":
             records.append(decided[1])
     return jobs, records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.cli.problems import add_device_arguments, chosen_dtype, described_device, device_line, positive
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.formats import WeightFormat
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     device = described_device(args.device)
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     problem = GemmProblem(
-        dispatch.representative(args.m),
+        choice.representative(args.m),
         args.n,
         args.k,
         dtype,
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         device,
         args.batch_invariant,
     )
-    found = dispatch.explain(problem, args.config)
+    found = choice.explain(problem, args.config)
     print(device_line(device))
     print(found)
     if device.kind == "cpu":
@@ -54,6 +54,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"  roofline: {least:.1f} us")
     if found.chosen is None:
         return 1
-    print(f"  chosen once for {dispatch.span(*dispatch.interval_of(args.m))}")
+    print(f"  chosen once for {choice.span(*choice.interval_of(args.m))}")
     print(f"\n{found.table(args.rows)}")
     return 0

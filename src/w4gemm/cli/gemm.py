@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line, positive
 from w4gemm.cli.report import progress_bar
 from w4gemm.epilogue import PLAIN
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if outcomes else 1
     # planned as linear does it, for the interval of m
     rest = (format, problem.layout, PLAIN, where, args.config or "")
-    plan = dispatch.plan_for(dispatch.Call(dispatch.interval(args.m), args.n, args.k, dtype, *rest))
+    plan = choice.plan_for(choice.PlanKey(choice.interval(args.m), args.n, args.k, dtype, *rest))
     workload = Workload(problem, where)
     operands = workload.operands(args.m)
     error = workload.error(plan.launch, operands[0])
@@ -76,13 +76,13 @@ def profile_text(outcome: Outcome, rows: int = 10) -> str:
     """The fastest configs, where the heuristic's first guess stands, and what was kept."""
     problem, times = outcome.problem, outcome.times
     lines = [f"measured at m {problem.m}, which stands for its interval: {len(times)} configs"]
-    guesses = dispatch.configs(problem)
+    guesses = choice.configs(problem)
     for rank, (name, time) in enumerate(list(times.items())[:rows], 1):
         lines.append(f"{rank:3}  {name}: {speed(problem, time.p50)}; guess {guesses.index(name) + 1}")
     if outcome.first_guess in times:
         rank = list(times).index(outcome.first_guess) + 1
         lines.append(f"the heuristic's first guess, {outcome.first_guess}, is number {rank} of {len(times)}")
     lines += [f"left out: {name}: {reason}" for name, reason in outcome.failed.items()]
-    span = dispatch.span(*outcome.record.m)
+    span = choice.span(*outcome.record.m)
     lines.append(f"kept for {span}: {outcome.record.choice}, {outcome.gain:.2f} times as fast as the first guess")
     return "\n".join(lines)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import w4gemm
-from w4gemm import dispatch, environment
+from w4gemm import choice, environment
+from w4gemm.choice import store
 from w4gemm.cli.cache import is_current
 from w4gemm.cli.report import typical_problem
 from w4gemm.jit import disk
 from w4gemm.kernels.device.requirements import driver_cuda_version
-from w4gemm.tuning import store
 from w4gemm.tuning.record import facts
 
 NAME = "info"
@@ -91,7 +91,7 @@ def _cache() -> dict[str, Any]:
 def _device(name: str) -> dict[str, Any]:
     """What every kernel says: the empty string if it runs there, else the reason why not; and what would be chosen."""
     problem = typical_problem(name)
-    found = dispatch.explain(problem)
+    found = choice.explain(problem)
     described = problem.device
     on_gpu = described.kind == "cuda"
     return {

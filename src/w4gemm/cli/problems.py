@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.checkpoints import find_checkpoint
 from w4gemm.checkpoints.gguf import INT4_FORMATS, GGUFCheckpoint
 from w4gemm.cli import report
@@ -160,11 +160,11 @@ def parse_tokens(text: str) -> list[int]:
         first = int(match[1]) if match else 0
         if match is None or first < 1:
             raise ValueError(f"--m: wanted numbers from 1 and ranges like 1..64,512 or 1.., got {text!r}")
-        last = first if match[2] is None else int(match[3]) if match[3] else dispatch.BOUNDS[-1] + 1
+        last = first if match[2] is None else int(match[3]) if match[3] else choice.BOUNDS[-1] + 1
         if last < first:
             raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
-        intervals = range(dispatch.interval(first), dispatch.interval(last) + 1)
-        found |= {dispatch.representative(dispatch.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
+        intervals = range(choice.interval(first), choice.interval(last) + 1)
+        found |= {choice.representative(choice.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
     return sorted(found)
 
 

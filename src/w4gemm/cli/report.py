@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.epilogue import Epilogue, default_out_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.layouts import FP8_LAYOUT, layout_for
@@ -80,15 +80,15 @@ def quiet_transformers() -> None:
 def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
     """``kernel/config`` of every 4-bit layer for m tokens, counted: the plans that ``linear`` keeps and uses."""
     layers = [layer for layer in model.modules() if isinstance(layer, W4Linear)]
-    return Counter(str(dispatch.plan_for(_call(layer, m, dtype))) for layer in layers)
+    return Counter(str(choice.plan_for(_call(layer, m, dtype))) for layer in layers)
 
 
-def _call(layer: W4Linear, m: int, dtype: torch.dtype) -> dispatch.Call:
+def _call(layer: W4Linear, m: int, dtype: torch.dtype) -> choice.PlanKey:
     w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None)
     if w.layout == FP8_LAYOUT:  # linear quantizes x, and gives its dtype back
         out_dtype = None if dtype == default_out_dtype(_FP8) else dtype
         dtype, epilogue = _FP8, epilogue._replace(token_scale=True, out_dtype=out_dtype)
-    return dispatch.call_of(w, m, dtype, epilogue, layer.batch_invariant)
+    return choice.PlanKey.of(w, m, dtype, epilogue, layer.batch_invariant)
 
 
 def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:
@@ -100,5 +100,5 @@ def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloa
 
 def refusals(device: torch.device | str) -> str:
     """Every kernel's reason for not running on a device; empty if one runs there."""
-    status = dispatch.explain(typical_problem(device)).status
+    status = choice.explain(typical_problem(device)).status
     return "" if any(status.values()) else "; ".join(f"{name}: {answer.reason}" for name, answer in status.items())

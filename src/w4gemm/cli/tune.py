@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 
+from w4gemm.choice import store
 from w4gemm.cli.problems import (
     add_device_arguments,
     add_layer_arguments,
@@ -18,7 +19,6 @@ from w4gemm.cli.problems import (
     problems,
 )
 from w4gemm.cli.report import progress_bar, say
-from w4gemm.tuning import store
 from w4gemm.tuning.tuner import TOP, Outcome, tune
 
 NAME = "tune"

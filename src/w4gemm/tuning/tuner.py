@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm import dispatch
+from w4gemm import choice
+from w4gemm.choice import store
 from w4gemm.config import GemmConfig
 from w4gemm.jit import adopt, compiled, is_ready
 from w4gemm.jit.pool import CompilePool, Job
 from w4gemm.kernels import Kernel, Operands, kernel_named
 from w4gemm.problem import GemmProblem
-from w4gemm.tuning import store
 from w4gemm.tuning.timing import LONG_CALL_US, Timing
 from w4gemm.tuning.workload import Launch, Workload
 
@@ -91,7 +91,7 @@ def tune(
         progress: called as ``progress(configs done, configs, what)``.
     """
     device = torch.device(device)
-    todo = [replace(p, m=dispatch.representative(p.m)) for p in problems]
+    todo = [replace(p, m=choice.representative(p.m)) for p in problems]
     todo = sorted(dict.fromkeys(todo), key=lambda p: (p.n, p.k, str(p.format), str(p.dtype), str(p.epilogue), p.m))
     guesses = {p: _guesses(p, top) for p in todo if force or not _is_tuned(p)}
     guesses = {p: found for p, found in guesses.items() if found}
@@ -113,7 +113,7 @@ def tune(
             outcome = _measure(problem, found, objects, workload, step)
             if outcome is not None:
                 store.add([outcome.record])
-                dispatch.forget(problem.n, problem.k)
+                choice.forget(problem.n, problem.k)
                 yield outcome
 
 
@@ -133,16 +133,16 @@ def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
         for outcome in tune([problem], device, top=top):
             _log.info("%s: tuned, %s, %.2f times as fast", problem, outcome.record.choice, outcome.gain)
 
-    return dispatch.tuning_with(see)
+    return choice.tuning_with(see)
 
 
 def _is_tuned(problem: GemmProblem) -> bool:
-    found = dispatch.recorded(problem)
+    found = choice.recorded(problem)
     return found is not None and found[0] == "tuned"
 
 
 def _guesses(problem: GemmProblem, top: int | None) -> list[tuple[Kernel, GemmConfig]]:
-    ranking = dispatch.explain(problem).ranking
+    ranking = choice.explain(problem).ranking
     if not ranking:
         _log.warning("%s: not tuned, no kernel supports it", problem)
     return [(kernel_named(name), config) for _, name, config in ranking[:top]]
@@ -199,7 +199,7 @@ def _measure(
     kernel_name, _, config_text = best.rpartition("/")
     record = store.Record(
         store.key_of(problem),
-        dispatch.interval_of(problem.m),
+        choice.interval_of(problem.m),
         kernel_name,
         config_text,
         round(times[best].p50, 3),
@@ -232,7 +232,7 @@ def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> st
 
 def _ragged(m: int) -> int:
     """About the middle of m's interval, and odd; m itself where it is alone there."""
-    first, last = dispatch.interval_of(m)
+    first, last = choice.interval_of(m)
     return m if first == last else (first + (last or m)) // 2 // 2 * 2 + 1
 
 

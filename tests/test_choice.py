@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm import dispatch
+from w4gemm import choice
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.errors import UnsupportedError
@@ -47,45 +47,45 @@ def test_what_makes_no_problem(change, error, message):
 
 
 def test_intervals_of_m():
-    last = len(dispatch.BOUNDS)
-    found = [dispatch.interval(m) for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 8192, 8193, 10**6)]
+    last = len(choice.BOUNDS)
+    found = [choice.interval(m) for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 8192, 8193, 10**6)]
     assert found == [0, 1, 2, 2, 3, 3, 4, 4, 5, last - 1, last, last]
-    assert list(dispatch.BOUNDS) == sorted(dispatch.BOUNDS)
+    assert list(choice.BOUNDS) == sorted(choice.BOUNDS)
 
 
-def call(m: int, **changes) -> dispatch.Call:
+def call(m: int, **changes) -> choice.PlanKey:
     w = {"n": 130, "k": 96, "dtype": torch.float32, "format": FORMAT, "layout": "cpu", "epilogue": Epilogue()}
-    return dispatch.Call(dispatch.interval(m), **{**w, "device": torch.device("cpu"), "config": "", **changes})
+    return choice.PlanKey(choice.interval(m), **{**w, "device": torch.device("cpu"), "config": "", **changes})
 
 
 @pytest.mark.parametrize(
     ("m", "wanted"), [(1, "m 1"), (3, "m 3 to 4"), (8192, "m 4097 to 8192"), (9999, "m from 8193")]
 )
 def test_intervals_in_words(m, wanted):
-    assert dispatch.span(*dispatch.interval_of(m)) == wanted
+    assert choice.span(*choice.interval_of(m)) == wanted
 
 
 def test_a_plan_is_resolved_once_an_interval(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_plans", {})
+    monkeypatch.setattr(choice.plan_cache, "_plans", {})
     caplog.set_level(logging.DEBUG, "w4gemm")
-    plans = [dispatch.plan_for(call(m)) for m in (7, 5, 8, 9, 16, 6)]
+    plans = [choice.plan_for(call(m)) for m in (7, 5, 8, 9, 16, 6)]
     assert plans[0] is plans[1] is plans[2] is plans[5]
     assert plans[3] is plans[4] is not plans[0]
     assert (plans[0].problem.m, plans[3].problem.m) == (8, 16)
     assert len([r for r in caplog.records if "m up to" in r.message]) == 2
     assert "cpu_mixed_gemm/" in caplog.text
-    assert dispatch.plan_for(call(10**5)).problem.m == 16384
+    assert choice.plan_for(call(10**5)).problem.m == 16384
 
 
 @pytest.mark.parametrize(
     "change", [{"n": 131}, {"epilogue": Epilogue(bias=True)}, {"dtype": torch.float16}, {"layout": "canonical"}]
 )
 def test_what_a_plan_depends_on(change):
-    assert dispatch.plan_for(call(1)) is not dispatch.plan_for(call(1, **change))
+    assert choice.plan_for(call(1)) is not choice.plan_for(call(1, **change))
 
 
 def test_the_best_guess_of_all_kernels():
-    plan = dispatch.plan(PROBLEM)
+    plan = choice.plan(PROBLEM)
     _, kernel, config = ranked(KERNELS, PROBLEM)[0]
     assert plan.kernel is kernel is kernel_named("cpu_mixed_gemm")
     assert plan.config == config
@@ -96,18 +96,18 @@ def test_the_best_guess_of_all_kernels():
 def test_a_config_can_be_forced():
     last = kernel_named("cpu_mixed_gemm").configs(PROBLEM)[-1]
     for config in (last, str(last), f"cpu_mixed_gemm/{last}"):
-        assert dispatch.plan(PROBLEM, config).config == last
+        assert choice.plan(PROBLEM, config).config == last
 
 
 def test_an_illegal_config_is_named_with_legal_ones():
     with pytest.raises(ValueError, match=r"config: 1x128x64_1x1x1_coop is not legal .*1x128x32_1x1x1_coop"):
-        dispatch.plan(PROBLEM, GemmConfig(1, 128, 64))
+        choice.plan(PROBLEM, GemmConfig(1, 128, 64))
     with pytest.raises(ValueError, match="config: wanted <tile_m>x.*got '1x2'"):
-        dispatch.plan(PROBLEM, "1x2")
+        choice.plan(PROBLEM, "1x2")
     with pytest.raises(ValueError, match="kernel: wanted one of .*cpu_mixed_gemm.*got 'nope'"):
-        dispatch.plan(PROBLEM, "nope/1x128x32_1x1x1_coop")
+        choice.plan(PROBLEM, "nope/1x128x32_1x1x1_coop")
     with pytest.raises(UnsupportedError, match="sm90_mixed_gemm: needs"):
-        dispatch.plan(PROBLEM, "sm90_mixed_gemm/64x128x128_1x1x1_coop")
+        choice.plan(PROBLEM, "sm90_mixed_gemm/64x128x128_1x1x1_coop")
 
 
 REFUSED = {
@@ -125,10 +125,10 @@ REFUSED = {
 @pytest.mark.parametrize("problem", REFUSED.values(), ids=REFUSED)
 def test_no_kernel(problem):
     with pytest.raises(UnsupportedError) as e:
-        dispatch.plan(problem)
+        choice.plan(problem)
     for kernel in KERNELS:
         assert f"{kernel.name}: {kernel.supports(problem).reason}" in str(e.value)
-    explanation = dispatch.explain(problem)
+    explanation = choice.explain(problem)
     assert explanation.ranking == ()
     assert all(kernel.supports(problem).reason in str(explanation) for kernel in KERNELS)
 
@@ -144,12 +144,12 @@ OLDER_AND_NEWER = {
 @pytest.mark.parametrize("device", OLDER_AND_NEWER.values(), ids=OLDER_AND_NEWER)
 def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
     """What all of them have is enough, in the shared memory that they have; of SM100's own units a sentence is said."""
-    monkeypatch.setattr(dispatch, "compiled", lambda kernel, problem, config: kernel.program(problem, config))
+    monkeypatch.setattr(choice.choose, "compiled", lambda kernel, problem, config: kernel.program(problem, config))
     caplog.set_level(logging.WARNING, "w4gemm")
     kernel = kernel_named("sm80_mixed_gemm")
     for m in (1, 64, 4096):
         for invariant in (False, True):
-            plan = dispatch.plan(replace(H200_PROBLEM, m=m, device=device, batch_invariant=invariant))
+            plan = choice.plan(replace(H200_PROBLEM, m=m, device=device, batch_invariant=invariant))
             by_cublas = m == 4096 and not invariant and device.capability == (10, 0)
             assert plan.kernel is (kernel_named("dequantize_gemm") if by_cublas else kernel)
     for problem in (H200_PROBLEM, replace(H200_PROBLEM, experts=8)):
@@ -161,12 +161,12 @@ def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
 @pytest.mark.parametrize("name", ["RTX 4090", "RTX 5090", "B200"])
 @pytest.mark.parametrize("format", ["int4_g128", "int4_g32_zint", "int4_g128_e4m3"])
 def test_fp8_without_hoppers_units(name, format, monkeypatch):
-    monkeypatch.setattr(dispatch, "compiled", lambda kernel, problem, config: kernel.program(problem, config))
+    monkeypatch.setattr(choice.choose, "compiled", lambda kernel, problem, config: kernel.program(problem, config))
     at = replace(FP8_PROBLEM, device=OLDER_AND_NEWER[name], format=WeightFormat.parse(format))
     kernel = kernel_named("sm89_fp8_gemm")
     for m in (1, 64, 4096):
         for invariant in (False, True):
-            assert dispatch.plan(replace(at, m=m, batch_invariant=invariant)).kernel is kernel
+            assert choice.plan(replace(at, m=m, batch_invariant=invariant)).kernel is kernel
     for problem in (at, replace(at, experts=8)):
         assert all(kernel.resources(problem, c).memory <= at.device.shared_memory for c in kernel.configs(problem))
 
@@ -212,20 +212,20 @@ def test_what_dequantize_gemm_refuses(changed, reason):
 def test_on_hopper_its_own_fp8_kernel_is_chosen(format):
     """But for very many tokens, where decoding e4m3 weights once and cuBLAS take less."""
     for n, k in ((512, 512), (4096, 4096), (57344, 8192), (8192, 28672)):
-        for m in (*dispatch.BOUNDS, 16384):
+        for m in (*choice.BOUNDS, 16384):
             for experts in (0, 8):
                 for invariant in (False, True):
                     p = replace(FP8_PROBLEM, m=m, n=n, k=k, experts=experts, batch_invariant=invariant)
                     p = replace(p, format=WeightFormat.parse(format))
                     many = p.format.has_channels and m > 2048 and not (experts or invariant)
                     wanted = {"sm90_fp8_gemm", "dequantize_gemm"} if many else {"sm90_fp8_gemm"}
-                    assert dispatch.explain(p).ranking[0][1] in wanted, p
+                    assert choice.explain(p).ranking[0][1] in wanted, p
 
 
 def test_the_weight_is_decoded_once_where_that_was_measured_to_take_less():
     p = replace(FP8_PROBLEM, m=8192, n=28672, k=4096, format=WeightFormat.parse("int4_g128_e4m3"))
-    assert dispatch.explain(p).ranking[0][1] == "dequantize_gemm"
-    assert dispatch.explain(replace(p, n=8192, k=28672)).ranking[0][1] == "sm90_fp8_gemm"
+    assert choice.explain(p).ranking[0][1] == "dequantize_gemm"
+    assert choice.explain(replace(p, n=8192, k=28672)).ranking[0][1] == "sm90_fp8_gemm"
 
 
 def test_what_is_compiled_for_hopper_runs_on_hopper_only():
@@ -236,19 +236,19 @@ def test_what_is_compiled_for_hopper_runs_on_hopper_only():
 
 def test_repack_is_suggested_where_it_helps():
     with pytest.raises(UnsupportedError, match=r"w.repack\(\) gives cpu"):
-        dispatch.plan(replace(PROBLEM, layout="mma16"))
+        choice.plan(replace(PROBLEM, layout="mma16"))
     with pytest.raises(UnsupportedError) as e:
-        dispatch.plan(replace(PROBLEM, device=Device("mps")))
+        choice.plan(replace(PROBLEM, device=Device("mps")))
     assert "w.repack()" not in str(e.value)
 
 
 def test_a_cold_plan_is_logged_with_its_source(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_plans", {})
+    monkeypatch.setattr(choice.plan_cache, "_plans", {})
     caplog.set_level(logging.DEBUG, "w4gemm")
-    forced = dispatch.configs(PROBLEM)[0]
+    forced = choice.configs(PROBLEM)[0]
     for _ in range(2):
-        dispatch.plan_for(call(PROBLEM.m))
-        dispatch.plan_for(call(PROBLEM.m, config=forced))
+        choice.plan_for(call(PROBLEM.m))
+        choice.plan_for(call(PROBLEM.m, config=forced))
     lines = [r.message for r in caplog.records if "ready in" in r.message]
     assert len(lines) == 2 and all(str(PROBLEM) in line and forced in line for line in lines)
     assert [("(heuristic)" in line, "(forced)" in line) for line in lines] == [(True, False), (False, True)]
@@ -257,11 +257,11 @@ def test_a_cold_plan_is_logged_with_its_source(monkeypatch, caplog):
 def test_launches_are_named_for_a_profiler_only_if_asked(monkeypatch):
     """W4GEMM_NVTX decides when the plan is made, so that other calls pay nothing."""
     names = []
-    monkeypatch.setattr(dispatch, "compiled", lambda *a: None)
+    monkeypatch.setattr(choice.choose, "compiled", lambda *a: None)
     monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: names.append(name) or contextlib.nullcontext())
-    for value, type in (("", dispatch.Plan), ("0", dispatch.Plan), ("1", dispatch._NamedPlan)):
+    for value, type in (("", choice.Plan), ("0", choice.Plan), ("1", choice.choose._NamedPlan)):
         monkeypatch.setenv("W4GEMM_NVTX", value)
-        plan = dispatch.plan(H200_PROBLEM)
+        plan = choice.plan(H200_PROBLEM)
         assert plan.__class__ is type
         monkeypatch.setattr(plan.kernel.__class__, "launcher", lambda *a: lambda operands: names.append("launch"))
         plan.launch(None)
@@ -269,10 +269,10 @@ def test_launches_are_named_for_a_profiler_only_if_asked(monkeypatch):
 
 
 def test_explain():
-    explanation = dispatch.explain(PROBLEM)
+    explanation = choice.explain(PROBLEM)
     assert list(explanation.status) == [kernel.name for kernel in KERNELS]
     _, kernel, config = explanation.ranking[0]
-    assert (kernel, config) == ("cpu_mixed_gemm", dispatch.plan(PROBLEM).config)
+    assert (kernel, config) == ("cpu_mixed_gemm", choice.plan(PROBLEM).config)
     assert {c for _, _, c in explanation.ranking} == set(kernel_named("cpu_mixed_gemm").configs(PROBLEM))
     assert f"chosen: cpu_mixed_gemm/{config}" in str(explanation)
     assert f"cpu_mixed_gemm: {len(explanation.ranking)} configs" in str(explanation)
@@ -280,7 +280,7 @@ def test_explain():
 
 @pytest.mark.parametrize("m", [1, 16, 4096])
 def test_explain_needs_no_gpu(m):
-    ranking = dispatch.explain(replace(H200_PROBLEM, m=m)).ranking
+    ranking = choice.explain(replace(H200_PROBLEM, m=m)).ranking
     assert ranking[0][1].startswith("sm90_")
     assert [us for us, _, _ in ranking] == sorted(us for us, _, _ in ranking)
 
@@ -337,7 +337,7 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
         pytest.skip("needs CuTe DSL to be there, of whatever version")
     problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16")
     with pytest.raises(w4gemm.UnsupportedError) as e:
-        dispatch.plan(problem)
+        choice.plan(problem)
     for name in ("sm90_mixed_gemm", "sm80_mixed_gemm"):
         assert f"{name}: {reason}" in str(e.value)
 
@@ -352,7 +352,7 @@ def test_a_kernel_that_decodes_more_slowly_is_ranked_so():
         (torch.float16, "int4_g128", "sm90_decode/16x64x128_1x1x1_coop"),
     ):
         problem = replace(H200_PROBLEM, m=16, n=8192, k=8192, dtype=dtype, format=WeightFormat.parse(format))
-        assert dispatch.configs(problem)[0] == first, (dtype, format)
+        assert choice.configs(problem)[0] == first, (dtype, format)
 
 
 def gathered(m: int, n: int, k: int, experts: int = 8) -> GemmProblem:
@@ -374,24 +374,24 @@ def test_every_gpu_kernel_gathers_rows_of_experts():
 def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
     """As measured on an H200: few tokens of many experts on load; of many tokens, or where the product is long beside
     x, a copy first."""
-    monkeypatch.setattr(dispatch, "compiled", lambda kernel, problem, config: None)
+    monkeypatch.setattr(choice.choose, "compiled", lambda kernel, problem, config: None)
     for problem, copied in (
         (gathered(8, 1536, 2048, 128), False),
         (gathered(64, 1536, 2048, 128), False),
         (gathered(1024, 1536, 2048, 128), True),
         (gathered(1024, 28672, 4096), True),
     ):
-        explanation, plan = dispatch.explain(problem), dispatch.plan(problem)
+        explanation, plan = choice.explain(problem), choice.plan(problem)
         assert explanation.copied == copied == ("of a copy of the rows" in str(explanation))
         assert plan.problem.gathered == ("gathered rows" in str(explanation)) == (not copied)
         assert (plan.kernel.name, plan.config) == explanation.chosen
-    forced = dispatch.configs(problem)[0]
-    assert dispatch.plan(problem, forced).problem.gathered and not dispatch.explain(problem, forced).copied
+    forced = choice.configs(problem)[0]
+    assert choice.plan(problem, forced).problem.gathered and not choice.explain(problem, forced).copied
     with pytest.raises(ValueError, match="is not legal"):
-        dispatch.plan(problem, "sm90_mixed_gemm/128x128x128_1x2x1_coop")
+        choice.plan(problem, "sm90_mixed_gemm/128x128x128_1x2x1_coop")
 
 
 def test_a_call_of_gathered_rows_has_a_plan_of_its_own():
     of = (0, 64, 64, torch.float32, WeightFormat(), "cpu", PLAIN, torch.device("cpu"), "", False, 4)
-    plans = [dispatch.plan_for(dispatch.Call(*of, gathered)) for gathered in (False, True)]
+    plans = [choice.plan_for(choice.PlanKey(*of, gathered)) for gathered in (False, True)]
     assert [plan.problem.gathered for plan in plans] == [False, True]

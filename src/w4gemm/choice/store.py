@@ -3,7 +3,7 @@
 Two tables: the user's, ``tuned.jsonl`` in the cache folder, over the shipped one, ``tables/<device>.jsonl`` in this
 package. In a table later lines go before earlier ones. A line is appended in one write under a lock, so that many
 processes can tune at once and an interrupted one loses nothing; what cannot be read is skipped with a warning. Whether
-a record may be used, its config still legal and its kernel the same, is dispatch's to say.
+a record may be used, its config still legal and its kernel the same, is for :mod:`w4gemm.choice.choose` to say.
 """
 
 from __future__ import annotations

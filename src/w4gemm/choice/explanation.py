@@ -1,12 +1,14 @@
-"""Why a problem is run as it is: :class:`Explanation`, made by :func:`w4gemm.dispatch.explain`."""
+"""Why a problem is run as it is: :class:`Explanation`, made by :func:`explain`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from w4gemm.choice import choose
+from w4gemm.choice.invariance import legal_ranked, status_of
 from w4gemm.config import GemmConfig
-from w4gemm.kernels import Resources, Status
+from w4gemm.kernels import KERNELS, Resources, Status
 from w4gemm.problem import GemmProblem
 
 _COLUMNS = ("#", "us", "score", "kernel/config", "CTAs", "waves", "threads", "registers", "shared", "stages")
@@ -30,7 +32,7 @@ class Explanation:
     """Why a problem is run as it is. ``str`` gives it in a few lines, :meth:`table` with every config."""
 
     problem: GemmProblem
-    """As it is run: see :func:`w4gemm.dispatch.as_run`."""
+    """As it is run: see :func:`w4gemm.choice.choose.resolve_gather`."""
     status: dict[str, Status]
     """Every kernel's answer."""
     ranking: tuple[tuple[float, str, GemmConfig], ...]
@@ -73,6 +75,31 @@ class Explanation:
             lines.append((f"{'*' if chosen else ''}{number}", *_cells(candidate, best)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
         return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Explanation:
+    """What each kernel says about ``problem`` and what would be chosen for its m; compiles nothing.
+
+    Args:
+        config: to force one, as for :func:`w4gemm.choice.plan`.
+
+    Raises:
+        TypeError, ValueError: as :func:`configs`; and for a forced config, as :func:`w4gemm.choice.plan`.
+        UnsupportedError: for a forced config, as :func:`w4gemm.choice.plan`.
+    """
+    choose.check(problem)
+    asked, problem = problem, choose.resolve_gather(problem) if config is None else problem
+    status = {kernel.name: status_of(kernel, problem) for kernel in KERNELS}
+    ranked_configs = legal_ranked(KERNELS, problem)
+    candidates = tuple(Candidate(us, k.name, c, k.resources(problem, c)) for us, k, c in ranked_configs)
+    ranking = tuple((us, k.name, c) for us, k, c in ranked_configs)
+    if config is not None:
+        kernel, forced = choose.forced(problem, config)
+        return Explanation(problem, status, ranking, candidates, (kernel.name, forced), "forced")
+    if not ranking:
+        return Explanation(problem, status, ranking, candidates)
+    kernel, chosen, source = choose.chosen(problem, ranked_configs)
+    return Explanation(problem, status, ranking, candidates, (kernel.name, chosen), source, asked != problem)
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> str:

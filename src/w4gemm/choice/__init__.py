@@ -1,0 +1,28 @@
+"""What runs a problem, and why: intervals of m, plans and their cache, choosing, batch invariance, measured choices.
+
+A plan is chosen for an interval of m, as if m were the interval's last value, so a call with another number of tokens
+rarely chooses or compiles anything. Importing this imports no DSL.
+"""
+
+from w4gemm.choice.choose import Plan, configs, plan, recorded
+from w4gemm.choice.explanation import Explanation, explain
+from w4gemm.choice.intervals import BOUNDS, interval, interval_of, representative, span
+from w4gemm.choice.plan_cache import PlanKey, forget, plan_for, tuning_with
+
+__all__ = [
+    "BOUNDS",
+    "Explanation",
+    "Plan",
+    "PlanKey",
+    "configs",
+    "explain",
+    "forget",
+    "interval",
+    "interval_of",
+    "plan",
+    "plan_for",
+    "recorded",
+    "representative",
+    "span",
+    "tuning_with",
+]

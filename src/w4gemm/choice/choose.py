@@ -1,0 +1,170 @@
+"""From a problem to what runs it: :func:`plan`.
+
+The choice is the config that the caller forces, else one that was measured here (``tuned``) or that comes with the
+package (``shipped``), if it is legal and its kernel has the revision that was measured, else the first by predicted
+time (``heuristic``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from w4gemm import environment
+from w4gemm.choice import store
+from w4gemm.choice.intervals import interval_of
+from w4gemm.choice.invariance import legal_ranked, status_of
+from w4gemm.config import GemmConfig
+from w4gemm.errors import UnsupportedError
+from w4gemm.jit import compiled
+from w4gemm.kernels import KERNELS, Kernel, Operands, kernel_named
+from w4gemm.kernels.sm90_model import copy_us
+from w4gemm.layouts import layout_named, native_layout
+from w4gemm.problem import GemmProblem
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs a problem: a kernel, its config, and its compiled form (None if there is nothing to compile)."""
+
+    kernel: Kernel
+    config: GemmConfig
+    compiled: Any
+    problem: GemmProblem
+    """Of the interval: every field but m is that of the calls it serves, and gathered, see :func:`resolve_gather`."""
+    source: str = "forced"
+    """Where the choice came from: forced, tuned, shipped or heuristic."""
+
+    @functools.cached_property
+    def launch(self) -> Callable[[Operands], None]:
+        """As the kernel's ``launcher`` gives it; where the kernel gathers no rows, they are gathered first."""
+        launch = self.kernel.launcher(self.compiled, self.problem, self.config)
+        if self.problem.experts and not self.problem.gathered:
+            return lambda operands: launch(operands.gathered_first())
+        return launch
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name}/{self.config}"
+
+
+class _NamedPlan(Plan):
+    """A plan whose launches show in a profiler as NVTX ranges, by its name."""
+
+    @functools.cached_property
+    def launch(self) -> Callable[[Operands], None]:
+        launch = super().launch
+
+        def named(operands: Operands) -> None:
+            with torch.cuda.nvtx.range(f"w4gemm {self}"):
+                launch(operands)
+
+        return named
+
+
+def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
+    """Choose a kernel and a config for ``problem`` and compile them.
+
+    Args:
+        config: to force one: a config, its string, or ``"<kernel>/<config>"``.
+
+    Raises:
+        UnsupportedError: if no kernel (or not the one named) supports the problem; lists each one's reason.
+        ValueError: if ``config`` is malformed, names no kernel, is not legal for the problem, or adds up in another
+            order than the one for a batch-invariant problem.
+    """
+    if config is None:
+        problem = resolve_gather(problem)
+        _require_support(problem, KERNELS)
+        kernel, wanted, source = chosen(problem, legal_ranked(KERNELS, problem))
+    else:
+        kernel, wanted = forced(problem, config)
+        source = "forced"
+    made = _NamedPlan if environment.nvtx() and problem.device.kind == "cuda" else Plan
+    return made(kernel, wanted, compiled(kernel, problem, wanted), problem, source)
+
+
+def resolve_gather(problem: GemmProblem) -> GemmProblem:
+    """Return ``problem``, or a gathered problem with ``gathered=False`` if copying the rows first is predicted to be
+    faster or is the only supported way."""
+    if not problem.gathered:
+        return problem
+    before = replace(problem, gathered=False)
+    best = [min((us for us, _, _ in legal_ranked(KERNELS, p)), default=math.inf) for p in (problem, before)]
+    return before if best[1] + copy_us(problem) < best[0] else problem
+
+
+def configs(problem: GemmProblem) -> list[str]:
+    """Every legal config of every kernel that supports ``problem`` as ``"<kernel>/<config>"``, best guess first.
+
+    Raises:
+        TypeError, ValueError: for sizes, dtypes, formats and layouts that there are not.
+    """
+    check(problem)
+    return [f"{kernel.name}/{config}" for _, kernel, config in legal_ranked(KERNELS, problem)]
+
+
+def check(problem: GemmProblem) -> None:
+    problem.check()
+    layout_named(problem.layout)
+
+
+def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
+    """(``"tuned"`` or ``"shipped"``, record) that decides ``problem``; None if it is left to the heuristic."""
+    return _recorded(problem, configs(problem))
+
+
+def _recorded(problem: GemmProblem, legal: list[str]) -> tuple[str, store.Record] | None:
+    last = interval_of(problem.m)[1]
+    for source, record in store.find(problem):
+        if record.m[1] != last:  # an interval was longer once, and its end says little about tiles for fewer tokens
+            continue
+        if record.choice in legal and record.revision == kernel_named(record.kernel).revision:
+            return source, record
+    return None
+
+
+def chosen(
+    problem: GemmProblem, ranked_configs: list[tuple[float, Kernel, GemmConfig]]
+) -> tuple[Kernel, GemmConfig, str]:
+    """The kernel, the config, and where the choice came from."""
+    named = {f"{kernel.name}/{config}": (kernel, config) for _, kernel, config in ranked_configs}
+    found = _recorded(problem, list(named))
+    if found is not None:
+        source, record = found
+        return *named[record.choice], source
+    _, kernel, config = ranked_configs[0]
+    return kernel, config, "heuristic"
+
+
+def _require_support(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> None:
+    status = [(kernel, status_of(kernel, problem)) for kernel in kernels]
+    if any(answer for _, answer in status):
+        return
+    reasons = "".join(f"\n  {kernel.name}: {answer.reason}" for kernel, answer in status)
+    native = native_layout(problem.device)
+    hint = ""
+    if native != problem.layout and any(status_of(k, replace(problem, layout=native)) for k in KERNELS):
+        hint = f"\nThe weight lies in the {problem.layout} layout; w.repack() gives {native}, which can be run here."
+    raise UnsupportedError(
+        f"no kernel can run {problem} on {problem.device.name or problem.device.kind}:{reasons}{hint}"
+    )
+
+
+def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, GemmConfig]:
+    """The kernel named in ``config``, or the first that supports the problem and has the config."""
+    name, _, text = str(config).rpartition("/")
+    wanted = GemmConfig.parse(text)
+    candidates = (kernel_named(name),) if name else KERNELS
+    _require_support(problem, candidates)
+    legal = {f"{k.name}/{c}": (k, c) for _, k, c in legal_ranked(candidates, problem)}
+    for kernel, legal_config in legal.values():
+        if legal_config == wanted:
+            return kernel, wanted
+    nearest = difflib.get_close_matches(str(config), legal, n=4, cutoff=0)
+    raise ValueError(f"config: {config} is not legal for {problem}; nearest are {', '.join(nearest)}")

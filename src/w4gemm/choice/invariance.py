@@ -1,0 +1,50 @@
+"""Which configs a problem may be served by: all, or, if it is batch invariant, those of one reduction order.
+
+That order is the same for every m: the one that costs the least over all intervals, by predicted times.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+
+from w4gemm.choice.intervals import BOUNDS, FEW, LARGEST
+from w4gemm.config import GemmConfig
+from w4gemm.kernels import KERNELS, Kernel, Status, ranked
+from w4gemm.problem import GemmProblem
+
+
+def legal_ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
+    """As ``ranked``; for a batch-invariant problem only configs of the one order."""
+    found = ranked(kernels, problem)
+    if not problem.batch_invariant:
+        return found
+    order = _invariant_order(replace(problem, m=0))
+    return [(us, k, c) for us, k, c in found if order is not None and k.reduction_order(problem, c) == order]
+
+
+@functools.cache
+def _invariant_order(problem: GemmProblem) -> Hashable | None:
+    """Of the reduction orders that do not depend on other rows, that with the least geometric mean of predicted times
+    over the intervals of m; None if there is none. The intervals up to 8 tokens count as one, as they share tiles."""
+    times: dict[Hashable | None, list[float]] = {}
+    for m in (*BOUNDS[len(FEW) :], LARGEST):
+        best: dict[Hashable | None, float] = {}
+        for us, kernel, config in ranked(KERNELS, replace(problem, m=m)):
+            best.setdefault(kernel.reduction_order(problem, config), us)
+        for order, us in best.items():
+            times.setdefault(order, []).append(us)
+    times.pop(None, None)
+    return min(times, key=lambda order: (math.fsum(map(math.log, times[order])), str(order)), default=None)
+
+
+def status_of(kernel: Kernel, problem: GemmProblem) -> Status:
+    status = kernel.supports(problem)
+    if not status or not problem.batch_invariant:
+        return status
+    orders = (kernel.reduction_order(problem, config) for config in kernel.configs(problem))
+    if any(order is not None for order in orders):
+        return status
+    return Status.no("the bits of a row depend on the other rows here, whatever the config")

@@ -1,0 +1,109 @@
+"""Plans that were chosen: :class:`PlanKey`, and :func:`plan_for`, which chooses once for each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from w4gemm.choice.choose import Plan, plan
+from w4gemm.choice.intervals import interval, last_of
+from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.formats import WeightFormat
+from w4gemm.problem import Device, GemmProblem
+from w4gemm.weight import QuantizedWeight
+
+_log = logging.getLogger("w4gemm")
+
+
+class PlanKey(NamedTuple):
+    """All that a plan depends on, cheap to build and to look up."""
+
+    interval: int
+    """Index into ``BOUNDS``, see :func:`w4gemm.choice.intervals.interval`; if ``experts`` > 0, of the number of tokens
+    that an expert has on average."""
+    n: int
+    k: int
+    dtype: torch.dtype
+    format: WeightFormat
+    layout: str
+    epilogue: Epilogue
+    device: torch.device
+    config: str
+    """A forced config as :func:`w4gemm.choice.plan` takes it, or the empty string."""
+    batch_invariant: bool = False
+    experts: int = 0
+    gathered: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        w: QuantizedWeight,
+        m: int,
+        dtype: torch.dtype,
+        epilogue: Epilogue = PLAIN,
+        batch_invariant: bool = False,
+        gathered: bool = False,
+    ) -> PlanKey:
+        """Key of the plan for m rows of x, of all experts together, and a weight; nothing is forced."""
+        each = interval(-(-m // max(1, w.experts)))
+        return cls(
+            each, w.n, w.k, dtype, w.format, w.layout, epilogue, w.device, "", batch_invariant, w.experts, gathered
+        )
+
+    def problem(self) -> GemmProblem:
+        """The problem that is chosen for: m is the interval's last, for all experts together."""
+        return GemmProblem(
+            last_of(self.interval) * max(1, self.experts),
+            self.n,
+            self.k,
+            self.dtype,
+            self.format,
+            self.layout,
+            self.epilogue,
+            Device.of(self.device),
+            self.batch_invariant,
+            self.experts,
+            self.gathered,
+        )
+
+
+_plans: dict[PlanKey, Plan] = {}
+_tuner: Callable[[GemmProblem], None] | None = None
+
+
+def plan_for(key: PlanKey) -> Plan:
+    """The plan for every problem of ``key``; resolved once. Errors as :func:`w4gemm.choice.plan`."""
+    found = _plans.get(key)
+    if found is None:
+        problem = key.problem()
+        if _tuner is not None and not key.config and not key.experts:
+            _tuner(problem)
+        started = time.perf_counter()
+        found = _plans[key] = plan(problem, key.config or None)
+        ms = 1e3 * (time.perf_counter() - started)
+        _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, found, found.source, problem.m, ms)
+    return found
+
+
+def forget(n: int | None = None, k: int | None = None) -> None:
+    """Choose anew from now on, for weights (n, k) or for all: the tables have changed."""
+    for key in list(_plans):
+        if n is None or (key.n, key.k) == (n, k):
+            _plans.pop(key, None)
+
+
+@contextmanager
+def tuning_with(tuner: Callable[[GemmProblem], None]) -> Iterator[None]:
+    """Inside, ``tuner`` sees every problem that a plan is chosen for, before; plans so far are chosen anew."""
+    global _tuner
+    before, _tuner = _tuner, tuner
+    forget()
+    try:
+        yield
+    finally:
+        _tuner = before
