@@ -85,7 +85,7 @@ def test_products_do_not_depend_on_the_default_dtype(monkeypatch, dtype):
     x = torch.randn(2, 96, generator=torch.Generator().manual_seed(0))
     wanted, before = products_by_every_function(w, x), torch.get_default_dtype()
     kernel.has_code_sums.cache_clear()
-    monkeypatch.setattr(dispatch, "_plans", {})
+    monkeypatch.setattr(choice.plan_cache, "_plans", {})
     try:
         torch.set_default_dtype(dtype)
         got = products_by_every_function(w, x)
