@@ -167,6 +167,7 @@ GOOD = {"kind": "w4gemm.weight", "version": "1", "format": "int4_g128", "n": 96,
         (None, "without w4gemm metadata"),
         ("{", "is not a w4gemm weight"),
         ("[]", "is not a w4gemm weight"),
+        ("[" * 100_000, "its metadata are nested too deep"),
         (GOOD | {"kind": "lora"}, "it holds 'lora' version '1', wanted 'w4gemm.weight' '1'"),
         (GOOD | {"version": "2"}, "it holds 'w4gemm.weight' version '2'"),
         (GOOD | {"format": "int3"}, "format: wanted int4_g"),
@@ -183,6 +184,28 @@ def test_load_refuses_wrong_metadata(tmp_path, meta, message):
     text = meta if meta is None or isinstance(meta, str) else json.dumps(meta)
     save_file(tensors, path, metadata=None if text is None else {"w4gemm": text})
     with pytest.raises(FormatError, match=message):
+        QuantizedWeight.load(path)
+
+
+def test_load_refuses_a_lost_or_unknown_tensor(tmp_path):
+    """One flipped bit in the name ``perm`` would otherwise load a weight in act-order as one that is not."""
+    path = tmp_path / "w.safetensors"
+    w = weight()
+    QuantizedWeight(w.format, w.n, w.k, w.layout, w.tensors, torch.randperm(w.k, dtype=torch.int32)).save(path)
+    data = path.read_bytes()
+    for name in (b"perm", b"codes"):
+        at = data.index(b'"' + name + b'":')  # in the header, which names tensors as keys
+        path.write_bytes(data[: at + 1] + b"q" + data[at + 2 :])
+        with pytest.raises(
+            FormatError, match=r"it holds tensors \[.*'q.*\], its metadata name \['codes', 'perm', 'scales'\]"
+        ):
+            QuantizedWeight.load(path)
+    tensors = dict(zip(("codes", "scales"), w.tensors, strict=True))
+    save_file(tensors | {"g_idx": torch.zeros(3)}, path, metadata={"w4gemm": json.dumps(GOOD)})
+    with pytest.raises(FormatError, match="wanted tensors codes, scales, zeros, channels and perm, got g_idx"):
+        QuantizedWeight.load(path)
+    save_file(tensors, path, metadata={"w4gemm": json.dumps(GOOD | {"tensors": ["codes", "perm", "scales"]})})
+    with pytest.raises(FormatError, match="its metadata name"):
         QuantizedWeight.load(path)
 
 

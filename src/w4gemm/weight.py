@@ -334,10 +334,12 @@ class QuantizedWeight:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            FormatError: if the file is truncated or is not such a file.
+            FormatError: if the file is truncated, is not such a file, or lacks or adds a tensor.
         """
         tensors, facts = weight_file.read(path, device)
         try:
+            if unknown := tensors.keys() - {*_PARTS, "perm"}:
+                raise ValueError(f"wanted tensors {', '.join(_PARTS)} and perm, got {', '.join(sorted(unknown))}")
             ordered = tuple(tensors[name] for name in _PARTS if name in tensors)
             perm = tensors.get("perm")
             format, experts = WeightFormat.parse(facts["format"]), facts.get("experts", 0)

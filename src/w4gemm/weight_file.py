@@ -15,24 +15,26 @@ _VERSION = "1"
 
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-    """facts: what JSON can hold."""
+    """Write tensors and facts; facts are what JSON can hold. The metadata of the file also name its tensors, so that a
+    reader notices one that was lost or renamed."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
     copies = {name: t.cpu().clone() for name, t in tensors.items()}
     try:
-        save_file(copies, path, metadata={"w4gemm": json.dumps({"kind": _KIND, "version": _VERSION, **facts})})
+        text = json.dumps({"kind": _KIND, "version": _VERSION, "tensors": sorted(tensors), **facts})
+        save_file(copies, path, metadata={"w4gemm": text})
     except SafetensorError as e:
         raise OSError(f"path: cannot write {str(path)!r}: {e}") from e
 
 
 def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, facts) as ``write`` was given them, and kind and version.
+    """Return (tensors, facts) as ``write`` was given them; the facts also hold kind, version and the tensors' names.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        FormatError: if the file is truncated or is not such a file.
+        FormatError: if the file is truncated, is not such a file, or holds other tensors than its metadata name.
         ValueError: for a device that is not there.
     """
     from safetensors import SafetensorError, safe_open
@@ -56,12 +58,17 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
         kind, version = facts["kind"], facts["version"]
         if (kind, version) != (_KIND, _VERSION):
             raise ValueError(f"it holds {kind!r} version {version!r}, wanted {_KIND!r} {_VERSION!r}")
-    except (KeyError, TypeError, ValueError) as e:
+        named = set(facts.get("tensors", tensors))  # files written before this fact have none
+        if named != tensors.keys():
+            raise ValueError(f"it holds tensors {sorted(tensors)}, its metadata name {sorted(named)}")
+    except RecursionError as e:
+        raise unfit(path, ValueError("its metadata are nested too deep")) from e
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise unfit(path, e) from e
     return tensors, facts
 
 
 def unfit(path: str | Path, error: Exception) -> FormatError:
-    """What to raise for a file whose contents made ``error``."""
+    """Return the error to raise for a file whose contents made ``error``."""
     reason = f"its metadata lack {error}" if isinstance(error, KeyError) else error
     return FormatError(f"path: {path} is not a w4gemm weight: {reason}")
