@@ -34,7 +34,7 @@ from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.base import selected
-from w4gemm.layouts import layout_for
+from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs

@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.formats import PER_COLUMN, WeightFormat
 from w4gemm.kernels import KERNELS
-from w4gemm.layouts import layout_for
+from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
 README = Path(__file__).resolve().parent.parent / "README.md"

@@ -30,7 +30,7 @@ from w4gemm.formats import WeightFormat
 from w4gemm.jit import adopt, compiled
 from w4gemm.jit.pool import CompilePool, Job
 from w4gemm.kernels import kernel_named
-from w4gemm.layouts import layout_for
+from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.tuning import record
 from w4gemm.tuning.workload import Launch, Workload

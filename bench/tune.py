@@ -32,7 +32,7 @@ from w4gemm.choice import store
 from w4gemm.cli.problems import chosen_device, chosen_dtype, parse_tokens
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named
-from w4gemm.layouts import layout_for
+from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import H200, GemmProblem
 from w4gemm.tuning import record
 from w4gemm.tuning.workload import Workload

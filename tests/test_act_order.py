@@ -17,7 +17,7 @@ from w4gemm import FormatError, GemmConfig, QuantizedWeight, W4Linear, WeightFor
 from w4gemm.gather import gather_columns
 from w4gemm.jit import object_code
 from w4gemm.kernels.column_gather.spec import ColumnGather
-from w4gemm.layouts import LAYOUTS
+from w4gemm.packing.layouts import LAYOUTS
 from w4gemm.problem import GemmProblem
 
 N, K = 130, 576

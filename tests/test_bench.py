@@ -32,7 +32,7 @@ import w4gemm  # noqa: E402
 from w4gemm import WeightFormat, choice  # noqa: E402
 from w4gemm.choice import store  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
-from w4gemm.layouts import native_layout  # noqa: E402
+from w4gemm.packing.layouts import native_layout  # noqa: E402
 from w4gemm.problem import H200, GemmProblem  # noqa: E402
 
 

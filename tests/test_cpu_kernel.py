@@ -14,7 +14,7 @@ from w4gemm.formats import WeightFormat
 from w4gemm.kernels import ranked
 from w4gemm.kernels.cpu import kernel
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
-from w4gemm.layouts import layout_named
+from w4gemm.packing.layouts import layout_named
 from w4gemm.problem import Device, GemmProblem
 
 CPU = Device("cpu")

@@ -17,7 +17,7 @@ PACKAGE = Path(w4gemm.__file__).parent
 LEVELS = (
     ("errors", "environment"),
     ("formats", "epilogue", "problem", "config"),
-    ("layouts",),
+    ("packing",),
     ("act_order", "dequantize", "weight", "weight_file", "quantization", "reference"),
     ("kernels",),
     ("jit",),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from test_formats import ALL, FOLDED
-from w4gemm import WeightFormat
-from w4gemm.layouts import LAYOUTS, Parts, layout_for, layout_named, native_layout
-from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, scale_group, scale_words
+from w4gemm import QuantizedWeight, WeightFormat
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, HALF_K, STRIP_N, Block
+from w4gemm.packing.layouts import LAYOUTS, Parts, layout_for, layout_named, native_layout
 from w4gemm.problem import H200, Device
 
 SHAPES = [(1, 1), (1, 128), (64, 128), (63, 127), (65, 129), (70, 300), (130, 257), (128, 1024), (5, 32)]
@@ -86,7 +86,7 @@ def test_mma16_is_what_its_docstring_says(format, n, k):
     blocks = packed.tolist()
     step = BLOCK_K if format.group_size == -1 else math.gcd(format.group_size, BLOCK_K)
     dtype, per_scale = format.scale_dtype, 2 if format.has_zero else 1
-    assert packed.shape[2] == CODE_WORDS + scale_words(format) and scale_group(format) == step
+    assert packed.shape[2] == CODE_WORDS + Block.of(format).scale_words and Block.of(format).scale_group == step
 
     def half(word: int, high: int) -> float:
         value = (word >> (16 * high)) & 0xFFFF
@@ -121,7 +121,7 @@ def test_mma16_padding_weighs_nothing(format):
     parts = random_parts(format, n, k)
     layout = layout_named("mma16")
     (packed,) = layout.pack(Parts(parts.codes, torch.ones_like(parts.scales), parts.zeros), format)
-    step = scale_group(format)
+    step = Block.of(format).scale_group
     words = packed[:, :, CODE_WORDS:].reshape(2, 2, BLOCK_K // step, 4, 8, -1)  # nb kb group warp g part
     halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=4)  # nb kb group warp row8 g part
     rows = halves.permute(0, 3, 4, 5, 1, 2, 6).reshape(128, 2 * BLOCK_K // step, -1)
@@ -164,3 +164,48 @@ def test_sizes():
         (shape,) = layout_named("mma16").shapes(format, n, k)
         scales = k // min(format.group_length(k), BLOCK_K) * n * (4 if format.has_zero else 2)
         assert 4 * math.prod(shape[1]) == n * k // 2 + scales, format
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "int4_g32_zint", "int4_g32_e4m3"])
+@pytest.mark.parametrize("n, k", [(6, 64), (6, 63), (1, 32), (64, 1)])
+def test_transposed_codes_and_scales(format, n, k):
+    """As a checkpoint may hold them: along n first."""
+    parts = random_parts(WeightFormat.parse(format), n, k)
+    across = [None if t is None else t.t().contiguous().t() for t in parts[:3]]
+    w = QuantizedWeight.from_codes(format, *across, channels=parts.channels)
+    assert_same(w.parts(), parts)
+    assert_same(w.repack("mma8").parts(), parts)
+
+
+@pytest.mark.parametrize(
+    "slot_bits, group, zero, bits",
+    [(16, 128, False, 4.125), (16, 32, True, 5.0), (16, 16, False, 5.0), (8, 32, False, 4.25), (8, 16, False, 4.5)],
+)
+def test_bits_of_a_weight(slot_bits, group, zero, bits):
+    """MXFP4's e8m0 for each 32 takes 4.25 bits a weight, NVFP4's e4m3 for each 16 takes 4.5."""
+    block = Block(group, zero, slot_bits)
+    assert block.bytes * 8 / (BLOCK_N * BLOCK_K) == bits
+    assert block.words * 4 == block.bytes and block.code_bytes == 4 * CODE_WORDS
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("slot_bits, zero", [(16, False), (16, True), (8, False)])
+@pytest.mark.parametrize("rows, columns", [(64, 128), (64, 64), (32, 128), (16, 128), (16, 64)])
+def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, slot_bits, zero, rows, columns):
+    """Each lane's codes and each pair of rows' scales, found in the part, are those found in the whole block."""
+    whole = Block(group, zero, slot_bits)
+    part, strips = whole.part(rows, columns), rows // STRIP_N
+    for half in range(2 * HALF_K // columns):
+        for row in range(0, BLOCK_N, rows):
+            source_of = {}
+            for copy in part.copies(half, row):
+                assert copy.size % 16 == 0 and copy.target % 16 == 0 and copy.source % 16 == 0
+                source_of |= {copy.target + i: copy.source + i for i in range(copy.size)}
+            assert sorted(source_of) == list(range(part.bytes))
+            strip = row // STRIP_N
+            for h, thread in itertools.product(range(columns // HALF_K), range(32 * strips)):
+                assert source_of[part.codes(h, thread)] == whole.codes(half + h, strip * 32 + thread)
+            for column, pair in itertools.product(range(0, columns, 16), range(8 * strips)):
+                group_of_whole = (half * HALF_K + column) // group
+                found = source_of[part.scales(column // group, pair)]
+                assert found == whole.scales(group_of_whole, strip * 8 + pair)

@@ -10,7 +10,7 @@ import w4gemm
 from conformance.cases import assert_close, random_weight
 from w4gemm import QuantizedWeight, UnsupportedError, W4Linear, linear, quantize
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import native_layout
+from w4gemm.packing.layouts import native_layout
 from w4gemm.problem import Device
 
 IN, OUT = 333, 130

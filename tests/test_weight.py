@@ -13,7 +13,7 @@ from conformance.cases import random_weight
 from test_formats import ALL, FOLDED
 from test_layouts import assert_same, random_parts
 from w4gemm import FormatError, QuantizedWeight, WeightFormat
-from w4gemm.layouts import LAYOUTS
+from w4gemm.packing.layouts import LAYOUTS
 
 
 def weight(name: str | WeightFormat = "int4_g128", n: int = 96, k: int = 512, seed: int = 0) -> QuantizedWeight:

@@ -11,7 +11,7 @@ import w4gemm
 from w4gemm import choice
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import layout_for
+from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import QuantizedWeight
 

@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue, bias_dtype, default_out_dtype, require_activation, require_out_dtype
-from w4gemm.layouts import FP8_LAYOUT
+from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weight import QuantizedWeight, kind_of
 
 _FP8 = torch.float8_e4m3fn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
-from w4gemm.layouts import Parts
+from w4gemm.packing.layouts import Parts
 
 
 def dequantize_parts(parts: Parts, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:

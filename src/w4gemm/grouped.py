@@ -11,9 +11,9 @@ from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.kernels import Operands
-from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.modes import needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.ops import _FUSED, _WEIGHT, _flat, _parse_format, _run, _unflat, _Weight, quantized
+from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weight import QuantizedWeight
 
 

@@ -23,8 +23,8 @@ from w4gemm.gather import gather_columns
 from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
 from w4gemm.kernels.gpu import takes_rows
-from w4gemm.layouts import FP8_LAYOUT
 from w4gemm.modes import is_plain, needs_dispatcher, refuse_duals, requires_grad
+from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weight import QuantizedWeight
 
 _FP8 = torch.float8_e4m3fn

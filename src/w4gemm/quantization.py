@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
-from w4gemm.layouts import Parts, layout_named
+from w4gemm.packing.layouts import Parts, layout_named
 from w4gemm.weight import QuantizedWeight, kind_of
 
 _LARGEST_E4M3_SCALE = 56

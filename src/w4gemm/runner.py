@@ -18,7 +18,7 @@ from w4gemm import choice
 from w4gemm.epilogue import PLAIN, Epilogue, bias_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import Operands, kernel_named
-from w4gemm.layouts import layout_for, layout_named
+from w4gemm.packing.layouts import layout_for, layout_named
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import QuantizedWeight
 

@@ -13,8 +13,8 @@ from w4gemm import weight_file
 from w4gemm.act_order import check_perm, in_original_order, is_permutation, sorting_perm
 from w4gemm.dequantize import dequantize_parts
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import Parts, layout_for, layout_named
-from w4gemm.layouts.repack import repack_rows
+from w4gemm.packing.layouts import Parts, layout_for, layout_named
+from w4gemm.packing.repack import repack_rows
 from w4gemm.problem import Device
 
 _PARTS = Parts._fields

@@ -18,7 +18,7 @@ from w4gemm.epilogue import PLAIN, Epilogue, default_out_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel, ranked
-from w4gemm.layouts import LAYOUTS, layout_named
+from w4gemm.packing.layouts import LAYOUTS, layout_named
 from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.reference import linear_reference
 from w4gemm.weight import QuantizedWeight

@@ -25,7 +25,7 @@ from w4gemm.errors import UnsupportedError
 from w4gemm.jit import compiled
 from w4gemm.kernels import KERNELS, Kernel, Operands, kernel_named
 from w4gemm.kernels.sm90_model import copy_us
-from w4gemm.layouts import layout_named, native_layout
+from w4gemm.packing.layouts import layout_named, native_layout
 from w4gemm.problem import GemmProblem
 
 

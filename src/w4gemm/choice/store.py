@@ -25,7 +25,7 @@ import torch
 
 from w4gemm import environment
 from w4gemm.config import GemmConfig
-from w4gemm.layouts import RENAMED
+from w4gemm.packing.layouts import RENAMED
 from w4gemm.problem import Device, GemmProblem
 
 _log = logging.getLogger("w4gemm")

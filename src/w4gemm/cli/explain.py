@@ -8,7 +8,7 @@ from w4gemm import choice
 from w4gemm.cli.problems import add_device_arguments, chosen_dtype, described_device, device_line, positive
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import layout_for
+from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning.roofline import roofline_us
 

@@ -9,7 +9,7 @@ from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtyp
 from w4gemm.cli.report import progress_bar
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import layout_for
+from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning.roofline import Work, roofline_us
 from w4gemm.tuning.tuner import Outcome, tune

@@ -16,7 +16,7 @@ from w4gemm.cli import report
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import layout_for
+from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import H200, Device, GemmProblem
 
 SIMULATED = {"h200": H200}

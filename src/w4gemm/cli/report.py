@@ -15,8 +15,8 @@ from torch import nn
 from w4gemm import choice
 from w4gemm.epilogue import Epilogue, default_out_dtype
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts import FP8_LAYOUT, layout_for
 from w4gemm.nn import W4Linear
+from w4gemm.packing.layouts import FP8_LAYOUT, layout_for
 from w4gemm.problem import Device, GemmProblem
 
 _FP8 = torch.float8_e4m3fn

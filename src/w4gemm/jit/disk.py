@@ -27,7 +27,7 @@ from w4gemm import environment
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SOURCES = ("kernels", "layouts", "jit", "formats.py", "epilogue.py")
+_SOURCES = ("kernels", "packing", "jit", "formats.py", "epilogue.py")
 _DIGEST = hashlib.sha256().digest_size
 # no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
 _ONLY_BY_NAME = {"avx512_vp2intersect", "avx512_fp16"}

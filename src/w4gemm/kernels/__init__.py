@@ -13,7 +13,7 @@ from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
-from w4gemm.layouts import FP8_LAYOUT
+from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.problem import Device, GemmProblem
 
 KERNELS: tuple[Kernel, ...] = (

@@ -15,8 +15,8 @@ from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.decode_table import ROW_BYTES, table_rows
 from w4gemm.kernels.device.requirements import missing_for_dsl
-from w4gemm.layouts import layout_named
-from w4gemm.layouts.sm90 import BLOCK_K, CODE_WORDS, scale_group, scale_words
+from w4gemm.packing.block import BLOCK_K, Block
+from w4gemm.packing.layouts import layout_named
 from w4gemm.problem import Device, GemmProblem
 
 HOPPER_SHARED_MEMORY = 232448
@@ -125,8 +125,8 @@ class Variant:
             _KIND[problem.dtype],
             _SCALE_KIND[problem.format.scale],
             problem.format.zero,
-            scale_group(problem.format),
-            4 * (CODE_WORDS + scale_words(problem.format)),
+            Block.of(problem.format).scale_group,
+            Block.of(problem.format).bytes,
             epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
             vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
             grouped=problem.experts > 0,

@@ -21,7 +21,7 @@ from __future__ import annotations
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import sm90_fp8_times, sm90_times
 from w4gemm.kernels.gpu import m_tiles
-from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, scale_words
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.problem import GemmProblem
 
 # H200, 2026-11-21
@@ -97,5 +97,5 @@ def _contention(part: float, ctas_per_sm: int) -> float:
 def _bytes_us(problem: GemmProblem) -> float:
     """Every byte once: packed blocks, x and d, these as if in 16 bits."""
     blocks = -(-problem.n // BLOCK_N) * -(-problem.k // BLOCK_K)
-    weight = 4 * (CODE_WORDS + scale_words(problem.format)) * blocks * min(max(1, problem.experts), problem.m)
+    weight = Block.of(problem.format).bytes * blocks * min(max(1, problem.experts), problem.m)
     return (weight + 2 * problem.m * (problem.n + problem.k)) / BYTES_PER_US

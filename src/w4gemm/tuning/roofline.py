@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from w4gemm.layouts import layout_named
+from w4gemm.packing.layouts import layout_named
 from w4gemm.problem import GemmProblem
 
 RATES: dict[str, tuple[float, float, float]] = {"NVIDIA H200": (4.5e6, 790e6, 1550e6)}

@@ -25,8 +25,8 @@ from w4gemm.config import GemmConfig
 from w4gemm.dequantize import dequantize_parts, rounded_sum
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
-from w4gemm.layouts import layout_named
-from w4gemm.layouts.cpu import CHUNK, ROW_BYTES
+from w4gemm.packing.layouts import layout_named
+from w4gemm.packing.layouts.cpu import CHUNK, ROW_BYTES
 from w4gemm.problem import GemmProblem
 
 

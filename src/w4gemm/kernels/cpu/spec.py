@@ -21,8 +21,8 @@ from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.cpu import kernel
-from w4gemm.layouts import layout_named
-from w4gemm.layouts.cpu import CHUNK
+from w4gemm.packing.layouts import layout_named
+from w4gemm.packing.layouts.cpu import CHUNK
 from w4gemm.problem import GemmProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)

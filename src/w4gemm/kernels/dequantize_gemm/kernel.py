@@ -1,7 +1,7 @@
 """A packed weight (n, k) to a dense matrix in x's dtype, as fast as its bytes move; cuBLAS multiplies by it.
 
 A CTA walks over blocks of 64 rows x 128 columns. A row's columns are decoded in chunks of 128 bytes, a chunk in four
-steps of 32 bytes, as the matrix instructions of the other kernels take them (layouts/sm90.py): a code word holds what
+steps of 32 bytes, as the matrix instructions of the other kernels take them (layout mma16): a code word holds what
 one lane of a quad feeds to one step, 4 bytes of each half of the step, of rows g and g + 8. Here the four lanes of a
 quad take a step each, with the words of all four lanes, so that each has 16 contiguous bytes of every row and half:
 
@@ -25,7 +25,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.ptx import load_global, shared_address, store_global
 from w4gemm.kernels.gpu import Variant
-from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS
 
 _THREADS = 128
 _CHUNK_BYTES = 128

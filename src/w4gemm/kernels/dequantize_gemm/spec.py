@@ -22,8 +22,8 @@ from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.gpu import MIN_DRIVER, Variant
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
-from w4gemm.layouts import layout_named
-from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N
+from w4gemm.packing.block import BLOCK_K, BLOCK_N
+from w4gemm.packing.layouts import layout_named
 from w4gemm.problem import GemmProblem
 
 _FP8 = torch.float8_e4m3fn

@@ -5,7 +5,7 @@ in fp16, or of 128.0 in bf16, *is* 1024 + u or 128 + u; subtracting 1024 + z giv
 by the scale rounds once. Folding both into one fma would round z * s too, which is an error of up to 0.27 s in bf16.
 In fp16 four bits further up are 1024 + 16 * u, which one fma turns into u - z, so every second code needs no shift.
 
-One code word (see layouts/sm90.py) becomes four registers: rows g, g + 8, g, g + 8 of the fragment.
+One code word (see packing/layouts/mma16.py) becomes four registers: rows g, g + 8, g, g + 8 of the fragment.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the products.
                          to 3, the lower half what is to be added for those from -8 to -5 and 4 to 7. prmt replaces a
                          byte by its sign, here 0, where a selector's high bit is set, and no sum of bytes carries
 
-One code word (see layouts/sm90_fp8.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
+One code word (see packing/layouts/mma8.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ as it may have to be, and who has no tile leaves. Gathered (v.gathered), a row's
 the first time from L2, then from L1, which these copies pass by.
 
 With fp8 activations (v.kind "e4m3", the kernel sm89_fp8_gemm) the instruction is m16n8k32. A run is 128 columns, still
-128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. Codes, in the order of layouts/sm90_fp8.py,
+128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. Codes, in the order of the layout mma8,
 become e4m3, by a table behind the ring where they have zero points or e4m3 scales. 16-bit scales (v.promoted) multiply
 the float32 sums of each group, for which there is a second set of accumulators.
 
@@ -71,7 +71,7 @@ from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, strea
 from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.layouts.sm90 import HALF_BYTES
+from w4gemm.packing.block import HALF_BYTES
 
 _STREAM_BARRIER = 1
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2

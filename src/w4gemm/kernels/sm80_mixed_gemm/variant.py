@@ -7,7 +7,7 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
-from w4gemm.layouts.sm90 import HALF_BYTES
+from w4gemm.packing.block import HALF_BYTES
 from w4gemm.problem import GemmProblem
 
 _E4M3 = ((8, 9), (12, 0), (12, 1))

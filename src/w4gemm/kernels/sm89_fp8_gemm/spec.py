@@ -7,7 +7,7 @@ import torch
 from w4gemm.config import GemmConfig
 from w4gemm.kernels.sm80_mixed_gemm.spec import TIMES, Sm80MixedGemm, Tiles
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.layouts.sm90 import scale_group
+from w4gemm.packing.block import Block
 from w4gemm.problem import GemmProblem
 
 _TILES: Tiles = {
@@ -55,5 +55,5 @@ class Sm89Fp8Gemm(Sm80MixedGemm):
         else:
             operations /= 2
         if not problem.format.has_channels:
-            operations += _PROMOTION / scale_group(problem.format)
+            operations += _PROMOTION / Block.of(problem.format).scale_group
         return launch, slot, decode, operations, read, sums

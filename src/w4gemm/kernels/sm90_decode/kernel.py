@@ -55,7 +55,7 @@ from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm90_decode.variant import Variant
-from w4gemm.layouts.sm90 import HALF_BYTES
+from w4gemm.packing.block import HALF_BYTES
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}

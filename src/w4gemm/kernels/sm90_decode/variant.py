@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
-from w4gemm.layouts.sm90 import HALF_BYTES
+from w4gemm.packing.block import HALF_BYTES
 from w4gemm.problem import GemmProblem
 
 _BARRIERS_AND_ALIGNMENT = 1536

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 from w4gemm.kernels.hopper import whole_columns
 from w4gemm.kernels.sm90_mixed_gemm.kernel import MixedGemm
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
-from w4gemm.layouts.sm90 import BLOCK_N
+from w4gemm.packing.block import BLOCK_N
 
 
 class Parts:

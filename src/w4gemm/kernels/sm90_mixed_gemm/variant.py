@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
 from w4gemm.kernels.device.staging import QUADS_BYTES, TOKEN_BYTES
-from w4gemm.layouts.sm90 import HALF_BYTES
+from w4gemm.packing.block import HALF_BYTES
 
 ONE_GROUP = 2 * HALF_BYTES + 128
 """Bytes of a block with a single group of scales and no zero points."""

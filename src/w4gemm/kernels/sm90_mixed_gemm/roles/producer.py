@@ -12,7 +12,7 @@ from w4gemm.kernels.device.ptx import bulk_copy, bulk_copy_multicast, bulk_prefe
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_mixed_gemm.roles.work import Work
-from w4gemm.layouts.sm90 import HALF_BYTES
+from w4gemm.packing.block import HALF_BYTES
 
 _EARLY_SLOTS = 1  # of weights, requested before x may be read; with more, the first x would queue up behind them
 _PREFETCHED_SLOTS = 2  # of an expert's weights, into L2, before the rows of experts may be read

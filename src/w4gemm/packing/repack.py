@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts.base import PackLayout
+from w4gemm.packing.layouts.base import PackLayout
 
 _ROWS = 128
 """Rows of w that every layout keeps together in whole entries of its tensors' first dimension."""

@@ -20,37 +20,21 @@ is 0; columns past k in the last group have code 8, and need activations of 0 th
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from w4gemm.formats import PER_COLUMN, SYMMETRIC_ZERO, WeightFormat
-from w4gemm.layouts.base import Parts
-
-BLOCK_N, BLOCK_K = 64, 128
-CODE_WORDS = BLOCK_N * BLOCK_K // 8
-HALF_BYTES = 2 * CODE_WORDS
-"""The codes of half a block, 64 rows and 64 columns: two of them, then the scales, make a block."""
+from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, Block
+from w4gemm.packing.layouts.base import Parts
 
 
-def scale_group(format: WeightFormat) -> int:
-    """Elements of k that share a scale inside a block: 32, 64 or 128."""
-    return BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
-
-
-def scale_words(format: WeightFormat) -> int:
-    """int32 words of scales and zero points in one block."""
-    return BLOCK_K // scale_group(format) * (BLOCK_N // 2) * (2 if format.has_zero else 1)
-
-
-class Sm90Layout:
+class Mma16Layout:
     name = "mma16"
 
     def supports(self, format: WeightFormat) -> str:
         return "e4m3 scales are for fp8 activations, the mma8 layout" if format.has_channels else ""
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        blocks = (-(-n // BLOCK_N), -(-k // BLOCK_K), CODE_WORDS + scale_words(format))
+        blocks = (-(-n // BLOCK_N), -(-k // BLOCK_K), Block.of(format).words)
         return ((torch.int32, blocks),)
 
     def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
@@ -120,7 +104,7 @@ def _register_shift(row8: int, col8: int, element: int) -> int:
 
 def _pack_scales(scales: torch.Tensor, format: WeightFormat, k: int, n_blocks: int, k_blocks: int) -> torch.Tensor:
     """Words (n_blocks, k_blocks, groups per block * 32) of an int16 tensor (n, groups)."""
-    step = scale_group(format)
+    step = Block.of(format).scale_group
     columns = torch.arange(0, k_blocks * BLOCK_K, step, device=scales.device)
     source = (columns // format.group_length(k)).clamp(max=scales.shape[1] - 1)
     expanded = torch.where(columns < k, scales[:, source], 0)  # a step wholly past k gets 0
@@ -133,7 +117,7 @@ def _pack_scales(scales: torch.Tensor, format: WeightFormat, k: int, n_blocks: i
 
 def _unpack_scales(words: torch.Tensor, format: WeightFormat, n: int, k: int) -> torch.Tensor:
     n_blocks, k_blocks = words.shape[:2]
-    step = scale_group(format)
+    step = Block.of(format).scale_group
     words = words.reshape(n_blocks, k_blocks, BLOCK_K // step, 4, 8).permute(0, 3, 4, 1, 2)  # nb warp g kb group
     half = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=2)  # nb warp row8 g kb group
     half = half.reshape(n_blocks * BLOCK_N, k_blocks * (BLOCK_K // step))

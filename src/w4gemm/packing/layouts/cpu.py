@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
-from w4gemm.layouts.base import Parts
+from w4gemm.packing.layouts.base import Parts
 
 CHUNK = 128
 """Output features in one row of the table. Wider is up to 10 % faster, but small n are padded to it."""

@@ -1,4 +1,4 @@
-"""The layout of the Hopper kernels for fp8 activations: as layouts/sm90.py, but with each lane's codes of m64nNk32.
+"""The layout of the Hopper kernels for fp8 activations: as layouts/mma16.py, but with each lane's codes of m64nNk32.
 
 blocks int32 (ceil(n / 64), ceil(k / 128), words): 1024 words of codes, then scales (and zero points) as in sm90.
 
@@ -27,8 +27,9 @@ from collections.abc import Iterator
 import torch
 
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
-from w4gemm.layouts.base import Parts
-from w4gemm.layouts.sm90 import BLOCK_K, BLOCK_N, CODE_WORDS, Sm90Layout
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS
+from w4gemm.packing.layouts.base import Parts
+from w4gemm.packing.layouts.mma16 import Mma16Layout
 
 _SIGN_MAGNITUDE = [2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in range(16)]
 """By code."""
@@ -38,7 +39,7 @@ _ROW_BYTES = 16
 """Of a row of the decoder's table."""
 
 
-class Sm90Fp8Layout(Sm90Layout):
+class Mma8Layout(Mma16Layout):
     name = "mma8"
 
     def supports(self, format: WeightFormat) -> str:

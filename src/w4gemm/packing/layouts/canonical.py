@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.formats import WeightFormat
-from w4gemm.layouts.base import Parts
+from w4gemm.packing.layouts.base import Parts
 
 
 class CanonicalLayout:
@@ -33,7 +33,8 @@ class CanonicalLayout:
     def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
         codes = torch.nn.functional.pad(parts.codes, (0, parts.codes.shape[1] % 2))
         packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-        return (packed, *(t.contiguous() for t in parts[1:] if t is not None))
+        tensors = (packed, *(t for t in parts[1:] if t is not None))
+        return tuple(t.contiguous() for t in tensors)  # what is computed keeps the strides of its operands
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
         packed, *rest = tensors

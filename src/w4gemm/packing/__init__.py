@@ -1,0 +1,1 @@
+"""How the bits of a weight lie: geometry of packed blocks, codecs, layouts."""

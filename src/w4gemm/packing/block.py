@@ -1,0 +1,172 @@
+"""The geometry of a packed block, the unit that one bulk copy brings: read by the host that packs and by device code.
+
+A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 64 columns, then its scales.
+
+    codes   [half: 2][strip of 16 rows: 4][lane: 32][word: 4]
+    scales  [run: 128 / scale_group / groups per word][strip: 4][row pair: 8][scale word, zero word if any]
+
+A code word holds eight codes of one lane; which ones, and as which bits, is the codec's business. A scale word holds
+the slots of rows g and g + 8 of a strip: of one group of columns with 16-bit slots, of two with 8-bit slots (then group
+2 i in the low byte of each half, group 2 i + 1 in the high byte).
+
+Every offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from w4gemm.formats import PER_COLUMN, WeightFormat
+
+BLOCK_N, BLOCK_K = 64, 128
+"""Rows and columns of a block."""
+HALF_K = 64
+"""Columns of half a block."""
+STRIP_N = 16
+"""Rows that the 32 lanes of a warp hold together, as operand A of one matrix instruction."""
+CODE_WORDS = BLOCK_N * BLOCK_K // 8
+"""int32 words of codes in a block."""
+HALF_BYTES = BLOCK_N * HALF_K // 2
+"""Bytes of codes in half a block."""
+LANE_BYTES = 16
+"""Bytes of codes that one lane has of a strip and half: four words, one load."""
+
+
+class Copy(NamedTuple):
+    """A run of bytes to copy out of a block in global memory."""
+
+    target: Any
+    """First byte in the copy."""
+    source: Any
+    """First byte in the block."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sizes and offsets, in bytes, of a block, or of the part of one that a stage or a warp holds.
+
+    Args:
+        scale_group: columns that share a scale inside the block: 16, 32, 64 or 128.
+        has_zero: True if a zero word follows each scale word.
+        slot_bits: bits of a scale or zero point: 16 or 8.
+        rows: 64, or 16 or 32 for a part.
+        columns: 128, or 64 for half a block.
+    """
+
+    scale_group: int = BLOCK_K
+    has_zero: bool = False
+    slot_bits: int = 16
+    rows: int = BLOCK_N
+    columns: int = BLOCK_K
+
+    @classmethod
+    def of(cls, format: WeightFormat, slot_bits: int = 16) -> Block:
+        """The block of a format. A group of more than 128 columns, or all of k, repeats its scale in each block."""
+        group = BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
+        return cls(group, format.has_zero, slot_bits)
+
+    def part(self, rows: int = BLOCK_N, columns: int = BLOCK_K) -> Block:
+        """The part of a whole block with so many rows and columns, packed without gaps."""
+        return replace(self, rows=rows, columns=columns)
+
+    # --- codes
+
+    @property
+    def half_bytes(self) -> int:
+        """Bytes of the codes of 64 columns."""
+        return self.rows * HALF_K // 2
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of all codes; the scales follow."""
+        return self.columns // HALF_K * self.half_bytes
+
+    def codes(self, half: Any, thread: Any) -> Any:
+        """Offset of a lane's 16 bytes of codes. thread: lane + 32 * strip."""
+        return half * self.half_bytes + thread * LANE_BYTES
+
+    # --- scales
+
+    @property
+    def groups(self) -> int:
+        """Groups of columns in the part; 1 if its columns are part of a group."""
+        return max(1, self.columns // self.scale_group)
+
+    @property
+    def words_per_scale(self) -> int:
+        """Words that one load brings: the scale word and, with zero points, the zero word."""
+        return 2 if self.has_zero else 1
+
+    @property
+    def groups_per_word(self) -> int:
+        """Groups of columns whose slots share a scale word."""
+        return 16 // self.slot_bits
+
+    @property
+    def runs(self) -> int:
+        """Runs of scale words, each of one word (two with zero points) for every pair of rows."""
+        return -(-self.groups // self.groups_per_word)
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of a run."""
+        return self.rows // 2 * 4 * self.words_per_scale
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of all scales and zero points."""
+        return self.runs * self.run_bytes
+
+    @property
+    def scale_words(self) -> int:
+        """int32 words of all scales and zero points."""
+        return self.scale_bytes // 4
+
+    def scales(self, group: Any, pair: Any) -> Any:
+        """Offset of the words of a group's scales (and zero points). pair: lane // 4 + 8 * strip."""
+        run = group if self.groups_per_word == 1 else group // self.groups_per_word
+        return self.code_bytes + run * self.run_bytes + pair * (4 * self.words_per_scale)
+
+    # --- the whole
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the part."""
+        return self.code_bytes + self.scale_bytes
+
+    @property
+    def words(self) -> int:
+        """int32 words of the part."""
+        return self.bytes // 4
+
+    def copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
+        """The fewest runs of bytes of a whole block that make this part. half: the half of a part of 64 columns. row:
+        the first of fewer than 64 rows, a multiple of 16."""
+        whole = self.part()
+        if self == whole:
+            return [Copy(0, 0, self.bytes)]
+        first_run = half * self.runs if self.runs < whole.runs else 0
+        if self.rows == BLOCK_N:
+            first_scale = whole.code_bytes + first_run * whole.run_bytes
+            return [
+                Copy(0, half * whole.half_bytes, self.code_bytes),
+                Copy(self.code_bytes, first_scale, self.scale_bytes),
+            ]
+        code_row, scale_row = HALF_K // 2, 2 * self.words_per_scale
+        codes = [
+            Copy(h * self.half_bytes, (half + h) * whole.half_bytes + row * code_row, self.half_bytes)
+            for h in range(self.columns // HALF_K)
+        ]
+        scales = [
+            Copy(
+                self.code_bytes + r * self.run_bytes,
+                whole.code_bytes + (first_run + r) * whole.run_bytes + row * scale_row,
+                self.run_bytes,
+            )
+            for r in range(self.runs)
+        ]
+        return codes + scales
