@@ -70,7 +70,7 @@ def problem_of(case: dict[str, Any]) -> Any:
 
     import w4gemm
 
-    layouts = _first("w4gemm.packing.layouts:LAYOUTS", "w4gemm.packing.layouts:LAYOUTS")
+    layouts = _first("w4gemm.packing.layouts:LAYOUTS", "w4gemm.layouts:LAYOUTS")
     names = set(layouts) if isinstance(layouts, dict) else {layout.name for layout in layouts}
     fp8 = case["dtype"] == "float8_e4m3fn"
     layout = ("mma8" if fp8 else "mma16") if "mma16" in names else ("sm90_fp8" if fp8 else "sm90")
