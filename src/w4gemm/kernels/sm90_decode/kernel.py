@@ -1,36 +1,41 @@
 """d.T (n, m) = w (n, k) @ x.T (k, m) on Hopper for few tokens: bound by the bytes of w, so built around their stream.
 
-mma.sync m16n8k16 with the weight as A, decoded from 4 bits in registers, and x as B: eight tokens a matrix
-instruction. The transpose of d is computed; only this file knows.
+mma.sync m16n8k16 with the weight as operand A, decoded from 4 bits in registers, and x as operand B: eight tokens per
+instruction. The transpose of d is computed; no other file depends on this.
 
-Every warp works alone: warp i of W takes the k blocks (128 columns) i, i + W, ... of a tile of tile_n features, and has
-a ring of its own for them, filled by the warp itself:
+Each warp runs its own pipeline. Warp i of W takes the k blocks (128 columns) i, i + W, ... of a tile of tile_n
+features:
 
-    slot    weights  one bulk copy per 64 rows (three per part of 64 rows): codes, scales, zero points
-            x        two TMA boxes of 64 columns x tile_m tokens, or as many as there are, 128-byte swizzle
-    full    an mbarrier per slot: 1 arrival (expect_tx) and the slot's bytes. There is no empty barrier: the warp that
-            refills a slot is the one that has read it
+    stage   weights  one bulk copy per 64-row block; if tile_n < 64, 2 + 128 / scale_group copies (the codes of each
+                     64-column half, then scales and zero points of each group)
+            x        two TMA boxes of 64 columns x tile_m tokens (x has m rows if m < tile_m), 128-byte swizzle
+    full    one mbarrier per stage, arrive count 1: the elected lane's expect_tx, plus the stage's transaction bytes.
+            There is no empty barrier: the warp that refills a stage is the only one that reads it.
 
-    wait full -> words and x fragments into registers -> refill the slot -> decode and multiply -> scale and add up
+    wait full -> words and x fragments into registers -> refill the stage -> decode and multiply -> scale and accumulate
 
-The codes are multiplied as exact integers u - z; a group's products meet its scale in float32 (acc += s * sum), so
-scales of either dtype are exact too. A float zero point needs the sum of x over the group: one more matrix instruction
-with A = 1.
+The codes are multiplied as exact integers u - z; a group's products meet its scale in float32 (acc += scale * sum), so
+scales of either 16-bit dtype lose nothing. A float zero point needs the sum of x over the group, which takes one more
+matrix instruction with A = 1.
 
-Two schedules: ``coop``, one CTA a multiprocessor, and ``pingpong``, two, so that one streams while the other sums up.
+Schedules: ``coop`` has one CTA per SM; ``pingpong`` has two, so that one streams while the other reduces.
 
-At the end of a tile the warps' accumulators meet in shared memory and are summed in a fixed order: over the warps, and
-with split_k over the CTAs of the cluster through distributed shared memory. The rings run on meanwhile: the grid is
-persistent, and a warp has already requested its first blocks of the next tile.
+At the end of a tile the warps' accumulators are reduced through shared memory in a fixed order: over the warps, and
+with split_k over the CTAs of the cluster through distributed shared memory. The grid is persistent, and the pipelines
+do not drain between tiles: a warp has already requested its first k blocks of the next tile.
 
-Programmatic dependent launch: weights are requested before ``griddepcontrol.wait``, see sm90_mixed_gemm/kernel.py, as
-is what grouped means. Gathered, a warp copies its rows of x by cp.async (device/row_gather.py), whose 32 arrivals at
-the full barrier join the one; ldmatrix needs no fence before it reads them.
+Programmatic dependent launch: weights are requested before ``griddepcontrol.wait``, see sm90_mixed_gemm/kernel.py,
+which also says what grouped means. If gathered, a warp copies its rows of x by cp.async (device/row_gather.py) and the
+full barrier's arrive count is 33: each lane arrives once its copies are done. ldmatrix reads them without a fence.
+
+Registers per thread: m16_atoms x token_blocks x 4 accumulators (64 at most), 8 code words per m16 atom of a 64-row
+block, 16 x token_blocks words of x, and the scales of a block if they take at most 256 bytes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -54,21 +59,78 @@ from w4gemm.kernels.device.ptx import (
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.gpu import MAX_EXPERTS
-from w4gemm.kernels.sm90_decode.variant import Variant
+from w4gemm.kernels.sm90_decode.variant import ReductionRound, Variant
 from w4gemm.packing.block import HALF_BYTES
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 
 
+class Pipeline(NamedTuple):
+    """One warp's stages in shared memory."""
+
+    full: cute.Pointer
+    """mbarrier of the warp's first stage."""
+    x: cute.Tensor
+    """x of all warps' stages."""
+    weights: Int32
+    """Address of the weights of the warp's first stage."""
+    warp: Int32
+
+
+class XSource(NamedTuple):
+    """What x is copied from, and to."""
+
+    tma: cute.CopyAtom | None
+    """None if gathered."""
+    source: cute.Tensor
+    """Boxes by (token tile, 64 columns); if grouped, TMA's (m, k); if gathered, x."""
+    target: cute.Tensor
+    """Boxes in shared memory; if grouped, x of all warps' stages."""
+
+
+class LoopParams(NamedTuple):
+    """What a warp's loop over its tiles and k blocks runs over."""
+
+    clusters: Int32
+    m_tiles: Int32
+    n_tiles: Int32
+    first_k_block: Int32
+    """The first of this warp in every tile."""
+    k_blocks_per_warp: Int32
+    """Of one tile."""
+    blocks_n: Int32
+    """Packed blocks along n of one weight."""
+    expert_tiles: tuple[cute.Tensor, Any] | None
+    """What :class:`Groups` finds a tile's expert by; None for a single weight."""
+    indices: cute.Tensor | None
+    """int32 (m,): row of x by row of d; None unless gathered."""
+
+
+class Cursor(NamedTuple):
+    """The k block that a warp requests next. It runs ahead of the multiplication by the pipeline's depth, and is
+    stepped, not computed: integer divisions in the loop would cost a tenth of its instructions."""
+
+    tile: Int32
+    m_coord: Int32
+    """Index of the token tile; if grouped, its first row of d."""
+    n_tile: Int32
+    k_block: Int32
+    k_blocks_left: Int32
+    """Of the tile, this one included."""
+    expert: Int32
+    row: Int32
+    """If gathered, the row of x that this lane looked up for the tile."""
+
+
 class Decode:
     """The kernel for one :class:`Variant`; an instance is what ``cute.compile`` is given."""
 
     def __init__(self, variant: Variant):
-        self.v = variant
+        self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
-        self.experts = Groups(variant.config.tile_m)
+        self.expert_tiles = Groups(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
         self.formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
 
@@ -92,22 +154,23 @@ class Decode:
         stream: Any,
     ):
         """As MixedGemm.__call__ of sm90_mixed_gemm, for 16-bit x, without a schedule that needs partials and flags."""
-        v, c = self.v, self.v.config
+        variant, config = self.variant, self.variant.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        x_layout = cute.tile_to_shape(atom, (c.tile_m, 64, 2 * v.slots * v.warps), order=(0, 1, 2))
+        x_layout = cute.tile_to_shape(atom, (config.tile_m, 64, 2 * variant.stages * variant.warps), order=(0, 1, 2))
         tma, tma_x = None, x
-        if const_expr(not v.gathered):
-            box = cute.make_composed_layout(x_layout.inner, 0, cute.make_layout((v.tokens, 64), stride=(64, 1)))
-            tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (v.tokens, 64))
-        m_tiles = cute.ceil_div(out.shape[0], v.tokens)
-        if const_expr(v.grouped):
-            m_tiles = most_tiles(out.shape[0], starts.shape[0], v.tokens)
-        tiles = m_tiles * cute.ceil_div(self.features(out), c.tile_n)
+        if const_expr(not variant.gathered):
+            shape = (variant.tokens, 64)
+            box = cute.make_composed_layout(x_layout.inner, 0, cute.make_layout(shape, stride=(64, 1)))
+            tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, shape)
+        m_tiles = cute.ceil_div(out.shape[0], variant.tokens)
+        if const_expr(variant.grouped):
+            m_tiles = most_tiles(out.shape[0], starts.shape[0], variant.tokens)
+        tiles = m_tiles * cute.ceil_div(self.features(out), config.tile_n)
         self.kernel(tma, tma_x, x_layout, weight, out, alpha, bias, residual, starts, ends, indices).launch(
-            grid=[cutlass.min(tiles, max_clusters) * c.split_k, 1, 1],
-            block=[v.warps * 32, 1, 1],
-            cluster=[c.split_k, 1, 1],
-            min_blocks_per_mp=v.occupancy,
+            grid=[cutlass.min(tiles, max_clusters) * config.split_k, 1, 1],
+            block=[variant.threads, 1, 1],
+            cluster=[config.split_k, 1, 1],
+            min_blocks_per_mp=variant.occupancy,
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
@@ -128,351 +191,379 @@ class Decode:
         ends: cute.Tensor | None,
         indices: cute.Tensor | None,
     ):
-        v, c = self.v, self.v.config
+        variant, config = self.variant, self.variant.config
         extras = (alpha, bias, residual, None, None)
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
-        s_weight = smem.allocate_array(Int32, v.warps * v.slots * v.weight_bytes // 4, byte_alignment=128)
-        s_sums = smem.allocate_array(Float32, v.reduction_bytes // 4, byte_alignment=16)
-        full = smem.allocate_array(Int64, v.warps * v.slots, byte_alignment=8) + warp * v.slots
+        weight_bytes = variant.stages * variant.weight_bytes  # per warp
+        s_weight = smem.allocate_array(Int32, variant.warps * weight_bytes // 4, byte_alignment=128)
+        s_sums = smem.allocate_array(Float32, variant.reduction_bytes // 4, byte_alignment=16)
+        full = smem.allocate_array(Int64, variant.warps * variant.stages, byte_alignment=8) + warp * variant.stages
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(v.slots):
-                cute.arch.mbarrier_init(full + i, 33 if v.gathered else 1)
+            for i in cutlass.range_constexpr(variant.stages):
+                cute.arch.mbarrier_init(full + i, 33 if variant.gathered else 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
 
-        if const_expr(not v.gathered):
+        if const_expr(not variant.gathered):
             if warp == 0:
                 cpasync.prefetch_descriptor(tma)
-        groups = None
-        if const_expr(v.grouped):
-            groups = (smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends))
+        expert_tiles = None
+        if const_expr(variant.grouped):
+            expert_tiles = (smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends))
             cute.arch.griddepcontrol_wait()
             if warp == 0:
-                self.experts.fill(*groups)
+                self.expert_tiles.fill(*expert_tiles)
             cute.arch.sync_threads()
 
         cta = cute.arch.block_idx()[0]
-        rank, cluster, clusters = cta % c.split_k, cta // c.split_k, cute.arch.grid_dim()[0] // c.split_k
-        m_tiles, n_tiles = cute.ceil_div(out.shape[0], v.tokens), cute.ceil_div(self.features(out), c.tile_n)
-        n_blocks = weight.shape[0]
-        if const_expr(v.grouped):
-            m_tiles, n_blocks = groups[0][starts.shape[0] - 1], n_blocks // starts.shape[0]
+        rank, cluster = cta % config.split_k, cta // config.split_k
+        clusters = cute.arch.grid_dim()[0] // config.split_k
+        m_tiles = cute.ceil_div(out.shape[0], variant.tokens)
+        n_tiles = cute.ceil_div(self.features(out), config.tile_n)
+        blocks_n = weight.shape[0]
+        if const_expr(variant.grouped):
+            m_tiles, blocks_n = expert_tiles[0][starts.shape[0] - 1], blocks_n // starts.shape[0]
         # this warp's k blocks: first, first + W, ... of the CTA's range
         k_blocks = weight.shape[1]
-        begin, end = k_blocks * rank // c.split_k, k_blocks * (rank + 1) // c.split_k
+        begin, end = k_blocks * rank // config.split_k, k_blocks * (rank + 1) // config.split_k
         first = begin + warp
-        units = (end - first + v.warps - 1) // v.warps
+        k_blocks_per_warp = (end - first + variant.warps - 1) // variant.warps
         tiles = (m_tiles * n_tiles - cluster + clusters - 1) // clusters
-        total = units * tiles
-        ring = (full, s_x, shared_address(s_weight) + warp * (v.slots * v.weight_bytes), warp)
-        walk = (clusters, m_tiles, n_tiles, first, units, groups, n_blocks, indices)
+        total = k_blocks_per_warp * tiles
+        pipeline = Pipeline(full, s_x, shared_address(s_weight) + warp * weight_bytes, warp)
+        params = LoopParams(clusters, m_tiles, n_tiles, first, k_blocks_per_warp, blocks_n, expert_tiles, indices)
 
-        # The cursor runs ahead of the multiplication by the depth of the ring: (tile, its m tile or, grouped, its first
-        # token, its n tile, k block, k blocks left, expert, gathered rows). It is stepped, not computed: integer
-        # divisions in the loop would cost a tenth of its instructions.
-        early = cutlass.min(total, v.slots)
-        ahead = self.start_tile(cluster, walk)
-        for i in cutlass.range(cutlass.min(early, v.early_slots), unroll=1):
-            self.load_weight(weight, n_blocks, ring, ahead, i)
-            ahead = self.step(ahead, walk)
+        early = cutlass.min(total, variant.stages)
+        cursor = self.start_tile(cluster, params)
+        for i in cutlass.range(cutlass.min(early, variant.early_stages), unroll=1):
+            self.load_weight(weight, blocks_n, pipeline, cursor, i)
+            cursor = self.step(cursor, params)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        x_parts = tma_x, s_x
-        if const_expr(not v.grouped):  # gathered ones are grouped, too
-            x_parts = self.partition(tma, *x_parts)
-        ahead = self.start_tile(cluster, walk)
+        x_source = XSource(tma, tma_x, s_x)
+        if const_expr(not variant.grouped):  # gathered problems are grouped
+            x_source = self.partition(x_source)
+        cursor = self.start_tile(cluster, params)
         for i in cutlass.range(early, unroll=1):
-            if i >= v.early_slots:
-                self.load_weight(weight, n_blocks, ring, ahead, i)
-            self.load_x(tma, x_parts, ring, ahead, i)
-            ahead = self.step(ahead, walk)
+            if i >= variant.early_stages:
+                self.load_weight(weight, blocks_n, pipeline, cursor, i)
+            self.load_x(x_source, pipeline, cursor, i)
+            cursor = self.step(cursor, params)
 
-        acc = cute.make_rmem_tensor((4, v.token_blocks, v.row_blocks), Float32)
-        left, slot, phase = total - early, Int32(0), Int32(0)
+        acc = cute.make_rmem_tensor((4, variant.token_blocks, variant.m16_atoms), Float32)
+        left, stage, phase = total - early, Int32(0), Int32(0)
         for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
             acc.fill(0.0)
-            for _ in cutlass.range(units, unroll=1):
-                cute.arch.mbarrier_wait(full + slot, phase)
-                x_fragments = self.read_x(ring, slot, thread % 32)
-                for part in cutlass.range_constexpr(v.parts):
-                    words, scales = self.read_weight(ring, slot, part, thread % 32)
-                    if const_expr(v.scales_in_registers and part == v.parts - 1):
-                        ahead, left = self.refill(tma, x_parts, weight, ring, walk, ahead, left, slot)
-                    self.multiply(acc, part, words, scales, x_fragments)
-                if const_expr(not v.scales_in_registers):
-                    ahead, left = self.refill(tma, x_parts, weight, ring, walk, ahead, left, slot)
-                slot += 1
-                if slot == v.slots:
-                    slot = Int32(0)
+            for _ in cutlass.range(k_blocks_per_warp, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                x_fragments = self.read_x(pipeline, stage, thread % 32)
+                for block in cutlass.range_constexpr(variant.blocks_n):
+                    words, scales = self.read_weight(pipeline, stage, block, thread % 32)
+                    if const_expr(variant.scales_in_registers and block == variant.blocks_n - 1):
+                        cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, stage)
+                    self.multiply(acc, block, words, scales, x_fragments)
+                if const_expr(not variant.scales_in_registers):
+                    cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, stage)
+                stage += 1
+                if stage == variant.stages:
+                    stage = Int32(0)
                     phase = phase ^ 1
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
-            token0, own_out, own_extras = m_tile * v.tokens, out, extras
-            if const_expr(v.grouped):
-                expert, token0, end = self.experts.find(*groups, m_tile)
+            token0, own_out, own_extras = m_tile * variant.tokens, out, extras
+            if const_expr(variant.grouped):
+                expert, token0, end = self.expert_tiles.find(*expert_tiles, m_tile)
                 own_out, own_extras = first_rows(out, end), extras_of(extras, expert, end)
             addends = self.load_addends(own_extras, token0, n_tile, rank, thread)
-            for i in cutlass.range_constexpr(len(v.folds)):
-                self.fold(acc, shared_address(s_sums), warp, thread % 32, v.folds[i])
-            if warp < v.parked_warps:
-                self.park(acc, shared_address(s_sums), warp, thread % 32)
+            for i in cutlass.range_constexpr(len(variant.warp_reduction_rounds)):
+                self.reduce_warps(acc, shared_address(s_sums), warp, thread % 32, variant.warp_reduction_rounds[i])
+            if warp < variant.reduction_warps:
+                self.store_partials(acc, shared_address(s_sums), warp, thread % 32)
             self.tile_barrier()
-            self.finish(shared_address(s_sums), own_out, addends, token0, n_tile, rank, thread)
-            self.tile_barrier()  # the sums have been read, by the neighbours too
+            self.store_tile(shared_address(s_sums), own_out, addends, token0, n_tile, rank, thread)
+            self.tile_barrier()  # the partials have been read, by the CTAs of the cluster too
 
-    def features(self, out):
-        """n, of which d has a column each, or a column for two."""
-        return out.shape[1] * 2 if self.v.epilogue.gated else out.shape[1]
+    def features(self, out: cute.Tensor) -> Int32:
+        """n: d has one column per feature, or one per two features if the epilogue is gated."""
+        return out.shape[1] * 2 if self.variant.epilogue.gated else out.shape[1]
 
     @cute.jit
     def tile_barrier(self):
-        if const_expr(self.v.config.split_k > 1):
+        """Wait for all threads of the cluster."""
+        if const_expr(self.variant.config.split_k > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
-    # ------------------------------------------------------------------------------------------------- the ring
+    # -------------------------------------------------------------------------------------------------- pipeline
 
     @cute.jit
-    def start_tile(self, tile, walk):
-        """The cursor at this warp's first unit of a tile."""
-        _, m_tiles, n_tiles, first, units, groups, _, indices = walk
-        m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
-        expert, rows = Int32(0), Int32(0)
-        if const_expr(self.v.grouped):
-            expert, m_tile, end = self.experts.find(*groups, m_tile)
-            if const_expr(self.v.gathered):
-                rows = self.row_gather.indices(indices, m_tile, end, 0)[0]
-        return tile, m_tile, n_tile, first, units, expert, rows
+    def start_tile(self, tile: Int32, params: LoopParams) -> Cursor:
+        """The cursor at this warp's first k block of a tile."""
+        m_coord, n_tile = tile_coordinates(tile, params.m_tiles, params.n_tiles, 1)
+        expert, row = Int32(0), Int32(0)
+        if const_expr(self.variant.grouped):
+            expert, m_coord, end = self.expert_tiles.find(*params.expert_tiles, m_coord)
+            if const_expr(self.variant.gathered):
+                row = self.row_gather.indices(params.indices, m_coord, end, 0)[0]
+        return Cursor(tile, m_coord, n_tile, params.first_k_block, params.k_blocks_per_warp, expert, row)
 
     @cute.jit
-    def step(self, cursor, walk):
-        tile, m_tile, n_tile, k_block, left, expert, rows = cursor
-        k_block += self.v.warps
-        left -= 1
-        if left == 0:
-            tile, m_tile, n_tile, k_block, left, expert, rows = self.start_tile(tile + walk[0], walk)
-        return tile, m_tile, n_tile, k_block, left, expert, rows
+    def step(self, cursor: Cursor, params: LoopParams) -> Cursor:
+        """The cursor one k block on, in the next tile if this one is done."""
+        after = cursor._replace(k_block=cursor.k_block + self.variant.warps, k_blocks_left=cursor.k_blocks_left - 1)
+        if after.k_blocks_left == 0:
+            after = self.start_tile(after.tile + params.clusters, params)
+        return after
 
     @cute.jit
-    def refill(self, tma, x_parts, weight, ring, walk, ahead, left, slot):
-        """The slot has been read by all lanes: request what comes next into it."""
+    def refill(
+        self,
+        weight: cute.Tensor,
+        x_source: XSource,
+        pipeline: Pipeline,
+        params: LoopParams,
+        cursor: Cursor,
+        left: Int32,
+        stage: Int32,
+    ) -> tuple[Cursor, Int32]:
+        """Request the next k block, if any is left, into a stage that all lanes have read."""
         cute.arch.sync_warp()
         if left > 0:
-            self.load_weight(weight, walk[6], ring, ahead, slot)
-            self.load_x(tma, x_parts, ring, ahead, slot)
-            ahead = self.step(ahead, walk)
+            self.load_weight(weight, params.blocks_n, pipeline, cursor, stage)
+            self.load_x(x_source, pipeline, cursor, stage)
+            cursor = self.step(cursor, params)
             left -= 1
-        return ahead, left
+        return cursor, left
 
     @cute.jit
-    def load_weight(self, weight, n_blocks, ring, cursor, slot):
-        v, rows = self.v, self.v.config.tile_n
-        full, _, s_weight, _ = ring
-        _, _, n_tile, k_block, _, expert, _ = cursor
-        own = weight_of(weight, expert, n_blocks) if const_expr(v.grouped) else weight
+    def load_weight(self, weight: cute.Tensor, blocks_n: Int32, pipeline: Pipeline, cursor: Cursor, stage: Int32):
+        """Request a stage's weights, and announce its bytes, those of x included, to the full barrier."""
+        variant, rows = self.variant, self.variant.config.tile_n
+        own = weight_of(weight, cursor.expert, blocks_n) if const_expr(variant.grouped) else weight
         with cute.arch.elect_one():
-            barrier = shared_address(full + slot)
-            target = s_weight + slot * v.weight_bytes
-            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, v.weight_bytes + v.fetched_x_bytes)
+            barrier = shared_address(pipeline.full + stage)
+            target = pipeline.weights + stage * variant.weight_bytes
+            cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, variant.weight_bytes + variant.tma_x_bytes)
             for b in cutlass.range_constexpr(max(1, rows // 64)):
-                # a tile of several blocks may reach past the last one: then that one again, whose rows are not stored
-                block = cutlass.min(n_tile * rows // 64 + b, own.shape[0] - 1)
-                source = own.iterator.toint() + (Int64(block) * weight.shape[1] + k_block) * v.block_bytes
+                # a tile may reach past the last block: it takes that one again, and rows past n are not stored
+                block = cutlass.min(cursor.n_tile * rows // 64 + b, own.shape[0] - 1)
+                source = own.iterator.toint() + (Int64(block) * weight.shape[1] + cursor.k_block) * variant.block_bytes
                 if const_expr(rows >= 64):
-                    bulk_copy(target + b * v.block_bytes, source, Int32(v.block_bytes), barrier)
+                    bulk_copy(target + b * variant.block_bytes, source, Int32(variant.block_bytes), barrier)
                 else:
-                    self.load_part_of_block(source, n_tile * rows % 64, target, barrier)
+                    self.load_rows_of_block(source, cursor.n_tile * rows % 64, target, barrier)
 
     @cute.jit
-    def load_part_of_block(self, source, row, target, barrier):
-        """tile_n < 64 rows of a block: a run of each chunk, and the scales, one run a group."""
-        v, rows = self.v, self.v.config.tile_n
+    def load_rows_of_block(self, source: Int64, row: Int32, target: Int32, barrier: Int32):
+        """Request tile_n < 64 rows of a block from ``row`` on: the codes of each half, the scales of each group."""
+        variant, rows = self.variant, self.variant.config.tile_n
         size = rows * 32
-        for chunk in cutlass.range_constexpr(2):
-            bulk_copy(target + chunk * size, source + chunk * HALF_BYTES + row * 32, Int32(size), barrier)
-        groups = 128 // v.scale_group
-        group_bytes = v.scale_bytes // groups
-        part = group_bytes * rows // 64
+        for half in cutlass.range_constexpr(2):
+            bulk_copy(target + half * size, source + half * HALF_BYTES + row * 32, Int32(size), barrier)
+        groups = 128 // variant.scale_group
+        group_bytes = variant.scale_bytes // groups
+        own_bytes = group_bytes * rows // 64
         for g in cutlass.range_constexpr(groups):
             bulk_copy(
-                target + 2 * size + g * part,
+                target + 2 * size + g * own_bytes,
                 source + 2 * HALF_BYTES + g * group_bytes + Int64(row * (group_bytes // 64)),
-                Int32(part),
+                Int32(own_bytes),
                 barrier,
             )
 
     @cute.jit
-    def load_x(self, tma, x_parts, ring, cursor, slot):
-        full, _, _, warp = ring
-        _, m_tile, _, k_block, _, _, rows = cursor
-        t_s, t_g = x_parts
-        if const_expr(self.v.gathered):
-            x, s_x = x_parts
-            target = shared_address(s_x.iterator) + (warp * self.v.slots + slot) * self.v.x_bytes
-            self.row_gather.copy(x, [rows], k_block, target, 0)
-            cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
-        elif const_expr(self.v.grouped):  # boxes from any token on
-            tma_x, s_x = x_parts
-            t_s, t_g = self.partition(tma, cute.domain_offset((m_tile, 0), tma_x), s_x)
+    def load_x(self, x_source: XSource, pipeline: Pipeline, cursor: Cursor, stage: Int32):
+        """Request a stage's x."""
+        variant, m_tile = self.variant, cursor.m_coord
+        if const_expr(variant.gathered):
+            target = shared_address(x_source.target.iterator) + self.x_stage(pipeline, stage) * variant.x_bytes
+            self.row_gather.copy(x_source.source, [cursor.row], cursor.k_block, target, 0)
+            cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full + stage)
+        elif const_expr(variant.grouped):  # boxes from any row on
+            rows = cute.domain_offset((cursor.m_coord, 0), x_source.source)
+            x_source = self.partition(x_source._replace(source=rows))
             m_tile = 0
-        for h in cutlass.range_constexpr(0 if self.v.gathered else 2):
+        for half in cutlass.range_constexpr(0 if variant.gathered else 2):
             cute.copy(
-                tma,
-                t_g[(None, m_tile, k_block * 2 + h)],
-                t_s[(None, (warp * self.v.slots + slot) * 2 + h)],
-                tma_bar_ptr=full + slot,
+                x_source.tma,
+                x_source.source[(None, m_tile, cursor.k_block * 2 + half)],
+                x_source.target[(None, self.x_stage(pipeline, stage) * 2 + half)],
+                tma_bar_ptr=pipeline.full + stage,
             )
 
-    def partition(self, tma, tma_x, s_x):
-        """The boxes of x in shared memory and, by (token tile, 64 columns), in global memory."""
-        v, group = self.v, cute.group_modes
-        boxes = cute.make_layout((v.tokens, 64, 2 * v.slots * v.warps), stride=(64, 1, 64 * v.config.tile_m))
-        s_x = cute.make_tensor(s_x.iterator, boxes)
-        g_x = cute.local_tile(tma_x, (v.tokens, 64), (None, None))
-        return cpasync.tma_partition(tma, 0, cute.make_layout(1), group(s_x, 0, 2), group(g_x, 0, 2))
+    def x_stage(self, pipeline: Pipeline, stage: Int32) -> Int32:
+        """Index of a stage among those of all warps."""
+        return pipeline.warp * self.variant.stages + stage
 
-    def read_weight(self, ring, slot, part, lane):
-        """The part-th 64 rows of a slot: code words [row block][8 steps], and a function of row block and group that
-        gives the scale words."""
-        v = self.v
-        rows = min(64, v.config.tile_n)  # that lie together in a block, or in a part of one
-        width = self.decoder.words_per_scale
-        block = ring[2] + slot * v.weight_bytes + part * v.block_bytes
+    def partition(self, x: XSource) -> XSource:
+        """Divide TMA's x (m, k) and the stages of x into boxes."""
+        variant, group = self.variant, cute.group_modes
+        shape = (variant.tokens, 64)
+        layout = (*shape, 2 * variant.stages * variant.warps), (64, 1, 64 * variant.config.tile_m)
+        boxes = cute.make_tensor(x.target.iterator, cute.make_layout(layout[0], stride=layout[1]))
+        tiles = cute.local_tile(x.source, shape, (None, None))
+        target, source = cpasync.tma_partition(x.tma, 0, cute.make_layout(1), group(boxes, 0, 2), group(tiles, 0, 2))
+        return XSource(x.tma, source, target)
+
+    def read_weight(
+        self, pipeline: Pipeline, stage: Int32, block: int, lane: Int32
+    ) -> tuple[list[list[Int32]], Callable[[int, int], tuple[Int32, ...]]]:
+        """Code words [m16 atom][8 steps] of a stage's ``block``-th 64-row block, and a function of m16 atom and group
+        that gives the scale words."""
+        variant = self.variant
+        rows = min(64, variant.config.tile_n)  # that lie together in shared memory
+        atoms, width = rows // 16, self.decoder.words_per_scale
+        address = pipeline.weights + stage * variant.weight_bytes + block * variant.block_bytes
         words = []
-        for rb in range(rows // 16):
-            halves = [load_shared(block + h * (rows * 32) + rb * 512 + lane * 16, 4) for h in range(2)]
+        for atom in range(atoms):
+            halves = [load_shared(address + h * (rows * 32) + atom * 512 + lane * 16, 4) for h in range(2)]
             words.append(halves[0] + halves[1])
 
-        def load_scale(rb, g):
-            return load_shared(block + rows * 64 + (rb * 8 + lane // 4 + g * (rows // 2)) * (4 * width), width)
+        def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
+            return load_shared(address + rows * 64 + (atom * 8 + lane // 4 + g * (rows // 2)) * (4 * width), width)
 
-        if not v.scales_in_registers:
+        if not variant.scales_in_registers:
             return words, load_scale
-        loaded = [[load_scale(rb, g) for g in range(128 // v.scale_group)] for rb in range(rows // 16)]
-        return words, lambda rb, g: loaded[rb][g]
+        loaded = [[load_scale(atom, g) for g in range(128 // variant.scale_group)] for atom in range(atoms)]
+        return words, lambda atom, g: loaded[atom][g]
 
-    def read_x(self, ring, slot, lane):
-        """A slot's x fragments [token block][8 steps], two registers each."""
-        v = self.v
-        _, s_x, _, warp = ring
-        base = shared_address(s_x.iterator) + (warp * v.slots + slot) * v.x_bytes
+    def read_x(self, pipeline: Pipeline, stage: Int32, lane: Int32) -> list[list[tuple[Int32, Int32]]]:
+        """A stage's x fragments [token block][8 steps], two registers each."""
+        variant = self.variant
+        base = shared_address(pipeline.x.iterator) + self.x_stage(pipeline, stage) * variant.x_bytes
         row = lane % 8
         fragments = []
-        for tb in range(v.token_blocks):
+        for tb in range(variant.token_blocks):
             steps: list = []
             for quarter in range(4):  # of 32 columns: four 8 x 8 matrices, the fragments of two steps
                 swizzled = (quarter % 2 * 4 + lane // 8) ^ row
-                r = load_matrix(base + quarter // 2 * (v.x_bytes // 2) + tb * 1024 + row * 128 + swizzled * 16)
+                r = load_matrix(base + quarter // 2 * (variant.x_bytes // 2) + tb * 1024 + row * 128 + swizzled * 16)
                 steps += [(r[0], r[1]), (r[2], r[3])]
             fragments.append(steps)
         return fragments
 
-    # --------------------------------------------------- arithmetic (no control flow of the device: plain Python)
+    # ------------------------------------------------------------- arithmetic: plain Python, no device control flow
 
-    def multiply(self, acc, part, words, scales, x_fragments):
-        """acc += these rows' weights @ x.T."""
-        v = self.v
-        steps = v.scale_group // 16
-        for g in range(128 // v.scale_group):
-            x_sums = [self.sum_x(x_fragments[tb], g * steps, steps) for tb in range(v.token_blocks)]
-            for rb in range(len(words)):
-                scale_words = scales(rb, g)
+    def multiply(
+        self,
+        acc: cute.Tensor,
+        block: int,
+        words: list[list[Int32]],
+        scales: Callable[[int, int], tuple[Int32, ...]],
+        x_fragments: list[list[tuple[Int32, Int32]]],
+    ) -> None:
+        """acc += the weights of the tile's ``block``-th 64 rows @ x.T, group by group."""
+        variant = self.variant
+        steps = variant.scale_group // 16
+        for g in range(128 // variant.scale_group):
+            x_sums = [self.sum_x(x_fragments[tb], g * steps, steps) for tb in range(variant.token_blocks)]
+            for atom in range(len(words)):
+                scale_words = scales(atom, g)
                 offsets = self.decoder.offsets(scale_words)
-                sums = [[Float32(0.0)] * 4 for _ in range(v.token_blocks)]
+                sums = [[Float32(0.0)] * 4 for _ in range(variant.token_blocks)]
                 for step in range(g * steps, (g + 1) * steps):
-                    a = self.decoder.decode_exact(words[rb][step], offsets)
-                    for tb in range(v.token_blocks):
-                        sums[tb] = mma_sync(v.kind, sums[tb], a, x_fragments[tb][step])
+                    a = self.decoder.decode_exact(words[atom][step], offsets)
+                    for tb in range(variant.token_blocks):
+                        sums[tb] = mma_sync(variant.kind, sums[tb], a, x_fragments[tb][step])
                 values = self.decoder.scales_and_zeros(scale_words)
-                for tb in range(v.token_blocks):
+                for tb in range(variant.token_blocks):
                     for i in range(4):
                         scale, zero = values[i // 2]
-                        total = acc[i, tb, part * 4 + rb] + scale * sums[tb][i]
-                        acc[i, tb, part * 4 + rb] = total if zero is None else total + zero * x_sums[tb][i]
+                        total = acc[i, tb, block * 4 + atom] + scale * sums[tb][i]
+                        acc[i, tb, block * 4 + atom] = total if zero is None else total + zero * x_sums[tb][i]
 
-    def sum_x(self, fragments, first, count):
-        """The sum of x over the steps of a group, for float zero points: a product with ones."""
+    def sum_x(self, fragments: list[tuple[Int32, Int32]], first: int, count: int) -> list[Float32]:
+        """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""
         sums = [Float32(0.0)] * 4
-        if self.v.zero == "float":
-            ones = [Int32(_ONES[self.v.kind])] * 4
+        if self.variant.zero == "float":
+            ones = [Int32(_ONES[self.variant.kind])] * 4
             for step in range(first, first + count):
-                sums = mma_sync(self.v.kind, sums, ones, fragments[step])
+                sums = mma_sync(self.variant.kind, sums, ones, fragments[step])
         return sums
 
     # ----------------------------------------------------------------------------------- reduction and epilogue
 
     @cute.jit
-    def fold(self, acc, s_sums, warp, lane, counts):
-        """Of the first ``active`` warps, those from ``left`` on hand their accumulators to the first ones, so that the
-        reduction buffer need not hold those of all warps."""
-        v = self.v
-        active, left = counts
-        count = v.row_blocks * v.token_blocks
+    def reduce_warps(self, acc: cute.Tensor, s_sums: Int32, warp: Int32, lane: Int32, round: ReductionRound):
+        """Hand the accumulators of warps round.after .. round.before to the first warps, which add them: the reduction
+        buffer has no room for the partials of all warps."""
+        variant = self.variant
+        count = variant.m16_atoms * variant.token_blocks
         flat = cute.make_tensor(acc.iterator, cute.make_layout(4 * count))
-        place = warp - left if warp >= left else warp
-        at = s_sums + place * v.parked_bytes + lane * 16
-        if warp >= left and warp < active:
+        slot = warp - round.after if warp >= round.after else warp
+        address = s_sums + slot * variant.partials_bytes + lane * 16
+        if warp >= round.after and warp < round.before:
             for i in cutlass.range_constexpr(count):
-                store_shared_f32x4(at + i * 512, [flat[4 * i + j] for j in range(4)])
+                store_shared_f32x4(address + i * 512, [flat[4 * i + j] for j in range(4)])
         cute.arch.sync_threads()
-        if warp < active - left:
+        if warp < round.before - round.after:
             for i in cutlass.range_constexpr(count):
-                other = load_shared_cluster(at + i * 512)
+                other = load_shared_cluster(address + i * 512)
                 for j in cutlass.range_constexpr(4):
                     flat[4 * i + j] = flat[4 * i + j] + other[j]
         cute.arch.sync_threads()
 
-    def park(self, acc, s_sums, warp, lane):
-        """This warp's accumulators into the reduction buffer [warp][token][feature]."""
-        v = self.v
-        for tb in range(v.token_blocks):
-            for rb in range(v.row_blocks):
+    def store_partials(self, acc: cute.Tensor, s_sums: Int32, warp: Int32, lane: Int32) -> None:
+        """Store this warp's accumulators to the reduction buffer [warp][token][feature]."""
+        variant = self.variant
+        for tb in range(variant.token_blocks):
+            for atom in range(variant.m16_atoms):
                 for i in range(4):
                     token = tb * 8 + lane % 4 * 2 + i % 2
-                    feature = rb * 16 + lane // 4 + i // 2 * 8
-                    index = (warp * v.config.tile_m + token) * v.reduction_row + feature
-                    store_shared_f32(s_sums + index * 4, acc[i, tb, rb])
+                    feature = atom * 16 + lane // 4 + i // 2 * 8
+                    index = (warp * variant.config.tile_m + token) * variant.reduction_row + feature
+                    store_shared_f32(s_sums + index * 4, acc[i, tb, atom])
 
     @property
-    def turns(self) -> int:
-        """Quads, four features of one token, that a thread finishes."""
-        c = self.v.config
-        return -(-c.tile_n // c.split_k // 4 * self.v.tokens // (self.v.warps * 32))
+    def quads_per_thread(self) -> int:
+        """Quads, four features of one token, that a thread stores."""
+        variant, config = self.variant, self.variant.config
+        return -(-config.tile_n // config.split_k // 4 * variant.tokens // variant.threads)
 
-    def quad(self, turn, rank, thread):
-        """(token, first feature) in the tile of a thread's turn-th quad; the last turn's may be none of the tile."""
-        share = self.v.config.tile_n // self.v.config.split_k
-        index = turn * (self.v.warps * 32) + thread
-        return index // (share // 4), rank * share + index % (share // 4) * 4
+    def quad(self, index: int, rank: Int32, thread: Int32) -> tuple[Int32, Int32]:
+        """(token, first feature) in the tile of a thread's ``index``-th quad; the last one may lie past the tile."""
+        features = self.variant.config.tile_n // self.variant.config.split_k  # per rank
+        number = index * self.variant.threads + thread
+        return number // (features // 4), rank * features + number % (features // 4) * 4
 
-    def load_addends(self, extras, token0, n_tile, rank, thread):
-        """(alpha, biases, residuals) of each of a thread's quads: on their way while the sums meet."""
-        c, formula = self.v.config, self.formula
+    def load_addends(self, extras: Any, token0: Int32, n_tile: Int32, rank: Int32, thread: Int32) -> list:
+        """(alpha, biases, residuals) of each of a thread's quads, requested before the reduction."""
+        config, formula = self.variant.config, self.formula
         alpha, found = formula.load_alpha(extras), []
-        for turn in range(self.turns):
-            token, feature = self.quad(turn, rank, thread)
-            row, feature = token0 + token, n_tile * c.tile_n + feature
-            biases = [formula.load_bias(extras, feature + i) for i in range(4)]
+        for i in range(self.quads_per_thread):
+            token, feature = self.quad(i, rank, thread)
+            row, feature = token0 + token, n_tile * config.tile_n + feature
+            biases = [formula.load_bias(extras, feature + j) for j in range(4)]
             found.append((alpha, biases, formula.load_residual(extras, row, feature)))
         return found
 
     @cute.jit
-    def finish(self, s_sums, out, addends, token0, n_tile, rank, thread):
-        """Sum over warps and ranks, four features of one token a thread; each rank stores its share of the features."""
-        v, c = self.v, self.v.config
-        for turn in cutlass.range_constexpr(self.turns):
-            token, feature = self.quad(turn, rank, thread)
-            row, column = token0 + token, n_tile * c.tile_n + feature
-            if token < v.tokens and row < out.shape[0] and column < self.features(out):
+    def store_tile(
+        self,
+        s_sums: Int32,
+        out: cute.Tensor,
+        addends: list,
+        token0: Int32,
+        n_tile: Int32,
+        rank: Int32,
+        thread: Int32,
+    ):
+        """Sum the partials over ranks and warps, one quad per thread at a time, and store it; each rank stores its
+        share of the features."""
+        variant, config = self.variant, self.variant.config
+        for i in cutlass.range_constexpr(self.quads_per_thread):
+            token, feature = self.quad(i, rank, thread)
+            row, column = token0 + token, n_tile * config.tile_n + feature
+            if token < variant.tokens and row < out.shape[0] and column < self.features(out):
                 sums = [Float32(0.0)] * 4
-                for r in cutlass.range_constexpr(c.split_k):
-                    base = cluster_address(s_sums, Int32(r)) if const_expr(c.split_k > 1) else s_sums
-                    for w in cutlass.range_constexpr(v.parked_warps):
-                        at = base + ((w * c.tile_m + token) * v.reduction_row + feature) * 4
-                        part = load_shared_cluster(at)
-                        sums = [sums[i] + part[i] for i in range(4)]
-                self.formula.store_quad(sums, addends[turn], out, row, column)
+                for r in cutlass.range_constexpr(config.split_k):
+                    base = cluster_address(s_sums, Int32(r)) if const_expr(config.split_k > 1) else s_sums
+                    for w in cutlass.range_constexpr(variant.reduction_warps):
+                        address = base + ((w * config.tile_m + token) * variant.reduction_row + feature) * 4
+                        partial = load_shared_cluster(address)
+                        sums = [sums[j] + partial[j] for j in range(4)]
+                self.formula.store_quad(sums, addends[i], out, row, column)

@@ -46,7 +46,7 @@ class Sm90Decode(HopperKernel):
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """The warps of all CTAs take k blocks in turn, and their sums are added in a fixed order."""
         variant = Variant.of(problem, config)
-        return self.name, variant.warps, variant.parked_warps, config.split_k
+        return self.name, variant.warps, variant.reduction_warps, config.split_k
 
 
 @functools.cache

@@ -1,9 +1,10 @@
-"""What follows from a compiled form of the decode kernel: sizes and threads."""
+"""Sizes, warps and threads that follow from a compiled form of the decode kernel."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
@@ -11,17 +12,34 @@ from w4gemm.packing.block import HALF_BYTES
 from w4gemm.problem import GemmProblem
 
 _BARRIERS_AND_ALIGNMENT = 1536
-_RESERVED = 1024  # shared memory that the system takes for each CTA
+_RESERVED = 1024  # bytes of shared memory that the system takes per CTA
 _PAD = 4  # floats between token rows of the reduction buffer, so that a warp's stores fall into different banks
-_SLOTS = 2  # deeper rings measured slower: the first x then waits behind more weights (H200, 2026-11-21)
+_STAGES = (
+    2  # more stages measured slower: the first x copy queues behind all weight copies before it (H200, 2026-11-21)
+)
+
+
+class ReductionRound(NamedTuple):
+    """A step of the reduction over warps: ``before`` warps hold accumulators, ``after`` warps do when it is done."""
+
+    before: int
+    after: int
+
+
+class Warps(NamedTuple):
+    """Warps of a CTA, and how many of them the reduction buffer has room for."""
+
+    per_cta: int
+    in_reduction: int
 
 
 @dataclass(frozen=True)
 class Variant(gpu.Variant):
     tokens: int = 0
-    """Rows of x in a tile: tile_m, or all that x has where those are fewer. A box that reaches past x makes a launch 2
-    to 6 % longer (H200, 2026-11-22); the matrix instruction then takes what lies there, and what comes of it is not
-    stored. Of several weights the next one's rows follow."""
+    """Rows of x in a tile: tile_m, or m if that is less. A TMA box that reaches past m makes a launch 2 to 6 % longer
+    (H200, 2026-11-22), so boxes have this many rows. The matrix instruction still takes tile_m rows: it multiplies
+    whatever shared memory holds behind them, and those products are not stored. Always tile_m if grouped, where the
+    next expert's rows follow."""
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Variant:
@@ -29,42 +47,44 @@ class Variant(gpu.Variant):
         return replace(super().of(problem, config), tokens=tokens)
 
     @property
-    def row_blocks(self) -> int:
-        """16-row blocks of the weight tile; every warp works on all of them."""
+    def m16_atoms(self) -> int:
+        """16-row atoms of the matrix instruction in the weight tile; every warp multiplies all of them."""
         return self.config.tile_n // 16
 
     @property
-    def parts(self) -> int:
-        """Packed blocks of 64 rows in the weight tile, 1 for a tile of fewer rows."""
+    def blocks_n(self) -> int:
+        """Packed 64-row weight blocks in the weight tile; 1 for a tile of fewer rows."""
         return max(1, self.config.tile_n // 64)
 
     @property
     def token_blocks(self) -> int:
+        """Blocks of eight tokens in a tile."""
         return self.config.tile_m // 8
 
     @property
     def scale_bytes(self) -> int:
-        """Scales and zero points of 64 rows and 128 columns."""
+        """Bytes of scales and zero points of a packed block, 64 rows x 128 columns."""
         return self.block_bytes - 2 * HALF_BYTES
 
     @property
     def weight_bytes(self) -> int:
-        """A slot's part of the weights: tile_n rows of 128 columns."""
+        """Bytes of weights per stage: tile_n rows x 128 columns."""
         return self.block_bytes * self.config.tile_n // 64
 
     @property
     def x_bytes(self) -> int:
+        """Bytes of x per stage: tile_m rows x 128 columns."""
         return self.config.tile_m * 256
 
     @property
-    def fetched_x_bytes(self) -> int:
-        """What TMA brings of them."""
+    def tma_x_bytes(self) -> int:
+        """Bytes of x per stage that TMA copies, and the full barrier waits for."""
         return 0 if self.gathered else self.tokens * 256
 
     @property
     def scales_in_registers(self) -> bool:
-        """Whether a unit's scales are read together with its codes, so that the slot can be refilled before the unit is
-        multiplied; with many groups there are no registers for that."""
+        """True if a stage's scales are read together with its codes, so that the stage can be refilled before it is
+        multiplied. More than 256 bytes per packed block would take too many registers."""
         return self.scale_bytes <= 256
 
     @staticmethod
@@ -72,14 +92,14 @@ class Variant(gpu.Variant):
         return 2 if config.schedule == "pingpong" else 1
 
     @property
-    def slots(self) -> int:
-        """Depth of each warp's ring."""
-        return self.config.stages or _SLOTS
+    def stages(self) -> int:
+        """Stages of each warp's pipeline."""
+        return _STAGES
 
     @property
-    def early_slots(self) -> int:
-        """Slots of weights that a warp requests before x may be read. The first x queues up behind them, which costs
-        more than an early start gains where x is large, or no other CTA streams meanwhile."""
+    def early_stages(self) -> int:
+        """Stages whose weights a warp requests before x may be read. The first x copy queues up behind them. That costs
+        more than an early start gains if tile_m is 16, or if no other CTA of the SM streams meanwhile."""
         return 2 if self.config.tile_m == 8 and self.occupancy == 2 else 1
 
     @property
@@ -88,62 +108,59 @@ class Variant(gpu.Variant):
         return self.config.tile_n + _PAD
 
     @property
-    def parked_bytes(self) -> int:
-        """One warp's accumulators in the reduction buffer."""
+    def partials_bytes(self) -> int:
+        """Bytes of one warp's partial sums in the reduction buffer."""
         return self.config.tile_m * self.reduction_row * 4
 
     @functools.cached_property
-    def _warps(self) -> tuple[int, int]:
-        """(warps, parked warps): as many as shared memory holds, (0, 0) if it holds no four."""
+    def _warps(self) -> Warps:
+        """As many warps as shared memory holds pipelines for; none if it holds fewer than four."""
         room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
         room -= self.table_bytes
-        ring = self.slots * (self.weight_bytes + self.x_bytes)
-        # two CTAs of eight warps leave 128 registers a thread, too few for the x fragments of 16 tokens
-        for warps in (4,) if self.occupancy == 2 and self.config.tile_m > 8 else (8, 4):
-            for parked in (8, 4, 2, 1):
-                if parked <= warps and warps * ring + parked * self.parked_bytes <= room:
-                    return warps, parked
-        return 0, 0
+        pipeline = self.stages * (self.weight_bytes + self.x_bytes)
+        # two CTAs of eight warps leave 128 registers per thread, too few for the x fragments of 16 tokens
+        for count in (4,) if self.occupancy == 2 and self.config.tile_m > 8 else (8, 4):
+            for in_reduction in (8, 4, 2, 1):
+                if in_reduction <= count and count * pipeline + in_reduction * self.partials_bytes <= room:
+                    return Warps(count, in_reduction)
+        return Warps(0, 0)
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA; each takes every ``warps``-th 128 columns of k. 0 if shared memory does not hold them."""
-        return self._warps[0]
+        """Warps of a CTA; each takes every ``warps``-th 128 columns of k. 0 if shared memory has no room for four."""
+        return self._warps.per_cta
 
     @property
-    def parked_warps(self) -> int:
-        """Warps whose accumulators the reduction buffer holds at once; the others hand theirs to these first."""
-        return self._warps[1]
+    def reduction_warps(self) -> int:
+        """Warps whose partial sums the reduction buffer holds at once; the others hand theirs to these first."""
+        return self._warps.in_reduction
 
     @property
-    def folds(self) -> tuple[tuple[int, int], ...]:
-        """(warps before, warps after) of each round of handing over."""
-        found, active = [], self.warps
-        while active > self.parked_warps:
-            left = max(active - self.parked_warps, self.parked_warps)
-            found.append((active, left))
-            active = left
+    def warp_reduction_rounds(self) -> tuple[ReductionRound, ...]:
+        """Rounds in which warps hand their accumulators over, until ``reduction_warps`` are left."""
+        found, before = [], self.warps
+        while before > self.reduction_warps:
+            after = max(before - self.reduction_warps, self.reduction_warps)
+            found.append(ReductionRound(before, after))
+            before = after
         return tuple(found)
 
     @property
     def reduction_bytes(self) -> int:
-        return self.parked_warps * self.parked_bytes
+        """Bytes of the reduction buffer."""
+        return self.reduction_warps * self.partials_bytes
 
     @property
     def accumulators(self) -> int:
-        """Accumulator registers of a thread."""
-        return 4 * self.row_blocks * self.token_blocks
+        """Accumulator registers per thread."""
+        return 4 * self.m16_atoms * self.token_blocks
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
     @property
-    def stages(self) -> int:
-        return self.slots
-
-    @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA, alignment included."""
-        rings = self.warps * self.slots * (self.weight_bytes + self.x_bytes)
-        return rings + self.reduction_bytes + self.table_bytes + _BARRIERS_AND_ALIGNMENT
+        """Bytes of shared memory per CTA, alignment included."""
+        pipelines = self.warps * self.stages * (self.weight_bytes + self.x_bytes)
+        return pipelines + self.reduction_bytes + self.table_bytes + _BARRIERS_AND_ALIGNMENT
