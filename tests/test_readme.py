@@ -13,7 +13,7 @@ import w4gemm
 from w4gemm.cli.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs/architecture.md", ROOT / "docs/commands.md")
+DOCUMENTS = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md"))
 
 
 def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,11 +56,20 @@ def test_the_explain_block(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == found[2].splitlines()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links(document: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
-    missing = [link for link in links if not (document.parent / link).exists()]
+    missing = []
+    for path, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", document.read_text()):
+        target = document.parent / path if path else document
+        if not target.exists() or (heading and heading not in headings(target)):
+            missing.append(f"{path}#{heading}")
     assert not missing
+
+
+def headings(document: Path) -> list[str]:
+    """The names by which links lead to headings."""
+    found = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found]
 
 
 def test_architecture_names_what_exists() -> None:
