@@ -251,7 +251,9 @@ def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
     assert d.dtype == dtype and d.shape == (2, 3, N)
     ((operands, epilogue),) = seen
     x8, scale = w4gemm.quantize_activations(x.view(-1, K))
-    assert torch.equal(operands.x.view(torch.uint8), x8.view(torch.uint8)) and torch.equal(operands.token_scale, scale)
+    assert torch.equal(operands.x.view(torch.uint8), x8.view(torch.uint8)) and torch.equal(
+        operands.epilogue.token_scale, scale
+    )
     assert operands.out.dtype == dtype and epilogue.token_scale and epilogue.result_dtype(FP8) == dtype
     with pytest.raises(TypeError, match=f"token_scale: wanted None for x of {dtype}, which is quantized here"):
         linear(x, w.repack("mma8"), token_scale=scale)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import w4gemm
 from conformance.cases import assert_close, random_weight
 from w4gemm import choice, linear, ops
-from w4gemm.epilogue import ACTIVATIONS, Epilogue
+from w4gemm.epilogue import ACTIVATIONS, Epilogue, EpilogueOperands
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.problem import Device, GemmProblem
@@ -363,7 +363,7 @@ def test_gradients_of_every_argument(w, x, bias, activation):
     tracked = [t.clone().requires_grad_() for t in (x, bias, given["alpha"], given["residual"])]
     d = linear(tracked[0], w, tracked[1], **(given | {"alpha": tracked[2], "residual": tracked[3]}))
     sums = wanted_from[0] @ w.dequantize(x.dtype).float().T
-    dense = Epilogue(activation).apply(sums, wanted_from[2], wanted_from[1], wanted_from[3])
+    dense = Epilogue(activation).apply(sums, EpilogueOperands(wanted_from[2], wanted_from[1], wanted_from[3]))
     g = torch.randn_like(dense)
     if activation == "relu":  # a rounding may change the side of its edge
         g[(1.5 * sums + bias).abs() < 0.1] = 0

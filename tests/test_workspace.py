@@ -39,7 +39,7 @@ def product(config):
 def test_flags_are_down_after_a_launch(product):
     product(0)
     torch.cuda.synchronize()
-    _, flags = workspace.partials_and_flags(torch.device("cuda", torch.cuda.current_device()), SIZE)
+    flags = workspace.allocated(torch.device("cuda", torch.cuda.current_device()), SIZE).flags
     assert not flags.any()
 
 
@@ -49,7 +49,7 @@ def test_a_stream_keeps_its_flags_and_shares_them_with_no_other():
     found = []
     for stream in streams * 2:
         with torch.cuda.stream(stream):
-            found.append(workspace.partials_and_flags(device, SIZE)[1].data_ptr())
+            found.append(workspace.allocated(device, SIZE).flags.data_ptr())
     assert found[:3] == found[3:] and len(set(found)) == 3
 
 

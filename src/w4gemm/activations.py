@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import NO_OPERANDS
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import multiplies_fp8
@@ -62,7 +62,7 @@ def quantize_activations(
     """
     k = _check(x, norm_weight, eps, silu_mul)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if needs_dispatcher(x, Fused()):
+    if needs_dispatcher(x, NO_OPERANDS):
         x8, scale = torch.ops.w4gemm.quantize_activations(rows, norm_weight, eps, silu_mul)
     else:
         x8, scale = _quantize(rows, norm_weight, eps, silu_mul)

@@ -3,12 +3,17 @@ and what came."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue, bias_dtype, default_out_dtype, require_activation, require_out_dtype
+from w4gemm.epilogue import (
+    Epilogue,
+    EpilogueOperands,
+    bias_dtype,
+    default_out_dtype,
+    require_activation,
+    require_out_dtype,
+)
 from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weight import QuantizedWeight, kind_of
 
@@ -16,15 +21,6 @@ _FP8 = torch.float8_e4m3fn
 _HALVES = (torch.float16, torch.bfloat16)
 _CPU_DTYPES = (*_HALVES, torch.float32, _FP8)
 _OUT_ALIGNMENT = 16
-
-
-class Fused(NamedTuple):
-    """What an epilogue is made with, as kernels take it."""
-
-    alpha: float | torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    token_scale: torch.Tensor | None = None
 
 
 def check(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
@@ -121,15 +117,15 @@ def check_activation(activation: str | None, n: int) -> None:
 def fused(
     x: torch.Tensor,
     w: QuantizedWeight,
-    given: Fused,
+    given: EpilogueOperands,
     activation: str | None,
     out_dtype: torch.dtype | None,
     rows: torch.Size | None = None,
-) -> tuple[Epilogue, Fused]:
+) -> tuple[Epilogue, EpilogueOperands]:
     """The epilogue of a call that asks for more than a bias, and what it is made with. ``given``: alpha, bias (already
     checked), residual and token_scale as they came. ``rows``: the result's shape without its last dimension, where it
     is not that of x."""
-    alpha, bias, residual, token_scale = given
+    alpha, bias, residual, token_scale, _ = given
     check_activation(activation, w.n)
     require_out_dtype(out_dtype)
     kind = None
@@ -143,7 +139,7 @@ def fused(
         residual = residual.view(-1, residual.shape[-1])
     if token_scale is not None:
         token_scale = _token_scale(token_scale, x)
-    return epilogue, Fused(alpha, bias, residual, token_scale)
+    return epilogue, EpilogueOperands(alpha, bias, residual, token_scale)
 
 
 def _token_scale(scale: object, x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +181,12 @@ def _check_residual(residual: torch.Tensor, x: torch.Tensor, shape: tuple[int, .
 
 
 def check_out(
-    out: torch.Tensor, x: torch.Tensor, n: int, epilogue: Epilogue, fused: Fused, rows: torch.Size | None = None
+    out: torch.Tensor,
+    x: torch.Tensor,
+    n: int,
+    epilogue: Epilogue,
+    fused: EpilogueOperands,
+    rows: torch.Size | None = None,
 ) -> None:
     """``rows`` as for :func:`fused`."""
     shape = (*(x.shape[:-1] if rows is None else rows), epilogue.columns(n))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,33 @@ def require_out_dtype(dtype: torch.dtype | None) -> None:
     """Raise TypeError for what d cannot have."""
     if dtype is not None and dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {dtype!r}")
+
+
+class EpilogueOperands(NamedTuple):
+    """The values that an :class:`Epilogue` asks for, None for each that it does not: tensors of torch on the host,
+    of cute in device code."""
+
+    alpha: Any = None
+    """A number, or a float32 tensor (1,)."""
+    bias: Any = None
+    """(n,), or (experts, n)."""
+    residual: Any = None
+    """(m, columns), contiguous: the memory of d or apart from it."""
+    token_scale: Any = None
+    """float32 (m,), or one for each row of x if rows of x are gathered."""
+    channel_scale: Any = None
+    """float32 (n,), or (experts, n): filled in by the launch if the weight has one."""
+
+    def with_channel_scale(self, channel_scale: Any) -> EpilogueOperands:
+        return EpilogueOperands(self.alpha, self.bias, self.residual, self.token_scale, channel_scale)
+
+    def of_rows(self, rows: slice) -> EpilogueOperands:
+        """The operands of these rows of d."""
+        residual, scale = (None if t is None else t[rows] for t in (self.residual, self.token_scale))
+        return self._replace(residual=residual, token_scale=scale)
+
+
+NO_OPERANDS = EpilogueOperands()
 
 
 class Epilogue(NamedTuple):
@@ -84,15 +111,10 @@ class Epilogue(NamedTuple):
         """Columns of d for a weight of n rows."""
         return n // 2 if self.gated else n
 
-    def apply(
-        self,
-        sums: torch.Tensor,
-        alpha: float | torch.Tensor | None,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        token_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The formula in PyTorch: x @ w.T (m, n) to d (m, columns), both in ``sums``'s dtype."""
+    def apply(self, sums: torch.Tensor, operands: EpilogueOperands) -> torch.Tensor:
+        """Return d (m, columns) for ``sums``, x @ w.T (m, n), in its dtype: the formula in PyTorch. A weight's channel
+        scale is part of the weight here, so ``operands`` have none."""
+        alpha, bias, residual, token_scale, _ = operands
         d = sums if token_scale is None else sums * token_scale.to(sums.dtype)[:, None]
         d = d if alpha is None else d * alpha
         d = d if bias is None else d + bias.to(d.dtype)

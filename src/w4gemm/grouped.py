@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from w4gemm import arguments
-from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
+from w4gemm.epilogue import Epilogue, EpilogueOperands
 from w4gemm.kernels import Operands
+from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.modes import needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.ops import _FUSED, _WEIGHT, _flat, _parse_format, _run, _unflat, _Weight, quantized
 from w4gemm.packing.layouts import FP8_LAYOUT
@@ -67,7 +67,8 @@ def grouped_linear(
     arguments.check_counts("m_offsets", m_offsets, w.experts + 1, x)
     if indices is not None:
         indices = arguments.checked_indices(indices, x)
-    rows, given = (m_offsets[:-1], m_offsets[1:], indices), Fused(alpha, bias, residual, token_scale)
+    rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices)
+    given = EpilogueOperands(alpha, bias, residual, token_scale)
     return _grouped(x, w, rows, given, activation, out_dtype, out, config)
 
 
@@ -105,23 +106,22 @@ def masked_linear(
     arguments.check_counts("counts", counts, w.experts, x)
     rows = max(1, x.shape[1])  # arange wants a step
     starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
-    given = Fused(alpha, bias, residual, token_scale)
-    return _grouped(x, w, (starts, starts + counts, None), given, activation, out_dtype, out, config)
+    given = EpilogueOperands(alpha, bias, residual, token_scale)
+    return _grouped(x, w, ExpertRows(starts, starts + counts), given, activation, out_dtype, out, config)
 
 
 def _grouped(
     x: torch.Tensor,
     w: QuantizedWeight,
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    given: Fused,
+    rows: ExpertRows,
+    given: EpilogueOperands,
     activation: str | None,
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
     config: GemmConfig | str | None,
 ) -> torch.Tensor:
-    """rows: the first and the end of each expert's, and indices."""
     text = "" if config is None else config if isinstance(config, str) else arguments.config_text(config)
-    shape = x.shape[:-1] if rows[2] is None else rows[2].shape
+    shape = x.shape[:-1] if rows.indices is None else rows.indices.shape
     epilogue, fused = arguments.fused(x, w, given, activation, out_dtype, shape)
     if torch.is_grad_enabled() and requires_grad(x, fused):
         raise NotImplementedError("x: gradients of a grouped linear are not implemented; call it under no_grad")
@@ -137,7 +137,7 @@ def _grouped(
         return d if out is None else out.copy_(d)
     if out is None:
         out = torch.empty((*shape, columns), dtype=epilogue.result_dtype(x.dtype), device=x.device)
-    _run(Operands(flat, w.tensors, out.view(-1, columns), *fused, rows[:2], rows[2]), w, epilogue, text, False)
+    _run(Operands(flat, w.tensors, out.view(-1, columns), fused, rows), w, epilogue, text, False)
     return out
 
 
@@ -154,7 +154,7 @@ def _grouped_op(x, starts, ends, indices, weight, format, layout, n, k, *rest): 
     *flat, config = rest
     out, epilogue, fused = _result(x, indices, n, flat)
     w = _Weight(_parse_format(format), layout, n)
-    _run(Operands(x, tuple(weight), out, *fused, (starts, ends), indices), w, epilogue, config, False)
+    _run(Operands(x, tuple(weight), out, fused, ExpertRows(starts, ends, indices)), w, epilogue, config, False)
     return out
 
 
@@ -163,7 +163,9 @@ def _grouped_fake(x, starts, ends, indices, weight, format, layout, n, k, *rest)
     return _result(x, indices, n, rest[:-1])[0]
 
 
-def _result(x: torch.Tensor, indices: torch.Tensor | None, n: int, flat: Any) -> tuple[torch.Tensor, Epilogue, Fused]:
+def _result(
+    x: torch.Tensor, indices: torch.Tensor | None, n: int, flat: Any
+) -> tuple[torch.Tensor, Epilogue, EpilogueOperands]:
     epilogue, fused = _unflat(*flat)
     shape = ((x if indices is None else indices).shape[0], epilogue.columns(n))
     return x.new_empty(shape, dtype=epilogue.result_dtype(x.dtype)), epilogue, fused

@@ -8,7 +8,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from w4gemm.arguments import Fused
+from w4gemm.epilogue import EpilogueOperands
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -18,7 +18,7 @@ def is_plain(t: object) -> bool:
     return type(t) in _PLAIN
 
 
-def needs_dispatcher(x: torch.Tensor, fused: Fused) -> bool:
+def needs_dispatcher(x: torch.Tensor, fused: EpilogueOperands) -> bool:
     """Whether anything but plain eager execution is going on: then only the registered operator is right."""
     return type(x) not in _PLAIN or (torch.is_grad_enabled() and requires_grad(x, fused)) or is_watched()
 
@@ -35,8 +35,8 @@ def is_watched() -> bool:
     )
 
 
-def requires_grad(x: torch.Tensor, fused: Fused) -> bool:
-    alpha, bias, residual, token_scale = fused
+def requires_grad(x: torch.Tensor, fused: EpilogueOperands) -> bool:
+    alpha, bias, residual, token_scale, _ = fused
     return (
         x.requires_grad
         or (bias is not None and bias.requires_grad)
@@ -46,7 +46,7 @@ def requires_grad(x: torch.Tensor, fused: Fused) -> bool:
     )
 
 
-def refuse_duals(x: torch.Tensor, fused: Fused) -> None:
+def refuse_duals(x: torch.Tensor, fused: EpilogueOperands) -> None:
     """Raise NotImplementedError where forward-mode derivatives would silently be lost."""
     if is_compiling():
         return

@@ -15,9 +15,8 @@ import torch
 
 from w4gemm import arguments, choice
 from w4gemm.activations import quantize_activations
-from w4gemm.arguments import Fused
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
 from w4gemm.formats import WeightFormat
 from w4gemm.gather import gather_columns
 from w4gemm.kernels import Operands
@@ -29,7 +28,6 @@ from w4gemm.weight import QuantizedWeight
 
 _FP8 = torch.float8_e4m3fn
 _BIAS = Epilogue(bias=True)
-_NONE = Fused()
 
 
 def linear(
@@ -84,7 +82,7 @@ def linear(
         x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
     if batch_invariant is not False and batch_invariant is not True:
         raise TypeError(f"batch_invariant: wanted a bool, got {type(batch_invariant).__name__} {batch_invariant!r}")
-    look, fused = None, _NONE if bias is None else Fused(bias=bias)
+    look, fused = None, NO_OPERANDS if bias is None else EpilogueOperands(None, bias)
     if alpha is residual is token_scale is out_dtype is out is config is None:
         look = _look(x, w, fused, activation, batch_invariant)
         call = None if look is None else _checked.get(look)
@@ -98,7 +96,9 @@ def linear(
         config = arguments.config_text(config)
     epilogue = PLAIN if bias is None else _BIAS
     if not (alpha is activation is residual is token_scale is out_dtype is None):
-        epilogue, fused = arguments.fused(x, w, Fused(alpha, bias, residual, token_scale), activation, out_dtype)
+        epilogue, fused = arguments.fused(
+            x, w, EpilogueOperands(alpha, bias, residual, token_scale), activation, out_dtype
+        )
     if needs_dispatcher(x, fused):
         return _linear_dispatched(x, w, epilogue, fused, out, config, batch_invariant)
     if out is not None:
@@ -119,7 +119,7 @@ _MOST_CHECKED = 4096
 
 
 def _look(
-    x: torch.Tensor, w: QuantizedWeight, fused: Fused, activation: str | None, batch_invariant: bool
+    x: torch.Tensor, w: QuantizedWeight, fused: EpilogueOperands, activation: str | None, batch_invariant: bool
 ) -> tuple[Hashable, ...] | None:
     """All that the checks look at of a call with no more than x, w, a bias and an activation, and all that its plan
     depends on. None unless it is a plain eager call with arguments of the right types."""
@@ -143,7 +143,7 @@ def _computed(
     call: choice.PlanKey,
     x: torch.Tensor,
     w: QuantizedWeight,
-    fused: Fused,
+    fused: EpilogueOperands,
     columns: int,
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
@@ -162,7 +162,7 @@ def _computed(
     else:
         d = rows.new_empty((m, columns), dtype=dtype)
     if m:
-        _launch(call, Operands(rows, w.tensors, d, *fused))
+        _launch(call, Operands(rows, w.tensors, d, fused))
     if out is not None:
         return out
     return d if flat else d.view(*shape[:-1], columns)
@@ -195,10 +195,11 @@ def _run(
     x, rows, m = operands.x, operands.rows, operands.out.shape[0]
     if m == 0:
         return
-    if operands.indices is not None and x.device.type == "cuda" and not (x.stride(1) == 1 and takes_rows(x)):
+    if rows.indices is not None and x.device.type == "cuda" and not (x.stride(1) == 1 and takes_rows(x)):
         operands = operands.gathered_first()
-    experts = 0 if rows is None else rows[0].shape[0]
-    gathered = operands.indices is not None
+        rows = operands.rows
+    experts = 0 if rows.starts is None else rows.starts.shape[0]
+    gathered = rows.indices is not None
     _launch(_call(m, w, x, epilogue, config, batch_invariant, experts, gathered), operands)
 
 
@@ -242,7 +243,7 @@ def _linear_dispatched(
     x: torch.Tensor,
     w: QuantizedWeight,
     epilogue: Epilogue,
-    fused: Fused,
+    fused: EpilogueOperands,
     out: torch.Tensor | None,
     config: str,
     batch_invariant: bool,
@@ -255,8 +256,8 @@ def _linear_dispatched(
         rows = selected(rows, 1, w.perm)
     weight = (list(w.tensors), w.format.name, w.layout, w.n, w.k)
     if not epilogue.linear and torch.is_grad_enabled() and requires_grad(x, fused):
-        sums = torch.ops.w4gemm.linear(rows, *weight, *_flat(_FLOAT32, _NONE), config, batch_invariant)
-        d = epilogue.apply(sums, *fused).to(epilogue.result_dtype(x.dtype))
+        sums = torch.ops.w4gemm.linear(rows, *weight, *_flat(_FLOAT32, NO_OPERANDS), config, batch_invariant)
+        d = epilogue.apply(sums, fused).to(epilogue.result_dtype(x.dtype))
     else:
         d = torch.ops.w4gemm.linear(rows, *weight, *_flat(epilogue, fused), config, batch_invariant)
     d = d.reshape(*x.shape[:-1], epilogue.columns(w.n))
@@ -282,18 +283,18 @@ torch.library.define("w4gemm::linear", f"(Tensor x, {_WEIGHT}, {_FUSED}, str con
 torch.library.define("w4gemm::linear_dx", f"(Tensor grad, {_WEIGHT}) -> Tensor")
 
 
-def _flat(epilogue: Epilogue, fused: Fused) -> tuple[object, ...]:
+def _flat(epilogue: Epilogue, fused: EpilogueOperands) -> tuple[object, ...]:
     """The operator's arguments ``_FUSED``; alpha as a number is its ``scale``."""
-    alpha, *tensors = fused
+    alpha, bias, residual, token_scale, _ = fused
     tensor, number = (alpha, None) if isinstance(alpha, torch.Tensor) else (None, alpha)
-    return *tensors, tensor, number, epilogue.activation, epilogue.out_dtype
+    return bias, residual, token_scale, tensor, number, epilogue.activation, epilogue.out_dtype
 
 
-def _unflat(*flat) -> tuple[Epilogue, Fused]:  # type: ignore[no-untyped-def]
+def _unflat(*flat) -> tuple[Epilogue, EpilogueOperands]:  # type: ignore[no-untyped-def]
     bias, residual, token_scale, alpha, scale, activation, out_dtype = flat
     kind = "device" if alpha is not None else "host" if scale is not None else None
     epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
-    return epilogue, Fused(scale if alpha is None else alpha, bias, residual, token_scale)
+    return epilogue, EpilogueOperands(scale if alpha is None else alpha, bias, residual, token_scale)
 
 
 @torch.library.impl("w4gemm::linear", ("cpu", "cuda"))
@@ -303,7 +304,7 @@ def _linear_op(x, weight, format, layout, n, k, *rest):  # type: ignore[no-untyp
     dtype = epilogue.result_dtype(x.dtype)
     out = torch.empty((x.shape[0], epilogue.columns(n)), dtype=dtype, device=x.device)
     w = _Weight(_parse_format(format), layout, n)
-    _run(Operands(x, tuple(weight), out, *fused), w, epilogue, config, batch_invariant)
+    _run(Operands(x, tuple(weight), out, fused), w, epilogue, config, batch_invariant)
     return out
 
 
@@ -347,7 +348,7 @@ def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 def _linear_dx_backward(ctx, grad):  # type: ignore[no-untyped-def]
     weight = list(ctx.saved_tensors)
-    d = torch.ops.w4gemm.linear(grad, weight, *ctx.names, *_flat(PLAIN, _NONE), "", False)
+    d = torch.ops.w4gemm.linear(grad, weight, *ctx.names, *_flat(PLAIN, NO_OPERANDS), "", False)
     return d, [None] * len(weight), *(4 * [None])
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from w4gemm.epilogue import Epilogue
+from w4gemm.epilogue import Epilogue, EpilogueOperands
 from w4gemm.weight import QuantizedWeight
 
 
@@ -23,7 +23,7 @@ def linear_reference(
     """act(alpha * token_scale * (x @ w.T) + bias) + residual as float64, with the weights of
     ``w.dequantize(torch.float32)``."""
     d = x.double() @ w.dequantize(torch.float32).double().T
-    return Epilogue(activation).apply(d, alpha, bias, residual, token_scale)
+    return Epilogue(activation).apply(d, EpilogueOperands(alpha, bias, residual, token_scale))
 
 
 def grouped_reference(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from w4gemm import choice
-from w4gemm.epilogue import PLAIN, Epilogue, bias_dtype
+from w4gemm.epilogue import PLAIN, Epilogue, EpilogueOperands, bias_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import Operands, kernel_named
 from w4gemm.packing.layouts import layout_for, layout_named
@@ -138,7 +138,7 @@ class MixedGemm:
         residual = None if residual is None else _tensor("residual", residual)
         alpha = alpha if alpha is None or isinstance(alpha, (int, float)) else _tensor("alpha", alpha)
         token_scale = None if token_scale is None else _tensor("token_scale", token_scale)
-        operands = Operands(a, weight, out, alpha, bias, residual, token_scale)
+        operands = Operands(a, weight, out, EpilogueOperands(alpha, bias, residual, token_scale))
         n = self._check(operands)
         m, k = a.shape
         if m == 0:
@@ -175,7 +175,7 @@ class MixedGemm:
 
     def _check(self, operands: Operands) -> int:
         """Everything that a kernel takes for granted; gives n."""
-        a, weight, out, alpha, bias, residual, token_scale, *_ = operands
+        a, weight, out, (alpha, bias, residual, token_scale, _), *_ = operands
         epilogue, device = self.epilogue, self.device
         assert isinstance(device, torch.device)
         if a.dim() != 2 or out.dim() != 2 or a.shape[0] != out.shape[0]:

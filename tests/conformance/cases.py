@@ -14,7 +14,7 @@ import torch
 
 import w4gemm
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue, default_out_dtype
+from w4gemm.epilogue import PLAIN, Epilogue, EpilogueOperands, default_out_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel, ranked
@@ -194,7 +194,7 @@ def assert_close(
         weight = w.dequantize(torch.float32 if x.dtype == FP8 else x.dtype)
         alpha, residual, scale = (fused.get(name) for name in ("alpha", "residual", "token_scale"))
         sums = torch.nn.functional.linear(x.float(), weight.float())
-        plain = Epilogue(fused.get("activation")).apply(sums, alpha, bias, residual, scale).to(dtype)
+        plain = Epilogue(fused.get("activation")).apply(sums, EpilogueOperands(alpha, bias, residual, scale)).to(dtype)
         size = size * (1 if alpha is None else float(alpha)) + rms(exact)
         if x.dtype == FP8:  # scales that are applied to sums start anew with each group
             length = w.k if w.format.has_channels else min(w.k, 128)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from w4gemm.config import GemmConfig
+from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
+from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
 from w4gemm.problem import GemmProblem
 
 
@@ -35,38 +37,35 @@ OK = Status(True)
 
 
 class Operands(NamedTuple):
-    """What one launch reads and writes, already validated, as the problem's epilogue says.
+    """Tensors of one launch, already validated; m >= 1. A kernel on a GPU makes its
+    :class:`w4gemm.kernels.arguments.Arguments` of them.
 
-    x (m, k), its last dimension contiguous; weight: the packed tensors; out (m, columns) contiguous; alpha: a number or
-    a float32 tensor (1); bias (n); residual (m, columns) contiguous, the memory of out or apart from it; token_scale
-    float32 (m). m >= 1.
-
-    Of a grouped problem, with experts > 0: weight and bias with a leading dimension (experts), and rows: (starts,
-    ends), int32 (experts) each: expert e multiplies the rows starts[e] .. ends[e] of x, which may be none; rows of out
-    that no expert has are not written. Only the device knows these numbers, 0 <= starts <= ends <= m.
-
-    Of one that is gathered: indices int32 (m), row i of out is made of row indices[i] of x (any number, k), and of the
-    token_scale of that row.
+    If the problem is grouped, the weight's tensors and the bias have a leading dimension (experts), and rows of out
+    that no expert has are not written. If it is gathered, x has any number of rows, and token_scale one for each.
     """
 
     x: torch.Tensor
+    """(m, k), its last dimension contiguous."""
     weight: tuple[torch.Tensor, ...]
+    """The packed tensors, see the weight's layout."""
     out: torch.Tensor
-    alpha: float | torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    token_scale: torch.Tensor | None = None
-    rows: tuple[torch.Tensor, torch.Tensor] | None = None
-    indices: torch.Tensor | None = None
+    """(m, columns), contiguous."""
+    epilogue: EpilogueOperands = NO_OPERANDS
+    """Exactly those that the problem's epilogue asks for."""
+    rows: ExpertRows = NO_ROWS
     workspace: torch.Tensor | None = None
     """``workspace_bytes`` of the caller's, see there; None for memory that the launch takes itself."""
 
     def gathered_first(self) -> Operands:
         """The same without indices: x and its scales gathered beforehand, by PyTorch."""
-        if self.indices is None:
+        indices = self.rows.indices
+        if indices is None:
             return self
-        scale = None if self.token_scale is None else self.token_scale.index_select(0, self.indices)
-        return self._replace(x=selected(self.x, 0, self.indices), token_scale=scale, indices=None)
+        epilogue = self.epilogue
+        if epilogue.token_scale is not None:
+            epilogue = epilogue._replace(token_scale=epilogue.token_scale.index_select(0, indices))
+        rows = self.rows._replace(indices=None)
+        return self._replace(x=selected(self.x, 0, indices), epilogue=epilogue, rows=rows)
 
 
 def selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

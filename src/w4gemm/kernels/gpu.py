@@ -11,7 +11,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
-from w4gemm.kernels import workspace
+from w4gemm.kernels import arguments, workspace
 from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
 from w4gemm.kernels.device.decode_table import ROW_BYTES, table_rows
 from w4gemm.kernels.device.requirements import missing_for_dsl
@@ -210,82 +210,35 @@ class GpuKernel(ABC):
         return self.variant.of(problem, config)
 
     def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
-        import cutlass
-        import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+        from cutlass.cute.runtime import make_fake_stream
+
+        from w4gemm.kernels.device.entry import FlatEntry
 
         variant = self.variant.of(problem, config)
-        epilogue = variant.epilogue
-        dtypes = {
-            "f16": cutlass.Float16,
-            "bf16": cutlass.BFloat16,
-            "f32": cutlass.Float32,
-            "e4m3": cutlass.Float8E4M3FN,
-        }
-        dtype, out_dtype = dtypes[variant.kind], dtypes[variant.out_kind]
-        m, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        x_rows = cute.sym_int() if variant.gathered else m
-        columns = cute.sym_int() if epilogue.gated else n
-        size = out_dtype.width // 8
-        wide = 16 // size if variant.vector else 1
-        x = make_fake_tensor(dtype, (x_rows, k), (cute.sym_int64(divisibility=128 // dtype.width), 1), assumed_align=16)
-        # the blocks of all experts in a row
-        words = (cute.sym_int(), cute.sym_int(), variant.block_bytes // 4)
-        weight = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(2, 1, 0), assumed_align=16)
-        rows = (cute.sym_int64(divisibility=wide), 1)
-        out = make_fake_tensor(out_dtype, (m, columns), rows, assumed_align=size * wide)
-        alpha = {
-            None: None,
-            "host": cutlass.Float32(1.0),
-            "device": make_fake_compact_tensor(cutlass.Float32, (1,), assumed_align=4),
-        }[epilogue.alpha]
-        starts = ends = bias = None
-        if variant.grouped:
-            experts = cute.sym_int()
-            starts, ends = (make_fake_compact_tensor(cutlass.Int32, (experts,), assumed_align=4) for _ in range(2))
-        indices = make_fake_compact_tensor(cutlass.Int32, (m,), assumed_align=4) if variant.gathered else None
-        if epilogue.bias:
-            shape, order = ((experts, n), (1, 0)) if variant.grouped else ((n,), (0,))
-            bias = make_fake_compact_tensor(dtypes[variant.bias_kind], shape, stride_order=order, assumed_align=2)
-        residual = None
-        if epilogue.residual:
-            residual = make_fake_tensor(out_dtype, (m, columns), rows, assumed_align=size * wide)
-        partials = flags = None
-        if self.workspace_bytes(problem, config):
-            partials = make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),), assumed_align=16)
-            flags = make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        token_scale = None
-        if epilogue.token_scale:
-            token_scale = make_fake_compact_tensor(cutlass.Float32, (x_rows,), assumed_align=4)
-        channels = None
-        if variant.folded:
-            shape, order = ((experts, n), (1, 0)) if variant.grouped else ((n,), (0,))
-            channels = make_fake_compact_tensor(cutlass.Float32, shape, stride_order=order, assumed_align=4)
-        extras = (alpha, bias, residual, token_scale, channels)
-        arguments = (x, weight, out, *extras, starts, ends, indices, partials, flags, 1, stream)
-        return Program(self.entry()(variant), arguments, self.arch(problem.device))
+        given = arguments.stand_ins(variant, workspace=self.workspace_bytes(problem, config) > 0)
+        values = (*arguments.flat(*given), make_fake_stream(use_tvm_ffi_env_stream=True))
+        return Program(FlatEntry(self.entry()(variant)), values, self.arch(problem.device))
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
         per_cluster = config.cluster_m * config.cluster_n * config.split_k
         clusters = self.ctas_per_sm(config) * problem.device.sms // per_cluster
-        size = self.workspace_bytes(problem, config)
+        size, grouped = self.workspace_bytes(problem, config), problem.experts > 0
 
         def launch(operands: Operands) -> None:
-            x, weight, out, alpha, bias, residual, token_scale, rows, indices, given = operands
-            blocks, channels = weight[0], weight[1] if len(weight) > 1 else None
-            starts = ends = partials = flags = None
-            if rows is not None:
-                (starts, ends), blocks = rows, blocks.flatten(0, 1)
+            x, weight, out, epilogue, rows, given = operands
+            blocks, memory = weight[0], arguments.NO_WORKSPACE
+            if grouped:
+                blocks = blocks.flatten(0, 1)
+            if len(weight) > 1:
+                epilogue = epilogue.with_channel_scale(weight[1])
             if size:
-                own = workspace.partials_and_flags(x.device, size) if given is None else workspace.parts(given)
-                partials, flags = own
+                memory = workspace.allocated(x.device, size) if given is None else workspace.divided(given)
+            residual = epilogue.residual
             if residual is not None and residual.data_ptr() % 16:
-                residual = residual.clone()
+                epilogue = epilogue._replace(residual=residual.clone())
             if x.stride()[0] * x.itemsize % 16 or x.data_ptr() % 16:
                 x = _tma_readable(x)
-            extras = alpha, bias, residual, token_scale, channels
-            compiled(x, blocks, out, *extras, starts, ends, indices, partials, flags, clusters)
+            compiled(*arguments.flat(x, blocks, out, epilogue, rows, memory, clusters))
 
         return launch
 

@@ -13,6 +13,8 @@ import threading
 
 import torch
 
+from w4gemm.kernels.arguments import StreamWorkspace
+
 FLAG_BYTES = 2048
 """Of a launch's flags: two for each of 256 multiprocessors."""
 _POOL = 2048
@@ -23,22 +25,22 @@ _pools: dict[int, list[torch.Tensor]] = {}
 _lock = threading.Lock()
 
 
-def parts(workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The partial sums and flags in a caller's workspace, contiguous and of any dtype."""
+def divided(workspace: torch.Tensor) -> StreamWorkspace:
+    """Views of a caller's workspace, contiguous and of any dtype."""
     raw = workspace.view(-1).view(torch.uint8)
-    return raw[FLAG_BYTES:].view(torch.float32), raw[:FLAG_BYTES].view(torch.int32)
+    return StreamWorkspace(raw[FLAG_BYTES:].view(torch.float32), raw[:FLAG_BYTES].view(torch.int32))
 
 
-def partials_and_flags(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 partial sums, uninitialized, and int32 flags, all down, together ``size`` bytes, for a launch on the
-    current stream of the current CUDA device."""
+def allocated(device: torch.device, size: int) -> StreamWorkspace:
+    """Uninitialized partial sums and flags that are 0, together ``size`` bytes, for a launch on the current stream of
+    the current CUDA device."""
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index or 0, stream, capture
     flags = _flags.get(key)
     if flags is None:
         flags = _take(device, key)
-    return torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags
+    return StreamWorkspace(torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags)
 
 
 def _take(device: torch.device, key: tuple[int, int, int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from w4gemm.epilogue import bias_dtype
+from w4gemm.epilogue import EpilogueOperands, bias_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import Operands
 from w4gemm.problem import GemmProblem
@@ -67,18 +67,17 @@ class Workload:
         residual = random(m, columns, dtype=problem.out_dtype) if epilogue.residual else None
         copies = self._copies if m <= _MANY_TOKENS else self._copies[:4]
         token_scale = torch.rand(m, device=self.device) + 0.5 if epilogue.token_scale else None
-        return [Operands(xs[i % 2], w, out, alpha, bias, residual, token_scale) for i, w in enumerate(copies)]
+        given = EpilogueOperands(alpha, bias, residual, token_scale)
+        return [Operands(xs[i % 2], w, out, given) for i, w in enumerate(copies)]
 
     def error(self, launch: Launch, operands: Operands) -> float:
         """|d - wanted| / |wanted| over the first rows, of the float32 product with the dequantized weight."""
         operands.out.fill_(float("nan"))
         launch(operands)
-        x, _, out, alpha, bias, residual, token_scale, *_ = operands
         rows = slice(0, _CHECKED_ROWS)
-        sums = x[rows].float() @ self._dense.T
-        by_row = (None if t is None else t[rows] for t in (residual, token_scale))
-        wanted = self.problem.epilogue.apply(sums, alpha, bias, *by_row)
-        return ((out[rows].float() - wanted).norm() / wanted.norm()).item()
+        sums = operands.x[rows].float() @ self._dense.T
+        wanted = self.problem.epilogue.apply(sums, operands.epilogue.of_rows(rows))
+        return ((operands.out[rows].float() - wanted).norm() / wanted.norm()).item()
 
     def time(self, launches: list[Launch], operands: list[Operands], replays: int) -> list[Timing]:
         """Microseconds a launch, of several interleaved."""

@@ -89,15 +89,15 @@ class CpuMixedGemm:
         if torch.is_autocast_enabled("cpu"):  # which would cast what is computed in float32 here
             with torch.autocast("cpu", enabled=False):
                 return self._launch(problem, config, operands)
-        x, weight, out, alpha, bias, residual, token_scale, rows, *_ = operands.gathered_first()
-        if rows is None:
+        x, weight, out, epilogue, rows, _ = operands.gathered_first()
+        if rows.starts is None:
             return self._multiply(problem, config, operands)
-        bounds = zip(*(t.tolist() for t in rows), strict=True)
+        bounds = zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
         for e, (first, last) in enumerate(bounds):
             r = slice(first, last)
-            own = tuple(t[e] for t in weight), out[r], alpha, None if bias is None else bias[e]
-            added, scale = (None if t is None else t[r] for t in (residual, token_scale))
-            self._multiply(problem, config, Operands(x[r], *own, added, scale))
+            given = epilogue.of_rows(r)
+            given = given if given.bias is None else given._replace(bias=given.bias[e])
+            self._multiply(problem, config, Operands(x[r], tuple(t[e] for t in weight), out[r], given))
 
     def _multiply(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         method = kernel.sum_linear if config.tile_m == 1 else kernel.dense_linear
@@ -105,8 +105,7 @@ class CpuMixedGemm:
             tokens = slice(first, first + config.tile_m)
             x = operands.x[tokens]
             d = method(x.float() if x.dtype == torch.float8_e4m3fn else x, operands.weight, problem, config)
-            residual, scale = (None if t is None else t[tokens] for t in (operands.residual, operands.token_scale))
-            operands.out[tokens] = problem.epilogue.apply(d, operands.alpha, operands.bias, residual, scale)
+            operands.out[tokens] = problem.epilogue.apply(d, operands.epilogue.of_rows(tokens))
 
 
 def _summed_together(format: WeightFormat, k: int) -> int:

@@ -139,8 +139,8 @@ class DequantizeGemm:
             if operands.workspace is None:
                 memory = torch.empty(size, dtype=torch.uint8, device=x.device)
             else:
-                memory = workspace.parts(operands.workspace)[0].view(torch.uint8)
-            multiply = _multiplier(x, channels, operands.bias, operands.token_scale)
+                memory = workspace.divided(operands.workspace).partials.view(torch.uint8)
+            multiply = _multiplier(x, channels, operands.epilogue.bias, operands.epilogue.token_scale)
             for first in range(0, n, tile_n):
                 part = blocks[first // BLOCK_N : (first + tile_n) // BLOCK_N]
                 shape = part.shape[0] * BLOCK_N, part.shape[1] * BLOCK_K * x.itemsize

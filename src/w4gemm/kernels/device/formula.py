@@ -66,7 +66,7 @@ class Formula:
 
     def load_alpha(self, extras: Any) -> Float32 | None:
         """Once a thread."""
-        alpha = extras[0]
+        alpha = extras.alpha
         if self.epilogue.alpha == "device":
             return to_float("f32", load_global(alpha.iterator.toint(), 1, Boolean(True))[0])
         return alpha
@@ -75,14 +75,14 @@ class Formula:
         """The bits of a feature's, 0 past the last one."""
         if not self.epilogue.bias:
             return None
-        bias = extras[1]
+        bias = extras.bias
         return load_global_half(bias.iterator.toint() + Int64(feature) * 2, feature < bias.shape[0])
 
     def load_token_scale(self, extras: Any, token: Int32, rows: Any) -> Float32 | None:
         """What the sums of a token are multiplied by; 0 past the last of ``rows`` tokens."""
         if not self.epilogue.token_scale:
             return None
-        scales, exists = extras[3], token < rows
+        scales, exists = extras.token_scale, token < rows
         if isinstance(scales, tuple):
             scales, indices = scales
             token = load_global(indices.iterator.toint() + Int64(token) * 4, 1, exists)[0]
@@ -92,7 +92,7 @@ class Formula:
         """What the sums of a feature are multiplied by; 0 past the last one."""
         if not self.channels:
             return None
-        channels = extras[4]
+        channels = extras.channel_scale
         address = channels.iterator.toint() + Int64(feature) * 4
         return to_float("f32", load_global(address, 1, feature < channels.shape[0])[0])
 
@@ -100,7 +100,7 @@ class Formula:
         """What is added to a quad, as words of one or two columns of d; 0 past the last one."""
         if not self.epilogue.residual:
             return []
-        residual, column, count = extras[2], self.column(feature), 2 if self.epilogue.gated else 4
+        residual, column, count = extras.residual, self.column(feature), 2 if self.epilogue.gated else 4
         m, columns = residual.shape
         address, per_word = self.address(residual, token, column), 1 if self.out_kind == "f32" else 2
         if self.vector:
@@ -112,7 +112,7 @@ class Formula:
 
     def prefetch_residual(self, extras: Any, token: Int32, feature: Int32, features: int) -> None:
         """Bring ``features`` features of a token's into L2."""
-        residual, column = extras[2], self.column(feature)
+        residual, column = extras.residual, self.column(feature)
         size = residual.element_type.width // 8
         exists = (token < residual.shape[0]) & (column < residual.shape[1])
         for offset in range(0, self.column(features) * size, 128):
@@ -121,7 +121,7 @@ class Formula:
     def prefetch_features(self, extras: Any, feature: Int32, features: int, thread: Int32) -> None:
         """Bring biases and scales of ``features`` features into L2, by as many threads, or some of them."""
         own = feature + thread
-        for t, size in ((extras[1], 2), (extras[4], 4)):
+        for t, size in ((extras.bias, 2), (extras.channel_scale, 4)):
             if t is not None:
                 # one thread a sector of 32 bytes
                 exists = (thread < features) & (thread % (32 // size) == 0) & (own < t.shape[0])

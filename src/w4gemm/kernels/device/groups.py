@@ -78,8 +78,8 @@ def first_rows(t: cute.Tensor, end: Int32) -> cute.Tensor:
 def extras_of(extras: Any, expert: Int32, end: Int32) -> Any:
     """(alpha, bias, residual, token scales, channel scales) of an expert: its own rows of those that are (experts, n),
     the residual cut off at its last row."""
-    alpha, bias, residual, token_scale, channels = extras
-    return cut_off((alpha, row_of(bias, expert), residual, token_scale, row_of(channels, expert)), end)
+    bias, channel_scale = row_of(extras.bias, expert), row_of(extras.channel_scale, expert)
+    return cut_off(extras._replace(bias=bias, channel_scale=channel_scale), end)
 
 
 def scales_of_rows(token_scale: cute.Tensor | None, indices: cute.Tensor | None) -> Any:
@@ -89,8 +89,7 @@ def scales_of_rows(token_scale: cute.Tensor | None, indices: cute.Tensor | None)
 
 def cut_off(extras: Any, end: Int32) -> Any:
     """The same with the residual cut off at row ``end``."""
-    alpha, bias, residual, *others = extras
-    return alpha, bias, None if residual is None else first_rows(residual, end), *others
+    return extras if extras.residual is None else extras._replace(residual=first_rows(extras.residual, end))
 
 
 def row_of(t: cute.Tensor | None, index: Int32) -> cute.Tensor | None:

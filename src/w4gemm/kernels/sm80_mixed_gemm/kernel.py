@@ -52,6 +52,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.formula import Formula, scaled
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, scales_of_rows, weight_of
@@ -93,34 +94,20 @@ class MixedGemm:
         self.group_bytes = 128 * self.decoder.words_per_scale  # of a group's scales in a block
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        out: cute.Tensor,
-        alpha: Float32 | cute.Tensor | None,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        token_scale: cute.Tensor | None,
-        channels: cute.Tensor | None,
-        starts: cute.Tensor | None,
-        ends: cute.Tensor | None,
-        indices: cute.Tensor | None,
-        partials: cute.Tensor | None,
-        flags: cute.Tensor | None,
-        max_ctas: Int32,
-        stream: Any,
-    ):
-        """As MixedGemm.__call__ of sm90_mixed_gemm. max_ctas: of a stream."""
+    def __call__(self, args: Arguments, stream: Any):
+        """Launch. args.max_clusters: CTAs of a stream-k launch."""
         v, c = self.v, self.v.config
+        x, weight, out = args.x, args.weight, args.out
         m_tiles, n_blocks = cute.ceil_div(out.shape[0], c.tile_m), weight.shape[0]
         if const_expr(v.grouped):
-            m_tiles, n_blocks = most_tiles(out.shape[0], starts.shape[0], c.tile_m), n_blocks // starts.shape[0]
+            m_tiles, n_blocks = (
+                most_tiles(out.shape[0], args.rows.starts.shape[0], c.tile_m),
+                n_blocks // args.rows.starts.shape[0],
+            )
         ctas = m_tiles * cute.ceil_div(n_blocks, v.row_blocks)
         if const_expr(v.stream):
-            ctas = cutlass.min(ctas * cute.ceil_div(x.shape[1], c.tile_k), max_ctas)
-        extras = (alpha, bias, residual, token_scale, channels)
-        self.kernel(x, weight, out, *extras, starts, ends, indices, partials, flags).launch(
+            ctas = cutlass.min(ctas * cute.ceil_div(x.shape[1], c.tile_k), args.max_clusters)
+        self.kernel(args).launch(
             grid=[ctas, 1, 1],
             block=[v.threads, 1, 1],
             min_blocks_per_mp=v.occupancy,
@@ -130,24 +117,11 @@ class MixedGemm:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        out: cute.Tensor,
-        alpha: Float32 | cute.Tensor | None,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        token_scale: cute.Tensor | None,
-        channels: cute.Tensor | None,
-        starts: cute.Tensor | None,
-        ends: cute.Tensor | None,
-        indices: cute.Tensor | None,
-        partials: cute.Tensor | None,
-        flags: cute.Tensor | None,
-    ):
+    def kernel(self, args: Arguments):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual, scales_of_rows(token_scale, indices), channels)
+        x, weight, out = args.x, args.weight, args.out
+        starts, ends, indices = args.rows
+        extras = args.epilogue._replace(token_scale=scales_of_rows(args.epilogue.token_scale, indices))
         cta = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         words = (v.stages * v.stage_bytes + v.decode_table_bytes) // 4
@@ -177,7 +151,7 @@ class MixedGemm:
             n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
             if const_expr(v.stream):
                 self.begin(ring)
-                self.walk(x, weight, out, extras, (partials, flags), ring, (m_tiles, n_tiles, slots))
+                self.walk(x, weight, out, extras, args.workspace, ring, (m_tiles, n_tiles, slots))
             else:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 self.load_weights(weight, ring, n_tile, Int32(0), Int32(0))

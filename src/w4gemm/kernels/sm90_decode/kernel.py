@@ -42,6 +42,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
@@ -135,26 +136,10 @@ class Decode:
         self.formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        out: cute.Tensor,
-        alpha: Float32 | cute.Tensor | None,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        token_scale: None,
-        channels: None,
-        starts: cute.Tensor | None,
-        ends: cute.Tensor | None,
-        indices: cute.Tensor | None,
-        partials: None,
-        flags: None,
-        max_clusters: Int32,
-        stream: Any,
-    ):
-        """As MixedGemm.__call__ of sm90_mixed_gemm, for 16-bit x, without a schedule that needs partials and flags."""
+    def __call__(self, args: Arguments, stream: Any):
+        """Launch. x is 16-bit; args.workspace is not used."""
         variant, config = self.variant, self.variant.config
+        x, out = args.x, args.out
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         x_layout = cute.tile_to_shape(atom, (config.tile_m, 64, 2 * variant.stages * variant.warps), order=(0, 1, 2))
         tma, tma_x = None, x
@@ -164,10 +149,10 @@ class Decode:
             tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, shape)
         m_tiles = cute.ceil_div(out.shape[0], variant.tokens)
         if const_expr(variant.grouped):
-            m_tiles = most_tiles(out.shape[0], starts.shape[0], variant.tokens)
+            m_tiles = most_tiles(out.shape[0], args.rows.starts.shape[0], variant.tokens)
         tiles = m_tiles * cute.ceil_div(self.features(out), config.tile_n)
-        self.kernel(tma, tma_x, x_layout, weight, out, alpha, bias, residual, starts, ends, indices).launch(
-            grid=[cutlass.min(tiles, max_clusters) * config.split_k, 1, 1],
+        self.kernel(tma, tma_x, x_layout, args.behind_tma()).launch(
+            grid=[cutlass.min(tiles, args.max_clusters) * config.split_k, 1, 1],
             block=[variant.threads, 1, 1],
             cluster=[config.split_k, 1, 1],
             min_blocks_per_mp=variant.occupancy,
@@ -182,17 +167,11 @@ class Decode:
         tma: cute.CopyAtom | None,
         tma_x: cute.Tensor,
         x_layout: cute.ComposedLayout,
-        weight: cute.Tensor,
-        out: cute.Tensor,
-        alpha: Float32 | cute.Tensor | None,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        starts: cute.Tensor | None,
-        ends: cute.Tensor | None,
-        indices: cute.Tensor | None,
+        args: Arguments,
     ):
         variant, config = self.variant, self.variant.config
-        extras = (alpha, bias, residual, None, None)
+        weight, out, extras = args.weight, args.out, args.epilogue
+        starts, ends, indices = args.rows
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.memory.SmemAllocator()

@@ -70,6 +70,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
@@ -115,30 +116,10 @@ class MixedGemm(Producer, Consumer):
         self.groups = max(1, self.part_k // variant.scale_group)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        out: cute.Tensor,
-        alpha: Float32 | cute.Tensor | None,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        token_scale: cute.Tensor | None,
-        channels: cute.Tensor | None,
-        starts: cute.Tensor | None,
-        ends: cute.Tensor | None,
-        indices: cute.Tensor | None,
-        partials: cute.Tensor | None,
-        flags: cute.Tensor | None,
-        max_clusters: Int32,
-        stream: Any,
-    ):
-        """x (m, k), weight int32 (n blocks, k blocks, words), out and residual (m, columns), alpha a number or (1),
-        bias and channels (n), token_scale (m). Grouped: weight with the n blocks of all experts in a row, bias and
-        channels (experts, n), starts and ends of the experts' rows, int32 (experts). Gathered: indices int32 (m), of
-        rows of x (any number, k) and of token_scale. partials and flags, for schedule stream: see device/stream_k.py.
-        max_clusters: how many clusters of this kernel the device holds at once."""
+    def __call__(self, args: Arguments, stream: Any):
+        """Launch."""
         c = self.v.config
+        x, weight, out = args.x, args.weight, args.out
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -161,7 +142,7 @@ class MixedGemm(Producer, Consumer):
         tma, tma_x = None, x
         if const_expr(not self.v.gathered):
             tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, box_shape, num_multicast=c.cluster_n)
-        experts = starts.shape[0] if const_expr(self.v.grouped) else 1
+        experts = args.rows.starts.shape[0] if const_expr(self.v.grouped) else 1
         m_tiles, n_tiles = self.tiles(out.shape[0], weight.shape[0] // experts)
         if const_expr(self.v.grouped):
             m_tiles = most_tiles(out.shape[0], experts, c.tile_m)
@@ -170,12 +151,8 @@ class MixedGemm(Producer, Consumer):
             steps = cute.ceil_div(weight.shape[1], self.v.step_blocks)
             clusters = clusters * steps  # a step of k for each CTA at least
         if const_expr(self.v.persistent):
-            clusters = cutlass.min(clusters, max_clusters)
-        extras, rows = (alpha, bias, residual, token_scale, channels), (starts, ends, indices)
-        parked = (partials, flags)
-        self.kernel(
-            tma, tma_x, mma, x_layout, box_layout, *self.boxes_of_d(out), weight, out, *extras, *rows, *parked
-        ).launch(
+            clusters = cutlass.min(clusters, args.max_clusters)
+        self.kernel(tma, tma_x, mma, x_layout, box_layout, *self.boxes_of_d(out), args.behind_tma()).launch(
             grid=[clusters * self.cluster, 1, 1],
             block=[self.v.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
@@ -206,21 +183,12 @@ class MixedGemm(Producer, Consumer):
         store: cute.CopyAtom | None,
         store_d: cute.Tensor,
         staging_layout: cute.ComposedLayout | None,
-        weight: cute.Tensor,
-        out: cute.Tensor,
-        alpha: Float32 | cute.Tensor | None,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        token_scale: cute.Tensor | None,
-        channels: cute.Tensor | None,
-        starts: cute.Tensor | None,
-        ends: cute.Tensor | None,
-        indices: cute.Tensor | None,
-        partials: cute.Tensor | None,
-        flags: cute.Tensor | None,
+        args: Arguments,
     ):
         v, c = self.v, self.v.config
-        extras = (alpha, bias, residual, scales_of_rows(token_scale, indices), channels)
+        weight, out = args.weight, args.out
+        starts, ends, indices = args.rows
+        extras = args.epilogue._replace(token_scale=scales_of_rows(args.epilogue.token_scale, indices))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
@@ -295,4 +263,4 @@ class MixedGemm(Producer, Consumer):
             if const_expr(v.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(v.consumer_registers)
             memory = (staging, s_fold, decode_table)
-            self.consume(mma, ring, work, rank, out, extras, (partials, flags), groups, memory)
+            self.consume(mma, ring, work, rank, out, extras, args.workspace, groups, memory)

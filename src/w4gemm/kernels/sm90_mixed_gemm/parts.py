@@ -7,8 +7,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
+from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.hopper import whole_columns
 from w4gemm.kernels.sm90_mixed_gemm.kernel import MixedGemm
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
@@ -26,53 +27,30 @@ class Parts:
         self.gated = variant.epilogue.gated
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        weight: cute.Tensor,
-        out: cute.Tensor,
-        alpha: Float32 | cute.Tensor | None,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
-        token_scale: cute.Tensor | None,
-        channels: cute.Tensor | None,
-        starts: None,
-        ends: None,
-        indices: None,
-        partials: None,
-        flags: None,
-        max_clusters: Int32,
-        stream: Any,
-    ):
-        """As MixedGemm.__call__, of one weight. Where no wave is full there is no rest."""
-        m_tiles, n_tiles = self.waves.tiles(out.shape[0], weight.shape[0])
-        whole = whole_columns(m_tiles, n_tiles, max_clusters)
+    def __call__(self, args: Arguments, stream: Any):
+        """Launch both, of one weight. Where no wave is full there is no rest."""
+        weight = args.weight
+        m_tiles, n_tiles = self.waves.tiles(args.out.shape[0], weight.shape[0])
+        whole = whole_columns(m_tiles, n_tiles, args.max_clusters)
         blocks = cutlass.min(whole * (self.waves.v.config.tile_n // BLOCK_N), weight.shape[0])
-        extras, common = (alpha, bias, residual, token_scale, channels), (max_clusters, stream)
         if blocks == 0:
             blocks = weight.shape[0]
-        self.launch(self.waves, (Int32(0), blocks), (x, weight, out), extras, common)
+        self.launch(self.waves, args, Int32(0), blocks, stream)
         if blocks < weight.shape[0]:
-            self.launch(self.rest, (blocks, weight.shape[0]), (x, weight, out), extras, common)
+            self.launch(self.rest, args, blocks, weight.shape[0], stream)
 
     @cute.jit
-    def launch(self, gemm, blocks, tensors, extras, common):
-        """The blocks of rows from the first of ``blocks`` to the other."""
-        (x, weight, out), (alpha, bias, residual, token_scale, channels) = tensors, extras
-        rows = (blocks[0] * BLOCK_N, blocks[1] * BLOCK_N)
+    def launch(self, gemm: MixedGemm, args: Arguments, begin: Int32, end: Int32, stream: Any):
+        """Launch ``gemm`` for the 64-row blocks begin .. end of the weight."""
+        given, blocks, rows = args.epilogue, (begin, end), (begin * BLOCK_N, end * BLOCK_N)
         columns = (rows[0] // 2, rows[1] // 2) if self.gated else rows
-        gemm(
-            x,
-            self.part(weight, 0, blocks),
-            self.part(out, 1, columns),
-            alpha,
-            self.part(bias, 0, rows),
-            self.part(residual, 1, columns),
-            token_scale,
-            self.part(channels, 0, rows),
-            *(None, None, None, None, None),
-            *common,
+        epilogue = given._replace(
+            bias=self.part(given.bias, 0, rows),
+            residual=self.part(given.residual, 1, columns),
+            channel_scale=self.part(given.channel_scale, 0, rows),
         )
+        weight, out = self.part(args.weight, 0, blocks), self.part(args.out, 1, columns)
+        gemm(args._replace(weight=weight, out=out, epilogue=epilogue), stream)
 
     def part(self, tensor, mode, bounds):
         """A range of one mode, as far as the tensor goes."""

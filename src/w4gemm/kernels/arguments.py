@@ -1,0 +1,147 @@
+"""The one list of what a launch of a GPU kernel takes: :class:`Arguments`.
+
+The host fills it with torch tensors, ``cute.compile`` with stand-ins (:func:`stand_ins`), and device code reads it with
+cute tensors in it. What compiled code takes is its values in a row, without the nesting (:func:`flat`).
+
+No DSL is imported here before :func:`stand_ins` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
+
+Tensor = Any
+"""A torch.Tensor on the host, a cute.Tensor on the device."""
+
+
+class ExpertRows(NamedTuple):
+    """The rows of x of each expert: expert e multiplies the rows starts[e] .. ends[e], which may be none."""
+
+    starts: Tensor = None
+    """int32 (experts,)."""
+    ends: Tensor = None
+    """int32 (experts,), 0 <= starts <= ends <= m; only the device knows the values."""
+    indices: Tensor = None
+    """int32 (m,): row i of d is made of row indices[i] of x; None if x is not gathered."""
+
+
+class StreamWorkspace(NamedTuple):
+    """Device memory in which the CTAs of a stream-k launch add up, see device/stream_k.py."""
+
+    partials: Tensor = None
+    """float32 partial sums."""
+    flags: Tensor = None
+    """int32, 0 before and after a launch."""
+
+
+NO_ROWS = ExpertRows()
+NO_WORKSPACE = StreamWorkspace()
+
+
+class Arguments(NamedTuple):
+    """Arguments of one launch; None where the compiled variant has no use for one."""
+
+    x: Tensor
+    """(m, k), or (any number, k) if gathered; rows at multiples of 16 bytes."""
+    weight: Tensor
+    """int32 (n blocks, k blocks, words): the packed blocks, those of all experts in a row."""
+    out: Tensor
+    """(m, columns)."""
+    epilogue: EpilogueOperands = NO_OPERANDS
+    rows: ExpertRows = NO_ROWS
+    workspace: StreamWorkspace = NO_WORKSPACE
+    max_clusters: Any = 1
+    """int32: the clusters of this kernel that the device holds at once."""
+
+    def behind_tma(self) -> Arguments:
+        """The arguments of device code that gets x beside them, as TMA sees it, and a grid of the right size."""
+        return self._replace(x=None, max_clusters=None)
+
+
+def flat(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    epilogue: EpilogueOperands,
+    rows: ExpertRows,
+    workspace: StreamWorkspace,
+    max_clusters: Any,
+) -> tuple[Any, ...]:
+    """The fields of :class:`Arguments` as compiled code takes them, without the nesting."""
+    return (x, weight, out, *epilogue, *rows, *workspace, max_clusters)
+
+
+def nested(values: Sequence[Any]) -> Arguments:
+    """The :class:`Arguments` that :func:`flat` made ``values`` of."""
+    left = iter(values)
+    x, weight, out = (next(left) for _ in range(3))
+    epilogue = EpilogueOperands(*(next(left) for _ in EpilogueOperands._fields))
+    rows = ExpertRows(*(next(left) for _ in ExpertRows._fields))
+    workspace = StreamWorkspace(*(next(left) for _ in StreamWorkspace._fields))
+    return Arguments(x, weight, out, epilogue, rows, workspace, next(left))
+
+
+def stand_ins(variant: Any, workspace: bool) -> Arguments:
+    """Arguments with the dtypes and symbolic shapes of a :class:`w4gemm.kernels.gpu.Variant`, for ``cute.compile``.
+
+    workspace: True if a launch takes partials and flags.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+    dtypes = {
+        "f16": cutlass.Float16,
+        "bf16": cutlass.BFloat16,
+        "f32": cutlass.Float32,
+        "e4m3": cutlass.Float8E4M3FN,
+    }
+    asked, dtype, out_dtype = variant.epilogue, dtypes[variant.kind], dtypes[variant.out_kind]
+    m, n, k, experts = (cute.sym_int() for _ in range(4))
+    x_rows = cute.sym_int() if variant.gathered else m
+    columns = cute.sym_int() if asked.gated else n
+
+    def vector(dtype: Any, size: Any) -> Any:
+        return make_fake_compact_tensor(dtype, (size,), assumed_align=dtype.width // 8)
+
+    def by_feature(dtype: Any) -> Any:
+        """(n,), or (experts, n)."""
+        if not variant.grouped:
+            return vector(dtype, n)
+        return make_fake_compact_tensor(dtype, (experts, n), stride_order=(1, 0), assumed_align=dtype.width // 8)
+
+    def result() -> Any:
+        """d, or a residual."""
+        size = out_dtype.width // 8
+        wide = 16 // size if variant.vector else 1
+        strides = (cute.sym_int64(divisibility=wide), 1)
+        return make_fake_tensor(out_dtype, (m, columns), strides, assumed_align=size * wide)
+
+    blocks = (cute.sym_int(), cute.sym_int(), variant.block_bytes // 4)
+    alpha = {None: None, "host": cutlass.Float32(1.0), "device": vector(cutlass.Float32, 1)}[asked.alpha]
+    return Arguments(
+        make_fake_tensor(dtype, (x_rows, k), (cute.sym_int64(divisibility=128 // dtype.width), 1), assumed_align=16),
+        make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16),
+        result(),
+        EpilogueOperands(
+            alpha=alpha,
+            bias=by_feature(dtypes[variant.bias_kind]) if asked.bias else None,
+            residual=result() if asked.residual else None,
+            token_scale=vector(cutlass.Float32, x_rows) if asked.token_scale else None,
+            channel_scale=by_feature(cutlass.Float32) if variant.folded else None,
+        ),
+        ExpertRows(
+            starts=vector(cutlass.Int32, experts) if variant.grouped else None,
+            ends=vector(cutlass.Int32, experts) if variant.grouped else None,
+            indices=vector(cutlass.Int32, m) if variant.gathered else None,
+        ),
+        StreamWorkspace(
+            partials=make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),), assumed_align=16),
+            flags=vector(cutlass.Int32, cute.sym_int()),
+        )
+        if workspace
+        else NO_WORKSPACE,
+    )
