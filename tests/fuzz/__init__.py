@@ -1,0 +1,1 @@
+"""Random problems held to a reference of their own: see ``fuzz.run``."""

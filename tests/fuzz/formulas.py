@@ -1,0 +1,169 @@
+"""What every operation must give, from the formulas alone: float64 PyTorch that imports nothing of w4gemm.
+
+A number type is (digits of the significand, exponent of the smallest normal number, largest number).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class NumberType(NamedTuple):
+    digits: int
+    least_exponent: int
+    largest: float
+    saturates: bool = False
+    """True if larger numbers become ``largest``, false if they become infinite."""
+
+    @property
+    def unit(self) -> float:
+        """Largest relative error of a rounded normal number."""
+        return 2.0**-self.digits
+
+    @property
+    def smallest_step(self) -> float:
+        """Distance of subnormal numbers."""
+        return 2.0 ** (self.least_exponent - self.digits + 1)
+
+
+TYPES = {
+    "float32": NumberType(24, -126, (2 - 2.0**-23) * 2.0**127),
+    "bfloat16": NumberType(8, -126, (2 - 2.0**-7) * 2.0**127),
+    "float16": NumberType(11, -14, 65504.0),
+    "float8_e4m3fn": NumberType(4, -6, 448.0, saturates=True),
+}
+
+
+def rounded(values: torch.Tensor, to: NumberType) -> torch.Tensor:
+    """float64 ``values`` to the nearest numbers of a type, ties to even, as float64."""
+    exponent = torch.frexp(values).exponent.clamp(min=to.least_exponent + 1).double() - to.digits
+    step = torch.exp2(exponent)
+    near = torch.round(values / step) * step
+    beyond = near.abs() > to.largest
+    limit = torch.full_like(near, to.largest if to.saturates else math.inf).copysign(near)
+    return torch.where(beyond, limit, near)
+
+
+class Weight(NamedTuple):
+    """Exact numbers (n, k) in float64."""
+
+    value: torch.Tensor
+    terms: torch.Tensor
+    """Sum of the magnitudes of what ``value`` is a difference of: a kernel may add these up apart."""
+
+
+def weight(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    channels: torch.Tensor | None,
+    group_size: int,
+    zero: str,
+) -> Weight:
+    """w from its parts.
+
+    codes (n, k) 0..15; scales and zeros (n, groups); channels (n) or None; group_size -1 for one group a row; zero
+    "none": s (u - 8), "int": s (u - z), "float": s u + z. With channels: c * e4m3(s (u - 8)).
+    """
+    k = codes.shape[1]
+    group = torch.arange(k, device=codes.device) // (k if group_size < 0 else group_size)
+    u, s = codes.double(), scales.double()[:, group]
+    if zero == "none":
+        w, terms = s * (u - 8), s.abs() * (u + 8)
+    else:
+        assert zeros is not None
+        z = zeros.double()[:, group]
+        w = s * (u - z) if zero == "int" else s * u + z
+        terms = s.abs() * (u + z) if zero == "int" else s.abs() * u + z.abs()
+    if channels is not None:
+        w = rounded(w, TYPES["float8_e4m3fn"]) * channels.double()[:, None]
+        terms = w.abs()
+    return Weight(w, terms)
+
+
+def token_quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """16-bit x (m, k) to e4m3 numbers and a scale for each row, every operation rounded once to float32."""
+    f32 = TYPES["float32"]
+    top = x.double().abs().amax(dim=1, keepdim=True)
+    top = torch.where(top == 0, torch.full_like(top, 448.0), top.clamp(min=2.0**-100))
+    scale, inverse = rounded(top / 448, f32), rounded(448 / top, f32)
+    return rounded(rounded(x.double() * inverse, f32), TYPES["float8_e4m3fn"]), scale[:, 0]
+
+
+def activated(activation: str | None, y: torch.Tensor) -> torch.Tensor:
+    """An activation of y (m, n); silu_mul gives (m, n / 2)."""
+    if activation is None:
+        return y
+    if activation == "relu":
+        return torch.where(y > 0, y, torch.where(y.isnan(), y, torch.zeros_like(y)))
+    if activation == "gelu":
+        return y * torch.special.erfc(-y / math.sqrt(2)) / 2
+    if activation == "gelu_tanh":
+        return y / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+    if activation == "silu":
+        return y / (1 + torch.exp(-y))
+    if activation == "silu_mul":
+        gate, up = y[:, 0::2], y[:, 1::2]
+        return gate / (1 + torch.exp(-gate)) * up
+    raise ValueError(activation)
+
+
+class Sums(NamedTuple):
+    """x @ w.T and how far a kernel's may be off."""
+
+    value: torch.Tensor
+    error: torch.Tensor
+
+
+def product(x: torch.Tensor, weight: Weight, x_type: str, *, w_may_be_rounded: bool) -> Sums:
+    """x (m, k) @ w (n, k).T in float64.
+
+    The error allowed: weights rounded to x's type (independent errors, so their root of squares, ten times), float32
+    additions in any order; and, for e4m3 x, additions of a tensor core that keep 14 bits.
+    """
+    x, w = x.double(), weight.value
+    spread = (x.square() @ w.square().T).sqrt()
+    error = 2.0**-22 * (x.abs() @ weight.terms.T)
+    if w_may_be_rounded:
+        number = TYPES[x_type]
+        error = error + 10 * number.unit * spread + number.smallest_step * x.abs().sum(1, keepdim=True)
+    if x_type == "float8_e4m3fn":
+        error = error + 2.0**-12 * (x.abs() @ w.abs().T)
+    return Sums(x @ w.T, error)
+
+
+def epilogue(
+    sums: Sums,
+    out_type: str,
+    *,
+    alpha: float | None,
+    token_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+) -> Sums:
+    """act(alpha * token_scale * sums + bias) + residual, not rounded, and the error allowed of the rounded result."""
+    y, error = sums
+    if token_scale is not None:
+        y, error = y * token_scale.double()[:, None], error * token_scale.double().abs()[:, None]
+    if alpha is not None:
+        y, error = y * alpha, error * abs(alpha)
+    if bias is not None:
+        y = y + bias.double()
+        error = error + 2.0**-23 * bias.double().abs()
+    error = error + 2.0**-22 * y.abs()
+    d = activated(activation, y)
+    if activation == "silu_mul":
+        gate, up = y[:, 0::2], y[:, 1::2]
+        e_gate, e_up = error[:, 0::2], error[:, 1::2]
+        error = 1.2 * e_gate * (up.abs() + e_up) + (gate.abs() + e_gate) * e_up + 2.0**-20 * d.abs()
+    elif activation is not None:
+        error = 1.2 * error + 2.0**-20 * y.abs()
+    if residual is not None:
+        d = d + residual.double()
+        error = error + 2.0**-22 * residual.double().abs()
+    number = TYPES[out_type]
+    return Sums(d, error + 1.01 * number.unit * (d.abs() + error) + number.smallest_step)
