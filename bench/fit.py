@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows:
         name, _, text = row["config"].partition("/")
         config, kernel, format = GemmConfig.parse(text), kernel_named(name), WeightFormat.parse(row["format"])
-        if config.rest or not isinstance(kernel, HopperKernel):
+        if config.tail or not isinstance(kernel, HopperKernel):
             continue
         if kernel.layout == FP8_LAYOUT:
             module = sm90_fp8_times

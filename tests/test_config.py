@@ -11,7 +11,7 @@ from w4gemm import GemmConfig
 
 def test_string_form_round_trips():
     sizes = itertools.product((8, 64, 256), (64, 128), (64, 128), (1, 2), (1, 2))
-    rest = list(itertools.product(("coop", "pingpong"), (1, 4), (0, 3)))
+    rest = list(itertools.product(("coop", "pingpong", "stream"), (1, 4), (None, GemmConfig(64, 64, 64, split_k=2))))
     configs = [GemmConfig(*s, *r) for s in sizes for r in rest]
     assert [GemmConfig.parse(str(c)) for c in configs] == configs
     assert len({str(c) for c in configs}) == len(configs)
@@ -22,8 +22,8 @@ def test_string_form_round_trips():
     [
         ("64x128x128_1x1x1_coop", GemmConfig(64, 128, 128)),
         ("16x128x256_1x2x1_coop_k4", GemmConfig(16, 128, 256, cluster_n=2, split_k=4)),
-        ("128x128x64_2x1x1_pingpong_s5", GemmConfig(128, 128, 64, 2, 1, "pingpong", stages=5)),
-        ("128x128x64_2x1x1_pingpong_k2_s5", GemmConfig(128, 128, 64, 2, 1, "pingpong", 2, 5)),
+        ("128x128x64_2x1x1_pingpong_k2", GemmConfig(128, 128, 64, 2, 1, "pingpong", 2)),
+        ("128x64x64_1x1x1_coop+8x64x64_1x1x1_coop", GemmConfig(128, 64, 64, tail=GemmConfig(8, 64, 64))),
     ],
 )
 def test_parse(text, config):
@@ -32,7 +32,10 @@ def test_parse(text, config):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "64x128", "64x128x128_1x1_coop", "64x128x128_1x1x1_fast", "64x128x128_1x1x1_coop_s2_k2", " 64", None, 5],
+    [
+        *("", "64x128", "64x128x128_1x1_coop", "64x128x128_1x1x1_fast", "64x128x128_1x1x1_coop_s4", " 64", None, 5),
+        "٣x64x64_1x1x1_coop",
+    ],
 )
 def test_parse_refuses(text):
     with pytest.raises(ValueError, match="config: wanted <tile_m>x.*for example 64x128x128_1x1x1_coop_k2, got"):
@@ -48,8 +51,8 @@ def test_sizes_are_positive(name, value):
 
 
 def test_other_refusals():
-    with pytest.raises(ValueError, match="config: stages wanted an int >= 0, got -1"):
-        GemmConfig(64, 64, 64, stages=-1)
+    with pytest.raises(ValueError, match="config: tail wanted a config without a tail, got '64x64x64_1x1x1_coop[+]64x"):
+        GemmConfig(64, 64, 64, tail=GemmConfig(64, 64, 64, tail=GemmConfig(64, 64, 64)))
     with pytest.raises(ValueError, match="config: schedule wanted one of coop, pingpong, stream, got 'x'"):
         GemmConfig(64, 64, 64, schedule="x")
     with pytest.raises(ValueError, match="config: tile_m wanted a positive int, got 0"):
@@ -69,3 +72,9 @@ def test_every_kernels_configs_round_trip():
         assert [GemmConfig.parse(str(c)) for c in configs] == configs
         assert len(set(configs)) == len(configs), f"{kernel.name}: a config twice"
         assert all(kernel.predicted_us(problem, c) >= 0 for c in configs), f"{kernel.name}: predicted_us"
+
+
+def test_many_tails_are_refused_like_two():
+    """Without a recursion for each."""
+    with pytest.raises(ValueError, match="config: wanted"):
+        GemmConfig.parse("+".join(["64x64x64_1x1x1_coop"] * 5000))

@@ -23,7 +23,7 @@ PAIRS = [
     pytest.param(name, problem, str(config), id=f"{name}/{config}/{problem.format}")
     for name, problem in (("sm90_mixed_gemm", W4A16), ("sm90_fp8_gemm", W4A8), ("sm90_fp8_gemm", EXACT))
     for config in kernel_named(name).configs(problem)
-    if config.rest
+    if config.tail
 ]
 
 
@@ -49,14 +49,14 @@ def test_predicted_as_the_sum_where_there_are_two(name, problem, text):
     problem = replace(problem, k=128)
     assert config in kernel.configs(problem) and str(config) == text
     assert config not in kernel.configs(replace(problem, experts=8))
-    single, two = replace(config, rest=None), 0
+    single, two = replace(config, tail=None), 0
     for n in range(1024, 32768, 1024):
         p = replace(problem, n=n)
         waves, rest = split(p, config)
         found = kernel.predicted_us(p, config)
         if rest.n:
             two += 1
-            us = kernel.predicted_us(waves, single) + kernel.predicted_us(rest, config.rest)
+            us = kernel.predicted_us(waves, single) + kernel.predicted_us(rest, config.tail)
             assert found == pytest.approx(us, rel=0.02)
         else:
             assert found > 500 + kernel.predicted_us(p, single)
@@ -68,16 +68,16 @@ def test_a_part_of_a_large_product_is_as_hot_as_the_whole():
     kernel, config = kernel_named("sm90_fp8_gemm"), GemmConfig.parse("256x128x128_1x1x1_coop+128x64x256_1x1x1_coop")
     problem = replace(W4A8, n=57344, k=8192)
     waves, rest = split(problem, config)
-    apart = kernel.predicted_us(waves, replace(config, rest=None)) + kernel.predicted_us(rest, config.rest)
+    apart = kernel.predicted_us(waves, replace(config, tail=None)) + kernel.predicted_us(rest, config.tail)
     assert 1.01 * apart < kernel.predicted_us(problem, config) < 1.16 * apart
 
 
 def test_one_order_of_additions_where_both_have_it():
     kernel = kernel_named("sm90_mixed_gemm")
     one = GemmConfig.parse("128x128x128_1x1x1_coop")
-    both = replace(one, rest=GemmConfig.parse("128x64x128_1x1x1_coop"))
+    both = replace(one, tail=GemmConfig.parse("128x64x128_1x1x1_coop"))
     assert kernel.reduction_order(W4A16, both) == kernel.reduction_order(W4A16, one)
-    other = replace(one, rest=GemmConfig.parse("64x64x256_1x1x1_coop"))
+    other = replace(one, tail=GemmConfig.parse("64x64x256_1x1x1_coop"))
     assert kernel.reduction_order(W4A16, other) is None
 
 
@@ -95,8 +95,8 @@ def test_half_a_config_is_refused_with_all_that_came(text):
         GemmConfig.parse(text)
 
 
-def test_a_rest_has_no_rest():
-    with pytest.raises(ValueError, match="rest wanted a config without a rest"):
+def test_a_tail_has_no_tail():
+    with pytest.raises(ValueError, match="config of the tail launch"):
         GemmConfig.parse("+".join(["128x128x128_1x1x1_coop"] * 3))
 
 

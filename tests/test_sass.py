@@ -100,7 +100,7 @@ def all_configs() -> list:
     for kernel in gpu_kernels():
         for name in NEEDY.get(kernel.name, _NEEDY):
             for config in kernel.configs(problem_of(kernel, name)):
-                if config.rest is None:  # else two kernels, see test_parts.py
+                if config.tail is None:  # else two kernels, see test_parts.py
                     found.setdefault((kernel.name, config), name)
     most = {}
     for kernel, c in sorted(found, key=lambda key: key[1].tile_m):
@@ -184,7 +184,7 @@ def configs_with_epilogues() -> list:
     found = {}
     for kernel in gpu_kernels():
         for name in reversed(NEEDY.get(kernel.name, _NEEDY)):
-            alone = [c for c in kernel.configs(problem_of(kernel, name)) if c.rest is None]
+            alone = [c for c in kernel.configs(problem_of(kernel, name)) if c.tail is None]
             for c in sorted(alone, key=lambda c: c.tile_m):
                 large = c.tile_m * c.tile_n >= 2**15
                 found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.split_k, large] = str(c), name

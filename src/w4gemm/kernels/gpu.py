@@ -38,7 +38,7 @@ class Variant:
     all m, n and k.
 
     Args:
-        config: tile, cluster, schedule, split_k, stages (0 = as many as fit).
+        config: tile, cluster, schedule, split_k, tail.
         kind: "f16", "bf16" or "e4m3", the dtype of x.
         scale_kind: dtype of the scales, "f16", "bf16" or "e4m3".
         zero: "none", "int" or "float".

@@ -31,10 +31,10 @@ def split(problem: GemmProblem, config: GemmConfig) -> tuple[GemmProblem, GemmPr
 
 
 def launches(problem: GemmProblem, config: GemmConfig) -> list[tuple[GemmProblem, GemmConfig]]:
-    """What each launch has to do, and with which config: one, or two if the config has a rest and features are left."""
-    if config.rest is None:
+    """What each launch has to do, and with which config: one, or two if the config has a tail and features are left."""
+    if config.tail is None:
         return [(problem, config)]
-    parts = zip(split(problem, config), (replace(config, rest=None), config.rest), strict=True)
+    parts = zip(split(problem, config), (replace(config, tail=None), config.tail), strict=True)
     return [(part, c) for part, c in parts if part.n]
 
 
@@ -64,7 +64,7 @@ class HopperKernel(GpuKernel):
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         parts = launches(problem, config)
         us = sum(self._launch_us(part, c, problem) for part, c in parts)
-        return us + (_NEEDLESS_US if config.rest and len(parts) == 1 else 0.0)
+        return us + (_NEEDLESS_US if config.tail and len(parts) == 1 else 0.0)
 
     def _launch_us(self, part: GemmProblem, config: GemmConfig, whole: GemmProblem) -> float:
         named, ctas = self.timed_as(part.format), self.ctas_per_sm(config)

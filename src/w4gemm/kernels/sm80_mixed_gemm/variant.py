@@ -139,8 +139,7 @@ class Variant(gpu.Variant):
     def stages(self) -> int:
         room = (self.shared_memory + _RESERVED) // self.occupancy - _RESERVED - _ALIGNMENT
         room -= self.table_bytes + self.decode_table_bytes
-        fit = min(_MAX_STAGES, room // self.stage_bytes)
-        return min(self.config.stages, fit) if self.config.stages else fit
+        return min(_MAX_STAGES, room // self.stage_bytes)
 
     @property
     def sums_row(self) -> int:

@@ -17,12 +17,12 @@ from w4gemm.packing.block import BLOCK_N
 
 
 class Parts:
-    """What ``cute.compile`` is given for a variant whose config has a rest."""
+    """What ``cute.compile`` is given for a variant whose config has a tail."""
 
     def __init__(self, variant: Variant):
         config = variant.config
-        self.waves, self.rest = (
-            MixedGemm(replace(variant, config=c)) for c in (replace(config, rest=None), config.rest)
+        self.waves, self.tail = (
+            MixedGemm(replace(variant, config=c)) for c in (replace(config, tail=None), config.tail)
         )
         self.gated = variant.epilogue.gated
 
@@ -37,7 +37,7 @@ class Parts:
             blocks = weight.shape[0]
         self.launch(self.waves, args, Int32(0), blocks, stream)
         if blocks < weight.shape[0]:
-            self.launch(self.rest, args, blocks, weight.shape[0], stream)
+            self.launch(self.tail, args, blocks, weight.shape[0], stream)
 
     @cute.jit
     def launch(self, gemm: MixedGemm, args: Arguments, begin: Int32, end: Int32, stream: Any):

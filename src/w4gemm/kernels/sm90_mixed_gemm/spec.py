@@ -56,7 +56,7 @@ class Sm90MixedGemm(HopperKernel):
         from w4gemm.kernels.sm90_mixed_gemm.kernel import MixedGemm
         from w4gemm.kernels.sm90_mixed_gemm.parts import Parts
 
-        return lambda variant: Parts(variant) if variant.config.rest else MixedGemm(variant)
+        return lambda variant: Parts(variant) if variant.config.tail else MixedGemm(variant)
 
     def decode_overhead(self, problem: GemmProblem) -> float:
         """Measured with tiles of 16 to 64 tokens (bench/results/formats.jsonl, H200, 2026-11-21; fp16 versions.jsonl,
@@ -73,7 +73,7 @@ class Sm90MixedGemm(HopperKernel):
         found = [c for c in self.fitting(problem) if not (problem.gathered and c.cluster_n > 1)]
         pairs = [] if problem.experts else [GemmConfig.parse(text) for text in self.parts]
         legal = set(found)
-        return found + [c for c in pairs if {replace(c, rest=None), c.rest} <= legal]
+        return found + [c for c in pairs if {replace(c, tail=None), c.tail} <= legal]
 
     def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
         """The configs that registers and shared memory have room for, for the problem's format."""
@@ -84,8 +84,8 @@ class Sm90MixedGemm(HopperKernel):
         sets or CTAs cut k at multiples of tile_k; a stream cuts it where the number of tiles says."""
         if config.schedule == "stream":
             return None
-        if config.rest is not None:
-            orders = {self.reduction_order(problem, c) for c in (replace(config, rest=None), config.rest)}
+        if config.tail is not None:
+            orders = {self.reduction_order(problem, c) for c in (replace(config, tail=None), config.tail)}
             return orders.pop() if len(orders) == 1 else None
         sets = Variant.of(problem, config).k_sets
         alone = sets == 1 and config.split_k == 1

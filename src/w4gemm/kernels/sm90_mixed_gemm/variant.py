@@ -253,12 +253,11 @@ class Variant(gpu.Variant):
         return self._stages_beside(self.staging_tokens)
 
     def _stages_beside(self, staging_tokens: int) -> int:
-        """As many as there is room for, at most as the config says."""
+        """As many as there is room for, at most eight."""
         room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
         room -= self.staging_buffers * self._staging_bytes(staging_tokens) + self.fold_bytes + self.table_bytes
         room -= self.decode_table_bytes
-        fit = min(8, room // self.stage_bytes)
-        return min(self.config.stages, fit) if self.config.stages else fit
+        return min(8, room // self.stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
