@@ -26,7 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     # tests leave the user's cache alone, and keep compiled kernels for the next run
     if getattr(config, "cache", None) is not None:
-        os.environ.setdefault("W4GEMM_CACHE_DIR", str(config.cache.mkdir("kernels")))
+        kernels = config.cache.mkdir("kernels")
+        kernels.chmod(0o700)  # or, with a umask of 002, nothing in it would be taken
+        os.environ.setdefault("W4GEMM_CACHE_DIR", str(kernels))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ PACKAGE = Path(w4gemm.__file__).parent
 
 # Each may import what stands before it, and what stands beside it on its own line.
 LEVELS = (
-    ("errors", "environment"),
+    ("errors", "environment", "trust"),
     ("formats", "epilogue", "problem", "config"),
     ("packing",),
     ("act_order", "dequantize", "weight", "weight_file", "quantization", "reference"),

@@ -226,6 +226,9 @@ def test_cache_dir(monkeypatch, tmp_path):
     assert environment.cache_dir() == Path.home() / "x"
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "OFF")
     assert environment.cache_dir() is None
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", "~nosuchuser/x")
+    with pytest.raises(ValueError, match="W4GEMM_CACHE_DIR: wanted a folder or off, got '~nosuchuser/x'"):
+        environment.cache_dir()
 
 
 def test_log_level(monkeypatch):

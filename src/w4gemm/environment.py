@@ -27,12 +27,19 @@ _HARMLESS_DSL = {"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CU
 
 
 def cache_dir() -> Path | None:
-    """Where compiled kernels and tuned configs are kept, whether or not it exists; None to keep none."""
+    """Where compiled kernels and tuned configs are kept, whether or not it exists; None to keep none.
+
+    Raises:
+        ValueError: if ``W4GEMM_CACHE_DIR`` begins with the home folder of a user who has none.
+    """
     value = os.environ.get("W4GEMM_CACHE_DIR", "")
     if value.lower() == "off":
         return None
     if value:
-        return Path(value).expanduser()
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:
+            raise ValueError(f"W4GEMM_CACHE_DIR: wanted a folder or off, got {value!r}, where ~ is unknown") from None
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(base).expanduser() / "w4gemm"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm import environment
+from w4gemm import environment, trust
 from w4gemm.config import GemmConfig
 from w4gemm.packing.layouts import RENAMED
 from w4gemm.problem import Device, GemmProblem
@@ -215,8 +215,13 @@ def read(path: Path) -> tuple[Record, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _read(path: Path, changed: int, size: int) -> tuple[Record, ...]:
+    opener = None if path.parent == _TABLES else trust.opener
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with open(path, encoding="utf-8", errors="replace", opener=opener) as f:
+            lines = f.read().splitlines()
+    except trust.Untrusted as e:
+        trust.warn(str(e))
+        return ()
     except OSError as e:
         _log.warning("cannot read the tuned configs in %s (%s): going without", path, e)
         return ()
@@ -256,6 +261,9 @@ def add(records: Iterable[Record]) -> None:
         return
     try:
         append(path, records)
+    except trust.Untrusted as e:
+        _session.extend(records)
+        trust.warn(str(e))
     except OSError as e:
         _session.extend(records)
         _log.warning("cannot keep tuned configs in %s (%s); set W4GEMM_CACHE_DIR to a folder that can", path, e)
@@ -264,8 +272,8 @@ def add(records: Iterable[Record]) -> None:
 def append(path: Path, records: Iterable[Record]) -> None:
     """Append to a table, which is made if needed, in one write under a lock."""
     text = "".join(record.line() for record in records)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(path), open(path, "a+b") as f:
+    trust.make_folder(path.parent)
+    with _lock(path), open(path, "a+b", opener=trust.opener) as f:
         f.seek(0, os.SEEK_END)
         if f.tell():
             f.seek(-1, os.SEEK_END)
@@ -304,6 +312,6 @@ def _lock(path: Path) -> Iterator[Any]:
     except ImportError:  # not POSIX: a single write is all the care there is
         yield None
         return
-    with open(path.with_name(f".{path.name}.lock"), "w") as f:
+    with open(path.with_name(f".{path.name}.lock"), "a", opener=trust.opener) as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield f

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import torch
 
-from w4gemm import choice, environment
+from w4gemm import choice, environment, trust
 from w4gemm.choice import store
 from w4gemm.cli.problems import DTYPES, add_layer_arguments, device_line, parse_layers, parse_tokens, positive, problems
 from w4gemm.cli.report import progress_bar, say
 from w4gemm.config import GemmConfig
 from w4gemm.errors import UnsupportedError
+from w4gemm.jit import disk
 from w4gemm.jit.pool import CompilePool, Job
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     for kernel, problem in helpers:
         jobs[kernel.name, kernel.compile_key(problem, _NO_CONFIG)] = (kernel, problem, _NO_CONFIG)
     environment.set_cache_dir(args.output)
-    args.output.mkdir(parents=True, exist_ok=True)
+    trust.make_folder(args.output, 0o755)
     started = time.perf_counter()
     size = 0
     with CompilePool(args.workers) as pool, progress_bar() as progress:
@@ -81,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
             size += len(future.result() or b"")
     if records:
         store.replace_table(args.output / store.USER_FILE, records)
+    for path in disk.stored():  # for whoever runs them, who may be another user
+        with contextlib.suppress(PermissionError):  # it was there before, and is root's
+            path.chmod(0o644)
     seconds = time.perf_counter() - started
     print(
         f"{args.output}: {len(jobs)} kernels, {size / 2**20:.1f} MiB, in {seconds:.1f} s; {len(records)} tuned configs"

@@ -7,13 +7,13 @@ this machine's, or on a machine without one, is the same thing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import IO, Any
 
 from w4gemm import environment
 from w4gemm.config import GemmConfig
@@ -114,12 +114,11 @@ def _build(name: str, program: Program) -> bytes:
     """Compile ``program`` to an object and store it."""
     if not environment.may_compile():
         raise UnsupportedError(
-            f"W4GEMM_COMPILE=off forbids compiling, and {name} is not in {environment.cache_dir() or 'any folder'}: "
-            "`w4gemm compile` puts it there, run with this version of w4gemm and of CuTe DSL"
+            f"W4GEMM_COMPILE=off forbids compiling, and {name} cannot be loaded: {disk.why_missing(name)}"
         )
     import cutlass.cute as cute
 
-    with _lock, tempfile.TemporaryDirectory(prefix="w4gemm-") as folder:
+    with _lock, _nameless_file() as (f, path):
         function = cute.compile(
             program.entry,
             *program.arguments,
@@ -127,9 +126,8 @@ def _build(name: str, program: Program) -> bytes:
             # the object's bytes are all that is wanted: do not link it into this process as well
             no_jit_engine=True,
         )
-        path = Path(folder) / "kernel.o"
-        function.export_to_c(str(path), function_name=_SYMBOL)
-        code = path.read_bytes()
+        function.export_to_c(path, function_name=_SYMBOL)
+        code = f.read()
     disk.write(name, code)
     return code
 
@@ -138,7 +136,15 @@ def _load(code: bytes) -> Callable[..., Any]:
     """The host function in an object. Needs no GPU: the device code is loaded at the first launch on each device."""
     from cutlass.cute.runtime import load_module
 
-    with tempfile.NamedTemporaryFile(prefix="w4gemm-", suffix=".o") as f:
+    with _nameless_file() as (f, path):
         f.write(code)
         f.flush()
-        return getattr(load_module(f.name, enable_tvm_ffi=True), _SYMBOL)
+        return getattr(load_module(path, enable_tvm_ffi=True), _SYMBOL)
+
+
+@contextlib.contextmanager
+def _nameless_file() -> Iterator[tuple[IO[bytes], str]]:
+    """Give a file and a path to it, since the DSL takes paths only. It has no name in any folder, so that no other user
+    can put another in its place."""
+    with tempfile.TemporaryFile(prefix="w4gemm-") as f:
+        yield f, f"/proc/self/fd/{f.fileno()}"

@@ -5,25 +5,27 @@ for and the SHA-256 of all that (ELF readers ignore what follows the sections, s
 it is). The DSL compiles host code for the very processor it runs on, AVX-512 and all, while a folder may be filled on
 another machine or shared by several: an object is taken only where its processor can do no more than this one.
 
-The checksum is looked at before loading, because loading half an object can end the process. Files are written beside
-their place and renamed, so readers never see half a one; whoever writes last wins, and all write the same. Whatever
-goes wrong on disk costs a compilation, never an answer.
+Only what :mod:`w4gemm.trust` lets pass is read, because an object is code. The checksum is compared before loading,
+because loading half an object can end the process. Files are written under a temporary name in the cache folder and
+renamed, so readers never see a partial file. Concurrent writers write equal content; the last one wins. Any disk error
+costs a recompilation, never a wrong result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import json
 import logging
 import os
 import platform
 import re
 import tempfile
+import time
 from collections.abc import Hashable
 from pathlib import Path
 
-from w4gemm import environment
+from w4gemm import environment, trust
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -32,6 +34,7 @@ _DIGEST = hashlib.sha256().digest_size
 # no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
 _ONLY_BY_NAME = {"avx512_vp2intersect", "avx512_fp16"}
 _SIZE = 4  # bytes of the processor's length
+_ABANDONED_S = 3600.0  # age from which a temporary file is nobody's: writing one takes milliseconds
 
 
 def source_hash(*parts: str) -> str:
@@ -79,29 +82,36 @@ def entry_name(kernel: str, key: Hashable, arch: str) -> str:
 
 
 def read(name: str) -> bytes | None:
-    """The object stored as ``name``, or made for a processor that can do no more than this one; None if there is none,
-    it cannot be read, or it is not whole."""
+    """Return the object stored as ``name``, or made for a processor that can do no more than this one; None if there is
+    none, it cannot be trusted or read, or it is not whole."""
     folder = environment.cache_dir()
     if folder is None:
         return None
+    code = _read(folder / name)
+    if code is not None:
+        return code
     others = sorted(path for path in folder.glob(f"{name.rpartition('-')[0]}-*.o") if path.name != name)
-    return next((code for path in (folder / name, *others) if (code := _read(path)) is not None), None)
+    return next((code for path in others if (code := _read(path)) is not None), None)
 
 
 def _read(path: Path) -> bytes | None:
     try:
-        data = path.read_bytes()
+        with open(path, "rb", opener=trust.opener) as f:
+            data = f.read()
     except FileNotFoundError:
+        return None
+    except trust.Untrusted as e:
+        trust.warn(str(e))
         return None
     except OSError as e:
         _log.warning("cannot read the compiled kernel %s (%s): compiling it again", path, e)
         return None
     body, digest = data[:-_DIGEST], data[-_DIGEST:]
-    if hashlib.sha256(body).digest() != digest:
+    size = int.from_bytes(body[-_SIZE:], "little")
+    code, made_for = body[: -_SIZE - size], body[-_SIZE - size : -_SIZE].decode("ascii", "replace").split()
+    if hashlib.sha256(body).digest() != digest or not code or not made_for:
         _log.warning("the compiled kernel %s is damaged: compiling it again", path)
         return None
-    size = int.from_bytes(body[-_SIZE:], "little")
-    code, made_for = body[: -_SIZE - size], json.loads(body[-_SIZE - size : -_SIZE])
     machine, *features = processor()
     return code if made_for[0] == machine and set(made_for[1:]) <= set(features) else None
 
@@ -113,18 +123,46 @@ def write(name: str, code: bytes) -> None:
         return
     temporary = None
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trust.make_folder(folder)
+        _delete_abandoned(folder)
         handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
         with os.fdopen(handle, "wb") as f:
-            made_for = json.dumps(processor()).encode()
+            made_for = " ".join(processor()).encode()
             body = code + made_for + len(made_for).to_bytes(_SIZE, "little")
             f.write(body + hashlib.sha256(body).digest())
         os.replace(temporary, folder / name)
+    except trust.Untrusted as e:
+        trust.warn(str(e))
     except OSError as e:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
         # later compilations of this process would fail alike: say it loudly only once
         _warn_unwritable(str(folder), str(e))
+
+
+@functools.cache
+def _delete_abandoned(folder: Path) -> None:
+    """Delete what processes left behind that were killed while they wrote; once a process."""
+    for path in folder.glob(".*.o.*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                path.unlink()
+
+
+def why_missing(name: str) -> str:
+    """Return why :func:`read` gives None for ``name``, in words."""
+    folder = environment.cache_dir()
+    if folder is None:
+        return "W4GEMM_CACHE_DIR is off"
+    try:
+        with open(folder / name, "rb", opener=trust.opener):
+            return f"{folder / name} is damaged"
+    except FileNotFoundError:
+        return f"it is not in {folder}: `w4gemm compile` puts it there, run with this version of w4gemm and of CuTe DSL"
+    except trust.Untrusted as e:
+        return str(e)
+    except OSError as e:
+        return f"it cannot be read ({e})"
 
 
 @functools.cache

@@ -25,7 +25,11 @@ from w4gemm.problem import GemmProblem
 
 Job = tuple[Compilable, GemmProblem, GemmConfig]
 
-_CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from w4gemm.jit.pool import _serve; _serve()"
+# -c puts the current folder before the standard library: off with it, so that nothing of it is imported
+_CHILD = (
+    "import sys; sys.path[:] = filter(None, sys.path); import pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from w4gemm.jit.pool import _serve; _serve()"
+)
 
 
 class CompilePool:
