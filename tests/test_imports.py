@@ -18,7 +18,11 @@ LEVELS = (
     ("errors", "environment", "trust"),
     ("formats", "epilogue", "problem", "config"),
     ("packing",),
-    ("act_order", "dequantize", "weight", "weight_file", "quantization", "reference"),
+    ("packed_shape",),
+    (
+        *("act_order", "dequantize", "weight", "weight_experts", "weight_file", "weight_repack", "weight_shard"),
+        *("quantization", "reference"),
+    ),
     ("kernels",),
     ("jit",),
     ("choice", "gather"),

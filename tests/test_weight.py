@@ -172,7 +172,7 @@ GOOD = {"kind": "w4gemm.weight", "version": "1", "format": "int4_g128", "n": 96,
         (GOOD | {"version": "2"}, "it holds 'w4gemm.weight' version '2'"),
         (GOOD | {"format": "int3"}, "format: wanted int4_g"),
         (GOOD | {"format": "int4_g64"}, r"tensors\[1\]: canonical int4_g64 .* wants"),
-        (GOOD | {"format": "int4_g128_zint"}, "wants 3 tensors, got 2"),
+        (GOOD | {"format": "int4_g128_zint"}, "wants tensors codes, scales, zeros, and perm"),
         (GOOD | {"n": 95}, r"tensors\[0\]: .* n 95, k 512"),
         (GOOD | {"k": "512"}, "is not a w4gemm weight"),
         ({k: v for k, v in GOOD.items() if k != "n"}, "its metadata lack 'n'"),
@@ -202,7 +202,7 @@ def test_load_refuses_a_lost_or_unknown_tensor(tmp_path):
             QuantizedWeight.load(path)
     tensors = dict(zip(("codes", "scales"), w.tensors, strict=True))
     save_file(tensors | {"g_idx": torch.zeros(3)}, path, metadata={"w4gemm": json.dumps(GOOD)})
-    with pytest.raises(FormatError, match="wanted tensors codes, scales, zeros, channels and perm, got g_idx"):
+    with pytest.raises(FormatError, match="wants tensors codes, scales, and perm in act-order, got codes, g_idx"):
         QuantizedWeight.load(path)
     save_file(tensors, path, metadata={"w4gemm": json.dumps(GOOD | {"tensors": ["codes", "perm", "scales"]})})
     with pytest.raises(FormatError, match="its metadata name"):
@@ -286,7 +286,38 @@ def test_interleave(layout):
 def test_interleave_refuses():
     gate = random_weight(WeightFormat(32), 12, 96)
     for up in (random_weight(WeightFormat(64), 12, 96), random_weight(WeightFormat(32), 10, 96), gate.to("meta")):
-        with pytest.raises(ValueError, match="up: wanted format, n, k, device and perm of gate"):
+        with pytest.raises(ValueError, match="up: wanted format, n, k, device, activations and perm of gate"):
             QuantizedWeight.interleave(gate, up)
     with pytest.raises(TypeError, match="gate: wanted a QuantizedWeight, got Tensor"):
         QuantizedWeight.interleave(gate.dequantize(), gate)
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def test_activations_are_a_fact_of_the_weight(tmp_path):
+    """Every method but ``repack`` keeps them, and a file does."""
+    w = weight().repack(activations="fp8")
+    assert w.activations == "fp8" and w.layout == "cpu" and "activations='fp8'" in repr(w)
+    experts = QuantizedWeight.stack([w, w])
+    kept = [w.repack("canonical"), w.to("cpu"), w.shard(0, 0, 2), QuantizedWeight.interleave(w, w), experts]
+    assert {v.activations for v in (*kept, experts.expert(1), experts.shard(1, 0, 2))} == {"fp8"}
+    for saved in (w, experts):
+        saved.save(tmp_path / "w")
+        assert QuantizedWeight.load(tmp_path / "w").activations == "fp8"
+    plain = w.repack(activations=None)
+    assert plain.activations is None and plain.layout == "cpu" and plain.repack() is plain
+    with pytest.raises(ValueError, match=r"activations: wanted one of \('fp8', None\), got 'int8'"):
+        w.repack(activations="int8")
+    with pytest.raises(ValueError, match="activations"):
+        QuantizedWeight.stack([w, plain])
+
+
+def test_shape_and_dtype():
+    w = weight()
+    assert w.shape == (w.n, w.k) and w.dtype == torch.bfloat16
+    assert QuantizedWeight.stack([w, w]).shape == (2, w.n, w.k)
+    assert {str(q.dtype) for q in (weight("int4_g64_fp16"), weight("int4_g128_e4m3"))} == {
+        "torch.float16",
+        "torch.bfloat16",
+    }

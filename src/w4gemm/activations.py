@@ -10,13 +10,13 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import NO_OPERANDS
+from w4gemm.errors import kind_of
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import multiplies_fp8
 from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
 from w4gemm.modes import is_dual, needs_dispatcher
 from w4gemm.problem import Device, GemmProblem
-from w4gemm.weight import kind_of
 
 _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = {"cpu": (*_HALVES, torch.float32)}

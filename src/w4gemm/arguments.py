@@ -14,8 +14,9 @@ from w4gemm.epilogue import (
     require_activation,
     require_out_dtype,
 )
+from w4gemm.errors import kind_of
 from w4gemm.packing.layouts import FP8_LAYOUT
-from w4gemm.weight import QuantizedWeight, kind_of
+from w4gemm.weight import QuantizedWeight
 
 _FP8 = torch.float8_e4m3fn
 _HALVES = (torch.float16, torch.bfloat16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class UnsupportedError(RuntimeError):
     """No kernel can run the problem here. The message lists every kernel with its reason."""
@@ -9,3 +11,8 @@ class UnsupportedError(RuntimeError):
 
 class FormatError(ValueError):
     """A file or tensor is not what its format says: truncated, mislabelled, or of another layout."""
+
+
+def kind_of(value: object) -> str:
+    """Return what came instead, for a message: dtype and shape of a tensor, else the type's name."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

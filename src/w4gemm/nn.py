@@ -11,13 +11,14 @@ import torch
 
 from w4gemm.act_order import PERM_DTYPE, is_permutation
 from w4gemm.arguments import check_activation
+from w4gemm.errors import kind_of
 from w4gemm.formats import WeightFormat
 from w4gemm.grouped import grouped_linear
 from w4gemm.ops import linear
 from w4gemm.packing.layouts import FP8_LAYOUT, layout_named
 from w4gemm.quantization import quantize
 from w4gemm.routing import combine, route
-from w4gemm.weight import QuantizedWeight, kind_of
+from w4gemm.weight import QuantizedWeight
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 """What autocast casts; it leaves float64 as it is."""

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from w4gemm.errors import kind_of
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
 from w4gemm.packing.layouts import Parts, layout_named
-from w4gemm.weight import QuantizedWeight, kind_of
+from w4gemm.weight import QuantizedWeight
 
 _LARGEST_E4M3_SCALE = 56
 """8 times as much is 448, the largest e4m3."""

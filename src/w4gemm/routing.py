@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.config import GemmConfig
+from w4gemm.errors import kind_of
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import compiled
 from w4gemm.kernels import on_hopper
 from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.modes import is_plain, is_watched
 from w4gemm.problem import Device, GemmProblem
-from w4gemm.weight import kind_of
 
 _KERNEL = RowCombine()
 

@@ -4,14 +4,46 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from w4gemm.act_order import is_permutation
 from w4gemm.errors import FormatError
+from w4gemm.formats import WeightFormat
+
+if TYPE_CHECKING:
+    from w4gemm.weight import QuantizedWeight
 
 _KIND = "w4gemm.weight"
 _VERSION = "1"
+
+
+def save(w: QuantizedWeight, path: str | Path) -> None:
+    """See :meth:`w4gemm.QuantizedWeight.save`."""
+    facts: dict[str, Any] = {"format": str(w.format), "n": w.n, "k": w.k}
+    facts |= {"experts": w.experts} if w.experts else {}
+    facts |= {"activations": w.activations} if w.activations else {}
+    write(path, w.repack("canonical").named_tensors(), facts)
+
+
+def load(cls: type[QuantizedWeight], path: str | Path, device: torch.device | str) -> QuantizedWeight:
+    """See :meth:`w4gemm.QuantizedWeight.load`."""
+    tensors, facts = read(path, device)
+    try:
+        format = WeightFormat.parse(facts["format"])
+        if tensors.keys() - {"perm"} != set(format.part_names):
+            wanted = ", ".join(format.part_names)
+            raise ValueError(f"{format} wants tensors {wanted}, and perm in act-order, got {', '.join(tensors)}")
+        ordered, perm = tuple(tensors[name] for name in format.part_names), tensors.get("perm")
+        rest = facts.get("experts", 0), facts.get("activations")
+        weight = cls(format, facts["n"], facts["k"], "canonical", ordered, perm, *rest)
+        weight.check_range()
+        if perm is not None and not is_permutation(perm):
+            raise ValueError(f"perm: wanted each of 0..{weight.k - 1} once")
+    except (KeyError, TypeError, ValueError) as e:
+        raise unfit(path, e) from e
+    return weight
 
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:

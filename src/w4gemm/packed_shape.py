@@ -1,0 +1,73 @@
+"""Shape of a weight's packed tensors: :class:`PackedShape`, a value without tensors."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from w4gemm.formats import WeightFormat
+from w4gemm.packing.layouts import layout_named
+
+
+@dataclass(frozen=True, eq=False)
+class PackedShape:
+    """Format, layout and size of a weight, and so dtype and shape of each of its tensors.
+
+    Made with :func:`packed_shape`, which gives the same object for equal values: it is compared and hashed by identity,
+    because every call of a product looks something up by it.
+    """
+
+    format: WeightFormat
+    layout: str
+    n: int
+    k: int
+    experts: int = 0
+    """0 for a single weight; else the leading dimension of every tensor."""
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = field(init=False, repr=False)
+    """dtype and shape of each tensor; all are contiguous."""
+
+    def __post_init__(self) -> None:
+        layout = layout_named(self.layout)
+        if reason := layout.supports(self.format):
+            raise ValueError(f"layout: {self.layout} cannot hold {self.format}: {reason}")
+        if self.n < 1 or self.k < 1:
+            raise ValueError(f"n, k: wanted both >= 1, got n {self.n}, k {self.k}")
+        if not isinstance(self.experts, int) or self.experts < 0:
+            raise ValueError(f"experts: wanted an int >= 0, got {self.experts!r}")
+        leading = (self.experts,) if self.experts else ()
+        shapes = layout.shapes(self.format, self.n, self.k)
+        object.__setattr__(self, "tensors", tuple((dtype, (*leading, *shape)) for dtype, shape in shapes))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return packed_shape, (self.format, self.layout, self.n, self.k, self.experts)
+
+    def check(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Raise ValueError if ``tensors`` are not contiguous tensors of these dtypes and shapes on one device."""
+        if len(self.tensors) != len(tensors):
+            raise ValueError(
+                f"tensors: {self.layout} {self.format} wants {len(self.tensors)} tensors, got {len(tensors)}"
+            )
+        for i, ((dtype, shape), t) in enumerate(zip(self.tensors, tensors, strict=True)):
+            if t.dtype != dtype or tuple(t.shape) != shape or not t.is_contiguous():
+                raise ValueError(
+                    f"tensors[{i}]: {self.layout} {self.format} with n {self.n}, k {self.k} wants a contiguous "
+                    f"{dtype} {shape}, got {'' if t.is_contiguous() else 'non-contiguous '}{t.dtype} {tuple(t.shape)}"
+                )
+        if len({t.device for t in tensors}) > 1:
+            raise ValueError(f"tensors: wanted one device, got {sorted({str(t.device) for t in tensors})}")
+
+    def empty(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return uninitialized tensors of these dtypes and shapes."""
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.tensors)
+
+
+@functools.cache
+def packed_shape(format: WeightFormat, layout: str, n: int, k: int, experts: int = 0) -> PackedShape:
+    """Return the one :class:`PackedShape` of these values.
+
+    Raises:
+        ValueError: for a layout that there is not or that cannot hold the format, and for bad sizes.
+    """
+    return PackedShape(format, layout, n, k, experts)

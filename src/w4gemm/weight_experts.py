@@ -1,0 +1,75 @@
+"""Weights made of several: experts in one, gate and up rows in pairs."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from w4gemm.errors import kind_of
+from w4gemm.packed_shape import packed_shape
+from w4gemm.packing.layouts import Parts, layout_named
+from w4gemm.weight_repack import repack_into, target_layout
+
+if TYPE_CHECKING:
+    from w4gemm.weight import QuantizedWeight
+
+
+def stack(
+    cls: type[QuantizedWeight], weights: Iterable[QuantizedWeight], count: int | None, layout: str | None
+) -> QuantizedWeight:
+    """See :meth:`w4gemm.QuantizedWeight.stack`."""
+    if count is None:
+        if not isinstance(weights, Sequence):
+            raise TypeError("count: wanted the number of weights, since an iterable that is no sequence has none")
+        count = len(weights)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"count: wanted a number of experts from 1, got {count!r}")
+    found, first, common = 0, None, None
+    for w in weights:
+        if not isinstance(w, cls) or w.experts or w.perm is not None:
+            came = w if isinstance(w, cls) else kind_of(w)
+            raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {came}")
+        facts = w.format, w.n, w.k, w.device, w.activations
+        if first is None or common is None:
+            first, common = w, facts
+            target = packed_shape(w.format, target_layout(w, layout, w.activations), w.n, w.k, count)
+            tensors = target.empty(w.device)
+        if facts != common or found == count:
+            raise ValueError(f"weights: wanted {count} like the first, {common}, got as number {found + 1} {w!r}")
+        repack_into(w, target.layout, tuple(t[found] for t in tensors))
+        found += 1
+    if first is None or found < count:
+        raise ValueError(f"weights: wanted {count}, got {found}")
+    return replace(first, layout=target.layout, tensors=tensors, experts=count)
+
+
+def expert(w: QuantizedWeight, index: int) -> QuantizedWeight:
+    """See :meth:`w4gemm.QuantizedWeight.expert`."""
+    if not isinstance(index, numbers.Integral) or not 0 <= index < w.experts:
+        raise ValueError(f"index: wanted one of {w.experts} experts, got {index!r}")
+    return replace(w, tensors=tuple(t[index] for t in w.tensors), experts=0)
+
+
+def interleave(cls: type[QuantizedWeight], gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
+    """See :meth:`w4gemm.QuantizedWeight.interleave`."""
+    for name, w in (("gate", gate), ("up", up)):
+        if not isinstance(w, cls):
+            raise TypeError(f"{name}: wanted a QuantizedWeight, got {type(w).__name__}")
+    perms = [w.perm for w in (gate, up) if w.perm is not None]
+    facts = [(w.format, w.n, w.k, w.device, w.activations) for w in (gate, up)]
+    if facts[0] != facts[1] or len(perms) == 1 or (perms and not torch.equal(*perms)):
+        raise ValueError(f"up: wanted format, n, k, device, activations and perm of gate, {gate}, got {up}")
+    if gate.experts or up.experts:
+        if gate.experts != up.experts:
+            raise ValueError(f"up: wanted {gate.experts} experts like gate, got {up.experts}")
+        each = (interleave(cls, gate.expert(e), up.expert(e)) for e in range(gate.experts))
+        return stack(cls, each, gate.experts, gate.layout)
+    pairs = Parts.of(
+        None if a is None or b is None else torch.stack((a, b), dim=1).flatten(0, 1)
+        for a, b in zip(gate.parts(), up.parts(), strict=True)
+    )
+    return replace(gate, n=2 * gate.n, tensors=layout_named(gate.layout).pack(pairs, gate.format))
