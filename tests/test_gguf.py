@@ -15,6 +15,7 @@ gguf = pytest.importorskip("gguf")
 from w4gemm import FormatError, QuantizedWeight, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.gguf import GGUFCheckpoint  # noqa: E402
+from w4gemm.checkpoints.gguf_file import Array, GGUFFile  # noqa: E402
 
 TYPES = {"Q4_0": WeightFormat(32, "none", "fp16"), "Q4_1": WeightFormat(32, "float", "fp16")}
 
@@ -67,30 +68,31 @@ def smollm2() -> Path | None:
 
 
 def test_weights_equal_gguf_dequantize(small: Path) -> None:
-    checkpoint = open_checkpoint(small)
-    assert isinstance(checkpoint, GGUFCheckpoint)
+    file = GGUFFile(small)
+    assert file.metadata["test.words"] == file.metadata["test.numbers"] == Array(3)
     reader = {t.name: t for t in gguf.GGUFReader(small).tensors}
-    assert checkpoint.names() == list(reader)
+    assert list(file.tensors) == list(reader)
     for name, tensor in reader.items():
         wanted = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        assert torch.equal(checkpoint.dense(name), wanted), name
-        assert checkpoint.is_int4(name) == (tensor.tensor_type.name in TYPES)
+        assert torch.equal(file.dense(name), wanted), name
+        assert (file.format(name) is not None) == (tensor.tensor_type.name in TYPES and len(tensor.shape) == 2)
         if tensor.tensor_type.name in TYPES and len(tensor.shape) == 2:
-            weight = checkpoint.weight(name)
+            weight = file.weight(name)
             assert weight.format == TYPES[tensor.tensor_type.name]
             assert (weight.n, weight.k) == tuple(tensor.shape[::-1])
             assert torch.equal(weight.dequantize(), wanted), name
 
 
 def test_rows_are_taken_in_order(small: Path) -> None:
-    checkpoint = open_checkpoint(small)
+    file = GGUFFile(small)
     for rows in ([4, 0, 2], [1]):
         index = torch.tensor(rows)
-        assert torch.equal(checkpoint.weight("zero", index).dequantize(), checkpoint.dense("zero")[index])
+        assert torch.equal(file.weight("zero", index).dequantize(), file.dense("zero")[index])
+        assert torch.equal(file.dense("zero", rows=index), file.dense("zero")[index])
 
 
 def test_saved_weight_comes_back(small: Path, tmp_path: Path) -> None:
-    weight = open_checkpoint(small).weight("one")
+    weight = GGUFFile(small).weight("one")
     weight.save(tmp_path / "one.safetensors")
     assert torch.equal(QuantizedWeight.load(tmp_path / "one.safetensors").dequantize(), weight.dequantize())
 
@@ -100,18 +102,18 @@ def test_every_tensor_of_smollm2() -> None:
     path = smollm2()
     assert path is not None
     checkpoint = GGUFCheckpoint(path)
-    int4 = [name for name in checkpoint.names() if checkpoint.is_int4(name)]
-    assert len(int4) == 210
-    assert checkpoint.metadata["general.architecture"] == "llama"
-    for name in int4:
-        # dense() is gguf.quants.dequantize
-        assert torch.equal(checkpoint.weight(name).dequantize(), checkpoint.dense(name)), name
+    assert len(checkpoint.modules) == 210 and len(checkpoint.tensors) == 62
+    assert checkpoint.file.metadata["general.architecture"] == "llama"
+    file = checkpoint.file
+    for name in file.tensors:
+        if file.format(name) is not None:
+            # dense() is gguf.quants.dequantize
+            assert torch.equal(file.weight(name).dequantize(), file.dense(name)), name
 
 
 def test_found_in_a_folder(small: Path) -> None:
     found = find_checkpoint(small.parent)
-    assert found is not None
-    assert (found[0].name, found[1]) == ("gguf", small)
+    assert (found.format.name, found.path) == ("gguf", small)
     small.with_name("other.gguf").write_bytes(small.read_bytes())
     with pytest.raises(FormatError, match=r"2 GGUF files \(other.gguf, small.gguf\)"):
         find_checkpoint(small.parent)
@@ -119,10 +121,9 @@ def test_found_in_a_folder(small: Path) -> None:
 
 def test_found_by_first_bytes(small: Path) -> None:
     renamed = small.rename(small.with_suffix(".bin"))
-    assert find_checkpoint(renamed) is not None
+    assert find_checkpoint(renamed).format.name == "gguf"
     renamed.write_bytes(b"something else")
-    assert find_checkpoint(renamed) is None
-    with pytest.raises(FormatError, match="no checkpoint of a known format"):
+    with pytest.raises(FormatError, match="is a file that begins with b'somethin'; what can be loaded: a GGUF file"):
         open_checkpoint(renamed)
 
 
@@ -134,13 +135,13 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_any_truncation_is_refused(small: Path) -> None:
     data = small.read_bytes()
-    end = max(t.offset + t.nbytes for t in GGUFCheckpoint(small).tensors.values())  # padding may follow
+    end = max(t.offset + t.nbytes for t in GGUFFile(small).tensors.values())  # padding may follow
     for count in (*range(0, end, 13), end - 1):
         small.write_bytes(data[:count])
         with pytest.raises(FormatError, match=r"small\.gguf (is cut short|is no GGUF file)"):
             open_checkpoint(small)
     small.write_bytes(data[:end])
-    assert open_checkpoint(small).names()
+    assert len(GGUFFile(small).tensors) == 8
 
 
 def test_wrong_magic_and_version(small: Path) -> None:
@@ -156,13 +157,13 @@ def test_wrong_magic_and_version(small: Path) -> None:
 
 
 def test_wrong_tensor_names_and_types(small: Path) -> None:
-    checkpoint = open_checkpoint(small)
+    file = GGUFFile(small)
     with pytest.raises(FormatError, match="no tensor 'nothing' among its 8"):
-        checkpoint.weight("nothing")
+        file.weight("nothing")
     with pytest.raises(FormatError, match=r"'eight' is Q8_0.*wanted Q4_0 or Q4_1"):
-        checkpoint.weight("eight")
+        file.weight("eight")
     with pytest.raises(FormatError, match=r"'cube' has shape \(2, 3, 32\)"):
-        checkpoint.weight("cube")
+        file.weight("cube")
 
 
 def test_unknown_tensor_type(small: Path) -> None:
@@ -176,9 +177,93 @@ def test_unknown_tensor_type(small: Path) -> None:
 
 
 def test_numbers_that_are_not_finite(small: Path) -> None:
-    info = GGUFCheckpoint(small).tensors["row"]
+    info = GGUFFile(small).tensors["row"]
     data = bytearray(small.read_bytes())
     data[info.offset : info.offset + 2] = np.float16(np.nan).tobytes()
     small.write_bytes(data)
     with pytest.raises(FormatError, match=r"'row'.*not be finite"):
-        open_checkpoint(small).weight("row")
+        GGUFFile(small).weight("row")
+
+
+def test_a_user_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match="path: '~nosuchuser/x'"):
+        open_checkpoint("~nosuchuser/x")
+
+
+def damaged(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert data.count(old) == 1 and len(old) == len(new)
+    path.write_bytes(data.replace(old, new))
+
+
+def test_offsets_are_as_llama_cpp_wants_them(small: Path) -> None:
+    """Alignment, order and overlap: each tensor begins where the one before it ends, padded."""
+    whole = small.read_bytes()
+    file = GGUFFile(small)
+    start = file.tensors["zero"].offset
+    entry = b"one" + struct.pack("<IQQI", 2, 64, 48, 3)
+    right = file.tensors["one"].offset - start
+    for offset in (right + 20, right + 32, 0, file.tensors["row"].offset - start):
+        small.write_bytes(whole)
+        damaged(small, entry + struct.pack("<Q", right), entry + struct.pack("<Q", offset))
+        with pytest.raises(
+            FormatError, match=rf"'one' begins at byte {start + offset}, but .* at byte {start + right}"
+        ):
+            open_checkpoint(small)
+
+
+def test_a_type_of_another_size_is_refused(tmp_path: Path) -> None:
+    """As a norm in float32 that is marked as float16: its numbers would be read from half of the bytes."""
+    norm = np.ones(64, np.float32)
+    path = write_file(tmp_path / "norms.gguf", {"a": (norm, "F32"), "b": (norm, "F32")})
+    damaged(path, b"a" + struct.pack("<IQI", 1, 64, 0), b"a" + struct.pack("<IQI", 1, 64, 1))
+    with pytest.raises(FormatError, match="'b' begins at byte"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"zero" + struct.pack("<I", 2), b"cube" + struct.pack("<I", 2), "tensor 'cube' is there twice"),
+        (
+            b"flat" + struct.pack("<IQQ", 2, 32, 4),
+            b"flat" + struct.pack("<IQQ", 2, 32, 0),
+            r"'flat' has shape \(0, 32\)",
+        ),
+        (b"flat" + struct.pack("<IQQ", 2, 32, 4), b"flat" + struct.pack("<IQQ", 2, 0, 4), r"'flat' has shape \(4, 0\)"),
+        (
+            b"flat" + struct.pack("<I", 2),
+            b"fl\xff\xfe" + struct.pack("<I", 2),
+            r"tensor name b'fl\\xff\\xfe' is no UTF-8",
+        ),
+        (b"test.words" + struct.pack("<I", 9), b"test.w\xffrds" + struct.pack("<I", 9), "key .* is no UTF-8"),
+    ],
+)
+def test_names_and_sizes(small: Path, old: bytes, new: bytes, message: str) -> None:
+    damaged(small, old, new)
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(small)
+
+
+def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "twice.gguf", "llama")
+    writer.add_string("test.a", "one")
+    writer.add_string("test.b", "two")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    damaged(tmp_path / "twice.gguf", b"test.b", b"test.a")
+    with pytest.raises(FormatError, match=r"key 'test\.a' is there twice"):
+        open_checkpoint(tmp_path / "twice.gguf")
+
+
+def test_alignment(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_uint32("general.alignment", 48)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(FormatError, match=r"general\.alignment: wanted a power of two, got 48"):
+        open_checkpoint(tmp_path / "a.gguf")

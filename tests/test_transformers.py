@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from tiny_model import FFN, HEAD_DIM, HIDDEN, LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, W4Linear, WeightFormat, quantize
-from w4gemm.checkpoints.gguf import GGUFCheckpoint
+from w4gemm.checkpoints.gguf_file import GGUFFile
 from w4gemm.integrations.transformers import dequantize_layers, load, summarize
 
 
@@ -96,7 +96,8 @@ def test_dense_folder(tmp_path: Path) -> None:
     dense = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert summarize(model).formats == {"int4_g64": 6 * LAYERS, "int4_g32": LAYERS}  # k is 64, of down_proj 96
     assert summarize(model).dense == ("lm_head",)
-    assert seen[-1] == (7 * LAYERS, 7 * LAYERS, "quantizing")
+    total = 9 * LAYERS + 3  # and two norms a layer, the last one, the embedding and lm_head
+    assert seen[-1] == (total, total, "loading")
     for name, layer in dense.model.named_modules():
         if isinstance(layer, torch.nn.Linear):
             ours = model.model.get_submodule(name).weight
@@ -120,9 +121,48 @@ def test_missing_tensor(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf")
     data = path.read_bytes()
     assert data.count(b"blk.1.ffn_up.weight") == 1
-    path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight"))
+    path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
     with pytest.raises(FormatError, match=r"no tensor for model\.layers\.1\.mlp\.up_proj\.weight"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_count", 1, "block_count is 1, but its tensors are of 2 blocks, up to blk.1"),
+        ("block_count", 0, "block_count is 0, but"),
+        ("block_count", 3, "block_count is 3, but"),
+        ("attention.head_count", 0, "attention.head_count: wanted a number from 1, got 0"),
+        ("attention.head_count", 3, "3 heads cannot share 2 heads of keys and values equally"),
+        ("embedding_length", 512, r"embedding_length is 512, but token_embd.weight has shape \(258, 64\)"),
+        ("tokenizer.ggml.bos_token_id", 2**31, "bos_token_id: wanted a token id below 258, got 2147483648"),
+    ],
+)
+def test_metadata_that_contradict_the_tensors(tmp_path: Path, key: str, value: int, message: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    data = path.read_bytes()
+    name = (key if key.startswith("tokenizer") else f"llama.{key}").encode()
+    assert data.count(name + struct.pack("<I", 4)) == 1  # an unsigned int of 32 bits
+    at = data.index(name + struct.pack("<I", 4)) + len(name) + 4
+    path.write_bytes(data[:at] + struct.pack("<I", value) + data[at + 4 :])
+    with pytest.raises(FormatError, match=message):
+        load(path)
+
+
+def test_tensors_that_no_layer_takes(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", rope_freqs=np.ones(HEAD_DIM // 2))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"rope_freqs.weight", b"rope_other.weight"))
+    with pytest.raises(FormatError, match=r"no place for rope_other\.weight"):
+        load(path)
+
+
+def test_a_config_that_transformers_cannot_read(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    with pytest.raises(FormatError, match="transformers makes no model"):
+        load(folder)
 
 
 def test_wrong_shape(tmp_path: Path) -> None:
@@ -132,14 +172,14 @@ def test_wrong_shape(tmp_path: Path) -> None:
     entry = b"blk.1.ffn_down.weight" + struct.pack("<IQQ", 2, FFN, HIDDEN)
     assert data.count(entry) == 1
     path.write_bytes(data.replace(entry, entry[:-16] + struct.pack("<QQ", HIDDEN, FFN)))
-    with pytest.raises(FormatError, match=r"ffn_down.weight' has shape \(96, 64\), its config wants \(64, 96\)"):
+    with pytest.raises(FormatError, match=r"mlp.down_proj has shape \(96, 64\), its config wants \(64, 96\)"):
         load(path)
 
 
 def test_wrong_paths(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load(tmp_path / "nowhere")
-    with pytest.raises(FormatError, match="neither a GGUF file nor a folder"):
+    with pytest.raises(FormatError, match="is an empty folder; what can be loaded"):
         load(tmp_path)
 
 
@@ -147,7 +187,7 @@ def test_quantized_folder_is_refused(tmp_path: Path) -> None:
     config = json.loads((write_dense(tmp_path) / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match=r"quantized already \(gptq\)"):
+    with pytest.raises(FormatError, match="quantized by 'gptq', which cannot be loaded yet"):
         load(tmp_path)
 
 
@@ -163,6 +203,6 @@ def test_smollm2() -> None:
     assert summarize(model).dense == ("lm_head",)
     # a layer that llama.cpp does not permute, directly from the file
     assert torch.equal(
-        model.model.layers[3].mlp.down_proj.weight.dequantize(), GGUFCheckpoint(path).dense("blk.3.ffn_down.weight")
+        model.model.layers[3].mlp.down_proj.weight.dequantize(), GGUFFile(path).dense("blk.3.ffn_down.weight")
     )
     assert_same_numbers(model, from_pretrained(path))

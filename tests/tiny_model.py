@@ -76,15 +76,25 @@ def write_gguf(
     return path
 
 
-def write_dense(folder: Path) -> Path:
-    """A random Llama in safetensors, with a tokenizer."""
+def write_dense(folder: Path, architecture: str = "llama") -> Path:
+    """A random model in safetensors, with a tokenizer; qwen2 has biases, which are not zero."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
 
     tokens, merges = _vocabulary()
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    }[architecture]
+    config = config_class(
         vocab_size=len(tokens),
         hidden_size=HIDDEN,
         intermediate_size=FFN,
@@ -94,7 +104,11 @@ def write_dense(folder: Path) -> Path:
         eos_token_id=0,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = model_class(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(m.split()) for m in merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

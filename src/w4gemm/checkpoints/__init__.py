@@ -1,4 +1,4 @@
-"""Checkpoints that hold 4-bit weights, by format: :func:`open_checkpoint`.
+"""Checkpoints by format: :func:`open_checkpoint`.
 
 A new format is one file with a ``CheckpointFormat`` and one line in ``FORMATS``.
 """
@@ -6,42 +6,80 @@ A new format is one file with a ``CheckpointFormat`` and one line in ``FORMATS``
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
-from w4gemm.checkpoints import gguf
-from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat
+from w4gemm.checkpoints import dense, gguf
+from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
 from w4gemm.errors import FormatError
+from w4gemm.formats import WeightFormat
 
-FORMATS: tuple[CheckpointFormat, ...] = (gguf.FORMAT,)
+FORMATS: tuple[CheckpointFormat, ...] = (gguf.FORMAT, dense.FORMAT)
+"""Every format, in the order in which they are asked."""
 
 
-def find_checkpoint(path: str | Path) -> tuple[CheckpointFormat, Path] | None:
-    """The first format that recognizes ``path``, a file or folder, and the file or folder it would open.
+class Found(NamedTuple):
+    """A recognized checkpoint: its format, and the file or folder to open."""
+
+    format: CheckpointFormat
+    path: Path
+
+
+def find_checkpoint(path: str | Path) -> Found:
+    """Return the first format that recognizes ``path``, a file or folder.
 
     Raises:
         FileNotFoundError: if nothing is at ``path``.
+        FormatError: if no format recognizes it.
     """
-    path = Path(path).expanduser()
+    try:
+        path = Path(path).expanduser()
+    except RuntimeError as e:  # no such user
+        raise FileNotFoundError(f"path: {str(path)!r}: {e}") from e
     if not path.exists():
         raise FileNotFoundError(f"path: no file or folder {str(path)!r}")
     for format in FORMATS:
         if (found := format.find(path)) is not None:
-            return format, found
-    return None
+            return Found(format, found)
+    known = "; ".join(format.contents for format in FORMATS)
+    raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}")
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a checkpoint of any known format.
+def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) -> Checkpoint:
+    """Open a checkpoint of any known format; only headers are read.
+
+    Args:
+        path: a file or folder.
+        format: what the linear layers of a dense model are quantized to; None for groups of 128, or the largest smaller
+            group that divides a layer's k. A checkpoint in 4 bits keeps its own formats.
 
     Raises:
         FileNotFoundError: if nothing is at ``path``.
         FormatError: if no format recognizes it, or it is truncated or damaged.
+        TypeError, ValueError: for a format that there is not.
     """
+    wanted = None if format is None else WeightFormat.of(format)
     found = find_checkpoint(path)
-    if found is None:
-        known = ", ".join(format.name for format in FORMATS)
-        raise FormatError(f"path: {str(path)!r} is no checkpoint of a known format ({known})")
-    format, where = found
-    return format.open(where)
+    return found.format.open(found.path, wanted)
 
 
-__all__ = ["FORMATS", "Checkpoint", "CheckpointFormat", "find_checkpoint", "open_checkpoint"]
+def _seen(path: Path) -> str:
+    """What lies at ``path``, for a message."""
+    if path.is_file():
+        with path.open("rb") as f:
+            return f"a file that begins with {f.read(8)!r}"
+    if method := dense.quantization_method(path):
+        return f"a model quantized by {method!r}, which cannot be loaded yet"
+    names = sorted(p.name for p in path.iterdir())
+    return f"a folder with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "an empty folder"
+
+
+__all__ = [
+    "FORMATS",
+    "Checkpoint",
+    "CheckpointFormat",
+    "Found",
+    "Module",
+    "Pretrained",
+    "find_checkpoint",
+    "open_checkpoint",
+]

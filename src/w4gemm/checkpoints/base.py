@@ -1,48 +1,99 @@
-"""What a checkpoint format is to the rest of the library: :class:`CheckpointFormat` opens a :class:`Checkpoint`."""
+"""The protocol between checkpoints and models: a :class:`Checkpoint` is modules with tensors behind them.
+
+Names are those of the model's modules and parameters in Hugging Face's implementation
+(``model.layers.0.self_attn.q_proj``), and rows are in the model's order. Whatever a format keeps under other names, in
+another order or in several pieces, its own file puts right; nothing above it knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from w4gemm.formats import WeightFormat
 from w4gemm.weight import QuantizedWeight
 
 
+@dataclass(frozen=True)
+class Module:
+    """A linear module with a 4-bit weight (n, k), or (experts, n, k), as far as headers tell."""
+
+    n: int
+    k: int
+    format: WeightFormat
+    bias: bool = False
+    """True if ``<name>.bias`` (n), or (experts, n), is among the checkpoint's tensors."""
+    experts: int = 0
+    """Number of experts; 0 for a weight that is not one of several."""
+    fused: tuple[str, ...] = ()
+    """Last parts of the names of the modules that this one is made of, such as ("gate_proj", "up_proj")."""
+    interleaved: bool = False
+    """True if the rows of fused modules alternate; otherwise one module follows the other."""
+
+
+class Pretrained(NamedTuple):
+    """Arguments of transformers' ``from_pretrained`` that give a checkpoint's config and tokenizer."""
+
+    folder: Path
+    options: Mapping[str, Any] = {}
+
+
 class Checkpoint(Protocol):
-    """An open checkpoint: named tensors, some of them 4-bit weights that are taken over without requantization."""
+    """An open checkpoint. Opening reads headers only; tensors are read one at a time, when asked for.
+
+    ``modules`` and ``tensors`` together are all that the checkpoint holds, each tensor in one of them.
+    """
 
     path: Path
 
-    def names(self) -> list[str]:
-        """Every tensor, in the checkpoint's own names."""
+    @property
+    def modules(self) -> Mapping[str, Module]:
+        """4-bit linear modules by name; :meth:`weight` gives their weights."""
         ...
 
-    def is_int4(self, name: str) -> bool:
-        """Whether :meth:`weight` can give this tensor."""
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the dense parameters and buffers by name, biases of 4-bit modules too; :meth:`dense` gives them."""
         ...
 
-    def weight(self, name: str, rows: torch.Tensor | None = None) -> QuantizedWeight:
-        """A 4-bit tensor, losslessly, in the canonical layout on the CPU.
+    def weight(self, name: str) -> QuantizedWeight:
+        """Return the weight of a module, losslessly, in the canonical layout on the CPU.
 
-        Args:
-            rows: int64 indices: take these rows (output features), in this order; None for all as stored.
+        Raises:
+            FormatError: if there is no such module, or its numbers are damaged.
         """
         ...
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Any tensor, dequantized in float32 and rounded once to ``dtype``, on the CPU."""
+        """Return one of ``tensors``, rounded at most once to ``dtype``, on the CPU.
+
+        Raises:
+            FormatError: if there is no such tensor, or it cannot be read.
+        """
+        ...
+
+    def pretrained(self) -> Pretrained:
+        """Return where transformers finds the config and the tokenizer.
+
+        Raises:
+            FormatError: if the checkpoint holds none, or one that contradicts its tensors.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """One format: a name, how a path is recognized, and how it is opened."""
+    """One format: how a path is recognized, and how it is opened."""
 
     name: str
+    contents: str = field(repr=False)
+    """Words for what is recognized, such as "a GGUF file, or a folder with one"."""
     find: Callable[[Path], Path | None]
-    """The file or folder to open for a path, or None if there is nothing of this format there."""
-    open: Callable[[Path], Checkpoint]
+    """Return the file or folder to open for an existing path, or None if there is nothing of this format."""
+    open: Callable[[Path, WeightFormat | None], Checkpoint]
+    """Open what ``find`` returned. The second argument says what dense weights are to be quantized to, None for the
+    format's own choice; a checkpoint in 4 bits ignores it."""

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from w4gemm import choice
-from w4gemm.checkpoints import find_checkpoint
-from w4gemm.checkpoints.gguf import INT4_FORMATS, GGUFCheckpoint
+from w4gemm.checkpoints import open_checkpoint
 from w4gemm.cli import report
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError
@@ -29,12 +28,13 @@ _RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer: n output and k input features, and whether it adds a bias."""
+    """A linear layer with n output and k input features, or one of ``experts`` experts."""
 
     n: int
     k: int
     format: WeightFormat
     bias: bool = False
+    experts: int = 0
 
 
 def positive(text: str) -> int:
@@ -137,10 +137,10 @@ def device_line(device: Device) -> str:
 def problems(
     layers: list[Layer], tokens: list[int], device: Device, dtype: torch.dtype, batch_invariant: bool = False
 ) -> list[GemmProblem]:
-    """One for each layer and interval of m."""
+    """Return a problem for each layer and interval of m."""
     scaled = dtype == torch.float8_e4m3fn  # as linear calls it that quantizes x
     return [
-        GemmProblem(m, layer.n, layer.k, dtype, layer.format, layout, epilogue, device, batch_invariant)
+        GemmProblem(m, layer.n, layer.k, dtype, layer.format, layout, epilogue, device, batch_invariant, layer.experts)
         for layer in layers
         for layout in (layout_for(device, layer.format, dtype),)
         for epilogue in (Epilogue(bias=layer.bias, token_scale=scaled),)
@@ -191,17 +191,8 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
 
 
 def _layers_of_model(path: str) -> list[Layer]:
-    found = find_checkpoint(path)
-    if found is None:
-        from w4gemm.integrations.transformers import linear_shapes
-
-        return [Layer(*shape) for shape in linear_shapes(path)]
-    checkpoint = GGUFCheckpoint(found[1])
-    return [
-        Layer(*info.shape, INT4_FORMATS[info.type], name.removesuffix("weight") + "bias" in checkpoint.tensors)
-        for name, info in checkpoint.tensors.items()
-        if checkpoint.is_int4(name) and len(info.shape) == 2
-    ]
+    modules = open_checkpoint(path).modules.values()
+    return [Layer(m.n, m.k, m.format, m.bias, m.experts) for m in modules]
 
 
 def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:

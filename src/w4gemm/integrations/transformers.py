@@ -1,41 +1,34 @@
 """Hugging Face models with their linear layers behind :func:`w4gemm.linear`: :func:`load`.
 
-A GGUF file's 4-bit tensors are taken over losslessly, and never exist as a dense matrix here. The config and the
-tokenizer come from transformers' own GGUF support; the tensors are placed here instead of by ``from_pretrained``, which
-would dequantize all of them first. ``tests/test_transformers.py`` holds both ways to equal bits.
+The 4-bit weights of a checkpoint are taken over losslessly, and never exist as a dense matrix here. Config and
+tokenizer come from transformers; the tensors are placed here instead of by ``from_pretrained``, which would dequantize
+all of them first. ``tests/test_transformers.py`` holds both ways to equal bits for GGUF files.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from w4gemm.checkpoints import find_checkpoint
-from w4gemm.checkpoints.gguf import GGUFCheckpoint
+from w4gemm.checkpoints import Checkpoint, Module, open_checkpoint
+from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
 from w4gemm.nn import W4Linear
+from w4gemm.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""
-
-DENSE = ("lm_head",)
-"""Last parts of the names of layers that stay dense unless asked for."""
-
-_PERMUTED = {"llama": {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}, "qwen2": {}, "qwen3": {}}
-"""Architectures that can be loaded from GGUF, and the tensors whose rows llama.cpp reorders, with the number of heads.
-
-llama.cpp pairs the two halves of each rotary head: row (head, half, i) is stored at (head, i, half).
-"""
 
 
 @dataclass(frozen=True)
@@ -68,35 +61,36 @@ def load(
     format: WeightFormat | str | None = None,
     progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model with its linear layers in 4 bits, and its tokenizer. Nothing is downloaded.
+    """Load a causal language model with its linear layers in 4 bits, and its tokenizer. Nothing is downloaded.
 
     Args:
-        path: a GGUF file, a folder that holds one, or a folder with a dense Hugging Face model of the Llama family.
+        path: a checkpoint of any format that :func:`w4gemm.checkpoints.open_checkpoint` knows: a GGUF file, a folder
+            that holds one, or a folder with a dense Hugging Face model of the Llama family.
         device, dtype: where the model runs, and the dtype of its activations and dense parameters.
         format: for a dense model: what to quantize to; None for group 128, or the largest smaller group that divides
-            a layer's k. A GGUF file keeps its own formats.
-        progress: told about each tensor or layer.
+            a layer's k. A checkpoint in 4 bits keeps its own formats.
+        progress: called after each tensor.
 
     Returns:
         The model, in evaluation mode, and the tokenizer.
 
     Raises:
         FileNotFoundError: if nothing is at ``path``.
-        FormatError: if it is damaged, holds no model, or one of an unknown architecture.
+        FormatError: if it is damaged, holds no model, or one of an unknown architecture; if a parameter of the model
+            has no tensor, or a tensor no parameter.
         TypeError, ValueError: for a dtype or a format that there is not.
     """
     device = torch.device(device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
-    format = None if format is None else WeightFormat.of(format)
-    found = find_checkpoint(path)
-    if found is not None:
-        return _load_gguf(GGUFCheckpoint(found[1]), device, dtype, progress)
-    return _load_dense(_with_config(path), device, dtype, format, progress)
+    checkpoint = open_checkpoint(path, format)
+    model, tokenizer = _empty_model(checkpoint, dtype)
+    _fill(model, checkpoint, device, dtype, progress)
+    return model.to(device).eval(), tokenizer
 
 
 def summarize(model: nn.Module) -> Summary:
-    """Count the linear layers of a model."""
+    """Count the linear layers of a model, by format and dense ones."""
     int4 = [m for m in model.modules() if isinstance(m, W4Linear)]
     formats = Counter(str(m.format) for m in int4)
     dense = tuple(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
@@ -107,7 +101,7 @@ def quantize_layers(
     model: nn.Module,
     format: WeightFormat | str | None = None,
     *,
-    skip: tuple[str, ...] = DENSE,
+    skip: tuple[str, ...] = SKIP,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Replace the dense linear layers of a model by 4-bit ones, in place, one at a time.
@@ -116,9 +110,9 @@ def quantize_layers(
         format: see :func:`load`.
         skip: last parts of the names of layers that stay dense.
     """
-    layers = _dense_layers(model, skip)
-    for done, (name, layer) in enumerate(layers, 1):
-        model.set_submodule(name, W4Linear.from_linear(layer, format or _default_format(layer.in_features)))
+    layers = linear_layers(model, skip)
+    for done, (name, layer) in enumerate(layers.items(), 1):
+        model.set_submodule(name, W4Linear.from_linear(layer, format or default_format(layer.in_features)))
         if progress is not None:
             progress(done, len(layers), "quantizing")
     return model
@@ -138,155 +132,140 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def linear_shapes(folder: str | Path) -> list[tuple[int, int, WeightFormat, bool]]:
-    """(n, k, format, whether it has a bias) of every layer that :func:`load` puts into 4 bits, of a folder with a dense
-    Hugging Face model; only its config.json is read.
+class _ParametersOnMeta(TorchFunctionMode):
+    """``torch.empty``, of which modules make their parameters, allocates nothing; computed buffers are real."""
 
-    Raises:
-        FormatError: if there is none.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(_with_config(folder), local_files_only=True)
-        )
-    layers = [layer for _, layer in _dense_layers(model, DENSE)]
-    return [(m.out_features, m.in_features, _default_format(m.in_features), m.bias is not None) for m in layers]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 
-def _with_config(path: str | Path) -> Path:
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        raise FormatError(f"path: {str(path)!r} is neither a GGUF file nor a folder with a GGUF file or a config.json")
-    return folder
+def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the checkpoint's model with parameters that hold nothing, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-
-def _dense_layers(model: nn.Module, skip: tuple[str, ...]) -> list[tuple[str, nn.Linear]]:
-    """Those to put into 4 bits, with their names: all but where the last part of the name is one of ``skip``."""
-    return [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.split(".")[-1] not in skip]
-
-
-def _default_format(k: int) -> WeightFormat:
-    return WeightFormat(next((g for g in (128, 64) if k % g == 0), 32))
-
-
-def _load_dense(
-    folder: Path, device: torch.device, dtype: torch.dtype, format: WeightFormat | str | None, progress: Progress | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if scheme := getattr(config, "quantization_config", None):
-        method = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
-        raise FormatError(
-            f"path: {str(folder)!r} is quantized already ({method}), which cannot be loaded yet; wanted dense"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    try:  # on the CPU first: then the device never holds the dense model
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, SafetensorError) as e:  # of a file that is missing, or cut short
-        raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
-    quantize_layers(model, format, progress=progress)
-    return model.to(device).eval(), tokenizer
-
-
-def _load_gguf(
-    checkpoint: GGUFCheckpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    architecture = checkpoint.metadata.get("general.architecture")
-    if architecture not in _PERMUTED:
-        wanted = ", ".join(_PERMUTED)
-        raise FormatError(f"{checkpoint.path}: architecture {architecture!r} cannot be loaded; wanted one of {wanted}")
-    where: dict[str, Any] = {"gguf_file": checkpoint.path.name, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint.path.parent, **where)
-    config = AutoConfig.from_pretrained(checkpoint.path.parent, **where)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _fill(model, checkpoint, _gguf_names(model, architecture), device, dtype, progress)
-    _restore_rotary(model, checkpoint, device)
-    model.tie_weights()
-    missing = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    if missing:
-        raise FormatError(f"{checkpoint.path}: no tensor for {', '.join(missing[:3])} ({len(missing)} missing)")
-    return model.eval(), tokenizer
-
-
-def _gguf_names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
-    """The name in the file of each parameter of the model."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    arch = next(a for a, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    table = get_tensor_name_map(arch, model.config.num_hidden_layers)
-    names = {}
-    for parameter in model.state_dict():
-        base, _, suffix = parameter.rpartition(".")
-        if (name := table.get_name(base)) is not None:
-            names[parameter] = f"{name}.{suffix}"
-    return names
+    folder, options = checkpoint.pretrained()
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+        with _ParametersOnMeta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # with options the config is that of one file, beside which another model's generation config may lie
+        if not options and (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except ImportError:
+        raise
+    except Exception as e:  # whatever transformers meets in a config that is damaged
+        reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        raise FormatError(f"{checkpoint.path}: transformers makes no model and tokenizer of it: {reason}") from e
+    return model, tokenizer
 
 
 def _fill(
+    model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
+) -> None:
+    """Put every tensor of the checkpoint into the model: 4-bit ones as W4Linear, the others dense."""
+    wanted = {name for name, _ in model.named_parameters()}  # one name of parameters that are tied
+    wanted |= model.state_dict().keys() & {name for name, _ in model.named_buffers()}
+    placed: set[str] = set()
+    strangers = []
+    total = len(checkpoint.modules) + len(checkpoint.tensors)
+    for done, (name, module) in enumerate(checkpoint.modules.items(), 1):
+        if layers := _layers_of(model, checkpoint, name, module):
+            placed |= _place_weight(model, checkpoint, name, layers, device, dtype)
+        else:
+            strangers.append(f"{name} ({module.experts} experts)" if module.experts else name)
+        if progress is not None:
+            progress(done, total, "loading")
+    for done, (name, shape) in enumerate(checkpoint.tensors.items(), len(checkpoint.modules) + 1):
+        if name not in placed and not _place_dense(model, checkpoint, name, shape, device):
+            strangers.append(name)
+        placed.add(name)
+        if progress is not None:
+            progress(done, total, "loading")
+    model.tie_weights()
+    missing = sorted(wanted - placed)
+    reasons = [f"no tensor for {_listed(missing)}"] if missing else []
+    reasons += [f"no place for {_listed(strangers)} in the model of its config"] if strangers else []
+    if reasons:
+        raise FormatError(f"{checkpoint.path}: {'; '.join(reasons)}")
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{f', ... ({len(names)} in all)' if len(names) > 3 else ''}"
+
+
+def _layers_of(model: PreTrainedModel, checkpoint: Checkpoint, name: str, module: Module) -> dict[str, nn.Linear]:
+    """Linear layers of the model that a module is the weight of, by name: one, or those that are fused in it; none if
+    the model has no such layers."""
+    modules = dict(model.named_modules())
+    owner = name.rpartition(".")[0]
+    names = [name] if name in modules else [f"{owner}.{part}" for part in module.fused]
+    layers = {n: m for n in names if isinstance(m := modules.get(n), nn.Linear)}
+    if module.experts or not layers or len(layers) < len(names):
+        return {}
+    sizes = [layer.out_features for layer in layers.values()]
+    k = next(iter(layers.values())).in_features
+    if (module.n, module.k) != (sum(sizes), k) or (module.interleaved and len(set(sizes)) > 1):
+        raise FormatError(
+            f"{checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants "
+            f"({' + '.join(map(str, sizes))}, {k})"
+        )
+    if others := [n for n, layer in layers.items() if (layer.bias is not None) != module.bias]:
+        has, wanted = ("a", "none") if module.bias else ("no", "one")
+        raise FormatError(f"{checkpoint.path}: {name} has {has} bias, its config wants {wanted} of {_listed(others)}")
+    return layers
+
+
+def _place_weight(
     model: PreTrainedModel,
-    checkpoint: GGUFCheckpoint,
-    names: dict[str, str],
+    checkpoint: Checkpoint,
+    name: str,
+    layers: dict[str, nn.Linear],
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None,
-) -> None:
-    """Put every tensor of the file into the model: 4-bit ones as W4Linear, the others dense."""
-    architecture = checkpoint.metadata["general.architecture"]
-    for done, (parameter, name) in enumerate(names.items(), 1):
-        if name not in checkpoint.tensors:
-            continue  # tied, or reported as missing
-        owner, _, leaf = parameter.rpartition(".")
+) -> set[str]:
+    """Put the 4-bit weight and the bias of a module in the place of dense layers.
+
+    Returns:
+        Names of the parameters that have their numbers now, and of the checkpoint's bias.
+    """
+    module, weight = checkpoint.modules[name], checkpoint.weight(name)
+    bias = checkpoint.dense(f"{name}.bias", dtype) if module.bias else None
+    done = {f"{name}.bias"}
+    start = 0
+    for i, (target, layer) in enumerate(layers.items()):
+        rows = slice(i, None, len(layers)) if module.interleaved else slice(start, start + layer.out_features)
+        start += layer.out_features
+        part = _rows_of(weight, rows) if len(layers) > 1 else weight
+        part_bias = None if bias is None else bias[rows].to(device)
+        model.set_submodule(target, W4Linear.from_weight(part.to(device), part_bias, dtype=dtype))
+        done |= {f"{target}.weight", f"{target}.bias"}
+    return done
+
+
+def _rows_of(w: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    """Some rows (output features) of a weight in the canonical layout, where every tensor has a row for each."""
+    tensors = tuple(t[rows].contiguous() for t in w.tensors)
+    return replace(w, n=len(tensors[0]), tensors=tensors)
+
+
+def _place_dense(
+    model: PreTrainedModel, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], device: torch.device
+) -> bool:
+    """Put a dense tensor into the parameter or buffer of its name; False if there is none."""
+    owner, _, leaf = name.rpartition(".")
+    try:
         module = model.get_submodule(owner)
-        if isinstance(module, W4Linear):
-            continue  # its bias, which came with its weight
-        shape, wanted = checkpoint.tensors[name].shape, tuple(getattr(module, leaf).shape)
-        if shape != wanted:
-            raise FormatError(f"{checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {wanted}")
-        rows = _stored_rows(model.config, architecture, name, shape[0])
-        if leaf == "weight" and isinstance(module, nn.Linear) and checkpoint.is_int4(name):
-            bias = _bias(checkpoint, names.get(f"{owner}.bias"), rows, device, dtype)
-            weight = checkpoint.weight(name, rows).to(device)
-            model.set_submodule(owner, W4Linear.from_weight(weight, bias, dtype=dtype))
-        else:
-            tensor = checkpoint.dense(name, dtype)
-            tensor = tensor if rows is None else tensor[rows]
-            setattr(module, leaf, nn.Parameter(tensor.to(device), requires_grad=False))
-        if progress is not None:
-            progress(done, len(names), "loading")
-
-
-def _bias(
-    checkpoint: GGUFCheckpoint, name: str | None, rows: torch.Tensor | None, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor | None:
-    if name is None or name not in checkpoint.tensors:
-        return None
-    bias = checkpoint.dense(name, dtype)
-    return (bias if rows is None else bias[rows]).to(device)
-
-
-def _stored_rows(config: PretrainedConfig, architecture: str, name: str, n: int) -> torch.Tensor | None:
-    """Where the file keeps each row that the model wants, or None for the same order."""
-    for part, heads in _PERMUTED[architecture].items():
-        if f".{part}." in name:
-            rows = torch.arange(n).view(getattr(config, heads), -1, 2)
-            return rows.transpose(1, 2).reshape(n)
-    return None
-
-
-def _restore_rotary(model: PreTrainedModel, checkpoint: GGUFCheckpoint, device: torch.device) -> None:
-    """Make the rotary tables, which no file holds; a Llama 3.1 file holds factors that stretch them."""
-    for name, module in list(model.named_modules()):
-        if any(b.is_meta for b in module.buffers(recurse=False)):
-            fresh = type(module)(model.config).to(device)
-            if "rope_freqs.weight" in checkpoint.tensors:
-                factors = checkpoint.dense("rope_freqs.weight").to(device)
-                fresh.inv_freq = fresh.inv_freq / factors
-                fresh.original_inv_freq = fresh.inv_freq.clone()
-            model.set_submodule(name, fresh)
+    except AttributeError:
+        return False
+    target = module._parameters.get(leaf, module._buffers.get(leaf))
+    if target is None:
+        return False
+    if tuple(target.shape) != shape:
+        raise FormatError(
+            f"{checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
+        )
+    tensor = checkpoint.dense(name, target.dtype).to(device)
+    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
+    return True

@@ -1,0 +1,121 @@
+"""Folders with a dense Hugging Face model: each weight is quantized when it is asked for."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.errors import FormatError
+from w4gemm.formats import WeightFormat
+from w4gemm.quantization import quantize
+from w4gemm.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SKIP = ("lm_head",)
+"""Last parts of the names of layers that stay dense unless asked for."""
+
+
+def default_format(k: int) -> WeightFormat:
+    """Format that a dense weight (n, k) is quantized to unless another is named: groups of 128, or of the larger of 64
+    and 32 that divides k (32 if none does)."""
+    return WeightFormat(next((g for g in (128, 64) if k % g == 0), 32))
+
+
+def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
+    """Dense linear layers by name, without those where the last part of the name is one of ``skip``."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: layer for name, layer in layers.items() if name.split(".")[-1] not in skip}
+
+
+def quantization_method(folder: Path) -> str:
+    """``quant_method`` of a folder's config.json; empty if there is no such file or the model is dense.
+
+    Raises:
+        FormatError: if config.json cannot be read.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        return ""
+    except (ValueError, RecursionError) as e:  # ValueError: no JSON, or no UTF-8
+        raise FormatError(f"path: {str(folder / 'config.json')!r} is no JSON: {e}") from e
+    scheme = config.get("quantization_config") if isinstance(config, dict) else None
+    return str(scheme.get("quant_method", scheme) if isinstance(scheme, dict) else scheme or "")
+
+
+class DenseCheckpoint:
+    """A folder with a dense model as a :class:`w4gemm.checkpoints.base.Checkpoint`.
+
+    Its modules are known from config.json alone. Weights are read by transformers, which renames and merges those of
+    older models, all at once when the first is asked for.
+
+    Args:
+        format: what to quantize to; None for :func:`default_format`.
+    """
+
+    def __init__(self, path: Path, format: WeightFormat | None = None) -> None:
+        self.path, self._format = path, format
+
+    @functools.cached_property
+    def modules(self) -> dict[str, Module]:
+        layers = linear_layers(self._outline)
+        return {
+            name: Module(
+                m.out_features, m.in_features, self._format or default_format(m.in_features), m.bias is not None
+            )
+            for name, m in layers.items()
+        }
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        kept = self._outline.state_dict().keys()  # without buffers that no file holds
+        found = dict(self._outline.named_parameters()) | dict(self._outline.named_buffers())
+        weights = {f"{name}.weight" for name in self.modules}
+        return {name: tuple(t.shape) for name, t in found.items() if name in kept and name not in weights}
+
+    def weight(self, name: str) -> QuantizedWeight:
+        if name not in self.modules:
+            raise FormatError(f"{self.path}: no linear layer {name!r} among its {len(self.modules)}")
+        return quantize(self._model.get_parameter(f"{name}.weight").detach(), self.modules[name].format)
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if name not in self.tensors:
+            raise FormatError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}")
+        return self._model.state_dict()[name].to(dtype)
+
+    def pretrained(self) -> Pretrained:
+        return Pretrained(self.path)
+
+    @functools.cached_property
+    def _outline(self) -> PreTrainedModel:
+        """The model without numbers."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path, local_files_only=True))
+
+    @functools.cached_property
+    def _model(self) -> PreTrainedModel:
+        """The model with its numbers, in the dtype that they are stored in."""
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM
+
+        try:
+            return AutoModelForCausalLM.from_pretrained(self.path, dtype="auto", local_files_only=True)
+        except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
+            raise FormatError(f"path: {str(self.path)!r} holds no whole model: {str(e).splitlines()[0]}") from e
+
+
+def _find(path: Path) -> Path | None:
+    return path if (path / "config.json").is_file() and not quantization_method(path) else None
+
+
+FORMAT = CheckpointFormat("dense", "a folder with a dense Hugging Face model (config.json)", _find, DenseCheckpoint)

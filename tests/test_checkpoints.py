@@ -1,0 +1,124 @@
+"""Whatever goes through the protocol of checkpoints works for a format that the library has never seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+import toy_checkpoint
+from tiny_model import LAYERS, write_dense
+from w4gemm import FormatError, checkpoints
+from w4gemm.checkpoints import find_checkpoint, open_checkpoint
+from w4gemm.cli import problems
+from w4gemm.cli.__main__ import main
+from w4gemm.integrations.transformers import dequantize_layers, load, summarize
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "FORMATS", (*checkpoints.FORMATS, toy_checkpoint.FORMAT))
+
+
+@pytest.fixture(params=["llama", "qwen2"])
+def toy(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder, and the numbers of its linear layers; a qwen2 has biases of q, k and v."""
+    folder = write_dense(tmp_path / "toy", request.param)
+    return folder, toy_checkpoint.convert(folder)
+
+
+def test_opens_without_reading_tensors(toy: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, _ = toy
+    assert find_checkpoint(folder).format is toy_checkpoint.FORMAT
+    checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, toy_checkpoint.ToyCheckpoint)
+    assert len(checkpoint.modules) == 4 * LAYERS
+    assert checkpoint.modules["model.layers.0.mlp.gate_up_proj"].fused == ("gate_proj", "up_proj")
+    assert not checkpoint.read
+
+
+def test_loads_a_model_with_fused_modules(toy: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, wanted = toy
+    model, tokenizer = load(folder)
+    assert summarize(model).formats == {toy_checkpoint.FORMAT_NAME: 7 * LAYERS}
+    ids = tokenizer("hello", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        logits = model(ids).logits
+        assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+    biases = {n: p for n, p in model.named_parameters() if n.endswith("_proj.bias")}
+    assert bool(biases) == (model.config.model_type == "qwen2") and all(p.any() for p in biases.values())
+    dequantize_layers(model, torch.float32)
+    for name, weight in wanted.items():
+        assert torch.equal(model.get_parameter(name), weight), name
+    with torch.inference_mode():
+        torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_commands_know_its_layers(toy: tuple[Path, dict[str, torch.Tensor]], capsys, monkeypatch) -> None:
+    folder, _ = toy
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(folder / "cache"))
+    args = problems.argparse.Namespace(model=str(folder), shapes=None, format=None)
+    layers = problems.parse_layers(args)
+    has_bias = json.loads((folder / "config.json").read_text())["model_type"] == "qwen2"
+    assert {(layer.n, layer.k, layer.bias) for layer in layers} == {
+        (128, 64, has_bias),
+        (64, 64, False),
+        (192, 64, False),
+        (64, 96, False),
+    }
+    assert main(["tune", "--model", str(folder), "--m", "4", "--device", "cpu"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(layers)
+    assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    assert f"14 of 15 linear layers in 4 bits (14 x {toy_checkpoint.FORMAT_NAME}" in capsys.readouterr().err
+
+
+def test_the_model_and_the_checkpoint_must_agree(toy: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, _ = toy
+    tensors, facts = load_file(folder / "toy.safetensors"), json.loads((folder / "toy.json").read_text())
+
+    def refused(message: str) -> None:
+        with pytest.raises(FormatError, match=message):
+            load(folder)
+
+    save_file(tensors | {"model.layers.0.extra.weight": torch.zeros(3)}, folder / "toy.safetensors")
+    refused(r"no place for model\.layers\.0\.extra\.weight")
+    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, folder / "toy.safetensors")
+    refused(r"no tensor for model\.norm\.weight")
+    save_file(tensors | {"model.norm.weight": torch.zeros(3)}, folder / "toy.safetensors")
+    refused(r"'model\.norm\.weight' has shape \(3,\), its config wants \(64,\)")
+    save_file(tensors, folder / "toy.safetensors")
+
+    down = facts["model.layers.1.mlp.down_proj"]
+    for change, message in (
+        ({"bias": True}, "down_proj has a bias, its config wants none"),
+        ({"n": 65}, r"down_proj has shape \(65, 96\), its config wants \(64, 96\)"),
+        ({"experts": 4}, r"no place for model\.layers\.1\.mlp\.down_proj \(4 experts\)"),
+    ):
+        changed = facts | {"model.layers.1.mlp.down_proj": down | change}
+        (folder / "toy.json").write_text(json.dumps(changed))
+        refused(message)
+    renamed = {n: f for n, f in facts.items() if n != "model.layers.1.mlp.down_proj"} | {"model.layers.7.down": down}
+    (folder / "toy.json").write_text(json.dumps(renamed))
+    refused(r"no tensor for model\.layers\.1\.mlp\.down_proj\.weight; no place for model\.layers\.7\.down in the model")
+
+
+def test_what_no_format_knows_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        FormatError, match="is an empty folder; what can be loaded: a GGUF file.*a folder with toy.json"
+    ):
+        open_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FormatError, match=r"is a folder with pytorch_model\.bin; what can be loaded"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(FormatError, match="is a model quantized by 'gptq', which cannot be loaded yet; what can be"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FormatError, match=r"config\.json' is no JSON"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,98 @@
+"""A second checkpoint format, for tests: a folder with toy.json and toy.safetensors, which fuses projections."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from w4gemm import FormatError, QuantizedWeight, WeightFormat, quantize
+from w4gemm.checkpoints import CheckpointFormat, Module, Pretrained
+
+FORMAT_NAME = "int4_g32_zint"
+
+
+class ToyCheckpoint:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        facts = json.loads((path / "toy.json").read_text())
+        self.modules = {name: _module(fact) for name, fact in facts.items()}
+        self._file: Any = safe_open(path / "toy.safetensors", "pt")
+        shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+        self.tensors = {name: s for name, s in shapes.items() if name.rpartition(".")[2] in ("weight", "bias")}
+        self.read: list[str] = []
+        """Names of the tensors that were asked for."""
+
+    def weight(self, name: str) -> QuantizedWeight:
+        self.read.append(name)
+        module = self.modules[name]
+        parts = [self._file.get_tensor(f"{name}.{part}") for part in module.format.part_names]
+        return QuantizedWeight(module.format, module.n, module.k, "canonical", tuple(parts))
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if name not in self.tensors:
+            raise FormatError(f"{self.path}: no tensor {name!r}")
+        self.read.append(name)
+        return self._file.get_tensor(name).to(dtype)
+
+    def pretrained(self) -> Pretrained:
+        return Pretrained(self.path)
+
+
+def _module(fact: dict[str, Any]) -> Module:
+    return Module(**(fact | {"format": WeightFormat.parse(fact["format"]), "fused": tuple(fact["fused"])}))
+
+
+FORMAT = CheckpointFormat(
+    "toy",
+    "a folder with toy.json",
+    lambda path: path if (path / "toy.json").is_file() else None,
+    lambda path, format: ToyCheckpoint(path),
+)
+
+
+def convert(folder: Path) -> dict[str, torch.Tensor]:
+    """Make a toy checkpoint of a folder with a dense Llama or Qwen2, in place.
+
+    Returns:
+        The numbers that its linear layers now stand for, by the model's names.
+    """
+    dense = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "toy"}}))
+    facts: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    wanted: dict[str, torch.Tensor] = {}
+
+    def add(name: str, fused: tuple[str, ...] = (), interleaved: bool = False) -> None:
+        owner = name.rpartition(".")[0]
+        names = [f"{owner}.{part}" for part in fused] or [name]
+        stacked = {}
+        for leaf in ("weight", "bias"):
+            found = [dense.pop(f"{n}.{leaf}") for n in names if f"{n}.{leaf}" in dense]
+            if found:
+                stacked[leaf] = torch.stack(found, 1).flatten(0, 1) if interleaved else torch.cat(found)
+                sizes = [len(t) for t in found]
+        w = quantize(stacked["weight"], FORMAT_NAME)
+        rows = w.dequantize()
+        pieces = [rows[i :: len(names)] for i in range(len(names))] if interleaved else list(rows.split(sizes))
+        wanted.update({f"{n}.weight": piece for n, piece in zip(names, pieces, strict=True)})
+        tensors.update({f"{name}.{part}": t for part, t in w.named_tensors().items()})
+        if "bias" in stacked:
+            tensors[f"{name}.bias"] = stacked["bias"]
+        facts[name] = {"n": w.n, "k": w.k, "format": FORMAT_NAME, "bias": "bias" in stacked, "fused": fused}
+        facts[name] |= {"interleaved": interleaved}
+
+    for i in range(config["num_hidden_layers"]):
+        add(f"model.layers.{i}.self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        add(f"model.layers.{i}.self_attn.o_proj")
+        add(f"model.layers.{i}.mlp.gate_up_proj", ("gate_proj", "up_proj"), interleaved=True)
+        add(f"model.layers.{i}.mlp.down_proj")
+    save_file(tensors | dense, folder / "toy.safetensors")
+    (folder / "toy.json").write_text(json.dumps(facts))
+    return wanted
