@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.groups import cut_off, extras_of, first_rows
+from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import load_shared_cluster, shared_address, store_shared_f32x4
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.device.split_k import Reduction
@@ -45,7 +46,7 @@ class Consumer(MainLoop):
         packed = cute.make_rmem_tensor((self.code_words + self.groups * self.decoder.words_per_scale,), Int32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
-        stage, phase = Int32(0), Int32(0)
+        next = PipelineState.consumer()
         rank_m, rank_n = self.place_in_cluster(rank)
         who = (wg, k_set, t, rank)
         operands = (self.by_row_block(acc, flat), fragment, x_fragments[0], packed, decode_table)
@@ -61,7 +62,7 @@ class Consumer(MainLoop):
         if const_expr(v.turns > 1):
             # A warpgroup must not wait for a slot more than one round ahead, whose parity looks like one that is past:
             # it starts a tile when the other has seen all slots of the tile before.
-            stage, phase = self.skip(turn * slots, stage, phase)
+            next = next.after_several(turn * slots, v.stages)
             if turn == 1:
                 cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER, number_of_threads=256)
         count, stream = self.pieces(work)
@@ -77,21 +78,17 @@ class Consumer(MainLoop):
             if const_expr(v.turns > 1):
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
-                self.wait_full(full + stage, phase)
+                self.wait_full(full + next.stage, next.phase)
                 if const_expr(v.promoted):
-                    self.begin_groups(operands, ring, sums, stage, who)
+                    self.begin_groups(operands, ring, sums, next.stage, who)
                 else:
-                    self.load_part(packed, ring, stage, 0, who)
-            previous = stage
+                    self.load_part(packed, ring, next.stage, 0, who)
+            previous = next.stage
             for i in cutlass.range(slots // self.v.slots_per_step, unroll=1):
                 for part in cutlass.range_constexpr(self.v.slots_per_step):
-                    current = stage
-                    stage += 1
-                    if stage == v.stages:
-                        stage = Int32(0)
-                        phase = phase ^ 1
+                    current, next = next.stage, next.after(v.stages)
                     done = i * self.v.slots_per_step + part
-                    state = (current, stage, phase, previous, done > 0, done + 1 < slots)
+                    state = (current, next.stage, next.phase, previous, done > 0, done + 1 < slots)
                     if const_expr(v.promoted):
                         self.multiply_groups(mma, ring, operands, sums, state, who)
                     else:
@@ -123,7 +120,7 @@ class Consumer(MainLoop):
             elif const_expr(v.k_sets == 1):
                 self.finish(flat, own_out, own_extras, place, staging, wg + turn, loaded)
                 if const_expr(v.turns > 1):
-                    stage, phase = self.skip(slots, stage, phase)
+                    next = next.after_several(slots, v.stages)
             else:
                 if k_set == 0:
                     self.finish(flat, own_out, own_extras, place, staging, wg, loaded)
@@ -144,12 +141,6 @@ class Consumer(MainLoop):
         """Of each of a warpgroup's row blocks, (first token, first feature, thread)."""
         token, feature, t = place
         return [(token, feature + 64 * r, t) for r in range(self.v.row_blocks)]
-
-    @cute.jit
-    def skip(self, slots, stage, phase):
-        """The ring position after ``slots`` more slots: those of a tile that is another warpgroup's turn."""
-        rounds = (stage + slots) // self.v.stages
-        return stage + slots - rounds * self.v.stages, phase ^ (rounds & 1)
 
     @cute.jit
     def gather(self, flat, tile, work, stream, parked, place):

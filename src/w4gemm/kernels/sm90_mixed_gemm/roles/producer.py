@@ -8,6 +8,7 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from w4gemm.kernels.device.groups import weight_of
+from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
@@ -41,7 +42,7 @@ class Producer(Work):
             early = self.load_early(weight, s_weight, full, tokens[0], work, stream, rank_n, cast)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        stage, phase = Int32(0), Int32(1)
+        state = PipelineState.producer()
         for index in cutlass.range(count, unroll=1):
             tile, first_slot, slots = self.piece(index, work, stream)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band, v.short)
@@ -54,9 +55,10 @@ class Producer(Work):
                 x_parts = self.partition(tma, x, (s_x, box_layout), (token, end), rank_n)
             own = weight_of(weight, expert, tokens[2]) if const_expr(v.grouped) else weight
             for i in cutlass.range(slots, unroll=1):
+                stage = state.stage
                 slot = first_slot + i
                 if index > 0 or i >= early:
-                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    cute.arch.mbarrier_wait(empty + stage, state.phase)
                     if const_expr(not v.gathered) or warp == 0:
                         self.load_weight(own, s_weight, full, n_tile, (slot, stage, boxes), cast)
                 if const_expr(v.gathered):
@@ -74,21 +76,15 @@ class Producer(Work):
                                 tma_bar_ptr=full + stage,
                                 mcast_mask=x_mask,
                             )
-                stage += 1
-                if stage == v.stages:
-                    stage = Int32(0)
-                    phase = phase ^ 1
+                state = state.after(v.stages)
         if const_expr(v.gathered):
             copies_wait()
         if const_expr(v.sharers > 1):
             # Stay until the neighbours have consumed all that was sent to this CTA and by it: one round over the whole
             # ring from its oldest slot on. Slots that were never filled let the wait pass.
             for _ in cutlass.range(v.stages, unroll=1):
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                stage += 1
-                if stage == v.stages:
-                    stage = Int32(0)
-                    phase = phase ^ 1
+                cute.arch.mbarrier_wait(empty + state.stage, state.phase)
+                state = state.after(v.stages)
 
     @cute.jit
     def prefetch_first(self, weight, experts, cta):
