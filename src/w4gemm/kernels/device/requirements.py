@@ -1,4 +1,4 @@
-"""What the machine must have for a kernel in CuTe DSL, and the sentence that says what is missing."""
+"""Requirements of the kernels in CuTe DSL: the DSL itself and a driver that is new enough."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MIN_DSL = (4, 8)
 
 @functools.cache
 def missing_for_dsl(min_driver: tuple[int, int]) -> str:
-    """Why CuTe DSL kernels cannot run here, or the empty string.
+    """Return why kernels in CuTe DSL cannot run here, or the empty string.
 
-    ``min_driver`` is the CUDA version that the driver must support. Without a GPU only the DSL is looked at, so that
+    ``min_driver`` is the CUDA version that the driver must support. Without a GPU only the DSL is checked, so that
     choosing and compiling work anywhere.
     """
     return _missing_dsl() or _old_driver(min_driver)
@@ -46,7 +46,7 @@ def _old_driver(minimum: tuple[int, int]) -> str:
 
 @functools.cache
 def driver_cuda_version() -> tuple[int, int] | None:
-    """The CUDA version that the installed driver supports, None if it cannot be asked."""
+    """CUDA version that the installed driver supports; None if there is no driver, or it does not answer."""
     import ctypes
 
     try:

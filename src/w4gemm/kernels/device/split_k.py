@@ -1,4 +1,4 @@
-"""Sum over the CTAs of a cluster that each multiplied a part of k, through distributed shared memory."""
+"""Reduction over the CTAs of a cluster that divide k of one output tile, through distributed shared memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from w4gemm.kernels.device.ptx import cluster_address, load_shared_cluster, store_shared_f32x4
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """For a tile of ``tokens`` tokens, ``ranks`` CTAs with ``threads`` consumer threads each.
+    """Sum of the accumulators of ``ranks`` CTAs with ``threads`` consumer threads each: a tile of ``tokens`` tokens.
 
-    Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order: the result does not depend on timing.
-    Where the shares of the first ranks are all there is, the last ranks have nothing to sum; of a share that reaches
-    past the tile, what lies behind is the tile's last block again.
+    Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order, so that the result does not depend on
+    timing. If the first ranks' shares cover the tile, the last ranks have none. A share that reaches past the tile
+    repeats the tile's last block.
     """
 
     tokens: int
@@ -26,16 +26,19 @@ class Reduction:
     threads: int
 
     @cute.jit
-    def park(self, acc: cute.Tensor, own: Int32):
-        """Store all accumulators at ``own``, this thread's part of the first line. A cluster barrier must follow."""
+    def store_partials(self, acc: cute.Tensor, own: Int32):
+        """Store all accumulators to this CTA's shared memory. ``own``: address of this thread's first 16 bytes.
+
+        A cluster barrier must follow before :meth:`sum`.
+        """
         for i in cutlass.range_constexpr(self.tokens // 8):
             store_shared_f32x4(own + i * self.line, [acc[4 * i + j] for j in range(4)])
 
     @cute.jit
-    def sum(self, acc: cute.Tensor, own: Int32, rank: Int32):
-        """Sum this rank's share into the first 4 * share accumulators: (its first token, whether it has one).
+    def sum(self, acc: cute.Tensor, own: Int32, rank: Int32) -> tuple[Int32, Boolean]:
+        """Sum this rank's share into the first 4 * share accumulators; return (its first token, True if it has one).
 
-        A cluster barrier must follow before the parked values are overwritten or their CTA exits.
+        A cluster barrier must follow before any CTA overwrites its partials or exits.
         """
         first, blocks = rank * self.share, self.tokens // 8
         mine = first < blocks
@@ -55,5 +58,5 @@ class Reduction:
 
     @property
     def line(self) -> int:
-        """Bytes of one block of four accumulators, all threads."""
+        """Bytes that all threads store for one block of eight tokens: four accumulators each."""
         return self.threads * 16

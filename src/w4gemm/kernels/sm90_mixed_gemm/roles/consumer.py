@@ -181,7 +181,7 @@ class Consumer(MainLoop):
             self.consumer_barrier()  # the pipeline is drained
         parked = shared_address(ring[2].iterator) + (v.k_sets - 1) * v.tile_bytes + thread * 16
         if k_set == 0:
-            reduction.park(flat, parked)
+            reduction.store_partials(flat, parked)
         self.cluster_barrier()
         if const_expr(v.stored_tokens * c.split_k > c.tile_m):  # the last share reaches past the tile
             end = cutlass.min(place[0] + c.tile_m, out.shape[0])
