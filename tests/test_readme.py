@@ -33,7 +33,18 @@ def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     # the error that the README quotes
-    assert "x: wanted shape (..., k) with k 1024 like w, got (2, 1000)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "(3, 7, 512) True" in out
+    assert "x: wanted shape (..., k) with k 1024 like w, got (2, 1000)" in out
+
+
+def test_the_blocks_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.DOTALL):
+        exec(compile(block, "formats.md", "exec"), names)
+    assert names["top"].n == 128 and names["left"].k == 256 and names["d"].shape == (3, 256)
+    assert torch.equal(names["same"].perm, names["g_idx"].argsort(stable=True).int())
 
 
 def test_the_engines_block() -> None:
