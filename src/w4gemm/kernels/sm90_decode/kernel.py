@@ -46,6 +46,7 @@ from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
+from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
     cluster_address,
@@ -233,23 +234,20 @@ class Decode:
             cursor = self.step(cursor, params)
 
         acc = cute.make_rmem_tensor((4, variant.token_blocks, variant.m16_atoms), Float32)
-        left, stage, phase = total - early, Int32(0), Int32(0)
+        left, state = total - early, PipelineState.consumer()
         for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
             acc.fill(0.0)
             for _ in cutlass.range(k_blocks_per_warp, unroll=1):
-                cute.arch.mbarrier_wait(full + stage, phase)
-                x_fragments = self.read_x(pipeline, stage, thread % 32)
+                cute.arch.mbarrier_wait(full + state.stage, state.phase)
+                x_fragments = self.read_x(pipeline, state.stage, thread % 32)
                 for block in cutlass.range_constexpr(variant.blocks_n):
-                    words, scales = self.read_weight(pipeline, stage, block, thread % 32)
+                    words, scales = self.read_weight(pipeline, state.stage, block, thread % 32)
                     if const_expr(variant.scales_in_registers and block == variant.blocks_n - 1):
-                        cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, stage)
+                        cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
                     self.multiply(acc, block, words, scales, x_fragments)
                 if const_expr(not variant.scales_in_registers):
-                    cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, stage)
-                stage += 1
-                if stage == variant.stages:
-                    stage = Int32(0)
-                    phase = phase ^ 1
+                    cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
+                state = state.after(variant.stages)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
             token0, own_out, own_extras = m_tile * variant.tokens, out, extras
             if const_expr(variant.grouped):
