@@ -120,7 +120,7 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
         strides = (cute.sym_int64(divisibility=wide), 1)
         return make_fake_tensor(out_dtype, (m, columns), strides, assumed_align=size * wide)
 
-    blocks = (cute.sym_int(), cute.sym_int(), variant.block_bytes // 4)
+    blocks = (cute.sym_int(), cute.sym_int(), variant.block.words)
     alpha = {None: None, "host": cutlass.Float32(1.0), "device": vector(cutlass.Float32, 1)}[asked.alpha]
     return Arguments(
         make_fake_tensor(dtype, (x_rows, k), (cute.sym_int64(divisibility=128 // dtype.width), 1), assumed_align=16),

@@ -42,8 +42,7 @@ class Variant:
         kind: "f16", "bf16" or "e4m3", the dtype of x.
         scale_kind: dtype of the scales, "f16", "bf16" or "e4m3".
         zero: "none", "int" or "float".
-        scale_group: elements of k that share a scale in the packed layout: 32, 64 or 128.
-        block_bytes: one 64 x 128 block of the packed weight: codes, scales, zero points.
+        block: sizes and offsets of one 64 x 128 block of the packed weight: codes, scales, zero points.
         epilogue: what is done to the sums, its out_dtype given.
         vector: whether rows of d can be stored 16 bytes at a time.
         grouped: whether there are several weights, experts, each for some of x's rows.
@@ -54,8 +53,7 @@ class Variant:
     kind: str
     scale_kind: str
     zero: str
-    scale_group: int
-    block_bytes: int
+    block: Block
     epilogue: Epilogue
     vector: bool
     grouped: bool = False
@@ -125,8 +123,7 @@ class Variant:
             _KIND[problem.dtype],
             _SCALE_KIND[problem.format.scale],
             problem.format.zero,
-            Block.of(problem.format).scale_group,
-            Block.of(problem.format).bytes,
+            Block.of(problem.format),
             epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
             vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
             grouped=problem.experts > 0,

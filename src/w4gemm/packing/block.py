@@ -9,7 +9,7 @@ A code word holds eight codes of one lane; which ones, and as which bits, is the
 the slots of rows g and g + 8 of a strip: of one group of columns with 16-bit slots, of two with 8-bit slots (then group
 2 i in the low byte of each half, group 2 i + 1 in the high byte).
 
-Every offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
+An offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ STRIP_N = 16
 """Rows that the 32 lanes of a warp hold together, as operand A of one matrix instruction."""
 CODE_WORDS = BLOCK_N * BLOCK_K // 8
 """int32 words of codes in a block."""
-HALF_BYTES = BLOCK_N * HALF_K // 2
-"""Bytes of codes in half a block."""
 LANE_BYTES = 16
 """Bytes of codes that one lane has of a strip and half: four words, one load."""
+STRIP_BYTES = 32 * LANE_BYTES
+"""Bytes of codes of a strip and half."""
 
 
 class Copy(NamedTuple):
     """A run of bytes to copy out of a block in global memory."""
 
-    target: Any
+    target: int
     """First byte in the copy."""
-    source: Any
-    """First byte in the block."""
+    source: int
+    """First byte in the block, for half 0 and row 0."""
+    offset: Any
+    """Bytes from ``source`` to the first byte of the half and row that were asked for."""
     size: int
     """Bytes."""
 
@@ -85,10 +87,6 @@ class Block:
         """Bytes of all codes; the scales follow."""
         return self.columns // HALF_K * self.half_bytes
 
-    def codes(self, half: Any, thread: Any) -> Any:
-        """Offset of a lane's 16 bytes of codes. thread: lane + 32 * strip."""
-        return half * self.half_bytes + thread * LANE_BYTES
-
     # --- scales
 
     @property
@@ -126,10 +124,18 @@ class Block:
         """int32 words of all scales and zero points."""
         return self.scale_bytes // 4
 
-    def scales(self, group: Any, pair: Any) -> Any:
-        """Offset of the words of a group's scales (and zero points). pair: lane // 4 + 8 * strip."""
-        run = group if self.groups_per_word == 1 else group // self.groups_per_word
-        return self.code_bytes + run * self.run_bytes + pair * (4 * self.words_per_scale)
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes from one pair of rows to the next in a run: of what one load brings."""
+        return 4 * self.words_per_scale
+
+    def run(self, group: Any) -> Any:
+        """Pairs of rows before the run of a group: a run has one for every two rows."""
+        return (group if self.groups_per_word == 1 else group // self.groups_per_word) * (self.rows // 2)
+
+    def scales_at(self, group: int) -> int:
+        """Offset of a group's scales from the first code."""
+        return self.code_bytes + self.run(group) * self.pair_bytes
 
     # --- the whole
 
@@ -146,25 +152,27 @@ class Block:
     def copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
         """The fewest runs of bytes of a whole block that make this part. half: the half of a part of 64 columns. row:
         the first of fewer than 64 rows, a multiple of 16."""
+        return [Copy(0, 0, 0, self.bytes)] if self == self.part() else self.pieces(half, row)
+
+    def pieces(self, half: Any = 0, row: Any = 0) -> list[Copy]:
+        """The same as :meth:`copies`, but codes and scales always in runs of their own, the codes first."""
         whole = self.part()
-        if self == whole:
-            return [Copy(0, 0, self.bytes)]
-        first_run = half * self.runs if self.runs < whole.runs else 0
+        half_of_scales = half * self.scale_bytes if self.runs < whole.runs else 0
         if self.rows == BLOCK_N:
-            first_scale = whole.code_bytes + first_run * whole.run_bytes
             return [
-                Copy(0, half * whole.half_bytes, self.code_bytes),
-                Copy(self.code_bytes, first_scale, self.scale_bytes),
+                Copy(0, 0, half * whole.half_bytes, self.code_bytes),
+                Copy(self.code_bytes, whole.code_bytes, half_of_scales, self.scale_bytes),
             ]
-        code_row, scale_row = HALF_K // 2, 2 * self.words_per_scale
+        assert self.columns == BLOCK_K, "a part of the rows has all columns"
         codes = [
-            Copy(h * self.half_bytes, (half + h) * whole.half_bytes + row * code_row, self.half_bytes)
+            Copy(h * self.half_bytes, h * whole.half_bytes, row * (HALF_K // 2), self.half_bytes)
             for h in range(self.columns // HALF_K)
         ]
         scales = [
             Copy(
                 self.code_bytes + r * self.run_bytes,
-                whole.code_bytes + (first_run + r) * whole.run_bytes + row * scale_row,
+                whole.code_bytes + r * whole.run_bytes,
+                row * (self.pair_bytes // 2),
                 self.run_bytes,
             )
             for r in range(self.runs)

@@ -25,7 +25,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.ptx import load_global, shared_address, store_global
 from w4gemm.kernels.gpu import Variant
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, LANE_BYTES
 
 _THREADS = 128
 _CHUNK_BYTES = 128
@@ -40,7 +40,6 @@ class Dequantize:
         self.hopper = hopper
         self.decoder = decoder_of(v, only_fma=not hopper)
         self.chunks = BLOCK_K // v.chunk_k
-        self.scale_bytes = 128 * self.decoder.words_per_scale  # of a group in a block
 
     @cute.jit
     def __call__(self, weight: cute.Tensor, dense: cute.Tensor, max_ctas: Int32, stream: Any):
@@ -73,21 +72,22 @@ class Dequantize:
         v, exists = self.v, Boolean(True)
         warp, lane = thread // 32, thread % 32
         g, q = lane // 4, lane % 4
-        source = weight.iterator.toint() + Int64(block) * v.block_bytes
+        source = weight.iterator.toint() + Int64(block) * v.block.bytes
         n_block, k_block = block // weight.shape[1], block % weight.shape[1]
         row_bytes = dense.shape[1] * 4
         row = Int64(n_block * BLOCK_N + warp * 16 + g)
         target = dense.iterator.toint() + row * row_bytes + k_block * (BLOCK_K * v.itemsize)
-        count, per_scale = self.decoder.words_per_step, self.decoder.words_per_scale
+        count = self.decoder.words_per_step
         words, scales = [], []
         for chunk in cutlass.range_constexpr(self.chunks):
             # step q is in these 16 bytes of a lane, from this word on
             half, first = (chunk, q) if count == 1 else (q // 2, q % 2 * 2)
-            at = source + half * 2048 + (warp * 32 + g * 4) * 16 + first * 4
-            words.append([load_global(at + other * 16, count, exists) for other in range(4)])
-            group = (chunk * v.chunk_k + q * (v.chunk_k // 4)) // v.scale_group
-            at = source + 4 * CODE_WORDS + group * self.scale_bytes + (warp * 8 + g) * 4 * per_scale
-            scales.append(load_global(at, per_scale, exists))
+            at = source + half * v.block.half_bytes + (warp * 32 + g * 4) * LANE_BYTES + first * 4
+            words.append([load_global(at + other * LANE_BYTES, count, exists) for other in range(4)])
+            group = (chunk * v.chunk_k + q * (v.chunk_k // 4)) // v.block.scale_group
+            run = v.block.run(group) * v.block.pair_bytes
+            at = source + v.block.code_bytes + run + (warp * 8 + g) * v.block.pair_bytes
+            scales.append(load_global(at, v.block.words_per_scale, exists))
         for chunk in cutlass.range_constexpr(self.chunks):
             prepared = self.decoder.prepare(tuple(scales[chunk]), table)
             decoded = [self.decoder.decode(tuple(w), prepared) for w in words[chunk]]

@@ -121,7 +121,7 @@ class DequantizeGemm:
         from w4gemm.kernels.dequantize_gemm.kernel import Dequantize
 
         v = self._variant(problem)
-        blocks = (cute.sym_int(), cute.sym_int(), v.block_bytes // 4)
+        blocks = (cute.sym_int(), cute.sym_int(), v.block.words)
         weight = make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16)
         words = (cute.sym_int(), cute.sym_int(divisibility=32))
         dense = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(1, 0), assumed_align=16)

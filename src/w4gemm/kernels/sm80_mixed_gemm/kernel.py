@@ -53,6 +53,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from w4gemm.kernels.arguments import Arguments
+from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.formula import Formula, scaled
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, scales_of_rows, weight_of
@@ -72,7 +73,7 @@ from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, strea
 from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.packing.block import HALF_BYTES
+from w4gemm.packing.block import BLOCK_K, LANE_BYTES, STRIP_BYTES
 
 _STREAM_BARRIER = 1
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
@@ -90,8 +91,8 @@ class MixedGemm:
         # as if four accumulators a block of eight tokens: a thread's share is all that counts
         self.stream_sum = StreamSum(2 * v.accumulators, 1)
         self.band = max(1, _TOKENS_PER_BAND // v.config.tile_m)
-        self.groups = max(1, v.chunk_k // v.scale_group)  # of scales in a run of columns
-        self.group_bytes = 128 * self.decoder.words_per_scale  # of a group's scales in a block
+        self.reader = BlockReader(v.part)
+        self.groups = v.block.part(columns=v.chunk_k).groups  # of scales in a run of columns
 
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):
@@ -283,10 +284,9 @@ class MixedGemm:
         """Request a slot's weights: of each block, or half block, the codes and then the scales."""
         v = self.v
         half = slot % 2 if const_expr(v.halves) else 0
-        scales = 2 * HALF_BYTES + (half * v.scale_bytes if const_expr(v.scale_group < 128) else 0)
         target = ring + stage * v.stage_bytes + v.x_bytes
-        self.load_parts(weight, n_tile, slot, target, half * HALF_BYTES, v.code_bytes // 16)
-        self.load_parts(weight, n_tile, slot, target + v.code_bytes, scales, v.scale_bytes // 16)
+        for piece in v.part.pieces(half):
+            self.load_parts(weight, n_tile, slot, target + piece.target, piece.source + piece.offset, piece.size // 16)
 
     @cute.jit
     def load_parts(self, weight, n_tile, slot, target, start, parts):
@@ -301,8 +301,8 @@ class MixedGemm:
             row = cutlass.min(n_tile * v.row_blocks + block // v.blocks, weight.shape[0] - 1)
             k_block = slot // 2 if const_expr(v.halves) else slot * v.blocks + block % v.blocks
             place = row * weight.shape[1] + cutlass.min(k_block, weight.shape[1] - 1)
-            source = weight.iterator.toint() + Int64(place) * v.block_bytes + (start + at)
-            to = target + block * v.part_bytes + at
+            source = weight.iterator.toint() + Int64(place) * v.block.bytes + (start + at)
+            to = target + block * v.part.bytes + at
             if const_expr((i + 1) * threads <= total):
                 copy_async(to, source, Int32(16))
             else:
@@ -314,23 +314,21 @@ class MixedGemm:
     def read_codes(self, ring, stage, j):
         """(code words [unit], a function that gives a group's scale words [unit]) of a warp's j-th run of columns in a
         slot. The first group's are read at once, the others not before they are used: registers are scarce."""
-        v, width = self.v, self.decoder.words_per_scale
+        v = self.v
         k_set, n_place, _, lane = self.place()
         chunk = k_set * v.chunks + j if v.k_sets > 1 else j
         halves = v.chunk_k // 64  # of a block, in a run
         block, half = (0, 0) if v.halves else (chunk, 0) if halves == 2 else (chunk // 2, chunk % 2)
         unit = n_place * v.units
-        base = ring + stage * v.stage_bytes + v.x_bytes + (unit // 4 * v.blocks + block) * v.part_bytes
-        codes = base + half * HALF_BYTES + unit % 4 * 512 + lane * 16
-        words = [
-            sum((load_shared(codes + u * 512 + i * HALF_BYTES, 4) for i in range(halves)), ()) for u in range(v.units)
-        ]
-        scales = base + v.code_bytes + (unit % 4 * 8 + lane // 4) * (4 * width)
-        if v.scale_group < 128:
-            scales += half * (self.groups * self.group_bytes)
+        base = ring + stage * v.stage_bytes + v.x_bytes + (unit // 4 * v.blocks + block) * v.part.bytes
+        codes = base + half * v.part.half_bytes + unit % 4 * STRIP_BYTES + lane * LANE_BYTES
+        words = [sum((self.reader.codes(codes, i, u) for i in range(halves)), ()) for u in range(v.units)]
+        scales = base + v.part.code_bytes + (unit % 4 * 8 + lane // 4) * v.part.pair_bytes
+        if v.block.scale_group < BLOCK_K:
+            scales += v.part.run(half * self.groups) * v.part.pair_bytes
 
         def read_scales(g):
-            return [load_shared(scales + g * self.group_bytes + u * (32 * width), width) for u in range(v.units)]
+            return [self.reader.scales(scales, g, u) for u in range(v.units)]
 
         first = read_scales(0)
         return words, lambda g: read_scales(g) if g else first

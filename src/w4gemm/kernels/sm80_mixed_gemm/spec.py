@@ -146,10 +146,10 @@ def _fitting(tiles: tuple[tuple[str, tuple[tuple[int, int, int], ...]], ...], li
         for size in sizes:
             v = replace(like, config=GemmConfig(*size, schedule=schedule))
             # ptxas multiplies all groups of a slot at once, so their sums take registers beside the accumulators
-            if v.promoted and v.accumulators * v.chunks > (64 if v.scale_group == 128 else 32):
+            if v.promoted and v.accumulators * v.chunks > (64 if v.block.scale_group == 128 else 32):
                 continue
             # indices of rows take registers: beside the sums of 128 tokens those of many groups would spill
-            if v.gathered and v.scale_group < 128 and v.config.tile_m == 128 == v.config.tile_n:
+            if v.gathered and v.block.scale_group < 128 and v.config.tile_m == 128 == v.config.tile_n:
                 continue
             if v.stages >= 2 and v.sums_bytes <= v.stages * v.stage_bytes:
                 found.append(v.config)

@@ -7,7 +7,7 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
-from w4gemm.packing.block import HALF_BYTES
+from w4gemm.packing.block import BLOCK_K, Block
 from w4gemm.problem import GemmProblem
 
 _E4M3 = ((8, 9), (12, 0), (12, 1))
@@ -109,23 +109,13 @@ class Variant(gpu.Variant):
         return self.config.tile_k == 64
 
     @property
-    def code_bytes(self) -> int:
-        """Codes of a block, or of half of it, in a slot."""
-        return HALF_BYTES if self.halves else 2 * HALF_BYTES
-
-    @property
-    def scale_bytes(self) -> int:
-        """Scales and zero points of a block, or of half of it."""
-        scales = self.block_bytes - 2 * HALF_BYTES
-        return scales // 2 if self.halves and self.scale_group < 128 else scales
-
-    @property
-    def part_bytes(self) -> int:
-        return self.code_bytes + self.scale_bytes
+    def part(self) -> Block:
+        """The part of a block that a slot holds: all of it or, with ``halves``, its codes and scales of 64 columns."""
+        return self.block.part(columns=min(self.config.tile_k, BLOCK_K))
 
     @property
     def weight_bytes(self) -> int:
-        return self.row_blocks * self.blocks * self.part_bytes
+        return self.row_blocks * self.blocks * self.part.bytes
 
     @property
     def x_bytes(self) -> int:

@@ -43,6 +43,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from w4gemm.kernels.arguments import Arguments
+from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decode import Decoder
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
@@ -51,7 +52,6 @@ from w4gemm.kernels.device.ptx import (
     bulk_copy,
     cluster_address,
     load_matrix,
-    load_shared,
     load_shared_cluster,
     mma_sync,
     shared_address,
@@ -62,7 +62,7 @@ from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm90_decode.variant import ReductionRound, Variant
-from w4gemm.packing.block import HALF_BYTES
+from w4gemm.packing.block import BLOCK_N, STRIP_N
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
@@ -132,6 +132,7 @@ class Decode:
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
+        self.reader = BlockReader(variant.part)
         self.expert_tiles = Groups(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
         self.formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
@@ -328,29 +329,10 @@ class Decode:
             for b in cutlass.range_constexpr(max(1, rows // 64)):
                 # a tile may reach past the last block: it takes that one again, and rows past n are not stored
                 block = cutlass.min(cursor.n_tile * rows // 64 + b, own.shape[0] - 1)
-                source = own.iterator.toint() + (Int64(block) * weight.shape[1] + cursor.k_block) * variant.block_bytes
-                if const_expr(rows >= 64):
-                    bulk_copy(target + b * variant.block_bytes, source, Int32(variant.block_bytes), barrier)
-                else:
-                    self.load_rows_of_block(source, cursor.n_tile * rows % 64, target, barrier)
-
-    @cute.jit
-    def load_rows_of_block(self, source: Int64, row: Int32, target: Int32, barrier: Int32):
-        """Request tile_n < 64 rows of a block from ``row`` on: the codes of each half, the scales of each group."""
-        variant, rows = self.variant, self.variant.config.tile_n
-        size = rows * 32
-        for half in cutlass.range_constexpr(2):
-            bulk_copy(target + half * size, source + half * HALF_BYTES + row * 32, Int32(size), barrier)
-        groups = 128 // variant.scale_group
-        group_bytes = variant.scale_bytes // groups
-        own_bytes = group_bytes * rows // 64
-        for g in cutlass.range_constexpr(groups):
-            bulk_copy(
-                target + 2 * size + g * own_bytes,
-                source + 2 * HALF_BYTES + g * group_bytes + Int64(row * (group_bytes // 64)),
-                Int32(own_bytes),
-                barrier,
-            )
+                source = own.iterator.toint() + (Int64(block) * weight.shape[1] + cursor.k_block) * variant.block.bytes
+                own_target = target + b * variant.part.bytes
+                for copy in variant.part.copies(row=cursor.n_tile * rows % BLOCK_N):
+                    bulk_copy(own_target + copy.target, source + copy.source + copy.offset, Int32(copy.size), barrier)
 
     @cute.jit
     def load_x(self, x_source: XSource, pipeline: Pipeline, cursor: Cursor, stage: Int32):
@@ -392,20 +374,18 @@ class Decode:
         """Code words [m16 atom][8 steps] of a stage's ``block``-th 64-row block, and a function of m16 atom and group
         that gives the scale words."""
         variant = self.variant
-        rows = min(64, variant.config.tile_n)  # that lie together in shared memory
-        atoms, width = rows // 16, self.decoder.words_per_scale
-        address = pipeline.weights + stage * variant.weight_bytes + block * variant.block_bytes
+        address = pipeline.weights + stage * variant.weight_bytes + block * variant.part.bytes
         words = []
-        for atom in range(atoms):
-            halves = [load_shared(address + h * (rows * 32) + atom * 512 + lane * 16, 4) for h in range(2)]
+        for atom in range(variant.part.rows // STRIP_N):
+            halves = [self.reader.codes(address, half, atom, lane) for half in range(2)]
             words.append(halves[0] + halves[1])
 
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
-            return load_shared(address + rows * 64 + (atom * 8 + lane // 4 + g * (rows // 2)) * (4 * width), width)
+            return self.reader.scales(address + variant.part.code_bytes, g, atom, lane // 4)
 
         if not variant.scales_in_registers:
             return words, load_scale
-        loaded = [[load_scale(atom, g) for g in range(128 // variant.scale_group)] for atom in range(atoms)]
+        loaded = [[load_scale(atom, g) for g in range(variant.block.groups)] for atom in range(len(words))]
         return words, lambda atom, g: loaded[atom][g]
 
     def read_x(self, pipeline: Pipeline, stage: Int32, lane: Int32) -> list[list[tuple[Int32, Int32]]]:
@@ -435,8 +415,8 @@ class Decode:
     ) -> None:
         """acc += the weights of the tile's ``block``-th 64 rows @ x.T, group by group."""
         variant = self.variant
-        steps = variant.scale_group // 16
-        for g in range(128 // variant.scale_group):
+        steps = variant.block.scale_group // 16
+        for g in range(variant.block.groups):
             x_sums = [self.sum_x(x_fragments[tb], g * steps, steps) for tb in range(variant.token_blocks)]
             for atom in range(len(words)):
                 scale_words = scales(atom, g)

@@ -11,6 +11,7 @@ from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.gpu import m_tiles
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Variant
+from w4gemm.packing.block import Block
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16)
@@ -34,7 +35,7 @@ class Sm90Decode(HopperKernel):
         return Decode
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        return list(_fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes, problem.experts > 0))
+        return list(_fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block, problem.experts > 0))
 
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         us = super().predicted_us(problem, config)
@@ -50,7 +51,7 @@ class Sm90Decode(HopperKernel):
 
 
 @functools.cache
-def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
+def _fitting(block: Block, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose ring fits shared memory with at least four warps."""
     found = []
     for schedule in ("coop", "pingpong"):
@@ -58,7 +59,7 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
             for tile_n in _TILE_N:
                 for split_k in _SPLIT_K:
                     config = GemmConfig(tile_m, tile_n, 128, schedule=schedule, split_k=split_k)
-                    v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped)
+                    v = Variant(config, "bf16", "bf16", "none", block, PLAIN, True, grouped)
                     if v.warps:
                         found.append(config)
     return tuple(found)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
-from w4gemm.packing.block import HALF_BYTES
+from w4gemm.packing.block import BLOCK_N, Block
 from w4gemm.problem import GemmProblem
 
 _BARRIERS_AND_ALIGNMENT = 1536
@@ -62,14 +62,14 @@ class Variant(gpu.Variant):
         return self.config.tile_m // 8
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of scales and zero points of a packed block, 64 rows x 128 columns."""
-        return self.block_bytes - 2 * HALF_BYTES
+    def part(self) -> Block:
+        """The rows of a packed block that a tile has: all 64, or tile_n."""
+        return self.block.part(rows=min(self.config.tile_n, BLOCK_N))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights per stage: tile_n rows x 128 columns."""
-        return self.block_bytes * self.config.tile_n // 64
+        return self.blocks_n * self.part.bytes
 
     @property
     def x_bytes(self) -> int:
@@ -85,7 +85,7 @@ class Variant(gpu.Variant):
     def scales_in_registers(self) -> bool:
         """True if a stage's scales are read together with its codes, so that the stage can be refilled before it is
         multiplied. More than 256 bytes per packed block would take too many registers."""
-        return self.scale_bytes <= 256
+        return self.block.scale_bytes <= 256
 
     @staticmethod
     def ctas_per_sm(config: GemmConfig) -> int:

@@ -71,6 +71,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from w4gemm.kernels.arguments import Arguments
+from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
@@ -109,11 +110,11 @@ class MixedGemm(Producer, Consumer):
         self.row_gather = RowGather(variant.config.tile_m, self.chunks, variant.itemsize, warps=4)
         self.stream_sum = StreamSum(variant.config.tile_m * variant.row_blocks, variant.row_groups)
         self.cluster = variant.config.cluster_m * variant.config.cluster_n * variant.config.split_k
-        self.scale_bytes = 128 * self.decoder.words_per_scale
+        self.reader = BlockReader(variant.part)
         self.part_k = 64 if variant.halves else 128
         self.part_chunks = self.part_k // variant.chunk_k
         self.code_words = self.part_k // 16
-        self.groups = max(1, self.part_k // variant.scale_group)
+        self.groups = variant.part.groups
 
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):

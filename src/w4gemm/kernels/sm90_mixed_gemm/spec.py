@@ -14,6 +14,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
+from w4gemm.packing.block import Block
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -77,7 +78,7 @@ class Sm90MixedGemm(HopperKernel):
 
     def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
         """The configs that registers and shared memory have room for, for the problem's format."""
-        return _fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block_bytes, problem.experts > 0)
+        return _fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block, problem.experts > 0)
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several
@@ -93,14 +94,14 @@ class Sm90MixedGemm(HopperKernel):
 
 
 @functools.cache
-def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
+def _fitting(block: Block, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
     tile_m_sizes = _TILE_M if grouped else (*_TILE_M, *_BETWEEN)
     sizes = itertools.product(("coop", "pingpong", "stream"), _TILE_N, tile_m_sizes, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
-        v = Variant(config, "bf16", "bf16", "none", 128, block_bytes, PLAIN, True, grouped)
+        v = Variant(config, "bf16", "bf16", "none", block, PLAIN, True, grouped)
         if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (
             schedule == "pingpong" and tile_m <= 128 and cluster_n > 1
         ):
@@ -122,7 +123,7 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
             continue
         # looking for an expert's rows takes registers: with the scales of many groups these would spill
         large = (tile_m, schedule) == (128, "pingpong") or (tile_m, tile_n) == (256, 128)
-        if grouped and (large or (tile_k, cluster_n) == (512, 2)) and block_bytes > ONE_GROUP:
+        if grouped and (large or (tile_k, cluster_n) == (512, 2)) and block.bytes > ONE_GROUP:
             continue
         if tile_n == 192 and tile_m < 64:
             continue
@@ -139,7 +140,7 @@ def _fitting(block_bytes: int, grouped: bool) -> tuple[GemmConfig, ...]:
         if v.blocks > v.k_sets:  # ptxas serializes the WGMMAs of slots with several blocks a set
             continue
         # the scales of many groups spill where two sets share half a multiprocessor
-        if schedule == "pingpong" and v.k_sets > 1 and tile_m > 32 and block_bytes > ONE_GROUP:
+        if schedule == "pingpong" and v.k_sets > 1 and tile_m > 32 and block.bytes > ONE_GROUP:
             continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)

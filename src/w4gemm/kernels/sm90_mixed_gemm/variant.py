@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
 from w4gemm.kernels.device.staging import QUADS_BYTES, TOKEN_BYTES
-from w4gemm.packing.block import HALF_BYTES
+from w4gemm.packing.block import BLOCK_K, Block
 
-ONE_GROUP = 2 * HALF_BYTES + 128
+ONE_GROUP = Block().bytes
 """Bytes of a block with a single group of scales and no zero points."""
 
 _BARRIERS_AND_ALIGNMENT = 1536
@@ -131,16 +131,13 @@ class Variant(gpu.Variant):
         return self.config.tile_k == 64
 
     @property
-    def part_bytes(self) -> int:
-        """Bytes of a block that a stage holds: all of them, or of half of it the codes and the scales."""
-        if not self.halves:
-            return self.block_bytes
-        scales = self.block_bytes - 2 * HALF_BYTES
-        return HALF_BYTES + (scales if self.scale_group == 128 else scales // 2)
+    def part(self) -> Block:
+        """The part of a block that a stage holds: all of it or, with ``halves``, its codes and scales of 64 columns."""
+        return self.block.part(columns=min(self.config.tile_k, BLOCK_K))
 
     @property
     def weight_bytes(self) -> int:
-        return self.tile_blocks * self.blocks * self.part_bytes
+        return self.tile_blocks * self.blocks * self.part.bytes
 
     @property
     def x_bytes(self) -> int:

@@ -9,14 +9,14 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from w4gemm.kernels.device.ptx import fence_proxy_async, fma, load_shared
+from w4gemm.kernels.device.block import BlockReader
+from w4gemm.kernels.device.ptx import fence_proxy_async, fma
 from w4gemm.kernels.sm90_mixed_gemm.roles.work import Work
 
 
 class MainLoop(Work):
     decoder: Any
-    scale_bytes: int
-    """Of one group in a block."""
+    reader: BlockReader
     part_k: int
     """Columns of a block, or of half of it, that a thread holds packed at a time, in part_chunks chunks: as code_words
     words and the scales of so many groups."""
@@ -161,16 +161,15 @@ class MainLoop(Work):
         of the warpgroup's blocks in the slot, counted over its row blocks first, then along k."""
         v = self.v
         wg, k_set, t, _ = who
-        width = self.decoder.words_per_scale
         block, row_block = divmod(part, v.row_blocks)
         index = (wg * v.row_blocks + row_block) * v.blocks + k_set * (v.blocks // v.k_sets) + block
-        address = ring[3] + stage * v.weight_bytes + index * v.part_bytes
-        lane = (t // 32 * 8 + t % 32 // 4) * 4 * width
+        address = ring[3] + stage * v.weight_bytes + index * v.part.bytes
+        pair = t // 32 * 8 + t % 32 // 4
         words = []
         for half in range(self.part_k // 64):
-            words += load_shared(address + half * 2048 + t * 16, 4)
+            words += self.reader.codes(address, half, lane=t)
         for group in range(self.groups):
-            words += load_shared(address + 512 * self.code_words + group * self.scale_bytes + lane, width)
+            words += self.reader.scales(address + v.part.scales_at(group), pair=pair)
         for i, word in enumerate(words):
             packed[i] = word
 
@@ -180,7 +179,7 @@ class MainLoop(Work):
         prepared: Any = None
         step_k = self.v.chunk_k // 4
         for step in range(4):
-            group, rest = divmod(piece * self.v.chunk_k + step * step_k, self.v.scale_group)
+            group, rest = divmod(piece * self.v.chunk_k + step * step_k, self.v.block.scale_group)
             if step == 0 or rest == 0:
                 first = self.code_words + group * width
                 prepared = self.decoder.prepare(tuple(packed[first + i] for i in range(width)), table)

@@ -13,7 +13,6 @@ from w4gemm.kernels.device.ptx import bulk_copy, bulk_copy_multicast, bulk_prefe
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_mixed_gemm.roles.work import Work
-from w4gemm.packing.block import HALF_BYTES
 
 _EARLY_SLOTS = 1  # of weights, requested before x may be read; with more, the first x would queue up behind them
 _PREFETCHED_SLOTS = 2  # of an expert's weights, into L2, before the rows of experts may be read
@@ -95,12 +94,12 @@ class Producer(Work):
         n_blocks, k_blocks = weight.shape[0] // experts, weight.shape[1]
         expert, n_tile = tile_coordinates(cta // self.cluster, experts, self.tiles(1, n_blocks)[1], self.band, v.short)
         first = expert * n_blocks + (n_tile * c.cluster_n + rank_n) * v.tile_blocks
-        size = cutlass.min(_PREFETCHED_SLOTS * v.blocks, k_blocks) * v.block_bytes
+        size = cutlass.min(_PREFETCHED_SLOTS * v.blocks, k_blocks) * v.block.bytes
         if rank_m == 0:
             with cute.arch.elect_one():
                 for r in cutlass.range_constexpr(v.tile_blocks):
                     row = cutlass.min(first + r, weight.shape[0] - 1)
-                    bulk_prefetch(weight.iterator.toint() + Int64(row) * k_blocks * v.block_bytes, size)
+                    bulk_prefetch(weight.iterator.toint() + Int64(row) * k_blocks * v.block.bytes, size)
 
     @cute.jit
     def load_early(self, weight, s_weight, full, m, work, stream, rank_n, cast):
@@ -157,8 +156,8 @@ class Producer(Work):
                     k_block = slot // 2 if const_expr(v.halves) else slot * v.blocks + b
                     if const_expr(v.step_blocks > 1):
                         k_block = cutlass.min(k_block, weight.shape[1] - 1)
-                    source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_block) * v.block_bytes
-                    target = s_weight + stage * v.weight_bytes + (r * v.blocks + b) * v.part_bytes
+                    source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_block) * v.block.bytes
+                    target = s_weight + stage * v.weight_bytes + (r * v.blocks + b) * v.part.bytes
                     if const_expr(v.config.cluster_m == 1):
                         self.load_part_of_slot(target, source, slot, barrier, None)
                     else:
@@ -167,17 +166,9 @@ class Producer(Work):
 
     def load_part_of_slot(self, target, source, slot, barrier, mask):
         """A block, or half of it. mask: of the CTAs that get it, None for this one alone."""
-        v = self.v
-        pieces = [(target, source, v.block_bytes)]
-        if v.halves:
-            codes, scales = HALF_BYTES, v.part_bytes - HALF_BYTES
-            half = slot % 2
-            pieces = [
-                (target, source + half * codes, codes),
-                (target + codes, source + 2 * HALF_BYTES + (half * scales if v.scale_group < 128 else 0), scales),
-            ]
-        for to, start, size in pieces:
+        for copy in self.v.part.copies(half=slot % 2):
+            to, start, size = target + copy.target, source + copy.source + copy.offset, Int32(copy.size)
             if mask is None:
-                bulk_copy(to, start, Int32(size), barrier)
+                bulk_copy(to, start, size, barrier)
             else:
-                bulk_copy_multicast(to, start, Int32(size), barrier, mask)
+                bulk_copy_multicast(to, start, size, barrier, mask)

@@ -1,0 +1,30 @@
+"""Loads from a packed block of the weight, or a part of one, in shared memory: :class:`BlockReader`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Int32
+
+from w4gemm.kernels.device.ptx import load_shared
+from w4gemm.packing.block import LANE_BYTES, STRIP_BYTES, STRIP_N, Block
+
+
+@dataclass(frozen=True)
+class BlockReader:
+    """What one lane loads of a block or a part of one (see :mod:`w4gemm.packing.block`)."""
+
+    block: Block
+
+    def codes(self, address: Int32, half: int = 0, strip: int = 0, lane: Int32 | int = 0) -> tuple[Int32, ...]:
+        """Four code words: 64 columns of a lane's rows. address: of the first code in shared memory. lane: from 32 on,
+        of a strip further on."""
+        at = address + half * self.block.half_bytes + strip * STRIP_BYTES + lane * LANE_BYTES
+        return load_shared(at, LANE_BYTES // 4)
+
+    def scales(self, address: Int32, group: int = 0, strip: int = 0, pair: Int32 | int = 0) -> tuple[Int32, ...]:
+        """The scale word, and zero word if any, of a group of columns. address: of the first scale. pair: lane // 4,
+        from 8 on of a strip further on."""
+        block = self.block
+        at = address + (strip * (STRIP_N // 2) + pair + block.run(group)) * block.pair_bytes
+        return load_shared(at, block.words_per_scale)
