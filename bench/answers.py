@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 import w4gemm
-from w4gemm.cli.generate import default_model, encode, generate, timed_streamer
-from w4gemm.cli.problems import WIDE_DTYPES, choose_device
-from w4gemm.cli.report import plans, quiet_transformers, say
+from w4gemm.console.devices import choose_device
+from w4gemm.console.options import WIDE_DTYPES
+from w4gemm.console.progress import say
+from w4gemm.integrations.generation import default_model, encode, generate, plans, quiet_transformers, timed_streamer
 from w4gemm.integrations.transformers import dequantize_layers, load, summarize
 from w4gemm.tuning import record
 

@@ -22,9 +22,10 @@ import torch
 from bench.shapes import parse_layers
 
 from w4gemm import choice
-from w4gemm.cli.problems import DTYPES, chosen_device, chosen_dtype, parse_tokens, positive
-from w4gemm.cli.report import progress_bar
 from w4gemm.config import GemmConfig
+from w4gemm.console.devices import chosen_device
+from w4gemm.console.options import DTYPES, chosen_dtype, parse_tokens, positive
+from w4gemm.console.progress import progress_bar
 from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import adopt, compiled

@@ -29,7 +29,8 @@ from bench.shapes import SETS
 
 from w4gemm import choice, environment
 from w4gemm.choice import store
-from w4gemm.cli.problems import chosen_device, chosen_dtype, parse_tokens
+from w4gemm.console.devices import chosen_device
+from w4gemm.console.options import chosen_dtype, parse_tokens
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named
 from w4gemm.packing.layouts import layout_for

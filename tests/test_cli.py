@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm.cli import generate, problems, report
-from w4gemm.cli.__main__ import main
+from w4gemm.cli.__main__ import main, make_parser
+from w4gemm.console import progress
+from w4gemm.console.devices import choose_device
+from w4gemm.integrations.generation import default_model
 from w4gemm.problem import Device
 
 
@@ -33,6 +36,26 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert f"w4gemm {w4gemm.__version__}" in printed
     assert "--max-new-tokens" in printed
+
+
+def test_every_option_says_what_it_is() -> None:
+    def undescribed(parser: argparse.ArgumentParser, name: str) -> list[str]:
+        found = []
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command, sub in action.choices.items():
+                    found += undescribed(sub, f"{name} {command}")
+            elif not action.help:
+                found.append(f"{name} {'/'.join(action.option_strings) or action.metavar or action.dest}")
+        return found
+
+    assert not undescribed(make_parser(), "w4gemm")
+
+
+def test_a_model_of_a_user_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["generate", "hello", "--model", "~nosuchuser/x", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.startswith("w4gemm: error: path: '~nosuchuser/x'")
 
 
 def test_runs_as_a_module() -> None:
@@ -70,7 +93,7 @@ def test_generate_in_another_dtype(tiny: Path, dtype: str, capsys: pytest.Captur
 def test_generate_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     try:
-        generate.default_model()
+        default_model()
     except FileNotFoundError as e:
         pytest.skip(str(e))
     assert main(["generate", "What is the capital of France?", "--device", "cpu"]) == 0
@@ -117,7 +140,7 @@ def test_unsupported_gpu_falls_back_to_the_cpu_and_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: old.name)
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: old))
-    device, note = problems.choose_device(None)
+    device, note = choose_device(None)
     assert device.type == "cpu"
     assert "no kernel runs on Old GPU" in note
     assert "needs compute capability 9.0" in note
@@ -139,16 +162,16 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_progress_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     now = 100.0
-    monkeypatch.setattr(report.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with report.progress_bar() as progress:
+    with progress.progress_bar() as tell:
         now = 130.0
-        progress(3, 12, "m 8")
+        tell(3, 12, "m 8")
     err = capsys.readouterr().err
     assert "[######..................] 3/12, 90 s left: m 8" in err and err.endswith("\x1b[K")
 
 
 def test_progress_line_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with report.progress_line() as progress:
-        progress(1, 2, "loading")
+    with progress.progress_line() as tell:
+        tell(1, 2, "loading")
     assert capsys.readouterr() == ("", "")

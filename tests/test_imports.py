@@ -26,7 +26,7 @@ LEVELS = (
     ("kernels",),
     ("jit",),
     ("choice", "gather"),
-    ("tuning",),
+    ("tuning", "console"),
     ("arguments",),
     ("modes",),
     ("activations", "routing"),
@@ -77,6 +77,12 @@ def test_imports_go_one_way(file):
     assert unit in LEVEL, f"{unit}: say in LEVELS where it stands"
     wrong = {u for u in imported_units(file) if u != "__init__" and LEVEL.get(u, 99) > LEVEL[unit]}
     assert not wrong, f"{unit} imports {', '.join(sorted(wrong))}, which stands above it"
+
+
+def test_bench_stands_beside_the_commands():
+    """``w4gemm bench`` imports bench, so bench may not import the commands."""
+    files = [*(PACKAGE.parents[1] / "bench").rglob("*.py")]
+    assert files and not [f.name for f in files if "cli" in imported_units(f)]
 
 
 def test_environment_is_read_in_one_file():

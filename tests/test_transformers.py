@@ -192,7 +192,7 @@ def test_quantized_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_smollm2() -> None:
-    from w4gemm.cli.generate import default_model
+    from w4gemm.integrations.generation import default_model
 
     try:
         path = default_model()

@@ -1,4 +1,4 @@
-"""``w4gemm``: one file a command; see ``w4gemm --help``."""
+"""The program ``w4gemm``. A command is a file with NAME, HELP, DESCRIPTION, ``add_arguments`` and ``run``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ USER_ERRORS = (ValueError, TypeError, OSError, ImportError, UnsupportedError)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("w4gemm", description="4-bit-weight matrix multiplication for NVIDIA Hopper GPUs")
+    """Return the parser of all commands; it sets ``run``, and ``passes_on`` if a command takes unknown arguments."""
+    parser = argparse.ArgumentParser(
+        "w4gemm", description="4-bit-weight matrix multiplication for NVIDIA GPUs and CPUs"
+    )
     parser.add_argument("--version", action="version", version=f"w4gemm {w4gemm.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -28,7 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 1 after an error, or 2 for arguments that it cannot read."""
+    """Run a command and return its exit status: 0, or 1 after an error, or 130 after Ctrl-C. Arguments that cannot be
+    read exit with status 2."""
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     args.rest = rest

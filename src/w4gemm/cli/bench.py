@@ -35,22 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """``args.rest`` holds what is not read here: the module has a parser of its own."""
+    found = module(args.action)
     asked = {option.partition("=")[0] for option in args.rest}
     measures = args.action in ("run", "grouped", "tune") and not {"-h", "--help", "--rows"} & asked
     if measures and not torch.cuda.is_available():
         raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
-    module(args.action).main(args.rest)
+    found.main(args.rest)
     return 0
 
 
 def module(name: str) -> ModuleType:
-    """``bench.<name>`` of the checkout that this package is used from.
+    """Import ``bench.<name>`` of the checkout that this package is used from.
 
     Raises:
         FileNotFoundError: if it is installed without one.
     """
     if not (_CHECKOUT / "bench" / f"{name}.py").is_file():
         raise FileNotFoundError("bench is not part of the installed package: run w4gemm from a checkout")
-    if str(_CHECKOUT) not in sys.path:
-        sys.path.insert(0, str(_CHECKOUT))
-    return importlib.import_module(f"bench.{name}")
+    if str(_CHECKOUT) not in sys.path:  # where processes that bench spawns look, too
+        sys.path.append(str(_CHECKOUT))
+    found = importlib.import_module(f"bench.{name}")
+    if Path(found.__file__ or "").parents[1] != _CHECKOUT:
+        raise FileNotFoundError(f"bench is taken from {found.__file__}, wanted {_CHECKOUT / 'bench'}")
+    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from w4gemm import choice, environment
 from w4gemm.choice import store
-from w4gemm.cli.report import say
+from w4gemm.console.progress import say
 from w4gemm.jit import disk
 from w4gemm.kernels import kernel_named
 
@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = actions.add_parser("list", help="count the compiled kernels, and print every config that was tuned here")
     listed.add_argument("--all", action="store_true", help="also those that come with the package")
     clear = actions.add_parser("clear", help="delete both, or only one")
-    clear.add_argument("--only", choices=("compiled", "tuned"))
+    clear.add_argument("--only", choices=("compiled", "tuned"), help="delete these, and keep the others")
     export = actions.add_parser("export", help="print the tuned configs as JSON lines, or write them to a file")
-    export.add_argument("file", nargs="?", metavar="FILE")
+    export.add_argument("file", nargs="?", metavar="FILE", help="where to (default: standard output)")
     taken = actions.add_parser("import", help="add the tuned configs of a file")
-    taken.add_argument("file", metavar="FILE")
+    taken.add_argument("file", metavar="FILE", help="JSON lines, as `w4gemm cache export` writes them")
 
 
 def run(args: argparse.Namespace) -> int:

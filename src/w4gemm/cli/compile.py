@@ -13,9 +13,11 @@ import torch
 
 from w4gemm import choice, environment, trust
 from w4gemm.choice import store
-from w4gemm.cli.problems import DTYPES, add_layer_arguments, device_line, parse_layers, parse_tokens, positive, problems
-from w4gemm.cli.report import progress_bar, say
+from w4gemm.cli.problems import add_layer_arguments, parse_layers, problems
 from w4gemm.config import GemmConfig
+from w4gemm.console.devices import device_line
+from w4gemm.console.options import DTYPES, parse_tokens, positive
+from w4gemm.console.progress import progress_bar, say
 from w4gemm.errors import UnsupportedError
 from w4gemm.jit import disk
 from w4gemm.jit.pool import CompilePool, Job

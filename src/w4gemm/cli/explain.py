@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from w4gemm import choice
-from w4gemm.cli.problems import add_device_arguments, chosen_dtype, described_device, device_line, positive
+from w4gemm.console.devices import described_device, device_line
+from w4gemm.console.options import add_device_arguments, chosen_dtype, positive
 from w4gemm.epilogue import ACTIVATIONS, Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.packing.layouts import layout_for
@@ -23,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
     add_device_arguments(parser, simulated=True)
     parser.add_argument("--config", help="as if this one were forced")
-    parser.add_argument("--activation", choices=ACTIVATIONS)
-    parser.add_argument("--residual", action="store_true")
-    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--activation", choices=ACTIVATIONS, help="of the epilogue (default: none)")
+    parser.add_argument("--residual", action="store_true", help="a residual is added to the product")
+    parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
     parser.add_argument("--rows", type=positive, metavar="N", help="only the N best guesses (default: all)")
 
 

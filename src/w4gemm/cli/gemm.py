@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from w4gemm import choice
-from w4gemm.cli.problems import add_device_arguments, chosen_device, chosen_dtype, device_line, positive
-from w4gemm.cli.report import progress_bar
+from w4gemm.console.devices import chosen_device, device_line
+from w4gemm.console.options import add_device_arguments, chosen_dtype, positive
+from w4gemm.console.progress import progress_bar
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
 from w4gemm.packing.layouts import layout_for

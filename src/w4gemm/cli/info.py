@@ -14,7 +14,7 @@ import w4gemm
 from w4gemm import choice, environment
 from w4gemm.choice import store
 from w4gemm.cli.cache import is_current
-from w4gemm.cli.report import typical_problem
+from w4gemm.console.devices import typical_problem
 from w4gemm.jit import disk
 from w4gemm.kernels.device.requirements import driver_cuda_version
 from w4gemm.tuning.record import facts

@@ -1,4 +1,4 @@
-"""What several commands take: a device, a dtype, a format, layers, numbers of tokens."""
+"""Layers that a command is to work on, from a model or as sizes, and the problems that they make."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from pathlib import Path
 
 import torch
 
-from w4gemm import choice
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.cli import report
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import H200, Device, GemmProblem
+from w4gemm.problem import Device, GemmProblem
 
-SIMULATED = {"h200": H200}
-"""Devices that need not be there, for what only chooses and compiles."""
-WIDE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Of a model's activations."""
-DTYPES = WIDE_DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn}
-_RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
+_SIZE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -37,26 +30,8 @@ class Layer:
     experts: int = 0
 
 
-def positive(text: str) -> int:
-    """What an option that counts something is read with."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"wanted an integer >= 1, got {text}")
-    return value
-
-
-def add_device_arguments(parser: argparse.ArgumentParser, simulated: bool = False) -> None:
-    also = ", or h200, which need not be there" if simulated else ""
-    parser.add_argument("--device", help=f"cpu, cuda or cuda:N{also} (default: cuda if a kernel runs there, else cpu)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
-    )
-
-
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --model or --shapes, --format and --m."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", metavar="PATH", help="a GGUF file, or a folder with one or a Hugging Face model")
     which.add_argument(
@@ -73,67 +48,6 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def choose_device(name: str | None) -> tuple[torch.device, str]:
-    """The device to run on, and a note if a GPU is there but cannot be used."""
-    if name is not None:
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            device = torch.device("meta")
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"--device: wanted cpu, cuda or cuda:N, got {name!r}")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device: {name!r} is not there; PyTorch sees {torch.cuda.device_count()} CUDA devices")
-        return device, ""
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), ""
-    reasons = report.refusals(torch.device("cuda"))
-    if not reasons:
-        return torch.device("cuda"), ""
-    return torch.device("cpu"), f"using the CPU, since no kernel runs on {device_name('cuda')}: {reasons}"
-
-
-def device_name(device: torch.device | str) -> str:
-    device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-
-
-def described_device(name: str | None) -> Device:
-    """The device to choose for, which need not be there if it is one of ``SIMULATED``.
-
-    Raises:
-        ValueError: for a name that is none, or of a device that is not there.
-    """
-    if name is not None and name.lower() in SIMULATED:
-        return SIMULATED[name.lower()]
-    return chosen_device(name)[0]
-
-
-def chosen_device(name: str | None) -> tuple[Device, torch.device]:
-    """The device to run on.
-
-    Raises:
-        ValueError: for a name that is none, or of a device that is not there.
-    """
-    if name is not None and name.lower() in SIMULATED:
-        raise ValueError(f"--device: {name} need not be there for `explain` alone; wanted cpu, cuda or cuda:N")
-    device, note = choose_device(name)
-    if note:
-        report.say(note)
-    return Device.of(device), device
-
-
-def chosen_dtype(name: str | None, device: Device) -> torch.dtype:
-    return DTYPES[name or ("float32" if device.kind == "cpu" else "bfloat16")]
-
-
-def device_line(device: Device) -> str:
-    if device.kind != "cuda":
-        return "the CPU" if device.kind == "cpu" else device.kind
-    capability = ".".join(map(str, device.capability))
-    return f"{device.name}, compute capability {capability}, {device.sms} multiprocessors"
-
-
 def problems(
     layers: list[Layer], tokens: list[int], device: Device, dtype: torch.dtype, batch_invariant: bool = False
 ) -> list[GemmProblem]:
@@ -148,28 +62,8 @@ def problems(
     ]
 
 
-def parse_tokens(text: str) -> list[int]:
-    """The numbers of tokens that stand for the intervals of ``1..64,512``, or ``4096..`` without an end.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    found: set[int] = set()
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        first = int(match[1]) if match else 0
-        if match is None or first < 1:
-            raise ValueError(f"--m: wanted numbers from 1 and ranges like 1..64,512 or 1.., got {text!r}")
-        last = first if match[2] is None else int(match[3]) if match[3] else choice.BOUNDS[-1] + 1
-        if last < first:
-            raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
-        intervals = range(choice.interval(first), choice.interval(last) + 1)
-        found |= {choice.representative(choice.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
-    return sorted(found)
-
-
 def parse_layers(args: argparse.Namespace) -> list[Layer]:
-    """The layers of ``--model`` or ``--shapes``, each once.
+    """Return the layers of ``--model`` or ``--shapes``, each once.
 
     Raises:
         FileNotFoundError, FormatError, ValueError: if they cannot be read.
@@ -205,7 +99,7 @@ def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
 
 
 def _parse_size(text: str, format: WeightFormat) -> Layer:
-    size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    size = _SIZE.fullmatch(text)
     if size is None:
         raise FileNotFoundError(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {text!r}")
     return Layer(int(size[1]), int(size[2]), format)

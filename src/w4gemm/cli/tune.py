@@ -7,18 +7,10 @@ import math
 import time
 
 from w4gemm.choice import store
-from w4gemm.cli.problems import (
-    add_device_arguments,
-    add_layer_arguments,
-    chosen_device,
-    chosen_dtype,
-    device_line,
-    parse_layers,
-    parse_tokens,
-    positive,
-    problems,
-)
-from w4gemm.cli.report import progress_bar, say
+from w4gemm.cli.problems import add_layer_arguments, parse_layers, problems
+from w4gemm.console.devices import chosen_device, device_line
+from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens, positive
+from w4gemm.console.progress import progress_bar, say
 from w4gemm.tuning.tuner import TOP, Outcome, tune
 
 NAME = "tune"

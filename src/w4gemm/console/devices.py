@@ -1,0 +1,90 @@
+"""Devices by the names that users give them."""
+
+from __future__ import annotations
+
+import torch
+
+from w4gemm import choice
+from w4gemm.console.progress import say
+from w4gemm.formats import WeightFormat
+from w4gemm.packing.layouts import layout_for
+from w4gemm.problem import H200, Device, GemmProblem
+
+SIMULATED = {"h200": H200}
+"""Devices that need not be there, for what only chooses and compiles."""
+
+
+def choose_device(name: str | None) -> tuple[torch.device, str]:
+    """Return the device to run on, and a note if a GPU is there but cannot be used.
+
+    Raises:
+        ValueError: for a name that is none, or of a device that is not there.
+    """
+    if name is not None:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device: wanted cpu, cuda or cuda:N, got {name!r}")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device: {name!r} is not there; PyTorch sees {torch.cuda.device_count()} CUDA devices")
+        return device, ""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), ""
+    reasons = refusals(torch.device("cuda"))
+    if not reasons:
+        return torch.device("cuda"), ""
+    return torch.device("cpu"), f"using the CPU, since no kernel runs on {device_name('cuda')}: {reasons}"
+
+
+def device_name(device: torch.device | str) -> str:
+    """Name of a GPU, or "the CPU"."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def described_device(name: str | None) -> Device:
+    """Return the device to choose for; it need not be there if it is one of ``SIMULATED``.
+
+    Raises:
+        ValueError: for a name that is none, or of a device that is not there.
+    """
+    if name is not None and name.lower() in SIMULATED:
+        return SIMULATED[name.lower()]
+    return chosen_device(name)[0]
+
+
+def chosen_device(name: str | None) -> tuple[Device, torch.device]:
+    """Return the device to run on, described and as PyTorch's.
+
+    Raises:
+        ValueError: for a name that is none, or of a device that is not there.
+    """
+    if name is not None and name.lower() in SIMULATED:
+        raise ValueError(f"--device: {name} need not be there for `explain` alone; wanted cpu, cuda or cuda:N")
+    device, note = choose_device(name)
+    if note:
+        say(note)
+    return Device.of(device), device
+
+
+def device_line(device: Device) -> str:
+    """Name, compute capability and number of multiprocessors of a GPU, or "the CPU"."""
+    if device.kind != "cuda":
+        return "the CPU" if device.kind == "cpu" else device.kind
+    capability = ".".join(map(str, device.capability))
+    return f"{device.name}, compute capability {capability}, {device.sms} multiprocessors"
+
+
+def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:
+    """Return a problem to ask the kernels about when there is no weight at hand."""
+    described = Device.of(device)
+    layout = layout_for(described, WeightFormat(), dtype)
+    return GemmProblem(16, 4096, 4096, dtype, WeightFormat(), layout, device=described)
+
+
+def refusals(device: torch.device | str) -> str:
+    """Return every kernel's reason for not running on a device; empty if one runs there."""
+    status = choice.explain(typical_problem(device)).status
+    return "" if any(status.values()) else "; ".join(f"{name}: {answer.reason}" for name, answer in status.items())

