@@ -31,15 +31,15 @@ def page(
     roofline_us: Callable[[Point], float],
     ratio: Callable[[dict[str, float]], float],
 ) -> str:
-    """The whole document.
+    """Return the whole document.
 
     Args:
         times: microseconds by (n, k, m) and implementation.
         facts: a row's facts about the machine.
-        versions: of every implementation, in the order to show them in.
-        rates: (bytes, operations) a microsecond of the device.
+        versions: version by implementation, in the order to show them in.
+        rates: (bytes, operations) per microsecond that the device reaches.
         roofline_us: the least microseconds of a point.
-        ratio: the best peer's time over ours, of a point's times.
+        ratio: best peer time / w4gemm time, from a point's times.
     """
     names = list(versions)
     color = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
@@ -49,17 +49,17 @@ def page(
     parts = [
         "<h1>w4gemm beside its peers</h1>",
         f"<p>W4A16, int4 g128 symmetric, bf16. {_text(machine)}. Run <code>{_text(facts['run'])}</code>: all",
-        "implementations interleaved in one process, microseconds a call in a CUDA graph over rotating weights,",
-        f"medians. Versions: {_text(used)}.</p>",
+        "implementations interleaved in one process; medians in microseconds per call, in a CUDA graph over copies of",
+        f"the weight that together exceed L2. Versions: {_text(used)}.</p>",
         "<h2>Speed-up over the best peer</h2>",
-        "<p>The best peer's time over w4gemm's: green is faster, red slower than the best of all others.</p>",
+        "<p>Best peer time / w4gemm time: w4gemm is the fastest where it is green, behind the fastest where red.</p>",
         _heat_map(times, ratio),
         "<h2>Roofline</h2>",
-        f"<p>TFLOP/s reached against operations a byte, below {rates[0] / 1e6:.1f} TB/s and {rates[1] / 1e6:.0f}",
-        f'TFLOP/s; every layer and m.</p><p class="legend">{legend}</p>',
+        f"<p>TFLOP/s against operations per byte. Dashed: {rates[0] / 1e6:.1f} TB/s and {rates[1] / 1e6:.0f}",
+        f'TFLOP/s. A dot per layer, m and implementation.</p><p class="legend">{legend}</p>',
         _roofline_plot(times, names, color, rates),
         "<h2>Time over roofline</h2>",
-        "<p>By tokens, a panel a layer (n x k); 1 is the chip's limit. Cut off at 6.5.</p>",
+        "<p>By m, a panel per layer (n x k). 1 is the roofline; 6.5 stands for more.</p>",
         f'<p class="legend">{legend}</p>',
         "".join(_layer_plot(layer, times, names, color, roofline_us) for layer in _layers(times)),
         "<h2>Every point</h2>",
@@ -117,7 +117,7 @@ def _table(
     roofline_us: Callable[[Point], float],
     ratio: Callable[[dict[str, float]], float],
 ) -> str:
-    columns = ("n x k", "m", "roofline", *names, "best peer / w4gemm")
+    columns = ("n x k", "m", "roofline", *names, "best peer time / w4gemm time")
     rows = ["<tr>" + "".join(f"<th>{_text(c)}</th>" for c in columns) + "</tr>"]
     for point in sorted(times):
         n, k, m = point
@@ -197,7 +197,7 @@ def _roofline_plot(times: Times, names: list[str], color: dict[str, str], rates:
                 body += axes.dot((intensity(point), tera), color[name], 3.6 if name == "w4gemm" else 2.4, title)
     powers = [10.0**e for e in range(-1, 6)]
     ticks = tuple([p for p in powers if low <= p <= high] for low, high in (x, y))
-    return axes.svg("", ("operations a byte", "TFLOP/s"), (ticks[0], ticks[1]), body)
+    return axes.svg("", ("operations per byte", "TFLOP/s"), (ticks[0], ticks[1]), body)
 
 
 def _layer_plot(

@@ -1,6 +1,8 @@
-"""Tables and plots of one run of ``bench.run`` or ``bench.grouped``: ``python -m bench.report [FILE]`` writes
-docs/benchmarks.md, docs/benchmarks.html and docs/plots/, or, of rows with fp8 activations, of the kernel for older GPUs
-or of mixtures of experts, a page and a plot of their own. Only rows of one run are compared. Needs matplotlib."""
+"""Tables and plots of a run of ``bench.run`` or ``bench.grouped``: ``python -m bench.report [FILE]``.
+
+Writes the page and the plot in docs/ for each kind of work in FILE, and docs/benchmarks.html for W4A16. Only rows of
+one run are compared. Needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from w4gemm.tuning import roofline
 ROOT = Path(__file__).parent.parent
 GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
 GROUPED = {"1 to 64": (1, 64), "128 to 1024": (128, 1024)}
-"""Of the tokens for each expert."""
+"""Ranges of tokens per expert."""
 RATES = roofline.RATES["NVIDIA H200"][:2]
 
 
@@ -30,9 +32,9 @@ class Layer(NamedTuple):
     n: int
     k: int
     experts: int = 0
-    """0: one weight, without an expert in the name."""
+    """0 for a single weight."""
     routing: str = ""
-    """How the tokens are divided: see ``bench.grouped``."""
+    """Division of the tokens among experts, see ``bench.grouped``."""
 
     def __str__(self) -> str:
         sizes = f"{self.experts}x{self.n}x{self.k}" if self.experts else f"{self.n}x{self.k}"
@@ -40,28 +42,31 @@ class Layer(NamedTuple):
 
 
 Point = tuple[Layer, int]
-"""(layer, tokens, of each expert on average)."""
+"""(layer, tokens; with experts, tokens per expert on average)."""
 Times = dict[Point, dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one page is about."""
+class Page:
+    """One page of benchmarks: its words, and what its ratios are of."""
 
-    page: str
-    """Its name without an ending, and that of its plot."""
+    name: str
+    """File name of the page in docs/, without an ending."""
     plot: str
-    head: str
-    """What was measured, and how."""
+    """File name of its plot in docs/plots/, without an ending."""
+    title: str
+    head: tuple[str, ...]
+    """Paragraphs on what was measured; ``{file}`` is the file of the rows."""
+    file: str
     activation_bytes: int
     rate: float
-    """Operations a microsecond that large matmuls reach."""
+    """Operations per microsecond that large matmuls reach."""
     not_peers: tuple[str, ...] = ()
-    """Implementations that are shown, but are not what ratios are taken of."""
+    """Implementations that are shown, but do not count as peers in a ratio."""
     ours: str = "w4gemm"
-    """What the names of our implementations begin with."""
+    """Beginning of the names of our implementations."""
     groups: dict[str, tuple[int, int]] = field(default_factory=lambda: GROUPS)
-    """What means are taken over: (first, last) number of tokens by name."""
+    """Ranges of tokens to take means over: (first, last) by name."""
 
     def roofline_us(self, point: Point) -> float:
         """max(bytes / 4.5 TB/s, operations / rate) of int4 g128 with 16-bit scales."""
@@ -77,62 +82,83 @@ class Work:
         return min(peers) / min(t for name, t in us.items() if name.startswith(self.ours))
 
 
-W4A16 = Work(
+_METHOD = (
+    "All implementations ran interleaved in one process (protocol: `bench/{script}.py`; rows: bench/results/{file}).",
+    "Times are medians in microseconds per call, in a CUDA graph over copies of the weight that together exceed L2.",
+)
+_CHOICE = "w4gemm runs the config that it chooses by default."
+_SCALES = (
+    "w4gemm, quack, humming: bf16 group scales on float32 sums. The same with `e4m3`: group scales in e4m3, part of "
+    "the e4m3 weight that is multiplied. cutlass_w4a8 is vLLM's."
+)
+_QUANTIZES = "humming takes bf16 x and quantizes it within the call"
+_EXPERTS = (
+    "Tokens are the average per expert. Routing is balanced unless a row says zipf (expert e in proportion to "
+    "1 / (1 + e)) or hot (all tokens to one expert)."
+)
+W4A16 = Page(
     "benchmarks",
     "roofline",
-    "W4A16, int4 g128 symmetric, bf16, on {machine}, run `{run}`: all implementations interleaved in one process, "
-    "microseconds a call in a CUDA graph over rotating weights, medians (the protocol of `bench/run.py`; rows in "
-    "bench/results/times.jsonl). w4gemm runs what it chooses unasked. Machete, Marlin: vLLM's; cublas: bf16 weights.",
+    "W4A16 beside other libraries",
+    ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} machete, marlin: vLLM's. cublas: bf16 weights."),
+    "times.jsonl",
     2,
     RATES[1],
 )
-W4A8 = Work(
+W4A8 = Page(
     "benchmarks-w4a8",
     "roofline-w4a8",
-    "W4A8, int4 g128 symmetric and e4m3 activations with a scale a token, on {machine}, run `{run}`: all "
-    "implementations interleaved in one process, microseconds a call in a CUDA graph over rotating weights, medians "
-    "(the protocol of `bench/run.py`; rows in bench/results/w4a8.jsonl). w4gemm runs what it chooses unasked. `e4m3`: "
-    "group scales in e4m3, part of the e4m3 weight that is multiplied; else they are bf16, and applied to float32 "
-    "sums. cutlass_w4a8: vLLM's. humming takes bf16 and quantizes it within the call, for about 3 us. cublas: the same "
-    "numbers as a weight in fp8, shown for what large matmuls reach, not counted as a peer. A ratio takes the faster "
-    "of either's two ways.",
+    "W4A8 beside other libraries",
+    (
+        "int4 g128 symmetric weights, e4m3 x with one scale per token.",
+        *_METHOD,
+        _CHOICE,
+        f"{_SCALES} {_QUANTIZES}, which takes about 3 us.",
+        "cublas: the same numbers as an fp8 weight, shown for what large matmuls reach, not counted as a peer.",
+        "A ratio takes the faster of each library's two ways to scale.",
+    ),
+    "w4a8.jsonl",
     1,
     roofline.RATES["NVIDIA H200"][2],
     ("cublas",),
 )
-SM80 = Work(
+SM80 = Page(
     "benchmarks-sm80",
     "roofline-sm80",
-    "The kernel for GPUs without Hopper's units, `sm80_mixed_gemm`, forced on {machine}, run `{run}`: W4A16, int4 g128 "
-    "symmetric, bf16; all implementations interleaved in one process, microseconds a call in a CUDA graph over "
-    "rotating weights, medians (the protocol of `bench/run.py`; rows in bench/results/sm80.jsonl). Its config is what "
-    "its model ranks first. marlin: vLLM's. torch_int4: PyTorch's `_weight_int4pack_mm`.",
+    "The kernel for GPUs before Hopper, on a Hopper GPU",
+    (
+        "`sm80_mixed_gemm`, forced: W4A16, int4 g128 symmetric weights, bf16 x.",
+        *_METHOD,
+        "It runs the config that its model ranks first. marlin: vLLM's. torch_int4: PyTorch's.",
+    ),
+    "sm80.jsonl",
     2,
     RATES[1],
     ours="sm80_mixed_gemm",
 )
-_OF_EXPERTS = (
-    "on {machine}, run `{run}`: all implementations interleaved in one process, microseconds a call in a CUDA graph "
-    "over rotating weights, medians (the protocol of `bench/grouped.py`; rows in bench/results/grouped.jsonl). Tokens "
-    "are those of an expert on average: all alike; zipf, expert e in proportion to 1 / (1 + e); hot, all on one "
-    "expert. "
-)
-GROUPED_W4A16 = Work(
+GROUPED_W4A16 = Page(
     "benchmarks-grouped",
     "roofline-grouped",
-    "Mixtures of experts in W4A16, int4 g128 symmetric, bf16, " + _OF_EXPERTS + "vLLM and Quack have no such kernel.",
+    "Mixtures of experts in W4A16 beside other libraries",
+    ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} vLLM and Quack have no such kernel.", _EXPERTS),
+    "grouped.jsonl",
     2,
     RATES[1],
     groups=GROUPED,
 )
-GROUPED_W4A8 = Work(
+GROUPED_W4A8 = Page(
     "benchmarks-grouped-w4a8",
     "roofline-grouped-w4a8",
-    "Mixtures of experts in W4A8, int4 g128 symmetric and e4m3 activations with a scale a token, "
-    + _OF_EXPERTS
-    + "`e4m3`: group scales in e4m3, part of the weight that is multiplied; else they are bf16, and applied to float32 "
-    "sums. cutlass_w4a8: vLLM's. humming takes bf16 and quantizes it within the call. A ratio takes the faster of our "
-    "two ways.",
+    "Mixtures of experts in W4A8 beside other libraries",
+    (
+        "int4 g128 symmetric weights, e4m3 x with one scale per token.",
+        *_METHOD,
+        _CHOICE,
+        f"{_SCALES} {_QUANTIZES}.",
+        "A ratio takes the faster of w4gemm's two ways to scale.",
+        _EXPERTS,
+    ),
+    "grouped.jsonl",
     1,
     roofline.RATES["NVIDIA H200"][2],
     groups=GROUPED,
@@ -146,17 +172,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     path = parser.parse_args(argv).file
     for rows in last_of_each_work(Path(path)):
-        work = work_of(rows)
+        page = page_of(rows)
         times, versions = by_point(rows)
-        plot(work, times, list(versions))
-        (ROOT / f"docs/{work.page}.md").write_text(text(work, rows, times, versions))
-        if work is W4A16:
+        plot(page, times, list(versions))
+        (ROOT / f"docs/{page.name}.md").write_text(text(page, rows, times, versions))
+        if page is W4A16:
             (ROOT / "docs/benchmarks.html").write_text(html_page(times, rows[-1], versions))
 
 
 def last_of_each_work(path: Path) -> list[list[dict[str, Any]]]:
-    """The rows of a file that reports are about: for each kind of work those of the last row's commit, of each point
-    those of the last run, without what is measured beside the choice of dispatch (``w4gemm_config`` and the like)."""
+    """Return, for each kind of work in a file, the rows that its page shows: those of the last row's commit, for each
+    point those of the last run, without forced choices (``w4gemm_config`` and the like)."""
     works: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -175,12 +201,12 @@ def _point(row: dict[str, Any]) -> tuple[Layer, int]:
 
 
 def html_page(times: Times, row: dict[str, Any], versions: dict[str, str]) -> str:
-    """Of W4A16."""
+    """Return the W4A16 page as HTML."""
     by_sizes = {(layer.n, layer.k, m): us for (layer, m), us in times.items()}
     return html.page(by_sizes, row, versions, RATES, lambda p: W4A16.roofline_us((Layer(*p[:2]), p[2])), W4A16.ratio)
 
 
-def work_of(rows: list[dict[str, Any]]) -> Work:
+def page_of(rows: list[dict[str, Any]]) -> Page:
     """The page that rows of one run are for."""
     named = {"w4a8": W4A8, "w4a8_grouped": GROUPED_W4A8, "w4a16_grouped": GROUPED_W4A16}
     if rows[0]["work"] in named:
@@ -189,7 +215,7 @@ def work_of(rows: list[dict[str, Any]]) -> Work:
 
 
 def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
-    """Microseconds, and the version of every implementation; several formats count as several.
+    """Return microseconds by point, and the version of every implementation; several formats count as several.
 
     Raises:
         ValueError: if rows of a point are of several runs, which may not be compared.
@@ -208,45 +234,48 @@ def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
     return times, versions
 
 
-def text(work: Work, rows: list[dict[str, Any]], times: Times, versions: dict[str, str]) -> str:
+def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[str, str]) -> str:
+    """Return the page: how it was measured, means over ranges of tokens, and a row for each point."""
     row, runs = rows[-1], "`, `".join(dict.fromkeys(row["run"] for row in rows))
     names, grouped = list(versions), any(layer.experts for layer, _ in times)
     tokens = "tokens" if grouped else "m"
-    machine = f"one {row['gpu']} (driver {row['driver']}, torch {row['torch']})"
-    lines = [
-        "# Benchmarks",
+    ratio = f"best peer time / {page.ours} time"
+    machine = f"One {row['gpu']}, driver {row['driver']}, torch {row['torch']}; run `{runs}`."
+    script = "grouped" if grouped else "run"
+    lines = [f"# {page.title}", "", f"- {machine}"]
+    for sentence in page.head:
+        sentence = sentence.format(file=page.file, script=script)
+        lines += textwrap.wrap(f"- {sentence}", 120, subsequent_indent="  ")
+    lines += [
+        "- Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
+        "- Roofline: max(bytes / 4.5 TB/s, operations / "
+        + f"{page.rate / 1e6:,.0f} TFLOP/s), what large library matmuls reach on this GPU.",
         "",
-        *textwrap.wrap(work.head.format(machine=machine, run=runs), 120),
-        "",
-        "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
-        "",
-        f"| {tokens} | best peer / {work.ours}, geometric mean | worst point |",
+        f"| {tokens} | {ratio}, geometric mean | worst point |",
         "|---|---|---|",
     ]
-    for name, (first, last) in work.groups.items():
-        found = sorted((work.ratio(us), p) for p, us in times.items() if first <= p[1] <= last)
+    for name, (first, last) in page.groups.items():
+        found = sorted((page.ratio(us), p) for p, us in times.items() if first <= p[1] <= last)
         if not found:
             continue
         mean = math.exp(sum(math.log(r) for r, _ in found) / len(found))
         worst, (layer, m) = found[0]
         lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {layer}, {tokens} {m} |")
-    lines += ["", f"![Time over roofline](plots/{work.plot}.svg)", ""]
+    lines += ["", f"![Time over roofline](plots/{page.plot}.svg)", ""]
     lines += [
-        f"| {'experts x ' if grouped else ''}n x k | {tokens} | roofline | "
-        + " | ".join(names)
-        + f" | best peer / {work.ours} |",
+        f"| {'experts x ' if grouped else ''}n x k | {tokens} | roofline | " + " | ".join(names) + f" | {ratio} |",
         "|---" * (len(names) + 4) + "|",
     ]
     for point in sorted(times):
         layer, m = point
         cells = [f"{times[point][name]:.1f}" if name in times[point] else "-" for name in names]
-        ratio = work.ratio(times[point])
-        lines.append(f"| {layer} | {m} | {work.roofline_us(point):.1f} | {' | '.join(cells)} | {ratio:.2f} |")
+        over = page.ratio(times[point])
+        lines.append(f"| {layer} | {m} | {page.roofline_us(point):.1f} | {' | '.join(cells)} | {over:.2f} |")
     return "\n".join(lines) + "\n"
 
 
-def plot(work: Work, times: Times, names: list[str]) -> None:
-    """Time over roofline against m, a panel a layer, a line an implementation; of experts where all are alike."""
+def plot(page: Page, times: Times, names: list[str]) -> None:
+    """Plot time over roofline against m, a panel per layer, a line per implementation; experts if routed evenly."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -264,8 +293,8 @@ def plot(work: Work, times: Times, names: list[str]) -> None:
         tokens = sorted(m for own, m in times if own == layer)
         for name in names:
             ms = [m for m in tokens if name in times[layer, m]]
-            over = [times[layer, m][name] / work.roofline_us((layer, m)) for m in ms]
-            style = {"linewidth": 2.6, "color": "black", "zorder": 3} if name == work.ours else {"linewidth": 1.2}
+            over = [times[layer, m][name] / page.roofline_us((layer, m)) for m in ms]
+            style = {"linewidth": 2.6, "color": "black", "zorder": 3} if name == page.ours else {"linewidth": 1.2}
             if name == "w4gemm e4m3":
                 style = {"linewidth": 2.6, "color": "dimgray", "zorder": 3}
             panel.plot(ms, over, marker=".", label=name, **style)
@@ -280,7 +309,7 @@ def plot(work: Work, times: Times, names: list[str]) -> None:
     figure.tight_layout()
     folder = ROOT / "docs/plots"
     folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{work.plot}.svg", metadata={"Date": None})
+    figure.savefig(folder / f"{page.plot}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

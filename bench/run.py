@@ -29,14 +29,14 @@ RESULTS = Path(__file__).parent / "results/times.jsonl"
 _ROTATED_BYTES = 400e6
 MAX_ERROR = 1e-2
 MAX_QUANTIZED_ERROR = 5e-2
-"""Of an implementation that quantizes x itself."""
+"""Limit for an implementation that quantizes x itself."""
 _MANY_TOKENS = 512
 """Beyond these a few copies do: the product takes longer than its weight."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is measured beside others: an implementation with a weight in its own form, in copies to rotate over."""
+    """An implementation with a weight in its own form, in copies to rotate over."""
 
     peer: Peer
     weight: QuantizedWeight

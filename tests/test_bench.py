@@ -114,7 +114,7 @@ def tables(markdown: str) -> list[list[list[str]]]:
     ids=["w4a16", "w4a8", "sm80", "grouped_w4a16", "grouped_w4a8"],
 )
 def test_the_stored_run_is_whole_and_its_page_has_its_numbers(file, work):
-    (rows,) = [rows for rows in report.last_of_each_work(RESULTS / file) if report.work_of(rows) is work]
+    (rows,) = [rows for rows in report.last_of_each_work(RESULTS / file) if report.page_of(rows) is work]
     assert all(row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
     # Humming's W4A8 quantizes x within the call
     quantizes = [(row["impl"], row["dtype"]) == ("humming", "float8_e4m3fn") for row in rows]
@@ -127,7 +127,7 @@ def test_the_stored_run_is_whole_and_its_page_has_its_numbers(file, work):
     text = report.text(work, rows, times, versions)
     assert text == report.text(work, rows, times, versions)
     means, points = tables(text)
-    assert tables((ROOT / f"docs/{work.page}.md").read_text()) == [means, points], "run python -m bench.report"
+    assert tables((ROOT / f"docs/{work.name}.md").read_text()) == [means, points], "run python -m bench.report"
     assert len(points) == 1 + len(times) and {len(row) for row in points} == {len(versions) + 4}
 
 
@@ -281,7 +281,7 @@ def test_the_readme_has_the_pages_means():
             if page := re.search(r"\]\(docs/(benchmarks[\w-]*)\.md\)", title):
                 found[page[1]] = [(row[0], row[column]) for row in rows]
     works = report.W4A16, report.W4A8, report.GROUPED_W4A16, report.GROUPED_W4A8
-    assert found.keys() == {work.page for work in works}
+    assert found.keys() == {work.name for work in works}
     for page, means in found.items():
         _, *rows = tables((ROOT / f"docs/{page}.md").read_text())[0]
         assert means == [(row[0], row[1]) for row in rows], page

@@ -1,4 +1,4 @@
-"""What an implementation is to the benchmark: :class:`Peer`."""
+"""The benchmark's interface to an implementation: :class:`Peer`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Prepared:
     chosen: Callable[[int], str] = lambda m: ""
     """The config that runs for m tokens, or the empty string if the implementation does not say."""
     activations: torch.dtype | None = None
-    """What ``run`` takes, where it is not what was asked for, since the implementation quantizes x itself."""
+    """dtype of x that ``run`` takes, if the implementation quantizes x itself; else None."""
     most_tokens: int = 2**31
     """More are not measured: it takes so much longer than others there that the GPU cools down meanwhile."""
 

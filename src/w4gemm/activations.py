@@ -146,9 +146,9 @@ def _launcher(
 
 
 def in_pytorch(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:
-    """What the kernel does to x (m, columns), in the same order of roundings.
+    """Quantize x (m, columns) by PyTorch's operators, with the roundings of the kernel in the same order.
 
-    Divisors are tensors, since PyTorch multiplies with the reciprocal of a number.
+    Divisors are tensors, because PyTorch multiplies by the reciprocal of a number.
     """
     y = x.float()
     if silu_mul:

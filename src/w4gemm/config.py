@@ -1,4 +1,4 @@
-"""What is chosen for one launch: :class:`GemmConfig` and its one string form."""
+"""The choices for one launch: :class:`GemmConfig` and its one string form."""
 
 from __future__ import annotations
 

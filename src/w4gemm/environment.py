@@ -91,7 +91,7 @@ def settings() -> dict[str, str]:
 
 
 def set_cache_dir(folder: Path) -> None:
-    """As if ``W4GEMM_CACHE_DIR`` named ``folder``, for this process and those that it starts."""
+    """Set ``W4GEMM_CACHE_DIR`` to ``folder`` for this process and those that it starts."""
     os.environ["W4GEMM_CACHE_DIR"] = str(folder)
 
 

@@ -1,4 +1,4 @@
-"""What PyTorch is doing around a call: whether plain eager execution is all there is."""
+"""PyTorch's mode around a call: whether plain eager execution is all there is."""
 
 from __future__ import annotations
 

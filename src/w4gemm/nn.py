@@ -21,7 +21,7 @@ from w4gemm.routing import combine, route
 from w4gemm.weight import QuantizedWeight
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
-"""What autocast casts; it leaves float64 as it is."""
+"""dtypes that autocast casts; it leaves float64 as it is."""
 
 
 class W4Linear(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""What is to be computed, and on what: :class:`GemmProblem` and :class:`Device`.
+"""The product to compute, and the device for it: :class:`GemmProblem` and :class:`Device`.
 
 Both are plain values without tensors, so choosing, explaining and compiling need no GPU, and any device can be
 described in a test.
@@ -54,7 +54,7 @@ def _cuda_device(index: int) -> Device:
 
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448)
-"""What :meth:`Device.of` gives on an H200; for choosing and compiling without one."""
+"""Equal to :meth:`Device.of` on an H200; for choosing and compiling without one."""
 
 GPUS = {
     "sm_80": Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912),
@@ -64,7 +64,7 @@ GPUS = {
     "sm_100a": Device("cuda", "NVIDIA B200", (10, 0), 148, 232448),
     "sm_120a": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
 }
-"""Of each target of the compiler a GPU that it is for, likewise."""
+"""A GPU for each target of the compiler; for choosing and compiling without one."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What stands before and behind the products of a mixture of experts: :func:`route`, :func:`combine`."""
+"""Steps before and after the products of a mixture of experts: :func:`route`, :func:`combine`."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def _cache() -> dict[str, Any]:
-    """What is kept on disk: the folder, compiled kernels, tables of tuned configs."""
+    """Return the cache folder, its compiled kernels and the tables of tuned configs."""
     folder, user = environment.cache_dir(), store.user_path()
     tables = []
     for path in (*((user,) if user else ()), *store.shipped_tables()):
@@ -89,7 +89,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _device(name: str) -> dict[str, Any]:
-    """What every kernel says: the empty string if it runs there, else the reason why not; and what would be chosen."""
+    """Return for each kernel the empty string if it runs there, else the reason; and the config to be chosen."""
     problem = typical_problem(name)
     found = choice.explain(problem)
     described = problem.device

@@ -62,7 +62,7 @@ def line(outcome: Outcome) -> str:
 
 
 def summary(outcomes: list[Outcome]) -> str:
-    """What tuning brought over the heuristic."""
+    """Return a line with the gain of tuning over the heuristic."""
     if not outcomes:
         return "; the others have records already (--force measures them again)"
     mean = math.exp(sum(math.log(o.gain) for o in outcomes) / len(outcomes))

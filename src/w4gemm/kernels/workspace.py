@@ -16,7 +16,7 @@ import torch
 from w4gemm.kernels.arguments import StreamWorkspace
 
 FLAG_BYTES = 2048
-"""Of a launch's flags: two for each of 256 multiprocessors."""
+"""Bytes of a launch's flags: two for each of 256 SMs."""
 _POOL = 2048
 """Launches at a time that one allocation serves."""
 

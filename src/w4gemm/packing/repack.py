@@ -39,7 +39,7 @@ def repack_rows(
 def _entries(
     t: torch.Tensor, index: int, layout: PackLayout, format: WeightFormat, k: int, first: int, last: int
 ) -> torch.Tensor:
-    """What of a packed tensor, one of a layout's, holds the rows first .. last, first being a multiple of _ROWS."""
+    """Entries of packed tensor ``index`` of a layout that hold the rows first .. last; first is a multiple of _ROWS."""
     _, shape = layout.shapes(format, _ROWS, k)[index]
     each = shape[0]
     return t[first // _ROWS * each : -(-last // _ROWS) * each]

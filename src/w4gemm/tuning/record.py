@@ -1,4 +1,4 @@
-"""What is written beside every measured number and every GPU test run: the machine, the versions, the commit."""
+"""Facts written beside every measured number and every GPU test run: the machine, the versions, the commit."""
 
 from __future__ import annotations
 

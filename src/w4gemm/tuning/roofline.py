@@ -14,7 +14,7 @@ there (2026-11-21; power-limited, so below the data sheet's)."""
 
 @dataclass(frozen=True)
 class Work:
-    """What a problem moves and multiplies at the least."""
+    """Bytes that a problem moves and operations that it does, at the least."""
 
     bytes: int
     """The weight as packed without padding, x, d and a residual, each once."""

@@ -63,7 +63,7 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def time_calls(variants: Sequence[Sequence[Callable[[], object]]], replays: int = 5) -> list[Timing]:
-    """As :func:`time_graphs`, on the CPU: the calls of each variant one after the other, by the clock."""
+    """Time variants on the CPU by the clock, the calls of each one after the other; see :func:`time_graphs`."""
     for calls in variants:
         calls[0]()
     times: list[list[float]] = [[] for _ in variants]

@@ -49,17 +49,17 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured of one problem."""
+    """Measurements of one problem."""
 
     problem: GemmProblem
     times: dict[str, Timing]
-    """Of ``"<kernel>/<config>"``, about fastest first: the finalists with many replays, the others with few."""
+    """Timing by ``"<kernel>/<config>"``, about fastest first: finalists with many replays, the others with few."""
     ragged: dict[str, Timing]
-    """Of the finalists, at an m inside the interval that no tile divides; of long calls, again at the last."""
+    """Timing of each finalist at an m inside the interval that no tile divides; for long calls at the last m again."""
     failed: dict[str, str]
     """Configs that could not be compiled or gave a wrong result, and why."""
     first_guess: str
-    """What the heuristic would have chosen."""
+    """The heuristic's choice."""
     record: store.Record
 
     @property
@@ -213,14 +213,14 @@ class _Times(NamedTuple):
     last: dict[str, Timing]
     """At the interval's last m; of all configs, fastest first."""
     ragged: dict[str, Timing]
-    """Of the finalists, at an m inside that no tile divides: tiles that reach past m cost some configs up to half as
-    much again (m 96, n = k = 5120: 24.7 us where another takes 16.6, 16.0 and 16.3 at m 128; H200, 2026-11-21). Long
+    """Timing of each finalist at an m inside that no tile divides: tiles that reach past m cost some configs up to half
+    as much again (m 96, n = k = 5120: 24.7 us where another takes 16.6, 16.0 and 16.3 at m 128; H200, 2026-11-21). Long
     calls have many tiles, of which few reach past m: theirs are the times at the last."""
 
 
 def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> str:
-    """Of the finalists that are about as fast as any at the last m, the fastest at both; the first guess if that gains
-    too little."""
+    """Return the finalist that is fastest at both m, among those about as fast as any at the last m; the first guess if
+    that gains too little."""
 
     def both(name: str) -> float:
         return math.sqrt(times[name].p50 * ragged[name].p50)

@@ -17,17 +17,17 @@ from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
 from w4gemm.problem import GemmProblem
 
 LARGEST = 448.0
-"""Of float8_e4m3fn."""
+"""Largest float8_e4m3fn."""
 SMALLEST = 2.0**-100
-"""What a smaller magnitude of a row counts as, so that 448 over it is finite."""
+"""Least magnitude of a row: a smaller one counts as this, so that 448 over it is finite."""
 
 _VECTOR = 8
 _MOST_THREADS = 1024
 _MOST_CHUNKS = 8
-"""Of eight columns that the registers of a thread hold; half as many where the norm's weight or single columns
+"""Chunks of eight columns that the registers of a thread hold; half as many where the norm's weight or single columns
 need registers too."""
 _REDUCED_BYTES = 256
-"""Of shared memory for what warps tell each other."""
+"""Bytes of shared memory per CTA through which warps reduce."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ActivationQuantize:
         return threads, -(-vectors // threads)
 
     def staged_bytes(self, k: int) -> int:
-        """Of shared memory for x's row."""
+        """Bytes of shared memory per CTA for a row of x."""
         threads, chunks = self.shape(k)
         return 2 * threads * chunks * _VECTOR * 2 if self.front == "silu_mul" and self.wide else 0
 

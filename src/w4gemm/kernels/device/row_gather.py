@@ -43,7 +43,7 @@ class RowGather:
 
     @property
     def rows(self) -> int:
-        """Of a warp, side by side."""
+        """Consecutive rows of one warp."""
         return self.tokens // self.row_warps
 
     def indices(self, indices: cute.Tensor, token: Int32, end: Int32, warp: Int32) -> list[Int32]:

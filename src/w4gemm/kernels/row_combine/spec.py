@@ -14,7 +14,7 @@ from w4gemm.kernels.base import Program
 from w4gemm.problem import GemmProblem
 
 _MOST_TERMS = 16
-"""Whose rows the registers of a thread hold."""
+"""Largest number of terms: a thread holds one row of each in registers."""
 
 
 class RowCombine:
