@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.safetensors_folder import FILES, SafetensorsFolder
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
 from w4gemm.quantization import quantize
@@ -54,8 +56,9 @@ def quantization_method(folder: Path) -> str:
 class DenseCheckpoint:
     """A folder with a dense model as a :class:`w4gemm.checkpoints.base.Checkpoint`.
 
-    Its modules are known from config.json alone. Weights are read by transformers, which renames and merges those of
-    older models, all at once when the first is asked for.
+    Its modules are known from config.json alone. If the folder's safetensors have every tensor under the model's name,
+    they are read one at a time. Otherwise transformers reads all when the first is asked for, because it knows how to
+    rename and merge the tensors of older models.
 
     Args:
         format: what to quantize to; None for :func:`default_format`.
@@ -84,12 +87,12 @@ class DenseCheckpoint:
     def weight(self, name: str) -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no linear layer {name!r} among its {len(self.modules)}")
-        return quantize(self._model.get_parameter(f"{name}.weight").detach(), self.modules[name].format)
+        return quantize(self._read(f"{name}.weight"), self.modules[name].format)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
             raise FormatError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}")
-        return self._model.state_dict()[name].to(dtype)
+        return self._read(name).to(dtype)
 
     def pretrained(self) -> Pretrained:
         return Pretrained(self.path)
@@ -103,15 +106,26 @@ class DenseCheckpoint:
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path, local_files_only=True))
 
     @functools.cached_property
-    def _model(self) -> PreTrainedModel:
-        """The model with its numbers, in the dtype that they are stored in."""
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM
+    def _read(self) -> Callable[[str], torch.Tensor]:
+        """Reader of a tensor by its name, in the dtype that it is stored in."""
+        shapes = self.tensors | {f"{name}.weight": (m.n, m.k) for name, m in self.modules.items()}
+        if any((self.path / file).is_file() for file in FILES):
+            stored = SafetensorsFolder(self.path)
+            if all(name in stored.tensors and stored.tensors[name].shape == shape for name, shape in shapes.items()):
+                return stored.tensor
+        tensors = _read_by_transformers(self.path)
+        return tensors.__getitem__
 
-        try:
-            return AutoModelForCausalLM.from_pretrained(self.path, dtype="auto", local_files_only=True)
-        except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
-            raise FormatError(f"path: {str(self.path)!r} holds no whole model: {str(e).splitlines()[0]}") from e
+
+def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
+        raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
+    return model.state_dict()
 
 
 def _find(path: Path) -> Path | None:

@@ -1,0 +1,92 @@
+"""The container of Hugging Face folders: safetensors files, one or sharded, read one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.errors import FormatError
+
+FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Files of which a folder has one."""
+
+
+class TensorInfo(NamedTuple):
+    """Place of a tensor; ``dtype`` is safetensors' name of it, such as "BF16"."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SafetensorsFolder:
+    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json.
+
+    Attributes:
+        path: the folder.
+        tensors: place, dtype and shape of each tensor, by name, from the files' headers.
+
+    Raises:
+        FormatError: if a file is missing, cut short or no safetensors file, or does not hold what the index says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        places = self._index()
+        for file in dict.fromkeys(places.values()) if places is not None else [path / _SINGLE]:
+            found = _read_header(file)
+            if twice := self.tensors.keys() & found.keys():
+                raise FormatError(f"{path}: tensor {min(twice)!r} is in {file.name} and in another file")
+            self.tensors |= found
+        for name, file in (places or {}).items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                raise FormatError(f"{path}: {_INDEX} says that {name!r} is in {file.name}, which does not hold it")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor as it is stored, on the CPU.
+
+        Raises:
+            FormatError: if there is no such tensor, or its file has become unreadable.
+        """
+        if name not in self.tensors:
+            raise FormatError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}")
+        with _opened(self.tensors[name].file) as f:
+            return f.get_tensor(name)
+
+    def _index(self) -> dict[str, Path] | None:
+        """File of each tensor, or None if there is no index."""
+        try:
+            places = json.loads((self.path / _INDEX).read_bytes())["weight_map"]
+            plain = all(isinstance(file, str) and file == Path(file).name for file in places.values())
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            raise FormatError(f"{self.path}: {_INDEX} is no index of tensors: {type(e).__name__}: {e}") from e
+        if not plain:
+            raise FormatError(f"{self.path}: {_INDEX} names files that are not in the folder")
+        return {name: self.path / file for name, file in places.items()}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as f:
+            yield f
+    except FileNotFoundError as e:
+        raise FormatError(f"{file.parent} holds no whole model: there is no {file.name}") from e
+    except SafetensorError as e:
+        raise FormatError(f"{file} is not a whole safetensors file: {e}") from e
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    with _opened(file) as f:
+        slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+        return {name: TensorInfo(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
