@@ -268,7 +268,7 @@ def operands_of(case: Case, made: Numbers, rows: Rows, r: random.Random) -> Oper
         shape = (case.experts, case.n) if case.experts else (case.n,)
         bias = made.integers(-8, 8, *shape) if made.exact else made.uniform(*shape) * 2 - 1
         beside_fp8 = torch.float16 if out_dtype == torch.float16 else torch.bfloat16
-        bias = bias.to(made.device, beside_fp8 if x.dtype == FP8 else x.dtype)
+        bias = bias.to(made.device, beside_fp8 if case.dtype == FP8 else case.dtype)
     if case.residual:
         shape = (rows.total, case.columns)
         residual = made.integers(-8, 8, *shape) if made.exact else made.uniform(*shape) * 2 - 1
@@ -338,7 +338,13 @@ def check(case: Case, device: str) -> str | None:
         part = slice(first, last)
         covered[part] = True
         exact = formulas.Weight(*(t.to(device) for t in weights[e][1]))
-        sums = formulas.product(x[part], exact, name_of(case.dtype), w_may_be_rounded=case.dtype != FP8)
+        sums = formulas.product(
+            x[part],
+            exact,
+            name_of(case.dtype),
+            w_may_be_rounded=case.dtype != FP8,
+            columns_at_a_time=case.k if case.format.endswith("e4m3") else 128,
+        )
         wanted = formulas.epilogue(
             sums,
             name_of(given.out_dtype),
