@@ -319,10 +319,10 @@ def asked_again():
 @pytest.mark.parametrize(
     "lacks, reason",
     [
-        ("dsl", "needs CuTe DSL (nvidia-cutlass-dsl), which is not installed; pip install 'w4gemm[cuda]' brings one"),
+        ("dsl", "needs CuTe DSL (nvidia-cutlass-dsl), which is not installed; pip install '.[cuda]' in a clone of"),
         (
             "new dsl",
-            "needs a newer CuTe DSL than nvidia-cutlass-dsl 4.2.1; pip install 'w4gemm[cuda]' brings one of at",
+            "needs a newer CuTe DSL than nvidia-cutlass-dsl 4.2.1; pip install '.[cuda]' in a clone of w4gemm brings",
         ),
         ("driver", "needs a driver for CUDA 12.0 or newer, this one supports 11.8; update the driver"),
     ],

@@ -83,6 +83,14 @@ def headings(document: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found]
 
 
+def test_the_version_of_the_dsl_is_said_alike() -> None:
+    from w4gemm.kernels.device.requirements import DSL
+
+    assert f'"nvidia-cutlass-dsl=={DSL}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"nvidia-cutlass-dsl=={DSL}" in (ROOT / "constraints.txt").read_text()
+    assert f"`nvidia-cutlass-dsl` {DSL}" in (ROOT / "README.md").read_text()
+
+
 def test_architecture_names_what_exists() -> None:
     """Every file and folder at the top of the package is in docs/architecture.md."""
     text = (ROOT / "docs/architecture.md").read_text()

@@ -153,7 +153,7 @@ def _gguf() -> ModuleType:
         import gguf
         import gguf.quants
     except ImportError as e:
-        raise ImportError("reading GGUF files needs the gguf package: pip install 'w4gemm[hf]'") from e
+        raise ImportError("reading GGUF files needs the gguf package: pip install '.[hf]' in a clone of w4gemm") from e
     return gguf
 
 

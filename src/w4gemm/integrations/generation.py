@@ -127,7 +127,7 @@ def quiet_transformers() -> None:
         from huggingface_hub.utils import disable_progress_bars
         from transformers.utils import logging
     except ImportError as e:
-        raise ImportError(f"models need transformers and gguf: pip install 'w4gemm[hf]' ({e})") from e
+        raise ImportError(f"models need transformers and gguf: pip install '.[hf]' in a clone of w4gemm ({e})") from e
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()

@@ -6,7 +6,8 @@ import functools
 import importlib.metadata
 import importlib.util
 
-MIN_DSL = (4, 8)
+DSL = "4.8.1"
+"""Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused."""
 
 
 @functools.cache
@@ -20,16 +21,21 @@ def missing_for_dsl(min_driver: tuple[int, int]) -> str:
 
 
 def _missing_dsl() -> str:
-    help_text = f"pip install 'w4gemm[cuda]' brings one of at least {'.'.join(map(str, MIN_DSL))}"
+    help_text = f"pip install '.[cuda]' in a clone of w4gemm brings {DSL}"
     if importlib.util.find_spec("cutlass") is None:
         return f"needs CuTe DSL (nvidia-cutlass-dsl), which is not installed; {help_text}"
     try:
         version = importlib.metadata.version("nvidia-cutlass-dsl")
     except importlib.metadata.PackageNotFoundError:
         return ""  # importable, but installed without metadata: believe it
-    if tuple(int(p) for p in version.split(".")[:2]) < MIN_DSL:
+    if _minor(version) < _minor(DSL):
         return f"needs a newer CuTe DSL than nvidia-cutlass-dsl {version}; {help_text}"
     return ""
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version."""
+    return tuple(int(p) for p in version.split(".")[:2])
 
 
 def _old_driver(minimum: tuple[int, int]) -> str:
