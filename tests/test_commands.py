@@ -204,6 +204,22 @@ def test_layers_of_a_hugging_face_folder(tmp_path):
     }
 
 
+def test_layers_of_experts_and_of_fp8_activations(tmp_path, capsys):
+    (tmp_path / "s.txt").write_text("8 96 64 int4_g32 bias\n96 64\n")
+    for shapes, wanted in ((str(tmp_path / "s.txt"), (8, 96, 64)), ("4x64x32,64x64", (4, 64, 32))):
+        args = problems.argparse.Namespace(model=None, shapes=shapes, format=None)
+        experts, dense = problems.parse_layers(args)
+        assert (experts.experts, experts.n, experts.k) == wanted and not dense.experts
+        grouped, plain = problems.problems([experts, dense], [16], GPUS["sm_90a"], torch.bfloat16)
+        assert (grouped.m, grouped.experts) == (16 * wanted[0], wanted[0]) and (plain.m, plain.experts) == (16, 0)
+    assert experts != dense
+    fp8 = replace(dense, activations="fp8")
+    (found,) = problems.problems([fp8], [16], GPUS["sm_90a"], torch.bfloat16)
+    assert (found.dtype, found.layout, found.epilogue.token_scale) == (torch.float8_e4m3fn, "mma8", True)
+    out, err = run(capsys, "tune", "--shapes", str(tmp_path / "s.txt"), "--m", "4", "--device", "cpu")
+    assert "left out: 1 layers of experts" in err and len(out.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [("1..8192", choice.BOUNDS), ("1..", (*choice.BOUNDS, 16384)), ("3,5,20", (4, 8, 24)), ("9..17", (16, 24))],
@@ -230,7 +246,7 @@ def test_mistakes(arguments, message, capsys):
 def test_a_bad_line_is_named(tmp_path, capsys):
     (tmp_path / "s.txt").write_text("96 64\n96\n")
     _, err = run(capsys, "tune", "--shapes", str(tmp_path / "s.txt"), code=1)
-    assert f"{tmp_path / 's.txt'}:2: wanted N K [FORMAT] [bias], got '96'" in err
+    assert f"{tmp_path / 's.txt'}:2: wanted [EXPERTS] N K [FORMAT] [bias], got '96'" in err
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])

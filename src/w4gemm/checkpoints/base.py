@@ -33,6 +33,8 @@ class Module:
     """Last parts of the names of the modules that this one is made of, such as ("gate_proj", "up_proj")."""
     interleaved: bool = False
     """True if the rows of fused modules alternate; otherwise one module follows the other."""
+    activations: str | None = None
+    """See :attr:`w4gemm.QuantizedWeight.activations`: "fp8" if x is quantized before it is multiplied."""
 
 
 class Pretrained(NamedTuple):
@@ -45,7 +47,8 @@ class Pretrained(NamedTuple):
 class Checkpoint(Protocol):
     """An open checkpoint. Opening reads headers only; tensors are read one at a time, when asked for.
 
-    ``modules`` and ``tensors`` together are all that the checkpoint holds, each tensor in one of them.
+    ``modules`` and ``tensors`` together are all that the checkpoint holds, each tensor in one of them. That includes
+    what no model has a place for, so that :func:`w4gemm.integrations.transformers.load` refuses it.
     """
 
     path: Path
@@ -61,7 +64,7 @@ class Checkpoint(Protocol):
         ...
 
     def weight(self, name: str) -> QuantizedWeight:
-        """Return the weight of a module, losslessly, in the canonical layout on the CPU.
+        """Return the weight (n, k) or (experts, n, k) of a module, losslessly, in the canonical layout on the CPU.
 
         Raises:
             FormatError: if there is no such module, or its numbers are damaged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +17,21 @@ from w4gemm.formats import WeightFormat
 from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import Device, GemmProblem
 
-_SIZE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+_FP8 = torch.float8_e4m3fn
+_SIZE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer with n output and k input features, or one of ``experts`` experts."""
+    """A linear layer with n output and k input features, or so many for each of ``experts`` experts."""
 
     n: int
     k: int
     format: WeightFormat
     bias: bool = False
     experts: int = 0
+    activations: str | None = None
+    """"fp8" if the layer quantizes x, whatever dtype the others are asked for in."""
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,29 +41,38 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--shapes",
         metavar="FILE",
-        help="lines of N K [FORMAT] [bias] (output features, input features); or sizes like 6144x4096,4096x4096",
+        help="lines of [EXPERTS] N K [FORMAT] [bias] (output features, input features); or sizes like "
+        "6144x4096,4096x4096 or, of 8 experts, 8x28672x4096",
     )
     parser.add_argument("--format", help="of layers that say none (default: int4_g128)")
     parser.add_argument(
         "--m",
         default="1..8192",
         metavar="M",
-        help="tokens: numbers and ranges like 1..64,512 or 1.. (default: %(default)s)",
+        help="tokens, of experts on average: numbers and ranges like 1..64,512 or 1.. (default: %(default)s)",
     )
 
 
 def problems(
     layers: list[Layer], tokens: list[int], device: Device, dtype: torch.dtype, batch_invariant: bool = False
 ) -> list[GemmProblem]:
-    """Return a problem for each layer and interval of m."""
-    scaled = dtype == torch.float8_e4m3fn  # as linear calls it that quantizes x
-    return [
-        GemmProblem(m, layer.n, layer.k, dtype, layer.format, layout, epilogue, device, batch_invariant, layer.experts)
-        for layer in layers
-        for layout in (layout_for(device, layer.format, dtype),)
-        for epilogue in (Epilogue(bias=layer.bias, token_scale=scaled),)
-        for m in tokens
-    ]
+    """Return a problem for each layer and number of tokens, which is that of an expert on average.
+
+    Args:
+        dtype: of the activations, but of layers that quantize them.
+    """
+    found = []
+    for layer in layers:
+        x = _FP8 if layer.activations == "fp8" else dtype
+        # linear quantizes x with a scale for each token
+        epilogue = Epilogue(bias=layer.bias, token_scale=x == _FP8)
+        layout = layout_for(device, layer.format, x)
+        sizes = [(m * max(1, layer.experts), layer.n, layer.k) for m in tokens]
+        found += [
+            GemmProblem(*size, x, layer.format, layout, epilogue, device, batch_invariant, layer.experts)
+            for size in sizes
+        ]
+    return found
 
 
 def parse_layers(args: argparse.Namespace) -> list[Layer]:
@@ -86,20 +99,23 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
 
 def _layers_of_model(path: str) -> list[Layer]:
     modules = open_checkpoint(path).modules.values()
-    return [Layer(m.n, m.k, m.format, m.bias, m.experts) for m in modules]
+    return [Layer(m.n, m.k, m.format, m.bias, m.experts, m.activations) for m in modules]
 
 
 def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
     words = line.split()
     bias = words[-1] == "bias"
     words = words[: len(words) - bias]
-    if len(words) not in (2, 3) or not all(word.isdigit() and int(word) for word in words[:2]):
-        raise ValueError(f"{where}: wanted N K [FORMAT] [bias], got {line!r}")
-    return Layer(int(words[0]), int(words[1]), WeightFormat.parse(words[2]) if len(words) == 3 else format, bias)
+    sizes = [int(word) for word in itertools.takewhile(str.isdecimal, words)]
+    named = words[len(sizes) :]
+    if len(sizes) not in (2, 3) or len(named) > 1 or 0 in sizes:
+        raise ValueError(f"{where}: wanted [EXPERTS] N K [FORMAT] [bias], got {line!r}")
+    experts, n, k = sizes if len(sizes) == 3 else (0, *sizes)
+    return Layer(n, k, WeightFormat.parse(named[0]) if named else format, bias, experts)
 
 
 def _parse_size(text: str, format: WeightFormat) -> Layer:
     size = _SIZE.fullmatch(text)
     if size is None:
         raise FileNotFoundError(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {text!r}")
-    return Layer(int(size[1]), int(size[2]), format)
+    return Layer(int(size[2]), int(size[3]), format, experts=int(size[1] or 0))

@@ -36,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     device, where = chosen_device(args.device)
     dtype = chosen_dtype(args.dtype, device)
-    wanted = problems(parse_layers(args), parse_tokens(args.m), device, dtype, args.batch_invariant)
+    layers = parse_layers(args)
+    if experts := [layer for layer in layers if layer.experts]:
+        say(f"left out: {len(experts)} layers of experts, which are not tuned")
+    dense = [layer for layer in layers if not layer.experts]
+    wanted = problems(dense, parse_tokens(args.m), device, dtype, args.batch_invariant)
     say(f"{device_line(device)}; {len(wanted)} problems")
     started = time.perf_counter()
     outcomes: list[Outcome] = []
