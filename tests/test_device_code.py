@@ -30,7 +30,6 @@ PENDING = {
     "device/groups.py",
     "device/scheduler.py",
     "device/stream_k.py",
-    "sm80_mixed_gemm/kernel.py",
     "sm90_mixed_gemm/kernel.py",
     "sm90_mixed_gemm/parts.py",
     "sm90_mixed_gemm/roles/consumer.py",

@@ -1,52 +1,56 @@
 """d.T (n, m) = w (n, k) @ x.T (k, m) with what every NVIDIA GPU since SM80 has: cp.async, ldmatrix, mma.sync.
 
-mma.sync m16n8k16 with the weight as A, decoded from 4 bits in registers, and x as B: eight tokens a matrix
-instruction. The transpose of d is computed; only this file knows. Sizes are named in the problem's frame: tile_m
-tokens, tile_n features.
+mma.sync m16n8k16 with the weight as operand A, decoded from 4 bits in registers, and x as operand B: eight tokens per
+instruction. The transpose of d is computed; no other file depends on this. Sizes are named in the problem's frame:
+tile_m tokens, tile_n features.
 
-All warps of a CTA do the same: copy, decode, multiply. Along a tile's tokens, features and k there are
+All warps of a CTA have the same role: copy, decode, multiply. Along a tile's tokens, features and k there are
 
-    m_warps x n_warps x k_sets     warps; each has 16 x units features (one, two or four row units of 16) and 8 x
-                                   token_blocks tokens, at most 64 x 64, and ``chunks`` runs of 64 columns of a slot
+    m_warps x n_warps x k_sets     warps. Each has 16 x m16_atoms_per_warp features (one, two or four atoms of 16) and
+                                   8 x token_blocks tokens, at most 64 x 64, and k_chunks_per_warp chunks (64 columns)
+                                   of each k-slice.
 
-Pipeline of ``stages`` slots, filled by cp.async of 16 bytes, one group of copies a slot, and no other barrier than that
-of the CTA:
+Pipeline of ``stages`` stages, one cp.async group per stage, no mbarriers:
 
-    slot    x        [run of 64 columns][token][128 bytes], the eight parts of 16 bytes in the order part ^ (token % 8),
-                     so that ldmatrix meets no bank twice; zeros past m and k
-            weights  [64 rows][128 columns, or half of them]: the packed block as it is, codes and then scales
+    stage   x        [k chunk][token][128 bytes]; the eight 16-byte parts of a row lie in the order part ^ (token % 8),
+                     so that ldmatrix has no bank conflicts; zeros past m and k
+            weights  [64 rows][128 columns, or 64 of them if tile_k = 64]: the packed block as it is, codes, then scales
 
-    wait for slot i's copies | barrier | read the first codes | copy slot i + stages - 1 | decode and multiply slot i
+    wait_group for k-slice i | CTA barrier | read the first codes | copy k-slice i + stages - 1 | decode and multiply i
 
-The barrier says that slot i is there for all, and that all have read slot i - 1, which is then filled again. A lane's
-codes of a row unit and 64 columns are 16 bytes: one read, four matrix instructions along k for each block of tokens.
+The barrier makes k-slice i visible to all warps, and says that all have read k-slice i - 1, whose stage is filled
+next. A lane's codes of an m16 atom and 64 columns are 16 bytes: one load, four matrix instructions along k per block of
+eight tokens.
 
-At a tile's end all accumulators go to the drained pipeline's memory as rows of features; every thread then takes four
-features of a token at a time, adds them up over the k sets in order, and stores what the epilogue makes of them.
+At the end of a tile all accumulators are stored to the drained pipeline's memory as rows of features. Each thread then
+takes four features of a token at a time, adds them over the k sets in order, applies the epilogue and stores them.
 
-Schedules: ``coop``, a CTA of eight warps on a multiprocessor; ``pingpong``, two of four, so that one multiplies while
-the other waits or stores; ``stream``, as pingpong, but the tiles that do not fill a wave, and those of the wave
-before, are cut along k so that all CTAs have equal work (device/stream_k.py). Only a stream's CTAs walk over tiles.
+Schedules: ``coop`` has one CTA of eight warps per SM; ``pingpong`` has two CTAs of four, so that one multiplies while
+the other waits or stores; ``stream`` is stream-k with two CTAs per SM: the tiles that do not fill a wave, and those of
+the wave before, are divided along k so that all CTAs have equal work (device/stream_k.py). Only its CTAs loop over
+tiles.
 
-Grouped (v.grouped), every CTA counts all experts' tiles first (device/groups.py) and takes one; the grid is as large
-as it may have to be, and who has no tile leaves. Gathered (v.gathered), a row's index is read before each copy of it:
-the first time from L2, then from L1, which these copies pass by.
+If grouped, every CTA counts all experts' tiles first (device/groups.py) and takes one. The grid has as many CTAs as
+there can be tiles; a CTA without a tile exits. If gathered, a row's index is loaded before each copy of the row: from
+L2 the first time, then from L1, which cp.async bypasses.
 
-With fp8 activations (v.kind "e4m3", the kernel sm89_fp8_gemm) the instruction is m16n8k32. A run is 128 columns, still
-128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. Codes, in the order of the layout mma8,
-become e4m3, by a table behind the ring where they have zero points or e4m3 scales. 16-bit scales (v.promoted) multiply
-the float32 sums of each group, for which there is a second set of accumulators.
+With e4m3 x (variant.kind "e4m3", the kernel sm89_fp8_gemm) the instruction is m16n8k32. A k chunk has 128 columns,
+still 128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. The codes, in the order of the layout
+mma8, become e4m3; if they have zero points or e4m3 scales, through a table behind the pipeline. 16-bit scales
+(variant.promoted) multiply the float32 sums of each group, which take a second set of accumulators.
 
-From SM90 on, a launch does not wait for the one before to end: it requests the weights of its first slot meanwhile.
+From SM90 on, programmatic dependent launch: a launch requests the weights of its first stage while the kernel before it
+is still running.
 
-Registers of a thread: units x token_blocks x 4 accumulators (128 at most, or two sets of 64), 4 x units code words (8 x
-units with fp8 activations), 2 x token_blocks of x, 4 of decoded weights, scales, about 30 more. Nothing else here needs
-more than SM80: bf16 pairs are added and multiplied by fma.
+Registers per thread: m16_atoms_per_warp x token_blocks x 4 accumulators (128 at most, or two sets of 64), 4 code words
+per atom (8 with e4m3 x), 2 x token_blocks words of x, 4 of decoded weights, the scales, about 30 more. Nothing else
+here needs more than SM80: pairs of bf16 are added and multiplied by fma.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -73,328 +77,383 @@ from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, strea
 from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.packing.block import BLOCK_K, LANE_BYTES, STRIP_BYTES
+from w4gemm.packing.block import BLOCK_K, HALF_K, LANE_BYTES, STRIP_BYTES
 
 _STREAM_BARRIER = 1
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
-_QUADS_TOGETHER = 4  # of a thread, whose bias and residual are on their way at once
+_QUADS_TOGETHER = 4  # per thread, whose biases and residuals are loaded before the first is stored
+
+
+class Grid(NamedTuple):
+    """Tiles along m and n, and k-slices of each."""
+
+    m_tiles: Int32
+    n_tiles: Int32
+    k_slices: Int32
+
+
+class WorkTile(NamedTuple):
+    """An output tile, or under stream-k a range of its k-slices."""
+
+    row: Int32
+    """First row of d."""
+    end: Int32
+    """End of the rows of d, or of the expert's."""
+    n_tile: Int32
+    first: Int32
+    """First k-slice."""
+    stop: Int32
+    """k-slice behind the last one."""
+    indices: cute.Tensor | None = None
+    """int32 (m,): row of x by row of d; None unless gathered."""
+
+
+class WarpCoord(NamedTuple):
+    """Where a warp is in its CTA's tile, and a thread in it."""
+
+    k_set: Int32
+    n: Int32
+    """Among the warps along the features."""
+    m: Int32
+    """Among the warps along the tokens."""
+    lane: Int32
+
+
+class Packed(NamedTuple):
+    """A warp's k chunk in registers, before it is decoded."""
+
+    codes: list[tuple[Int32, ...]]
+    """Code words by m16 atom."""
+    scales: Callable[[int], list[tuple[Int32, ...]]]
+    """Function that gives a group's scale words (and zero words) by m16 atom."""
 
 
 class MixedGemm:
     """The kernel for one :class:`Variant`; an instance is what ``cute.compile`` is given."""
 
     def __init__(self, variant: Variant):
-        self.v = v = variant
-        self.decoder = decoder_of(v, only_fma=True)
-        self.formula = Formula(v.epilogue, v.bias_kind, v.out_kind, v.vector, v.folded)
-        self.experts = Groups(v.config.tile_m)
-        # as if four accumulators a block of eight tokens: a thread's share is all that counts
-        self.stream_sum = StreamSum(2 * v.accumulators, 1)
-        self.band = max(1, _TOKENS_PER_BAND // v.config.tile_m)
-        self.reader = BlockReader(v.part)
-        self.groups = v.block.part(columns=v.chunk_k).groups  # of scales in a run of columns
+        self.variant = variant
+        config = variant.config
+        self.decoder = decoder_of(variant, only_fma=True)
+        self.formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded)
+        self.expert_tiles = Groups(config.tile_m)
+        # as if of a warpgroup with four accumulators per thread and block of eight tokens
+        self.stream_sum = StreamSum(2 * variant.accumulators, 1)
+        self.band = max(1, _TOKENS_PER_BAND // config.tile_m)
+        self.reader = BlockReader(variant.part)
+        self.groups_per_chunk = variant.block.part(columns=variant.chunk_k).groups
 
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):
         """Launch. args.max_clusters: CTAs of a stream-k launch."""
-        v, c = self.v, self.v.config
-        x, weight, out = args.x, args.weight, args.out
-        m_tiles, n_blocks = cute.ceil_div(out.shape[0], c.tile_m), weight.shape[0]
-        if const_expr(v.grouped):
-            m_tiles, n_blocks = (
-                most_tiles(out.shape[0], args.rows.starts.shape[0], c.tile_m),
-                n_blocks // args.rows.starts.shape[0],
-            )
-        ctas = m_tiles * cute.ceil_div(n_blocks, v.row_blocks)
-        if const_expr(v.stream):
-            ctas = cutlass.min(ctas * cute.ceil_div(x.shape[1], c.tile_k), args.max_clusters)
+        variant, config = self.variant, self.variant.config
+        m_tiles, blocks_n = cute.ceil_div(args.out.shape[0], config.tile_m), args.weight.shape[0]
+        if const_expr(variant.grouped):
+            experts = args.rows.starts.shape[0]
+            m_tiles, blocks_n = most_tiles(args.out.shape[0], experts, config.tile_m), blocks_n // experts
+        ctas = m_tiles * cute.ceil_div(blocks_n, variant.blocks_n)
+        if const_expr(variant.stream):
+            ctas = cutlass.min(ctas * cute.ceil_div(args.x.shape[1], config.tile_k), args.max_clusters)
         self.kernel(args).launch(
             grid=[ctas, 1, 1],
-            block=[v.threads, 1, 1],
-            min_blocks_per_mp=v.occupancy,
+            block=[variant.threads, 1, 1],
+            min_blocks_per_mp=variant.occupancy,
             preferred_smem_carveout=100,
             stream=stream,
-            use_pdl=v.dependent_launch,
+            use_pdl=variant.dependent_launch,
         )
 
     @cute.kernel
     def kernel(self, args: Arguments):
-        v, c = self.v, self.v.config
+        variant, config = self.variant, self.variant.config
         x, weight, out = args.x, args.weight, args.out
         starts, ends, indices = args.rows
         extras = args.epilogue._replace(token_scale=scales_of_rows(args.epilogue.token_scale, indices))
         cta = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
-        words = (v.stages * v.stage_bytes + v.decode_table_bytes) // 4
-        ring = shared_address(smem.allocate_array(Int32, words, byte_alignment=128))
-        m_tiles, n_blocks, slots = (
-            cute.ceil_div(out.shape[0], c.tile_m),
-            weight.shape[0],
-            cute.ceil_div(x.shape[1], c.tile_k),
-        )
-        if const_expr(v.grouped):
-            self.begin(ring)
+        words = (variant.stages * variant.stage_bytes + variant.decode_table_bytes) // 4
+        pipeline = shared_address(smem.allocate_array(Int32, words, byte_alignment=128))
+        m_tiles, blocks_n = cute.ceil_div(out.shape[0], config.tile_m), weight.shape[0]
+        k_slices = cute.ceil_div(x.shape[1], config.tile_k)
+        if const_expr(variant.grouped):
+            self.begin(pipeline)
             experts = starts.shape[0]
-            n_blocks = n_blocks // experts
-            n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
+            blocks_n = blocks_n // experts
+            n_tiles = cute.ceil_div(blocks_n, variant.blocks_n)
             table, rows = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-                self.experts.fill(table, rows)
+                self.expert_tiles.fill(table, rows)
             cute.arch.sync_threads()
             m_tiles = table[experts - 1]
             if cta < m_tiles * n_tiles:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
-                expert, token, end = self.experts.find(table, rows, m_tile)
-                own, tile = weight_of(weight, expert, n_blocks), (token, end, n_tile, indices)
-                acc = self.multiply(x, own, ring, tile, Int32(0), slots)
-                self.store(acc, first_rows(out, end), extras_of(extras, expert, end), ring, (token, n_tile))
+                expert, row, end = self.expert_tiles.find(table, rows, m_tile)
+                own, tile = weight_of(weight, expert, blocks_n), WorkTile(row, end, n_tile, Int32(0), k_slices, indices)
+                acc = self.multiply(x, own, pipeline, tile)
+                self.store(acc, first_rows(out, end), extras_of(extras, expert, end), pipeline, tile)
         else:
-            n_tiles = cute.ceil_div(n_blocks, v.row_blocks)
-            if const_expr(v.stream):
-                self.begin(ring)
-                self.walk(x, weight, out, extras, args.workspace, ring, (m_tiles, n_tiles, slots))
+            n_tiles = cute.ceil_div(blocks_n, variant.blocks_n)
+            if const_expr(variant.stream):
+                self.begin(pipeline)
+                self.run_stream_k(args._replace(epilogue=extras), pipeline, Grid(m_tiles, n_tiles, k_slices))
             else:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
-                self.load_weights(weight, ring, n_tile, Int32(0), Int32(0))
-                self.begin(ring)
-                tile = (m_tile * c.tile_m, out.shape[0], n_tile, None)
-                acc = self.multiply(x, weight, ring, tile, Int32(0), slots, early=1)
-                self.store(acc, out, extras, ring, (m_tile * c.tile_m, n_tile))
+                self.load_weights(weight, pipeline, n_tile, Int32(0), Int32(0))
+                self.begin(pipeline)
+                tile = WorkTile(m_tile * config.tile_m, out.shape[0], n_tile, Int32(0), k_slices)
+                acc = self.multiply(x, weight, pipeline, tile, early=1)
+                self.store(acc, out, extras, pipeline, tile)
 
     @cute.jit
-    def walk(self, x, weight, out, extras, parked, ring, sizes):
-        """The pieces of a stream's CTA. sizes: tiles along m and n, slots along k."""
-        v = self.v
-        m_tiles, n_tiles, slots = sizes
+    def run_stream_k(self, args: Arguments, pipeline: Int32, grid: Grid):
+        """Run the work tiles of this CTA: those that it shares with other CTAs, then its own."""
+        variant, workspace = self.variant, args.workspace
         thread, ctas = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
         # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
         cta = ctas - 1 - cute.arch.block_idx()[0]
-        share = stream_share(cta, ctas, m_tiles * n_tiles, slots)
-        for index in cutlass.range(share[0] + stream_pieces(share[2], share[3], slots), unroll=1):
-            tile, first, stop = stream_segment(index, cta, ctas, slots, share)
-            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band)
-            token = m_tile * v.config.tile_m
-            acc = self.multiply(x, weight, ring, (token, out.shape[0], n_tile, None), first, stop)
-            flat = cute.make_tensor(acc.iterator, cute.make_layout(v.accumulators))
+        share = stream_share(cta, ctas, grid.m_tiles * grid.n_tiles, grid.k_slices)
+        for index in cutlass.range(share[0] + stream_pieces(share[2], share[3], grid.k_slices), unroll=1):
+            number, first, stop = stream_segment(index, cta, ctas, grid.k_slices, share)
+            m_tile, n_tile = tile_coordinates(number, grid.m_tiles, grid.n_tiles, self.band)
+            tile = WorkTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, first, stop)
+            acc = self.multiply(args.x, args.weight, pipeline, tile)
+            flat = cute.make_tensor(acc.iterator, cute.make_layout(variant.accumulators))
             if first > 0:
-                self.stream_sum.park(flat, *parked, cta, (0, thread), _STREAM_BARRIER)
+                self.stream_sum.park(flat, *workspace, cta, (0, thread), _STREAM_BARRIER)
             else:
                 other = cta + 1
-                if stop < slots:  # add what the next CTAs multiplied of this tile
-                    while other * (share[1] * slots) // ctas < (tile + 1) * slots:
-                        self.stream_sum.add(flat, *parked, other, (0, thread), _STREAM_BARRIER)
+                if stop < grid.k_slices:  # add what the next CTAs multiplied of this tile
+                    while other * (share[1] * grid.k_slices) // ctas < (number + 1) * grid.k_slices:
+                        self.stream_sum.add(flat, *workspace, other, (0, thread), _STREAM_BARRIER)
                         other += 1
-                self.store(acc, out, extras, ring, (token, n_tile))
-            cute.arch.sync_threads()  # the sums are read out
+                self.store(acc, args.out, args.epilogue, pipeline, tile)
+            cute.arch.sync_threads()  # the sums have been read
 
-    def begin(self, ring):
-        """Fill the decoder's table, which all may read behind the main loop's first barrier. Then wait until the
-        kernels before have written what this one reads, the weight aside. Only then may the next start, so none of
-        those can still be writing weights either."""
-        if self.v.decode_table_bytes:
-            self.decoder.fill_table(self.table(ring), cute.arch.thread_idx()[0], self.v.threads)
-        if self.v.dependent_launch:
+    def begin(self, pipeline: Int32) -> None:
+        """Fill the decoder's table, which all threads may read after the main loop's first barrier. Then wait until the
+        kernels before have written what this one reads, except the weight. Only then may the next kernel start, so no
+        kernel before can still be writing weights."""
+        if self.variant.decode_table_bytes:
+            self.decoder.fill_table(self.decode_table(pipeline), cute.arch.thread_idx()[0], self.variant.threads)
+        if self.variant.dependent_launch:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
-    def table(self, ring):
-        """The fp8 decoder's, behind the ring."""
-        return ring + self.v.stages * self.v.stage_bytes
+    def decode_table(self, pipeline: Int32) -> Int32:
+        """Address of the fp8 decoder's table, behind the pipeline."""
+        return pipeline + self.variant.stages * self.variant.stage_bytes
 
-    def place(self):
-        """(k set, place along the features, along the tokens, lane) of this warp."""
-        v = self.v
+    def warp_coord(self) -> WarpCoord:
+        variant = self.variant
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
-        rest = warp % (v.n_warps * v.m_warps)
-        return warp // (v.n_warps * v.m_warps), rest // v.m_warps, rest % v.m_warps, thread % 32
+        in_set = warp % (variant.n_warps * variant.m_warps)
+        return WarpCoord(
+            warp // (variant.n_warps * variant.m_warps),
+            in_set // variant.m_warps,
+            in_set % variant.m_warps,
+            thread % 32,
+        )
 
     # ------------------------------------------------------------------------------------------------- main loop
 
     @cute.jit
-    def multiply(self, x, weight, ring, tile, first, stop, early: cutlass.Constexpr = 0):
-        """The accumulators (4, token blocks, row units) of a tile's slots first .. stop. tile: (first token, end of the
-        tokens, tile along n, indices of x's rows or None). early: slots whose weights have been requested."""
-        v = self.v
+    def multiply(
+        self, x: cute.Tensor, weight: cute.Tensor, pipeline: Int32, tile: WorkTile, early: cutlass.Constexpr = 0
+    ) -> cute.Tensor:
+        """The accumulators (4, token blocks, m16 atoms) of a work tile. early: stages whose weights were requested."""
+        variant = self.variant
         acc = self.no_sums()
-        for i in cutlass.range(v.stages - 1, unroll=1):
-            if first + i < stop:
+        for i in cutlass.range(variant.stages - 1, unroll=1):
+            if tile.first + i < tile.stop:
                 if const_expr(early == 0):
-                    self.load_weights(weight, ring, tile[2], first + i, i)
+                    self.load_weights(weight, pipeline, tile.n_tile, tile.first + i, i)
                 elif i >= early:
-                    self.load_weights(weight, ring, tile[2], first + i, i)
-                self.load_x(x, ring, tile, first + i, i)
+                    self.load_weights(weight, pipeline, tile.n_tile, tile.first + i, i)
+                self.load_x(x, pipeline, tile, tile.first + i, i)
             cute.arch.cp_async_commit_group()
-        stage, free = Int32(0), Int32(v.stages - 1)
-        for slot in cutlass.range(first, stop, unroll=1):
-            cute.arch.cp_async_wait_group(v.stages - 2)
+        stage, free = Int32(0), Int32(variant.stages - 1)
+        for k_slice in cutlass.range(tile.first, tile.stop, unroll=1):
+            cute.arch.cp_async_wait_group(variant.stages - 2)
             cute.arch.sync_threads()
-            packed = self.read_codes(ring, stage, 0)
-            if slot + (v.stages - 1) < stop:
-                self.load_x(x, ring, tile, slot + (v.stages - 1), free)
-                self.load_weights(weight, ring, tile[2], slot + (v.stages - 1), free)
+            packed = self.read_codes(pipeline, stage, 0)
+            if k_slice + (variant.stages - 1) < tile.stop:
+                self.load_x(x, pipeline, tile, k_slice + (variant.stages - 1), free)
+                self.load_weights(weight, pipeline, tile.n_tile, k_slice + (variant.stages - 1), free)
             cute.arch.cp_async_commit_group()
-            for j in cutlass.range_constexpr(v.chunks):
-                self.multiply_chunk(acc, ring, stage, j, packed if j == 0 else self.read_codes(ring, stage, j))
+            for j in cutlass.range_constexpr(variant.k_chunks_per_warp):
+                packed = packed if j == 0 else self.read_codes(pipeline, stage, j)
+                self.multiply_chunk(acc, pipeline, stage, j, packed)
             free = stage
             stage += 1
-            if stage == v.stages:
+            if stage == variant.stages:
                 stage = Int32(0)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # the pipeline's memory is free
         return acc
 
     @cute.jit
-    def load_x(self, x, ring, tile, slot, stage):
-        """Request a slot's x into a stage of the ring."""
-        v, c = self.v, self.v.config
-        token0, end, _, indices = tile
+    def load_x(self, x: cute.Tensor, pipeline: Int32, tile: WorkTile, k_slice: Int32, stage: Int32):
+        """Request a k-slice of x into a stage: neighbouring threads copy neighbouring 16 bytes of a row."""
+        variant, config = self.variant, self.variant.config
         thread = cute.arch.thread_idx()[0]
-        # x: neighbouring threads copy neighbouring parts of a row
-        columns = 16 // v.itemsize
-        parts = c.tile_k // columns
+        columns = 16 // variant.itemsize
+        parts = config.tile_k // columns
         part, row = thread % parts, thread // parts
-        column = slot * c.tile_k + part * columns
-        size = cutlass.max(cutlass.min((x.shape[1] - column) * v.itemsize, 16), 0)
-        step = v.threads // parts
-        source = x.iterator.toint() + (Int64(token0 + row) * x.stride[0] + column) * v.itemsize
-        target = ring + stage * v.stage_bytes + part // 8 * (c.tile_m * 128)
-        rows = self.row_indices(indices, token0 + row, end, step)
-        for i in cutlass.range_constexpr(-(-c.tile_m // step)):
+        column = k_slice * config.tile_k + part * columns
+        size = cutlass.max(cutlass.min((x.shape[1] - column) * variant.itemsize, 16), 0)
+        step = variant.threads // parts
+        source = x.iterator.toint() + (Int64(tile.row + row) * x.stride[0] + column) * variant.itemsize
+        target = pipeline + stage * variant.stage_bytes + part // 8 * (config.tile_m * 128)
+        rows = self.row_indices(tile, tile.row + row, step)
+        for i in cutlass.range_constexpr(-(-config.tile_m // step)):
             to = target + (row + i * step) * 128 + ((part ^ (row + i * step)) % 8) * 16
-            bytes = size if token0 + row + i * step < end else Int32(0)
-            if const_expr(v.gathered):
-                source = x.iterator.toint() + (Int64(rows[i]) * x.stride[0] + column) * v.itemsize
-            if const_expr((i + 1) * step <= c.tile_m):
+            bytes = size if tile.row + row + i * step < tile.end else Int32(0)
+            if const_expr(variant.gathered):
+                source = x.iterator.toint() + (Int64(rows[i]) * x.stride[0] + column) * variant.itemsize
+            if const_expr((i + 1) * step <= config.tile_m):
                 copy_async(to, source, bytes)
             else:
-                if row + i * step < c.tile_m:
+                if row + i * step < config.tile_m:
                     copy_async(to, source, bytes)
-            if const_expr(not v.gathered):
-                source += Int64(x.stride[0]) * (v.itemsize * step)
+            if const_expr(not variant.gathered):
+                source += Int64(x.stride[0]) * (variant.itemsize * step)
 
-    def row_indices(self, indices, token, end, step):
-        """Gathered, those of the rows of x that a thread copies, requested together: of every ``step``-th token."""
-        count = -(-self.v.config.tile_m // step) if self.v.gathered else 0
-        tokens = [token + i * step for i in range(count)]
-        return [load_global(indices.iterator.toint() + Int64(t) * 4, 1, t < end)[0] for t in tokens]
-
-    @cute.jit
-    def load_weights(self, weight, ring, n_tile, slot, stage):
-        """Request a slot's weights: of each block, or half block, the codes and then the scales."""
-        v = self.v
-        half = slot % 2 if const_expr(v.halves) else 0
-        target = ring + stage * v.stage_bytes + v.x_bytes
-        for piece in v.part.pieces(half):
-            self.load_parts(weight, n_tile, slot, target + piece.target, piece.source + piece.offset, piece.size // 16)
+    def row_indices(self, tile: WorkTile, row: Int32, step: int) -> list[Int32]:
+        """If gathered, the rows of x for every ``step``-th row of d from ``row`` on: those that a thread copies,
+        requested together."""
+        count = -(-self.variant.config.tile_m // step) if self.variant.gathered else 0
+        rows = [row + i * step for i in range(count)]
+        return [load_global(tile.indices.iterator.toint() + Int64(r) * 4, 1, r < tile.end)[0] for r in rows]
 
     @cute.jit
-    def load_parts(self, weight, n_tile, slot, target, start, parts):
-        """Of each block of a slot the ``parts`` times 16 bytes from ``start`` on."""
-        v, threads = self.v, self.v.threads
-        thread, total = cute.arch.thread_idx()[0], v.row_blocks * v.blocks * parts
+    def load_weights(self, weight: cute.Tensor, pipeline: Int32, n_tile: Int32, k_slice: Int32, stage: Int32):
+        """Request a k-slice of the weights: the codes of each block, or half block, then the scales."""
+        variant = self.variant
+        half = k_slice % 2 if const_expr(variant.half_block_stages) else 0
+        target = pipeline + stage * variant.stage_bytes + variant.x_bytes
+        for run in variant.part.pieces(half):
+            self.load_runs(weight, n_tile, k_slice, target + run.target, run.source + run.offset, run.size // 16)
+
+    @cute.jit
+    def load_runs(
+        self, weight: cute.Tensor, n_tile: Int32, k_slice: Int32, target: Int32, start: Int32, count: cutlass.Constexpr
+    ):
+        """Request ``count`` times 16 bytes of each block of a k-slice, from byte ``start`` of the block on."""
+        variant, threads = self.variant, self.variant.threads
+        thread, total = cute.arch.thread_idx()[0], variant.blocks_n * variant.blocks_k * count
         # a round of copies is a part of one block, or several blocks
-        first, part = (thread // parts, thread % parts) if const_expr(parts < threads) else (0, thread)
+        first, part = (thread // count, thread % count) if const_expr(count < threads) else (0, thread)
         for i in cutlass.range_constexpr(-(-total // threads)):
-            block, at = i * threads // parts + first, (i * threads % parts + part) * 16
+            block, at = i * threads // count + first, (i * threads % count + part) * 16
             # past the last block: that block again, whose rows are not stored, or which meets zeros of x
-            row = cutlass.min(n_tile * v.row_blocks + block // v.blocks, weight.shape[0] - 1)
-            k_block = slot // 2 if const_expr(v.halves) else slot * v.blocks + block % v.blocks
-            place = row * weight.shape[1] + cutlass.min(k_block, weight.shape[1] - 1)
-            source = weight.iterator.toint() + Int64(place) * v.block.bytes + (start + at)
-            to = target + block * v.part.bytes + at
+            row = cutlass.min(n_tile * variant.blocks_n + block // variant.blocks_k, weight.shape[0] - 1)
+            if const_expr(variant.half_block_stages):
+                k_block = k_slice // 2
+            else:
+                k_block = k_slice * variant.blocks_k + block % variant.blocks_k
+            index = row * weight.shape[1] + cutlass.min(k_block, weight.shape[1] - 1)
+            source = weight.iterator.toint() + Int64(index) * variant.block.bytes + (start + at)
+            to = target + block * variant.part.bytes + at
             if const_expr((i + 1) * threads <= total):
                 copy_async(to, source, Int32(16))
             else:
                 if thread < total - i * threads:
                     copy_async(to, source, Int32(16))
 
-    # --------------------------------------------------- arithmetic (no control flow of the device: plain Python)
+    # ------------------------------------------------------------- arithmetic: plain Python, no device control flow
 
-    def read_codes(self, ring, stage, j):
-        """(code words [unit], a function that gives a group's scale words [unit]) of a warp's j-th run of columns in a
-        slot. The first group's are read at once, the others not before they are used: registers are scarce."""
-        v = self.v
-        k_set, n_place, _, lane = self.place()
-        chunk = k_set * v.chunks + j if v.k_sets > 1 else j
-        halves = v.chunk_k // 64  # of a block, in a run
-        block, half = (0, 0) if v.halves else (chunk, 0) if halves == 2 else (chunk // 2, chunk % 2)
-        unit = n_place * v.units
-        base = ring + stage * v.stage_bytes + v.x_bytes + (unit // 4 * v.blocks + block) * v.part.bytes
-        codes = base + half * v.part.half_bytes + unit % 4 * STRIP_BYTES + lane * LANE_BYTES
-        words = [sum((self.reader.codes(codes, i, u) for i in range(halves)), ()) for u in range(v.units)]
-        scales = base + v.part.code_bytes + (unit % 4 * 8 + lane // 4) * v.part.pair_bytes
-        if v.block.scale_group < BLOCK_K:
-            scales += v.part.run(half * self.groups) * v.part.pair_bytes
+    def k_chunk(self, coord: WarpCoord, j: int) -> Int32 | int:
+        """Index in a stage of a warp's ``j``-th k chunk."""
+        return coord.k_set * self.variant.k_chunks_per_warp + j if self.variant.k_sets > 1 else j
 
-        def read_scales(g):
-            return [self.reader.scales(scales, g, u) for u in range(v.units)]
+    def read_codes(self, pipeline: Int32, stage: Int32, j: int) -> Packed:
+        """Codes and scales of a warp's ``j``-th k chunk in a stage. The first group's scales are loaded at once, the
+        others not before they are used, because registers are scarce."""
+        variant, coord = self.variant, self.warp_coord()
+        chunk = self.k_chunk(coord, j)
+        halves = variant.chunk_k // HALF_K  # of a block, in a chunk
+        if variant.half_block_stages:
+            block, half = 0, 0
+        else:
+            block, half = (chunk, 0) if halves == 2 else (chunk // 2, chunk % 2)
+        atom = coord.n * variant.m16_atoms_per_warp
+        base = pipeline + stage * variant.stage_bytes + variant.x_bytes
+        base += (atom // 4 * variant.blocks_k + block) * variant.part.bytes
+        codes = base + half * variant.part.half_bytes + atom % 4 * STRIP_BYTES + coord.lane * LANE_BYTES
+        atoms = range(variant.m16_atoms_per_warp)
+        words = [sum((self.reader.codes(codes, i, u) for i in range(halves)), ()) for u in atoms]
+        scales = base + variant.part.code_bytes + (atom % 4 * 8 + coord.lane // 4) * variant.part.pair_bytes
+        if variant.block.scale_group < BLOCK_K:
+            scales += variant.part.run(half * self.groups_per_chunk) * variant.part.pair_bytes
+
+        def read_scales(group: int) -> list[tuple[Int32, ...]]:
+            return [self.reader.scales(scales, group, u) for u in atoms]
 
         first = read_scales(0)
-        return words, lambda g: read_scales(g) if g else first
+        return Packed(words, lambda group: read_scales(group) if group else first)
 
-    def multiply_chunk(self, acc, ring, stage, j, packed):
-        """acc += a run of columns, group by group."""
-        v, width, steps = self.v, self.decoder.words_per_step, 4 // self.groups
-        words, scales = packed
-        x_address = self.x_address(ring, stage, j)
-        for group in range(self.groups):
-            scale_words = scales(group)
-            prepared = [self.decoder.prepare(s, self.table(ring)) for s in scale_words]
-            sums = self.no_sums() if v.promoted else acc
+    def multiply_chunk(self, acc: cute.Tensor, pipeline: Int32, stage: Int32, j: int, packed: Packed) -> None:
+        """acc += a warp's ``j``-th k chunk of a stage, group by group."""
+        variant, width, steps = self.variant, self.decoder.words_per_step, 4 // self.groups_per_chunk
+        x_address = self.x_address(pipeline, stage, j)
+        for group in range(self.groups_per_chunk):
+            scale_words = packed.scales(group)
+            prepared = [self.decoder.prepare(words, self.decode_table(pipeline)) for words in scale_words]
+            sums = self.no_sums() if variant.promoted else acc
             for step in range(group * steps, (group + 1) * steps):
-                if v.token_blocks > 1 or step % 2 == 0:
+                if variant.token_blocks > 1 or step % 2 == 0:
                     fragments = self.read_x(x_address, step)
-                for u in range(v.units):
-                    a = self.decoder.decode(words[u][step * width : (step + 1) * width], prepared[u])
-                    for t in range(v.token_blocks):
-                        b = fragments[t] if v.token_blocks > 1 else fragments[step % 2]
+                for u in range(variant.m16_atoms_per_warp):
+                    a = self.decoder.decode(packed.codes[u][step * width : (step + 1) * width], prepared[u])
+                    for t in range(variant.token_blocks):
+                        b = fragments[t] if variant.token_blocks > 1 else fragments[step % 2]
                         product = self.add_product([sums[i, t, u] for i in range(4)], a, b)
                         for i in range(4):
                             sums[i, t, u] = product[i]
-            if v.promoted:
-                self.promote(acc, sums, scale_words)
+            if variant.promoted:
+                self.add_scaled_sums(acc, sums, scale_words)
 
-    def no_sums(self):
-        """Accumulators (4, token blocks, row units), all 0."""
-        acc = cute.make_rmem_tensor((4, self.v.token_blocks, self.v.units), Float32)
+    def no_sums(self) -> cute.Tensor:
+        """Accumulators (4, token blocks, m16 atoms), all 0."""
+        acc = cute.make_rmem_tensor((4, self.variant.token_blocks, self.variant.m16_atoms_per_warp), Float32)
         acc.fill(0.0)
         return acc
 
-    def promote(self, acc, sums, scale_words):
-        """acc += a group's sums, by the scales of rows g and g + 8."""
+    def add_scaled_sums(self, acc: cute.Tensor, sums: cute.Tensor, scale_words: list[tuple[Int32, ...]]) -> None:
+        """acc += a group's sums times the scales of rows g and g + 8."""
         for u, words in enumerate(scale_words):
             factors = self.decoder.scales(words)
-            for t in range(self.v.token_blocks):
+            for t in range(self.variant.token_blocks):
                 for i in range(4):
                     acc[i, t, u] = fma(sums[i, t, u], factors[i // 2], acc[i, t, u])
 
-    def add_product(self, sums, a, b):
-        """sums + a @ b, of a step along k. Without an instruction for e4m3 in two halves, as fp16: ptxas would make the
-        same of it, and spill. In both halves a register's first two columns meet each other, and then its last two."""
-        v = self.v
-        if not v.widened:
-            return mma_sync(v.kind, sums, a, b)
+    def add_product(self, sums: list[Float32], a: tuple[Int32, ...], b: tuple[Int32, ...]) -> Sequence[Float32]:
+        """sums + a @ b, one step along k. A GPU without an instruction for e4m3 multiplies two halves as fp16: ptxas
+        would make the same of the e4m3 instruction, and spill. In both halves the first two columns of a register meet
+        each other, then the last two."""
+        variant = self.variant
+        if not variant.widened:
+            return mma_sync(variant.kind, sums, a, b)
         for half in range(2):
             sums = mma_sync("f16", sums, [e4m3_to_halves(r)[half] for r in a], [e4m3_to_halves(r)[half] for r in b])
         return sums
 
-    def x_address(self, ring, stage, j):
-        """Where a lane's rows for ldmatrix begin: four 8 x 8 matrices are 16 tokens x 32 bytes, or, where a warp has
-        eight tokens, 8 x 64."""
-        v = self.v
-        k_set, _, m_place, lane = self.place()
-        chunk = k_set * v.chunks + j if v.k_sets > 1 else j
-        row, matrix = lane % 8, lane // 8
-        token = m_place * (8 * v.token_blocks) + row + (matrix // 2 * 8 if v.token_blocks > 1 else 0)
-        part = matrix % 2 if v.token_blocks > 1 else matrix
-        base = ring + stage * v.stage_bytes + chunk * (v.config.tile_m * 128)
+    def x_address(self, pipeline: Int32, stage: Int32, j: int) -> Int32:
+        """Address of a lane's row for ldmatrix: four 8 x 8 matrices are 16 tokens x 32 bytes or, if a warp has eight
+        tokens, 8 x 64."""
+        variant, coord = self.variant, self.warp_coord()
+        chunk = self.k_chunk(coord, j)
+        row, matrix = coord.lane % 8, coord.lane // 8
+        token = coord.m * (8 * variant.token_blocks) + row + (matrix // 2 * 8 if variant.token_blocks > 1 else 0)
+        part = matrix % 2 if variant.token_blocks > 1 else matrix
+        base = pipeline + stage * variant.stage_bytes + chunk * (variant.config.tile_m * 128)
         return base + token * 128 + (part ^ row) * 16
 
-    def read_x(self, address, step):
-        """Fragments, two registers each: of a step's token blocks, or of two steps of the only one."""
+    def read_x(self, address: Int32, step: int) -> list[tuple[Int32, ...]]:
+        """Fragments, two registers each: of a step's token blocks or, if a warp has one block, of two steps."""
         found: list = []
-        for pair in range(max(1, self.v.token_blocks // 2)):
+        for pair in range(max(1, self.variant.token_blocks // 2)):
             r = load_matrix((address ^ (step * 32)) + pair * 2048)
             found += [(r[0], r[1]), (r[2], r[3])]
         return found
@@ -402,47 +461,48 @@ class MixedGemm:
     # -------------------------------------------------------------------------------------------------- epilogue
 
     @cute.jit
-    def store(self, acc, out, extras, ring, tile):
-        """tile: (first token, tile along n)."""
-        self.park(acc, ring)
+    def store(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, pipeline: Int32, tile: WorkTile):
+        """Store a tile of d, through the pipeline's memory."""
+        self.store_partials(acc, pipeline)
         cute.arch.sync_threads()
-        self.finish(out, extras, ring, tile)
+        self.store_tile(out, extras, pipeline, tile)
 
-    def park(self, acc, ring):
-        """This warp's accumulators into the drained pipeline's memory, float32 [k set][token][feature]."""
-        v = self.v
-        k_set, n_place, m_place, lane = self.place()
-        token = (k_set * v.m_warps + m_place) * (8 * v.token_blocks) + lane % 4 * 2
-        at = ring + (token * v.sums_row + n_place * (16 * v.units) + lane // 4) * 4
-        for t in range(v.token_blocks):
-            for u in range(v.units):
+    def store_partials(self, acc: cute.Tensor, pipeline: Int32) -> None:
+        """Store this warp's accumulators to the drained pipeline's memory, float32 [k set][token][feature]."""
+        variant, coord = self.variant, self.warp_coord()
+        token = (coord.k_set * variant.m_warps + coord.m) * (8 * variant.token_blocks) + coord.lane % 4 * 2
+        first_feature = coord.n * (16 * variant.m16_atoms_per_warp)
+        address = pipeline + (token * variant.sums_row + first_feature + coord.lane // 4) * 4
+        for t in range(variant.token_blocks):
+            for u in range(variant.m16_atoms_per_warp):
                 for i in range(4):
-                    store_shared_f32(at + ((8 * t + i % 2) * v.sums_row + 16 * u + i // 2 * 8) * 4, acc[i, t, u])
+                    offset = (8 * t + i % 2) * variant.sums_row + 16 * u + i // 2 * 8
+                    store_shared_f32(address + offset * 4, acc[i, t, u])
 
     @cute.jit
-    def finish(self, out, extras, ring, tile):
-        """Each thread sums quads, four features of a token, over the k sets, and stores them."""
-        v, c, formula = self.v, self.v.config, self.formula
-        thread, per_row = cute.arch.thread_idx()[0], c.tile_n // 4
-        quads = c.tile_m * per_row
+    def store_tile(self, out: cute.Tensor, extras: Any, pipeline: Int32, tile: WorkTile):
+        """Sum quads, four features of a token, over the k sets, and store them; each thread has some."""
+        variant, config, formula = self.variant, self.variant.config, self.formula
+        thread, per_row = cute.arch.thread_idx()[0], config.tile_n // 4
+        quads = config.tile_m * per_row
         alpha = formula.load_alpha(extras)
-        together = min(_QUADS_TOGETHER, -(-quads // v.threads))
-        for first in cutlass.range(thread, quads, together * v.threads, unroll=1):
-            places = []
+        together = min(_QUADS_TOGETHER, -(-quads // variant.threads))
+        for first in cutlass.range(thread, quads, together * variant.threads, unroll=1):
+            coords = []
             for i in cutlass.range_constexpr(together):
-                index = first + i * v.threads
-                places.append((index // per_row, index % per_row * 4))
+                index = first + i * variant.threads
+                coords.append((index // per_row, index % per_row * 4))
             addends, factors = [], []
-            for token, feature in places:
-                row, column = tile[0] + token, tile[1] * c.tile_n + feature
+            for token, feature in coords:
+                row, column = tile.row + token, tile.n_tile * config.tile_n + feature
                 biases = [formula.load_bias(extras, column + j) for j in range(4)]
                 addends.append((alpha, biases, formula.load_residual(extras, row, column)))
                 channels = [formula.load_channel(extras, column + j) for j in range(4)]
                 factors.append((formula.load_token_scale(extras, row, out.shape[0]), channels))
-            for (token, feature), added, (scale, channels) in zip(places, addends, factors, strict=True):
+            for (token, feature), added, (scale, channels) in zip(coords, addends, factors, strict=True):
                 sums = [Float32(0.0)] * 4
-                for k_set in range(v.k_sets):
-                    at = ring + ((k_set * c.tile_m + token) * v.sums_row + feature) * 4
-                    sums = [y + to_float("f32", word) for y, word in zip(sums, load_shared(at, 4), strict=True)]
+                for k_set in range(variant.k_sets):
+                    address = pipeline + ((k_set * config.tile_m + token) * variant.sums_row + feature) * 4
+                    sums = [y + to_float("f32", word) for y, word in zip(sums, load_shared(address, 4), strict=True)]
                 sums = [scaled(y, scale, channel) for y, channel in zip(sums, channels, strict=True)]
-                formula.store_quad(sums, added, out, tile[0] + token, tile[1] * c.tile_n + feature)
+                formula.store_quad(sums, added, out, tile.row + token, tile.n_tile * config.tile_n + feature)

@@ -1,4 +1,4 @@
-"""What follows from a compiled form of the kernel: how the warps divide a tile, and sizes."""
+"""Sizes, and how the warps divide a tile, that follow from a compiled form of the kernel."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from w4gemm.packing.block import BLOCK_K, Block
 from w4gemm.problem import GemmProblem
 
 _E4M3 = ((8, 9), (12, 0), (12, 1))
-"""Compute capabilities whose mma.sync takes e4m3. Others from 8.9 on have it in PTX alone."""
+"""Compute capabilities whose mma.sync takes e4m3. Others from 8.9 on have that instruction in PTX only."""
 
-_RESERVED = 1024  # shared memory that the system takes for each CTA
+_RESERVED = 1024  # bytes of shared memory that the system takes per CTA
 _ALIGNMENT = 128
 _MAX_STAGES = 8
 
 
 @dataclass(frozen=True)
 class Variant(gpu.Variant):
-    """``shared_memory``: bytes that one CTA of the device may use. ``dependent_launch``: whether the device has
-    programmatic dependent launch. ``widened``: whether e4m3 are multiplied as fp16, since it has no instruction for
-    them."""
-
     shared_memory: int = gpu.HOPPER_SHARED_MEMORY
+    """Bytes of shared memory that one CTA may use."""
     dependent_launch: bool = True
+    """True if the device has programmatic dependent launch."""
     widened: bool = False
+    """True if e4m3 numbers are multiplied as fp16, because the device has no matrix instruction for e4m3."""
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
@@ -40,7 +39,7 @@ class Variant(gpu.Variant):
 
     @property
     def stream(self) -> bool:
-        """Whether CTAs share the k range of tiles, see device/stream_k.py."""
+        """True if CTAs divide the k range of tiles, see device/stream_k.py."""
         return self.config.schedule == "stream"
 
     @staticmethod
@@ -49,7 +48,7 @@ class Variant(gpu.Variant):
 
     @property
     def warps(self) -> int:
-        """With 255 registers a thread, eight fill a multiprocessor."""
+        """Warps of a CTA. With 255 registers per thread eight fill a multiprocessor."""
         return 8 // self.occupancy
 
     @property
@@ -58,91 +57,96 @@ class Variant(gpu.Variant):
 
     @property
     def m_warps(self) -> int:
-        """Warps along the tokens; 64 each, or fewer in one."""
+        """Warps along the tokens: 64 tokens each, or fewer if there is one."""
         return -(-self.config.tile_m // 64)
 
     @property
     def k_sets(self) -> int:
-        """Sets of warps that share the k of a slot, at least a run of columns each. One in a stream, where those who
-        add up parts of tiles are all threads of a CTA."""
+        """Sets of warps that divide the k of a stage, at least a k chunk each. One under stream-k, where all threads of
+        a CTA store or add partials."""
         return 1 if self.stream else min(self.config.tile_k // self.chunk_k, self.warps // self.m_warps)
 
     @property
     def n_warps(self) -> int:
+        """Warps along the features."""
         return self.warps // (self.m_warps * self.k_sets)
 
     @property
-    def units(self) -> int:
-        """Row units, 16 rows of the weight, of a warp: 1, 2 or 4, all in one block of 64 rows. Others are not legal."""
+    def m16_atoms_per_warp(self) -> int:
+        """16-row atoms of the matrix instruction in a warp: 1, 2 or 4, all in one 64-row block (else not legal)."""
         return self.config.tile_n // self.n_warps // 16
 
     @property
     def token_blocks(self) -> int:
-        """Blocks of eight tokens of a warp."""
+        """Blocks of eight tokens per warp."""
         return self.config.tile_m // self.m_warps // 8
 
     @property
-    def chunks(self) -> int:
-        """Runs of ``chunk_k`` columns of a slot that a warp multiplies."""
+    def k_chunks_per_warp(self) -> int:
+        """k chunks, of ``chunk_k`` columns, of a stage that a warp multiplies."""
         return self.config.tile_k // self.chunk_k // self.k_sets
 
     @property
     def accumulators(self) -> int:
-        """Accumulator registers of a thread, without the sums of a group that are ``promoted``."""
-        return 4 * self.units * self.token_blocks
+        """Accumulator registers per thread, without those of a group's sums if ``promoted``."""
+        return 4 * self.m16_atoms_per_warp * self.token_blocks
 
     # --- shared memory
 
     @property
-    def row_blocks(self) -> int:
-        """Packed blocks along the rows of a tile."""
+    def blocks_n(self) -> int:
+        """Packed blocks along the features of a tile."""
         return self.config.tile_n // 64
 
     @property
-    def blocks(self) -> int:
-        """Packed blocks along k in a slot."""
+    def blocks_k(self) -> int:
+        """Packed blocks along k in a stage."""
         return max(1, self.config.tile_k // 128)
 
     @property
-    def halves(self) -> bool:
-        """Whether a slot holds half a block along k, with the scales that it needs."""
+    def half_block_stages(self) -> bool:
+        """True if a stage holds half a block along k, with the scales of its 64 columns."""
         return self.config.tile_k == 64
 
     @property
     def part(self) -> Block:
-        """The part of a block that a slot holds: all of it or, with ``halves``, its codes and scales of 64 columns."""
+        """The part of a block that a stage holds: all of it, or its codes and scales of 64 columns."""
         return self.block.part(columns=min(self.config.tile_k, BLOCK_K))
 
     @property
     def weight_bytes(self) -> int:
-        return self.row_blocks * self.blocks * self.part.bytes
+        """Bytes of weights per stage."""
+        return self.blocks_n * self.blocks_k * self.part.bytes
 
     @property
     def x_bytes(self) -> int:
+        """Bytes of x per stage."""
         return self.config.tile_m * self.config.tile_k * self.itemsize
 
     @property
     def stage_bytes(self) -> int:
+        """Bytes per stage."""
         return self.x_bytes + self.weight_bytes
 
     @property
     def stages(self) -> int:
+        """Stages of the pipeline: as many as shared memory holds, up to eight."""
         room = (self.shared_memory + _RESERVED) // self.occupancy - _RESERVED - _ALIGNMENT
         room -= self.table_bytes + self.decode_table_bytes
         return min(_MAX_STAGES, room // self.stage_bytes)
 
     @property
     def sums_row(self) -> int:
-        """Floats of a token's row of sums in the drained pipeline's memory: padded, so that a warp's stores fall into
+        """Floats of one token's row in the drained pipeline's memory: padded, so that a warp's stores fall into
         different banks."""
         return self.config.tile_n + 4
 
     @property
     def sums_bytes(self) -> int:
-        """The sums of all k sets."""
+        """Bytes of the sums of all k sets."""
         return self.k_sets * self.config.tile_m * self.sums_row * 4
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA, alignment included."""
+        """Bytes of shared memory per CTA, alignment included."""
         return self.stages * self.stage_bytes + self.table_bytes + self.decode_table_bytes + _ALIGNMENT
