@@ -61,6 +61,7 @@ from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decode_fp8 import decoder_of
 from w4gemm.kernels.device.formula import Formula, scaled
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, scales_of_rows, weight_of
+from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import (
     copy_async,
     e4m3_to_halves,
@@ -272,22 +273,19 @@ class MixedGemm:
                     self.load_weights(weight, pipeline, tile.n_tile, tile.first + i, i)
                 self.load_x(x, pipeline, tile, tile.first + i, i)
             cute.arch.cp_async_commit_group()
-        stage, free = Int32(0), Int32(variant.stages - 1)
+        state, free = PipelineState.consumer(), Int32(variant.stages - 1)  # no mbarriers: the phase is not used
         for k_slice in cutlass.range(tile.first, tile.stop, unroll=1):
             cute.arch.cp_async_wait_group(variant.stages - 2)
             cute.arch.sync_threads()
-            packed = self.read_codes(pipeline, stage, 0)
+            packed = self.read_codes(pipeline, state.stage, 0)
             if k_slice + (variant.stages - 1) < tile.stop:
                 self.load_x(x, pipeline, tile, k_slice + (variant.stages - 1), free)
                 self.load_weights(weight, pipeline, tile.n_tile, k_slice + (variant.stages - 1), free)
             cute.arch.cp_async_commit_group()
             for j in cutlass.range_constexpr(variant.k_chunks_per_warp):
-                packed = packed if j == 0 else self.read_codes(pipeline, stage, j)
-                self.multiply_chunk(acc, pipeline, stage, j, packed)
-            free = stage
-            stage += 1
-            if stage == variant.stages:
-                stage = Int32(0)
+                packed = packed if j == 0 else self.read_codes(pipeline, state.stage, j)
+                self.multiply_chunk(acc, pipeline, state.stage, j, packed)
+            free, state = state.stage, state.after(variant.stages)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # the pipeline's memory is free
         return acc
