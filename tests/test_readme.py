@@ -58,13 +58,22 @@ def test_the_engines_block() -> None:
     assert torch.equal(torch.from_numpy(names["out"]), wanted)
 
 
-def test_the_explain_block(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/commands.md's session that needs no GPU, word for word."""
+def test_the_explain_session(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/commands.md's session that needs no GPU shows the kernels, the columns and legal configs of today."""
     pytest.importorskip("cutlass")
     found = re.search(r"```console\n\$ w4gemm (explain .*)\n([^`]*)```", (ROOT / "docs/commands.md").read_text())
     assert found is not None
     assert main(found[1].split()) == 0
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == found[2].splitlines()
+    printed, shown = capsys.readouterr().out, found[2]
+    assert printed.splitlines()[:2] == shown.splitlines()[:2]
+    kernels = r"^  (\w+): (?:\d+ config|needs|runs)"
+    assert re.findall(kernels, shown, re.MULTILINE) == re.findall(kernels, printed, re.MULTILINE)
+    assert (
+        re.findall(r"^ # .*", shown, re.MULTILINE)[0].split() == re.findall(r"^ # .*", printed, re.MULTILINE)[0].split()
+    )
+    rows = [re.findall(r"(\w+/\w+)", line) for text in (shown, printed) for line in text.splitlines()[-6:]]
+    problem = w4gemm.GemmProblem(512, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
+    assert {config for row in rows for config in row} <= set(w4gemm.configs(problem)) and all(rows)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
