@@ -58,25 +58,27 @@ def measure(m: int, k: int, front: str, chunks: list[int]) -> list[dict]:
     xs = [torch.randn(m, columns, device="cuda").bfloat16() for _ in range(copies)]
     weight = torch.randn(k, device="cuda").bfloat16() if front == "rms" else None
     gated = front == "silu_mul"
-    default = ActivationQuantize(front, True)
+    default = quantizer(k, front)
     runs = [("w4gemm", default, lambda x: w4gemm.quantize_activations(x, norm_weight=weight, silu_mul=gated))]
     for count in chunks:
-        kernel = ActivationQuantize(front, True, count)
-        if kernel.takes(k) and kernel.shape(k) != default.shape(k):
+        kernel = quantizer(k, front, count)
+        if kernel is not None and kernel != default:
             runs.append(("w4gemm_config", kernel, launch(kernel, m, k, weight)))
     runs.append(("torch", None, lambda x: in_pytorch(x, weight, 1e-6, gated)))
     graphs = [[lambda run=run, x=x: run(x) for x in xs] for *_, run in runs]
     rows = []
     for (name, kernel, _), t in zip(runs, time_graphs(graphs, replays=9 if m <= 256 else 5), strict=True):
-        config = "{}x{}".format(*kernel.shape(k)) if kernel else ""
+        config = "{}x{}".format(*kernel.shape) if kernel else ""
         rows.append({"impl": name, "config": config, "us_p20": t.p20, "us_p50": t.p50, "us_p80": t.p80})
     return [{key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
 
 
+def quantizer(k: int, front: str, chunks: int = 4) -> ActivationQuantize | None:
+    return ActivationQuantize.of(Device.of("cuda"), torch.bfloat16, k, front, True, chunks)
+
+
 def launch(kernel: ActivationQuantize, m: int, k: int, weight: torch.Tensor | None) -> Callable[[torch.Tensor], object]:
-    problem = GemmProblem(1, k, k, torch.bfloat16, WeightFormat(), "mma16", device=Device.of("cuda"))
-    function = compiled(kernel, problem, GemmConfig(1, 1, 1))
-    assert function is not None
+    function = compiled(kernel.unit())
     x8 = torch.empty((m, k), dtype=torch.uint8, device="cuda")
     scale = torch.empty(m, device="cuda")
     return lambda x: function(x, weight, x8, scale, 1e-6)

@@ -324,7 +324,9 @@ def compile_ahead(
 
 def _compile(job: tuple[tuple[str, bool], GemmProblem]) -> None:
     name, _, config = job[0][0].partition("/")
-    object_code(kernel_named(name), job[1], GemmConfig.parse(config))
+    unit = kernel_named(name).unit(job[1], GemmConfig.parse(config))
+    assert unit is not None
+    object_code(unit)
 
 
 def line(shape: str, m: int, routing: str, rows: list[dict[str, Any]]) -> str:

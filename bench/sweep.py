@@ -28,8 +28,8 @@ from w4gemm.console.options import DTYPES, chosen_dtype, parse_tokens, positive
 from w4gemm.console.progress import progress_bar
 from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
-from w4gemm.jit import adopt, compiled
-from w4gemm.jit.pool import CompilePool, Job
+from w4gemm.jit import Unit, adopt
+from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import kernel_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import Device, GemmProblem
@@ -92,28 +92,22 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
 
 def prepared(found: dict[GemmProblem, list[str]]) -> dict[GemmProblem, list[str]]:
     """Compiled on all cores, since one process compiles one kernel at a time; without what cannot be compiled."""
-    jobs: dict[object, Job] = {}
-    for problem, names in found.items():
-        for name in names:
-            jobs.setdefault(object_key(problem, name), (parsed(name)[0], problem, parsed(name)[1]))
+    units = {unit: f"{p}: {name}" for p, names in found.items() for name in names if (unit := unit_of(p, name))}
     broken = set()
     with CompilePool() as pool, progress_bar() as progress:
-        for done, ((key, job), future) in enumerate(zip(jobs.items(), pool.submit(jobs.values()), strict=True)):
-            progress(done, len(jobs), "compiling")
+        for done, (unit, future) in enumerate(zip(units, pool.submit(units), strict=True)):
+            progress(done, len(units), "compiling")
             try:
-                code = future.result()
+                adopt(unit, future.result())
             except RuntimeError as e:
-                broken.add(key)
-                print(f"{job[1]}: {job[0].name}/{job[2]} is left out: {e}", flush=True)
-                continue
-            if code is not None:
-                adopt(*job, code)
-    return {p: [name for name in names if object_key(p, name) not in broken] for p, names in found.items()}
+                broken.add(unit)
+                print(f"{units[unit]} is left out: {e}", flush=True)
+    return {p: [name for name in names if unit_of(p, name) not in broken] for p, names in found.items()}
 
 
-def object_key(problem: GemmProblem, name: str) -> object:
+def unit_of(problem: GemmProblem, name: str) -> Unit | None:
     kernel, config = parsed(name)
-    return kernel.name, kernel.compile_key(problem, config)
+    return kernel.unit(problem, config)
 
 
 def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[str, float]:
@@ -121,7 +115,7 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
     operands, launches = workload.operands(problem.m), dict[str, Launch]()
     for name in names:
         kernel, config = parsed(name)
-        launch = kernel.launcher(compiled(kernel, problem, config), problem, config)
+        launch = kernel.launcher(choice.compiled_for(kernel, problem, config), problem, config)
         if (error := workload.error(launch, operands[0])) < MAX_ERROR:
             launches[name] = launch
         else:

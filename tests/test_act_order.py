@@ -293,8 +293,9 @@ def test_gather_columns_of_many_rows(m):
 
 def test_gather_compiles():
     pytest.importorskip("cutlass")
-    problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16")
-    sass = disassemble(object_code(ColumnGather(), problem, GemmConfig(1, 1, 1)))
+    gather = ColumnGather.of(H200, torch.bfloat16, 8192)
+    assert gather is not None
+    sass = disassemble(object_code(gather.unit()))
     assert sass.stack == 0 and sass.registers <= 64, "eight CTAs of 256 threads must fit a multiprocessor"
     assert sass.count("UBLKCP") == 1 and sass.count("LDS") >= 8
 

@@ -304,19 +304,18 @@ def test_cuda_graph_and_another_stream(front, m):
 # --- machine code ----------------------------------------------------------------------------------------------------
 
 
-def problem(k: int, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:
-    return GemmProblem(1, k, k, dtype, WeightFormat(), "mma16")
+def longest(front: str, wide: bool, device: Device = H200) -> int:
+    return max(k for k in range(8, 70000, 8) if ActivationQuantize.of(device, torch.bfloat16, k, front, wide))
 
 
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("front", FRONTS)
 def test_compiles(front, wide):
     pytest.importorskip("cutlass")
-    kernel = ActivationQuantize(front, wide)
-    longest = max(k for k in range(8, 70000, 8) if kernel.takes(k))
-    for k, dtype in ((128, torch.float16), (8192, torch.bfloat16), (longest, torch.bfloat16)):
-        threads, chunks = kernel.shape(k)
-        sass = disassemble(object_code(kernel, problem(k, dtype), GemmConfig(1, 1, 1)))
+    for k, dtype in ((128, torch.float16), (8192, torch.bfloat16), (longest(front, wide), torch.bfloat16)):
+        kernel = ActivationQuantize.of(H200, dtype, k, front, wide)
+        threads, chunks = kernel.shape
+        sass = disassemble(object_code(kernel.unit()))
         assert sass.count("LDL") == sass.count("STL") == sass.stack == 0
         assert sass.registers * threads <= 65536
         assert sass.count("F2FP.SATFINITE.E4M3") == 4 * chunks
@@ -332,14 +331,13 @@ def test_compiles_for_other_gpus(arch, capability):
     pytest.importorskip("cutlass")
     device = Device("cuda", arch, capability, 100, 101376)
     for front, wide in itertools.product(FRONTS, (True, False)):
-        kernel = ActivationQuantize(front, wide)
-        longest = max(k for k in range(8, 70000, 8) if kernel.takes(k, device.shared_memory))
-        for k in (8192, longest) if wide else (8192,):  # single columns of the longest rows spill two words on SM89
-            at = replace(problem(k), device=device)
-            assert kernel.program(at, GemmConfig(1, 1, 1)).arch == arch
-            sass = disassemble(object_code(kernel, at, GemmConfig(1, 1, 1)))
+        # single columns of the longest rows spill two words on SM89
+        for k in (8192, longest(front, wide, device)) if wide else (8192,):
+            kernel = ActivationQuantize.of(device, torch.bfloat16, k, front, wide)
+            assert kernel.unit().arch == arch
+            sass = disassemble(object_code(kernel.unit()))
             assert sass.count("LDL") == sass.count("STL") == sass.stack == 0
-            assert sass.registers * kernel.shape(k)[0] <= 65536
+            assert sass.registers * kernel.shape.threads <= 65536
             assert sass.count("ACQBULK") == (capability >= (9, 0))
 
 
@@ -347,14 +345,11 @@ def test_compiles_for_other_gpus(arch, capability):
 def test_two_rows_fit_a_multiprocessor(front):
     """Of k 28672: with 64 registers silu_mul took 13.5 us instead of 11.2 for 256 tokens (H200, 2026-11-21)."""
     pytest.importorskip("cutlass")
-    kernel = ActivationQuantize(front, True)
-    sass = disassemble(object_code(kernel, problem(28672), GemmConfig(1, 1, 1)))
-    assert 2 * sass.registers * kernel.shape(28672)[0] <= 65536
+    kernel = ActivationQuantize.of(H200, torch.bfloat16, 28672, front, True)
+    sass = disassemble(object_code(kernel.unit()))
+    assert 2 * sass.registers * kernel.shape.threads <= 65536
 
 
 def test_longest_rows():
-    lengths = {
-        front: max(k for k in range(8, 70000, 8) if ActivationQuantize(front, True).takes(k)) for front in FRONTS
-    }
-    assert lengths == {"": 65536, "rms": 32768, "silu_mul": 57344}
-    assert all(ActivationQuantize(front, False).takes(32768) for front in FRONTS)
+    assert {front: longest(front, True) for front in FRONTS} == {"": 65536, "rms": 32768, "silu_mul": 57344}
+    assert all(ActivationQuantize.of(H200, torch.bfloat16, 32768, front, False) for front in FRONTS)

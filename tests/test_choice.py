@@ -15,7 +15,10 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import KERNELS, kernel_named, multiplies_fp8, on_hopper, ranked
+from w4gemm.kernels import KERNELS, kernel_named, ranked
+from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.column_gather.spec import ColumnGather
+from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.kernels.device import requirements
 from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
@@ -144,7 +147,7 @@ OLDER_AND_NEWER = {
 @pytest.mark.parametrize("device", OLDER_AND_NEWER.values(), ids=OLDER_AND_NEWER)
 def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
     """What all of them have is enough, in the shared memory that they have; of SM100's own units a sentence is said."""
-    monkeypatch.setattr(choice.choose, "compiled", lambda kernel, problem, config: kernel.program(problem, config))
+    monkeypatch.setattr(choice.choose, "compiled", lambda unit: unit)
     caplog.set_level(logging.WARNING, "w4gemm")
     kernel = kernel_named("sm80_mixed_gemm")
     for m in (1, 64, 4096):
@@ -161,7 +164,7 @@ def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
 @pytest.mark.parametrize("name", ["RTX 4090", "RTX 5090", "B200"])
 @pytest.mark.parametrize("format", ["int4_g128", "int4_g32_zint", "int4_g128_e4m3"])
 def test_fp8_without_hoppers_units(name, format, monkeypatch):
-    monkeypatch.setattr(choice.choose, "compiled", lambda kernel, problem, config: kernel.program(problem, config))
+    monkeypatch.setattr(choice.choose, "compiled", lambda unit: unit)
     at = replace(FP8_PROBLEM, device=OLDER_AND_NEWER[name], format=WeightFormat.parse(format))
     kernel = kernel_named("sm89_fp8_gemm")
     for m in (1, 64, 4096):
@@ -176,8 +179,9 @@ def test_fp8_without_e4m3():
     for device in (a100, t4):
         reason = kernel_named("sm89_fp8_gemm").supports(replace(FP8_PROBLEM, device=device)).reason
         assert "needs compute capability 8.9 or newer" in reason and "e4m3" in reason and device.name in reason
-        assert not multiplies_fp8(device)
-    assert multiplies_fp8(H200) and all(multiplies_fp8(d) for d in OLDER_AND_NEWER.values() if d is not a100)
+        assert ActivationQuantize.of(device, torch.bfloat16, 128, "", True) is None
+    for device in (H200, *(d for d in OLDER_AND_NEWER.values() if d is not a100)):
+        assert ActivationQuantize.of(device, torch.bfloat16, 128, "", True) is not None
 
 
 def test_dequantize_gemm_keeps_to_its_workspace(monkeypatch):
@@ -230,8 +234,9 @@ def test_the_weight_is_decoded_once_where_that_was_measured_to_take_less():
 
 def test_what_is_compiled_for_hopper_runs_on_hopper_only():
     """The small kernels beside the products have one target."""
-    assert on_hopper(H200_PROBLEM)
-    assert not any(on_hopper(replace(H200_PROBLEM, device=device)) for device in OLDER_AND_NEWER.values())
+    for of, size in ((ColumnGather.of, 128), (RowCombine.of, 8)):
+        assert of(H200, torch.bfloat16, size) is not None and of(H200, torch.float32, size) is None
+        assert not any(of(device, torch.bfloat16, size) for device in OLDER_AND_NEWER.values())
 
 
 def test_repack_is_suggested_where_it_helps():
@@ -300,8 +305,8 @@ def test_the_kernel_protocol(kernel, problem):
         assert set(kernel.configs(at_m)) == set(configs)
         assert {config for _, _, config in ranked([kernel], at_m)} == set(configs)
     for config in configs:
-        assert isinstance(hash(kernel.compile_key(problem, config)), int)
-        assert kernel.compile_key(problem, config) == kernel.compile_key(replace(problem, m=77), config)
+        assert isinstance(hash(kernel.unit(problem, config)), int)
+        assert kernel.unit(problem, config) == kernel.unit(replace(problem, m=77), config)
         assert kernel.workspace_bytes(problem, config) >= 0
         assert 0 < kernel.predicted_us(problem, config) < float("inf")
         order = kernel.reduction_order(problem, config)
@@ -367,7 +372,7 @@ def test_every_gpu_kernel_gathers_rows_of_experts():
             found = kernel.configs(on_load)
             assert kernel.supports(on_load) and found and set(found) <= set(kernel.configs(grouped))
             assert all(c.cluster_m * c.cluster_n == 1 for c in found)
-            assert kernel.compile_key(on_load, found[0]) != kernel.compile_key(grouped, found[0])
+            assert kernel.unit(on_load, found[0]) != kernel.unit(grouped, found[0])
             assert "several experts only" in kernel.supports(replace(base, gathered=True)).reason
 
 

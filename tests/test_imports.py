@@ -16,6 +16,7 @@ PACKAGE = Path(w4gemm.__file__).parent
 # Each may import what stands before it, and what stands beside it on its own line.
 LEVELS = (
     ("errors", "environment", "trust"),
+    ("jit",),
     ("formats", "epilogue", "problem", "config"),
     ("packing",),
     ("packed_shape",),
@@ -24,7 +25,6 @@ LEVELS = (
         *("quantization", "reference"),
     ),
     ("kernels",),
-    ("jit",),
     ("choice", "gather"),
     ("tuning", "console"),
     ("arguments",),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,9 @@ import torch
 
 import w4gemm
 from sass import disassemble
-from tiny_kernel import TinyKernel
+from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat, environment
-from w4gemm.jit import adopt, compiled, disk, object_code
+from w4gemm.jit import Unit, adopt, compiled, disk, object_code
 from w4gemm.jit import compile as jit
 from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import kernel_named
@@ -26,8 +29,6 @@ from w4gemm.problem import Device, GemmProblem
 
 pytest.importorskip("cutlass")
 
-PROBLEM = GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "mma16")
-CONFIG = GemmConfig(64, 64, 64)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the objects that are compiled from now on."""
     names: list[str] = []
     build = jit._build
-    monkeypatch.setattr(jit, "_build", lambda name, program: (names.append(name), build(name, program))[1])
+    monkeypatch.setattr(jit, "_build", lambda unit: (names.append(disk.entry_name(unit)), build(unit))[1])
     return names
 
 
@@ -53,14 +54,15 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_then_disk_then_compile(folder, builds, monkeypatch):
-    kernel = TinyKernel()
-    first = compiled(kernel, PROBLEM, CONFIG)
+    unit, made = tiny(), []
+    unit = replace(unit, program=lambda make=unit.program: (made.append(1), make())[1])
+    first = compiled(unit)
     assert callable(first) and len(builds) == 1
-    assert compiled(kernel, PROBLEM, CONFIG) is first
-    assert kernel.programs == 1, "a warm look-up must not build the program again"
+    assert compiled(unit) is first
 
     forget(monkeypatch)
-    assert callable(compiled(kernel, PROBLEM, CONFIG))
+    assert callable(compiled(unit))
+    assert len(made) == 1, "what is in memory or on disk must not make the program again"
     assert len(builds) == 1, "found on disk"
     assert [f.name for f in folder.iterdir()] == builds, "one object and no temporary files"
 
@@ -70,38 +72,43 @@ def test_an_object_is_never_taken_on_another_architecture(folder, builds, monkey
     devices = [Device("cuda", "some GPU", capability, 100, 101376) for capability in ((8, 6), (8, 7), (8, 9))]
     problems = [GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "mma16", device=d) for d in devices]
     kernel, config = kernel_named("sm80_mixed_gemm"), GemmConfig(8, 64, 256)
-    assert len({kernel.compile_key(problem, config) for problem in problems}) == 1
-    functions = [compiled(kernel, problem, config) for problem in problems]
+    units = [kernel.unit(problem, config) for problem in problems]
+    assert len({unit.key for unit in units}) == 1
+    functions = [compiled(unit) for unit in units]
     assert len(set(functions)) == 3 and [name.split("-")[1] for name in builds] == ["sm_86", "sm_87", "sm_89"]
     forget(monkeypatch)
-    for problem, name in zip(problems, tuple(builds), strict=True):
-        code = object_code(kernel, problem, config)
+    for unit, name in zip(units, tuple(builds), strict=True):
+        code = object_code(unit)
         assert code == disk.read(name) and all(code != disk.read(other) for other in builds if other != name)
     assert len(builds) == 3, "found on disk"
 
 
-def test_nothing_to_compile(folder):
-    assert compiled(TinyKernel(arch=None), PROBLEM, CONFIG) is None
-    assert object_code(TinyKernel(arch=None), PROBLEM, CONFIG) is None
-    assert not folder.exists()
+def test_what_a_unit_is():
+    """Equal units share an object, whatever makes their programs; jit knows of nothing else."""
+    one = tiny()
+    assert one == replace(one, program=test_what_a_unit_is) and hash(one) == hash(tiny())
+    assert len({one, tiny(3.0), tiny(arch="sm_80"), replace(one, name="huge")}) == 4
+    assert pickle.loads(pickle.dumps(one)) == one
+    for file in Path(jit.__file__).parent.glob("*.py"):
+        assert not re.search(r"w4gemm\.(kernels|problem|config)", file.read_text()), file
 
 
 def test_takes_positional_arguments_and_checks_them(folder):
-    scale = compiled(TinyKernel(), PROBLEM, CONFIG)
+    scale = compiled(tiny())
     x = torch.ones(3)
     with pytest.raises(ValueError, match="device_type=cuda"):  # the compiled check; nothing was launched
         scale(x, x)
 
 
 def test_a_new_process_loads_without_compiling(folder):
-    code = object_code(TinyKernel(), PROBLEM, CONFIG)
+    code = object_code(tiny())
     script = """
 import cutlass.cute as cute
 def forbidden(*a, **k): raise AssertionError("compiled")
 cute.compile = forbidden
-from test_jit import CONFIG, PROBLEM, TinyKernel, compiled, object_code
-assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
-print(len(object_code(TinyKernel(), PROBLEM, CONFIG)))
+from test_jit import compiled, object_code, tiny
+assert callable(compiled(tiny()))
+print(len(object_code(tiny())))
 """
     script = f"import sys; sys.path[:] = {sys.path!r}\n{script}"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -111,7 +118,7 @@ print(len(object_code(TinyKernel(), PROBLEM, CONFIG)))
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text", "a folder"])
 def test_damage_is_a_miss(folder, builds, monkeypatch, caplog, damage):
-    compiled(TinyKernel(), PROBLEM, CONFIG)
+    compiled(tiny())
     (path,) = folder.iterdir()
     whole = path.read_bytes()
     if damage == "a folder":
@@ -123,18 +130,18 @@ def test_damage_is_a_miss(folder, builds, monkeypatch, caplog, damage):
         path.write_bytes(texts[damage])
     forget(monkeypatch)
     with caplog.at_level(logging.WARNING, "w4gemm"):
-        assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
+        assert callable(compiled(tiny()))
     assert len(builds) == 2 and "compiling it again" in caplog.text
     if damage != "a folder":
         assert disk.read(path.name) is not None, "overwritten by a whole one"
 
 
 def test_whole_but_unloadable_is_a_miss(folder, builds, monkeypatch, caplog):
-    compiled(TinyKernel(), PROBLEM, CONFIG)
+    compiled(tiny())
     (path,) = folder.iterdir()
     disk.write(path.name, b"junk")
     forget(monkeypatch)
-    assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
+    assert callable(compiled(tiny()))
     assert len(builds) == 2 and "cannot load" in caplog.text
 
 
@@ -143,22 +150,22 @@ def test_works_without_a_writable_folder(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "file" / "cache"))  # not even root can make that
     forget(monkeypatch)
     disk._warn_unwritable.cache_clear()
-    assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
-    assert callable(compiled(TinyKernel(3.0), PROBLEM, CONFIG))
+    assert callable(compiled(tiny()))
+    assert callable(compiled(tiny(3.0)))
     assert caplog.text.count("cannot store") == 1, "said once"
 
 
 def test_off_keeps_nothing(folder, builds, monkeypatch):
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
-    compiled(TinyKernel(), PROBLEM, CONFIG)
+    compiled(tiny())
     forget(monkeypatch)
-    compiled(TinyKernel(), PROBLEM, CONFIG)
+    compiled(tiny())
     assert len(builds) == 2 and not folder.exists()
 
 
 def test_threads_compile_once(folder, builds):
-    kernel, found = TinyKernel(), []
-    threads = [threading.Thread(target=lambda: found.append(compiled(kernel, PROBLEM, CONFIG))) for _ in range(8)]
+    unit, found = tiny(), []
+    threads = [threading.Thread(target=lambda: found.append(compiled(unit))) for _ in range(8)]
     for t in threads:
         t.start()
     for t in threads:
@@ -168,13 +175,13 @@ def test_threads_compile_once(folder, builds):
 
 def test_name_depends_on_all_that_the_code_depends_on(monkeypatch):
     names = {
-        disk.entry_name("a", 1, "sm_90a"),
-        disk.entry_name("b", 1, "sm_90a"),
-        disk.entry_name("a", 2, "sm_90a"),
-        disk.entry_name("a", 1, "sm_80"),
+        disk.entry_name(tiny()),
+        disk.entry_name(replace(tiny(), name="huge")),
+        disk.entry_name(tiny(3.0)),
+        disk.entry_name(tiny(arch="sm_80")),
     }
     monkeypatch.setattr(disk, "fingerprint", lambda: ("another DSL",))
-    names.add(disk.entry_name("a", 1, "sm_90a"))
+    names.add(disk.entry_name(tiny()))
     assert len(names) == 5
 
 
@@ -201,19 +208,13 @@ def test_fingerprint_follows_sources_and_dsl_settings(monkeypatch, tmp_path):
 
 def test_a_key_that_differs_between_processes_is_refused(folder):
     with pytest.raises(AssertionError, match="differs between processes"):
-        compiled(TinyKernel(key=object()), PROBLEM, CONFIG)
+        compiled(tiny(key=object()))
 
 
 def test_arch_is_the_programs(folder, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
     for arch in ("sm_80", "sm_90a"):
-        assert f"code for {arch}\n" in disassemble(object_code(TinyKernel(arch=arch), PROBLEM, CONFIG)).text
-
-
-def test_object_code_can_run_in_other_processes():
-    for value in (object_code, PROBLEM, CONFIG):
-        copy = pickle.loads(pickle.dumps(value))
-        assert copy == value
+        assert f"code for {arch}\n" in disassemble(object_code(tiny(arch=arch))).text
 
 
 def test_cache_dir(monkeypatch, tmp_path):
@@ -251,45 +252,44 @@ def test_an_object_of_another_processor(folder, builds, monkeypatch):
             path.unlink()
         with monkeypatch.context() as patch:
             patch.setattr(disk, "processor", lambda features=features: features)
-            object_code(TinyKernel(), PROBLEM, CONFIG)
+            object_code(tiny())
         before = len(builds)
         forget(monkeypatch)
-        assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
+        assert callable(compiled(tiny()))
         assert len(builds) == before + (not taken)
 
 
 def test_compiling_can_be_forbidden(folder, builds, monkeypatch):
-    object_code(TinyKernel(), PROBLEM, CONFIG)
+    object_code(tiny())
     monkeypatch.setenv("W4GEMM_COMPILE", "off")
-    assert callable(compiled(TinyKernel(), PROBLEM, CONFIG)), "it is there"
+    assert callable(compiled(tiny())), "it is there"
     with pytest.raises(w4gemm.UnsupportedError, match="W4GEMM_COMPILE=off forbids compiling, and tiny-sm_90a-"):
-        compiled(TinyKernel(3.0), PROBLEM, CONFIG)
+        compiled(tiny(3.0))
     monkeypatch.setenv("W4GEMM_COMPILE", "never")
     with pytest.raises(ValueError, match="W4GEMM_COMPILE: wanted on or off, got 'never'"):
-        compiled(TinyKernel(4.0), PROBLEM, CONFIG)
+        compiled(tiny(4.0))
     assert len(builds) == 3 and len(list(folder.iterdir())) == 1
 
 
 def test_a_pool_compiles_in_other_processes(folder, builds, monkeypatch):
-    jobs = [(TinyKernel(factor), PROBLEM, CONFIG) for factor in (2.0, 3.0)]
+    units = [tiny(factor) for factor in (2.0, 3.0)]
     with CompilePool(workers=2) as pool:
-        good = pool.submit(jobs)
-        (bad,) = pool.submit([(TinyKernel(arch="sm_1"), PROBLEM, CONFIG)])
-        (nothing,) = pool.submit([(TinyKernel(arch=None), PROBLEM, CONFIG)])
+        good = pool.submit(units)
+        (bad,) = pool.submit([tiny(arch="sm_1")])
         codes = [future.result(timeout=120) for future in good]
-        assert nothing.result(timeout=120) is None
         with pytest.raises(RuntimeError, match="sm_1"):
             bad.result(timeout=120)
     assert len(set(codes)) == 2 and len(list(folder.iterdir())) == 2
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
-    adopt(*jobs[0], codes[0])
-    assert callable(compiled(*jobs[0])) and not builds
+    adopt(units[0], codes[0])
+    assert callable(compiled(units[0])) and not builds
 
 
 def test_a_pool_survives_a_child(folder):
+    """Of which one compilation ends the process, as a crash in native code does."""
     with CompilePool(workers=1) as pool:
-        (dead,) = pool.submit([(Deadly(), PROBLEM, CONFIG)])
-        (alive,) = pool.submit([(TinyKernel(), PROBLEM, CONFIG)])
+        (dead,) = pool.submit([Unit("tiny", "deadly", "sm_90a", functools.partial(os._exit, 1))])
+        (alive,) = pool.submit([tiny()])
         with pytest.raises(RuntimeError, match="the compiling process ended"):
             dead.result(timeout=120)
         assert alive.result(timeout=120)
@@ -301,7 +301,7 @@ def test_a_pool_that_cannot_start_a_child_says_so(folder, monkeypatch):
 
     monkeypatch.setattr("subprocess.Popen", refuse)
     with CompilePool(workers=1) as pool:
-        futures = pool.submit([(TinyKernel(), PROBLEM, CONFIG)] * 2)
+        futures = pool.submit([tiny()] * 2)
         for future in futures:
             with pytest.raises(RuntimeError, match="no more processes"):
                 future.result(timeout=120)
@@ -309,23 +309,16 @@ def test_a_pool_that_cannot_start_a_child_says_so(folder, monkeypatch):
 
 def test_a_pool_leaves_nobody_waiting(folder):
     with CompilePool(workers=1) as pool:
-        futures = pool.submit([(TinyKernel(), PROBLEM, CONFIG)] * 50)
+        futures = pool.submit([tiny()] * 50)
     done, waited_for = wait(futures, timeout=60)
     assert len(done) == 50 and not waited_for
 
 
 def test_a_job_that_is_not_wanted_any_more(folder):
     with CompilePool(workers=1) as pool:
-        _, dropped, last = pool.submit([(TinyKernel(), PROBLEM, CONFIG)] * 3)
+        _, dropped, last = pool.submit([tiny()] * 3)
         assert dropped.cancel()
         assert last.result(timeout=120)
-
-
-class Deadly(TinyKernel):
-    """Its compiler ends the process, as a crash in native code does."""
-
-    def program(self, problem, config):
-        os._exit(1)
 
 
 @pytest.mark.gpu
@@ -333,7 +326,7 @@ def test_runs_alike_new_and_stored_and_follows_the_stream(folder, monkeypatch):
     x = torch.randn(1000, device="cuda")
     for _ in range(2):  # compiled, then loaded from disk
         forget(monkeypatch)
-        scale = compiled(TinyKernel(), PROBLEM, CONFIG)
+        scale = compiled(tiny())
         y = torch.zeros_like(x)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

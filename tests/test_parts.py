@@ -105,8 +105,8 @@ def test_a_tail_has_no_tail():
 def test_machine_code_is_that_of_the_two(name, problem, text, epilogue):
     """Of a pair of each kernel and way to scale: what test_sass.py reads in the single kernels holds of pairs too."""
     kernel, problem = kernel_named(name), replace(problem, epilogue=epilogue)
-    both = functions(object_code(kernel, problem, GemmConfig.parse(text)))
-    alone = [functions(object_code(kernel, problem, GemmConfig.parse(t)))[0] for t in text.split("+")]
+    both = functions(object_code(kernel.unit(problem, GemmConfig.parse(text))))
+    alone = [functions(object_code(kernel.unit(problem, GemmConfig.parse(t))))[0] for t in text.split("+")]
     assert sorted(both) == sorted(alone)
 
 

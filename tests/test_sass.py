@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sass import Sass, check, disassemble, local_memory
-from tiny_kernel import TinyKernel
+from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat
 from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
@@ -69,9 +69,9 @@ def problem_of(kernel: Kernel, name: str, m: int = 16, **kwargs) -> GemmProblem:
 def check_kernel(kernel: Kernel, p: GemmProblem, config: GemmConfig, *, whole: bool = True) -> None:
     """whole: read the machine code; else only what it takes of local memory, which is known much sooner."""
     if not whole:
-        assert local_memory(object_code(kernel, p, config)) == 0
+        assert local_memory(object_code(kernel.unit(p, config))) == 0
         return
-    sass = disassemble(object_code(kernel, p, config))
+    sass = disassemble(object_code(kernel.unit(p, config)))
     # a WGMMA along k is as long as a group of 32, whose sums are waited for
     check(sass, INSTRUCTION[kernel.name], asynchronous=not (p.dtype == FP8 and p.format.group_size == 32))
 
@@ -80,7 +80,7 @@ def test_every_kernel_that_compiles_is_checked():
     compiling = set()
     for k in KERNELS:
         p = problem_of(k, "int4_g128")
-        if (c := k.configs(p)) and k.program(p, c[0]) is not None:
+        if (c := k.configs(p)) and k.unit(p, c[0]) is not None:
             compiling.add(k.name)
     assert compiling == set(INSTRUCTION)
 
@@ -127,7 +127,7 @@ def test_every_config(kernel, config, name, whole):
 )
 def test_instructions_that_decode(kernel, config, name, dtype, words, counts):
     """Of eight weights, a code word, ``words`` of which the main loop decodes in a round."""
-    sass = disassemble(object_code(kernel_named(kernel), problem(name, dtype, 128), GemmConfig.parse(config)))
+    sass = disassemble(object_code(kernel_named(kernel).unit(problem(name, dtype, 128), GemmConfig.parse(config))))
     assert {opcode: sass.count(opcode) / words for opcode in counts} == counts
 
 
@@ -147,14 +147,14 @@ def test_other_gpus(arch, config, name, dtype):
     """Of what all GPUs share, a few configs for each target: the compiler differs, the source does not."""
     kernel = kernel_named("sm80_mixed_gemm")
     p = replace(problem(name, dtype), device=OTHER_GPUS[arch])
-    assert kernel.program(p, GemmConfig.parse(config)).arch == arch
-    check(disassemble(object_code(kernel, p, GemmConfig.parse(config))), INSTRUCTION[kernel.name])
+    assert kernel.unit(p, GemmConfig.parse(config)).arch == arch
+    check(disassemble(object_code(kernel.unit(p, GemmConfig.parse(config)))), INSTRUCTION[kernel.name])
 
 
 @pytest.mark.parametrize("arch", OTHER_GPUS)
 def test_dequantize_on_other_gpus(arch):
     kernel, p = kernel_named("dequantize_gemm"), replace(problem("int4_g32_zfloat_fp16"), device=OTHER_GPUS[arch])
-    assert kernel.program(p, kernel.configs(p)[0]).arch == arch
+    assert kernel.unit(p, kernel.configs(p)[0]).arch == arch
     check_kernel(kernel, p, kernel.configs(p)[0])
 
 
@@ -168,9 +168,9 @@ def test_fp8_on_other_gpus(arch, instruction, name):
     kernel, p = kernel_named("sm89_fp8_gemm"), replace(problem(name, FP8), device=OTHER_GPUS[arch])
     configs = kernel.configs(p)[: None if arch == "sm_89" else 1]
     for config in configs:
-        assert kernel.program(p, config).arch == arch
-        assert local_memory(object_code(kernel, p, config)) == 0, config
-    check(disassemble(object_code(kernel, p, configs[0])), instruction)
+        assert kernel.unit(p, config).arch == arch
+        assert local_memory(object_code(kernel.unit(p, config))) == 0, config
+    check(disassemble(object_code(kernel.unit(p, configs[0]))), instruction)
 
 
 def configs_with_epilogues() -> list:
@@ -229,7 +229,7 @@ def test_gathered(kernel, config, name):
     if not many_groups:
         check_kernel(found, p, GemmConfig.parse(config), whole=False)
         return
-    sass = disassemble(object_code(found, p, GemmConfig.parse(config)))
+    sass = disassemble(object_code(found.unit(p, GemmConfig.parse(config))))
     check(sass, INSTRUCTION[kernel], asynchronous=not (p.dtype == FP8 and p.format.group_size == 32))
     assert sass.count("LDGSTS") > 0 and sass.count("UTMALDG") == 0
     if INSTRUCTION[kernel].endswith("GMMA"):
@@ -240,8 +240,8 @@ def test_gathered(kernel, config, name):
 
 
 def test_the_checks_find_what_they_look_for():
-    sass = disassemble(object_code(TinyKernel(), problem("int4_g128"), GemmConfig(64, 64, 64)))
-    assert local_memory(object_code(TinyKernel(), problem("int4_g128"), GemmConfig(64, 64, 64))) == 0
+    sass = disassemble(object_code(tiny()))
+    assert local_memory(object_code(tiny())) == 0
     assert sass.count("EXIT") >= 1 and 0 < sass.registers < 32 and sass.stack == 0
     assert sass.count("FADD") + sass.count("FMUL") == 1 and sass.count("STG") == 1
     with pytest.raises(AssertionError, match="no HGMMA"):

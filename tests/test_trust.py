@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny_kernel import TinyKernel
+from tiny_kernel import tiny
 from w4gemm import GemmConfig, UnsupportedError, WeightFormat, trust
 from w4gemm.choice import store
 from w4gemm.jit import compile as jit
@@ -19,8 +19,6 @@ from w4gemm.jit import compiled, disk
 from w4gemm.problem import GemmProblem
 
 NOBODY = 65534
-PROBLEM = GemmProblem(1, 64, 64, torch.bfloat16, WeightFormat(), "sm90")
-CONFIG = GemmConfig(64, 64, 64)
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
@@ -150,8 +148,7 @@ def test_a_user_namespace_without_root(folder, monkeypatch):
 def test_a_planted_object_is_never_loaded(folder, monkeypatch, caplog):
     """Another user's folder, open to all, with a whole object of any processor's name in it."""
     pytest.importorskip("cutlass")
-    program = TinyKernel().program(PROBLEM, CONFIG)
-    name = disk.entry_name("tiny", 2.0, program.arch)
+    name = disk.entry_name(tiny())
     disk.write(name, b"code that another user wrote")
     planted = folder / f"{name.rpartition('-')[0]}-00000000.o"
     os.rename(folder / name, planted)
@@ -163,8 +160,8 @@ def test_a_planted_object_is_never_loaded(folder, monkeypatch, caplog):
     load = jit._load
     monkeypatch.setattr(jit, "_load", lambda code: (loaded.append(code), load(code))[1])
     with caplog.at_level(logging.WARNING, "w4gemm"):
-        assert callable(compiled(TinyKernel(), PROBLEM, CONFIG))
-        assert callable(compiled(TinyKernel(3.0), PROBLEM, CONFIG))
+        assert callable(compiled(tiny()))
+        assert callable(compiled(tiny(3.0)))
         assert store.read(folder / store.USER_FILE) == ()
     assert b"code that another user wrote" not in loaded
     assert os.listdir(folder) == [planted.name], "nothing is written there either"
@@ -172,7 +169,7 @@ def test_a_planted_object_is_never_loaded(folder, monkeypatch, caplog):
     assert all(part in warning for part in (str(folder), "nobody", "mode 1777", "W4GEMM_CACHE_DIR", "chown -R"))
     monkeypatch.setenv("W4GEMM_COMPILE", "off")
     with pytest.raises(UnsupportedError, match="belongs to nobody and has mode 1777"):
-        compiled(TinyKernel(4.0), PROBLEM, CONFIG)
+        compiled(tiny(4.0))
 
 
 def test_folders_are_private_whoever_makes_them(tmp_path, monkeypatch):
@@ -233,10 +230,10 @@ def test_compiling_processes_import_nothing_of_the_current_folder(folder, tmp_pa
     (tmp_path / "pickle.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit")
     script = f"""
 import sys; sys.path[:] = {[p for p in sys.path if p]!r}
-from test_trust import CONFIG, PROBLEM, TinyKernel
+from tiny_kernel import tiny
 from w4gemm.jit.pool import CompilePool
 with CompilePool(workers=1) as pool:
-    print(len(pool.submit([(TinyKernel(), PROBLEM, CONFIG)])[0].result(timeout=120)))
+    print(len(pool.submit([tiny()])[0].result(timeout=120)))
 """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/script.py").write_text(script)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from w4gemm.config import GemmConfig
 from w4gemm.epilogue import NO_OPERANDS
 from w4gemm.errors import kind_of
-from w4gemm.formats import WeightFormat
-from w4gemm.jit import compiled
-from w4gemm.kernels import multiplies_fp8
+from w4gemm.kernels import launcher
 from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
 from w4gemm.modes import is_dual, needs_dispatcher
-from w4gemm.problem import Device, GemmProblem
 
 _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = {"cpu": (*_HALVES, torch.float32)}
@@ -123,26 +117,15 @@ def _quantize(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, sil
     if x.stride(1) != 1:
         x = x.contiguous()
     front = "silu_mul" if silu_mul else "" if norm_weight is None else "rms"
-    function = _launcher(ActivationQuantize(front, ActivationQuantize.aligned(x, norm_weight, k)), k, x.dtype, device)
-    if function is None:
+    wide = ActivationQuantize.aligned(x, norm_weight, k)
+    quantize = launcher(ActivationQuantize.of, device, x.dtype, k, front, wide)
+    if quantize is None:
         return in_pytorch(x, norm_weight, eps, silu_mul)
     x8 = torch.empty((m, k), dtype=torch.uint8, device=device)
     scale = torch.empty(m, dtype=torch.float32, device=device)
     if m:
-        function(x, norm_weight, x8, scale, eps)
+        quantize(x, norm_weight, x8, scale, eps)
     return x8.view(torch.float8_e4m3fn), scale
-
-
-@functools.lru_cache(maxsize=1024)
-def _launcher(
-    kernel: ActivationQuantize, k: int, dtype: torch.dtype, device: torch.device
-) -> Callable[..., Any] | None:
-    """The compiled kernel; None where it does not run."""
-    described = Device.of(device)
-    if not multiplies_fp8(described) or not kernel.takes(k, described.shared_memory):
-        return None
-    problem = GemmProblem(1, k, k, dtype, WeightFormat(), "mma16", device=described)
-    return compiled(kernel, problem, GemmConfig(1, 1, 1))
 
 
 def in_pytorch(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from w4gemm.config import GemmConfig
 from w4gemm.errors import kind_of
-from w4gemm.formats import WeightFormat
-from w4gemm.jit import compiled
-from w4gemm.kernels import on_hopper
+from w4gemm.kernels import launcher
 from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.modes import is_plain, is_watched
-from w4gemm.problem import Device, GemmProblem
-
-_KERNEL = RowCombine()
 
 
 class Routing(NamedTuple):
@@ -87,11 +79,11 @@ def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
     tokens, terms = places.shape
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
-    if eager and d.device.type == "cuda" and tokens and len(d) and _KERNEL.takes(d, terms):
-        function = _launcher(d.dtype, terms, d.device)
-        if function is not None:
+    if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
+        add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
+        if add_up is not None:
             out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device)
-            function(d, places.contiguous(), weights.float().contiguous(), out)
+            add_up(d, places.contiguous(), weights.float().contiguous(), out)
             return out
     total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
     if not len(d):
@@ -100,12 +92,3 @@ def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
         row = d.index_select(0, places[:, j].clamp(min=0)).float()
         total = total + torch.where(places[:, j, None] >= 0, weights[:, j, None].float() * row, 0.0)
     return total.to(d.dtype)
-
-
-@functools.cache
-def _launcher(dtype: torch.dtype, terms: int, device: torch.device) -> Callable[..., Any] | None:
-    """The compiled kernel; None where our kernels do not run."""
-    problem = GemmProblem(1, 8, 8, dtype, WeightFormat(), "mma16", device=Device.of(device))
-    if dtype.itemsize != 2 or not on_hopper(problem):
-        return None
-    return compiled(_KERNEL, problem, GemmConfig(1, 1, terms))

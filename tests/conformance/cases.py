@@ -238,12 +238,7 @@ def compile_ahead(jobs: Iterable[Job]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     todo = {
-        (kernel.name, kernel.compile_key(problem, config)): (kernel, problem, config)
-        for kernel, problem, config in jobs
+        unit: None for kernel, problem, config in jobs if (unit := kernel.unit(problem, config)) is not None
     }
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile, todo.values(), chunksize=1))
-
-
-def _compile(job: Job) -> None:
-    object_code(*job)
+        list(pool.map(object_code, todo, chunksize=1))

@@ -86,7 +86,13 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
         kernel, wanted = forced(problem, config)
         source = "forced"
     made = _NamedPlan if environment.nvtx() and problem.device.kind == "cuda" else Plan
-    return made(kernel, wanted, compiled(kernel, problem, wanted), problem, source)
+    return made(kernel, wanted, compiled_for(kernel, problem, wanted), problem, source)
+
+
+def compiled_for(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
+    """Return what ``kernel.launcher`` takes: the compiled unit of a config, None if it has none."""
+    unit = kernel.unit(problem, config)
+    return None if unit is None else compiled(unit)
 
 
 def resolve_gather(problem: GemmProblem) -> GemmProblem:

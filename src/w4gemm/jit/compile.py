@@ -1,8 +1,8 @@
-"""The only caller of ``cute.compile``: :func:`compiled` gives what a kernel launches.
+"""The only caller of ``cute.compile``: :func:`compiled` makes a unit callable.
 
-Looked for in memory, then on disk (:mod:`w4gemm.jit.disk`), then compiled; about 1 us, 5 ms and 1 s. A compiled kernel
-always goes through its object file's bytes, new or stored, so both behave alike, and compiling for another GPU than
-this machine's, or on a machine without one, is the same thing.
+A unit is looked for in memory, then on disk (:mod:`w4gemm.jit.disk`), then compiled: about 1 us, 5 ms and 1 s. A
+compiled kernel always goes through the bytes of its object file, new or stored, so both behave alike, and compiling for
+another GPU than this machine's, or on a machine without one, takes the same path.
 """
 
 from __future__ import annotations
@@ -12,106 +12,81 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from w4gemm import environment
-from w4gemm.config import GemmConfig
 from w4gemm.errors import UnsupportedError
 from w4gemm.jit import disk
-from w4gemm.kernels.base import Compilable, Program
-from w4gemm.problem import GemmProblem
+from w4gemm.jit.unit import Unit
 
 _log = logging.getLogger("w4gemm.jit")
 _SYMBOL = "w4gemm"
-"""What the host function is called in every object; each is loaded into a namespace of its own."""
+"""Name of the host function in every object; each object is loaded into a namespace of its own."""
 
-_memory: dict[Hashable, Callable[..., Any] | None] = {}
+_memory: dict[Unit, Callable[..., Any]] = {}
 # The DSL compiles in global state (options, the current kernel): one thread at a time.
 _lock = threading.RLock()
 
 
-def compiled(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
-    """What a kernel's launcher calls: takes the entry's run-time arguments by position, except the stream.
+def compiled(unit: Unit) -> Callable[..., Any]:
+    """Return what launches a unit: it takes the entry's run-time arguments by position, except the stream.
 
     It launches on torch's current stream of its tensors' device. Safe to call from several threads.
-
-    Returns:
-        None if the kernel has nothing to compile.
 
     Raises:
         UnsupportedError: if it would have to be compiled and ``W4GEMM_COMPILE`` forbids that.
     """
-    key = _key(kernel, problem, config)
-    try:
-        return _memory[key]
-    except KeyError:
-        pass
-    with _lock:
-        if key not in _memory:
-            _memory[key] = _find(kernel, problem, config)
-        return _memory[key]
+    function = _memory.get(unit)
+    if function is None:
+        with _lock:
+            function = _memory.get(unit)
+            if function is None:
+                function = _memory[unit] = _find(unit)
+    return function
 
 
-def _key(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Hashable:
-    return kernel.name, kernel.compile_key(problem, config), problem.device.capability
+def is_ready(unit: Unit) -> bool:
+    """True if :func:`compiled` would compile nothing."""
+    return unit in _memory or disk.read(disk.entry_name(unit)) is not None
 
 
-def is_ready(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> bool:
-    """Whether :func:`compiled` would compile nothing."""
-    if _key(kernel, problem, config) in _memory:
-        return True
-    program = kernel.program(problem, config)
-    return program is None or disk.read(_name(kernel, problem, config, program)) is not None
-
-
-def adopt(kernel: Compilable, problem: GemmProblem, config: GemmConfig, code: bytes) -> None:
+def adopt(unit: Unit, code: bytes) -> None:
     """Take over what :func:`object_code` gave in another process, so that :func:`compiled` finds it."""
-    key = _key(kernel, problem, config)
     with _lock:
-        if key not in _memory:
-            _memory[key] = _load(code)
+        if unit not in _memory:
+            _memory[unit] = _load(code)
 
 
-def object_code(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> bytes | None:
-    """The object with the kernel's host and device code, from disk or compiled and stored; None if it has none.
+def object_code(unit: Unit) -> bytes:
+    """Return the object with the unit's host and device code, from disk or compiled and stored.
 
-    Loads nothing, so a pool of processes can fill the disk cache with it. Errors as :func:`compiled`.
+    It is not loaded, so a pool of processes can fill the disk cache with it. Errors as :func:`compiled`.
     """
-    program = kernel.program(problem, config)
-    if program is None:
-        return None
-    name = _name(kernel, problem, config, program)
-    code = disk.read(name)
-    return _build(name, program) if code is None else code
+    code = disk.read(disk.entry_name(unit))
+    return _build(unit) if code is None else code
 
 
-def _name(kernel: Compilable, problem: GemmProblem, config: GemmConfig, program: Program) -> str:
-    return disk.entry_name(kernel.name, kernel.compile_key(problem, config), program.arch)
-
-
-def _find(kernel: Compilable, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
-    program = kernel.program(problem, config)
-    if program is None:
-        return None
-    name = _name(kernel, problem, config, program)
+def _find(unit: Unit) -> Callable[..., Any]:
     started = time.perf_counter()
+    name = disk.entry_name(unit)
     code = disk.read(name)
     if code is not None:
         try:
             function = _load(code)
-            _log.debug("loaded %s %s from disk in %.0f ms", kernel.name, config, 1e3 * (time.perf_counter() - started))
+            _log.debug("loaded %s from disk in %.0f ms", name, 1e3 * (time.perf_counter() - started))
             return function
         except Exception as e:  # the loader's errors have no common class; any of them is a miss
             _log.warning("cannot load the compiled kernel %s (%s): compiling it again", name, e)
     started = time.perf_counter()
-    function = _load(_build(name, program))
-    _log.debug("compiled %s %s in %.2f s", kernel.name, config, time.perf_counter() - started)
+    function = _load(_build(unit))
+    _log.debug("compiled %s in %.2f s", name, time.perf_counter() - started)
     return function
 
 
-def _build(name: str, program: Program) -> bytes:
-    """Compile ``program`` to an object and store it."""
+def _build(unit: Unit) -> bytes:
+    """Compile a unit to an object and store it."""
+    name = disk.entry_name(unit)
     if not environment.may_compile():
         raise UnsupportedError(
             f"W4GEMM_COMPILE=off forbids compiling, and {name} cannot be loaded: {disk.why_missing(name)}"
@@ -119,10 +94,11 @@ def _build(name: str, program: Program) -> bytes:
     import cutlass.cute as cute
 
     with _lock, _nameless_file() as (f, path):
+        program = unit.program()
         function = cute.compile(
             program.entry,
             *program.arguments,
-            options=f"--enable-tvm-ffi --gpu-arch {program.arch}",
+            options=f"--enable-tvm-ffi --gpu-arch {unit.arch}",
             # the object's bytes are all that is wanted: do not link it into this process as well
             no_jit_engine=True,
         )
@@ -133,7 +109,7 @@ def _build(name: str, program: Program) -> bytes:
 
 
 def _load(code: bytes) -> Callable[..., Any]:
-    """The host function in an object. Needs no GPU: the device code is loaded at the first launch on each device."""
+    """Return the host function of an object. Needs no GPU: device code is loaded at the first launch on each device."""
     from cutlass.cute.runtime import load_module
 
     with _nameless_file() as (f, path):

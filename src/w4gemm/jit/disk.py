@@ -26,6 +26,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from w4gemm import environment, trust
+from w4gemm.jit.unit import Unit
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -50,9 +51,8 @@ def source_hash(*parts: str) -> str:
 
 @functools.cache
 def fingerprint() -> tuple[Hashable, ...]:
-    """What compiled code depends on besides a kernel's key and the host's processor: our sources, the compiler's
-    versions. Not the Python version: the object holds no Python.
-    """
+    """All that compiled code depends on besides a unit and the host's processor: our sources and the compiler's
+    versions, but not the Python version, because an object holds no Python."""
     import cutlass
     import tvm_ffi
 
@@ -62,7 +62,7 @@ def fingerprint() -> tuple[Hashable, ...]:
 
 @functools.cache
 def processor() -> tuple[str, ...]:
-    """The host's architecture, and what the host half of an object may use of it."""
+    """Return the host's architecture and the instruction sets of it that host code in an object may use."""
     try:
         found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:  # not Linux
@@ -72,13 +72,13 @@ def processor() -> tuple[str, ...]:
     return (platform.machine(), *sorted(used))
 
 
-def entry_name(kernel: str, key: Hashable, arch: str) -> str:
-    """File name of a compiled kernel: its name, a hash of everything that its code depends on, and one of the
+def entry_name(unit: Unit) -> str:
+    """File name of a unit's object: its name and target, a hash of everything that its code depends on, and one of the
     processor."""
-    text = repr((kernel, key, arch, fingerprint()))
-    assert " at 0x" not in text, f"{kernel}: the compile key's repr differs between processes: {key!r}"
+    text = repr((unit.name, unit.key, unit.arch, fingerprint()))
+    assert " at 0x" not in text, f"{unit.name}: the key's repr differs between processes: {unit.key!r}"
     digests = (hashlib.sha256(t.encode()).hexdigest() for t in (text, " ".join(processor())))
-    return f"{kernel}-{arch}-{next(digests)[:24]}-{next(digests)[:8]}.o"
+    return f"{unit.name}-{unit.arch}-{next(digests)[:24]}-{next(digests)[:8]}.o"
 
 
 def read(name: str) -> bytes | None:

@@ -16,14 +16,9 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Any
 
-from w4gemm.config import GemmConfig
 from w4gemm.jit.compile import object_code
-from w4gemm.kernels.base import Compilable
-from w4gemm.problem import GemmProblem
-
-Job = tuple[Compilable, GemmProblem, GemmConfig]
+from w4gemm.jit.unit import Unit
 
 # -c puts the current folder before the standard library: off with it, so that nothing of it is imported
 _CHILD = (
@@ -33,7 +28,7 @@ _CHILD = (
 
 
 class CompilePool:
-    """Compiles :data:`Job`s in child processes, in the order in which they come. A context manager.
+    """Compiles units in child processes, in the order in which they come. A context manager.
 
     Args:
         workers: how many processes; None for as many as there are processors for this process.
@@ -46,7 +41,7 @@ class CompilePool:
         if workers is not None and workers < 1:
             raise ValueError(f"workers: wanted an int from 1 on, or None, got {workers}")
         self.workers = workers or usable_processors()
-        self._jobs: queue.SimpleQueue[tuple[Future[bytes | None], Job] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[bytes], Unit] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._children: list[subprocess.Popen[bytes]] = []
         self._closed = False
@@ -68,13 +63,13 @@ class CompilePool:
             if (work := self._jobs.get()) is not None:
                 _drop(work[0])
 
-    def submit(self, jobs: Iterable[Job]) -> list[Future[bytes | None]]:
-        """A future for each job: the object's bytes, which are also in the cache folder, or None where there is nothing
-        to compile. Its exception is a RuntimeError with the child's message."""
-        futures: list[Future[bytes | None]] = []
-        for job in jobs:
-            future: Future[bytes | None] = Future()
-            self._jobs.put((future, job))
+    def submit(self, units: Iterable[Unit]) -> list[Future[bytes]]:
+        """Return a future for each unit: the object's bytes, which are also in the cache folder. Its exception is a
+        RuntimeError with the child's message."""
+        futures: list[Future[bytes]] = []
+        for unit in units:
+            future: Future[bytes] = Future()
+            self._jobs.put((future, unit))
             futures.append(future)
         for _ in range(min(self.workers - len(self._threads), len(futures))):
             self._threads.append(threading.Thread(target=self._feed, daemon=True))
@@ -82,10 +77,10 @@ class CompilePool:
         return futures
 
     def _feed(self) -> None:
-        """One thread for one child: hands it jobs until there are no more."""
+        """Hand units to one child until there are no more; runs in a thread of its own."""
         child: subprocess.Popen[bytes] | None = None
         while (work := self._jobs.get()) is not None:
-            future, job = work
+            future, unit = work
             if self._closed:
                 _drop(future)
                 continue
@@ -95,11 +90,11 @@ class CompilePool:
                 if child is None:
                     child = _start()
                     self._children.append(child)
-                code, error = _ask(child, job)
+                code, error = _ask(child, unit)
             except (OSError, EOFError, pickle.UnpicklingError) as e:  # the compiler took the child with it
                 if child is not None:
                     child.kill()
-                child, code, error = None, None, f"the compiling process ended ({e or 'no answer'})"
+                child, code, error = None, b"", f"the compiling process ended ({e or 'no answer'})"
             if error:
                 future.set_exception(RuntimeError(error))
             else:
@@ -109,14 +104,14 @@ class CompilePool:
             child.wait()
 
 
-def _drop(future: Future[bytes | None]) -> None:
-    """Cancel it, and tell those who wait."""
+def _drop(future: Future[bytes]) -> None:
+    """Cancel a future and wake the threads that wait for it."""
     if future.cancel():
         future.set_running_or_notify_cancel()
 
 
 def usable_processors() -> int:
-    """Processors that this process may run on."""
+    """Number of processors that this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -134,26 +129,27 @@ def _start() -> subprocess.Popen[bytes]:
     return child
 
 
-def _ask(child: subprocess.Popen[bytes], job: Job) -> tuple[bytes | None, str]:
+def _ask(child: subprocess.Popen[bytes], unit: Unit) -> tuple[bytes, str]:
+    """Return (object, error) of a unit; the error is empty if there is none."""
     assert child.stdin is not None and child.stdout is not None
-    pickle.dump(job, child.stdin)
+    pickle.dump(unit, child.stdin)
     child.stdin.flush()
-    answer: tuple[bytes | None, str] = pickle.load(child.stdout)
+    answer: tuple[bytes, str] = pickle.load(child.stdout)
     return answer
 
 
 def _serve() -> None:
-    """In a child: answer every job on standard input with (object, error) on standard output."""
+    """Answer every unit on standard input with (object, error) on standard output; runs in a child."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
         try:
-            job: Any = pickle.load(sys.stdin.buffer)
+            unit: Unit = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            answer: tuple[bytes | None, str] = (object_code(*job), "")
+            answer = (object_code(unit), "")
         except Exception as e:  # whatever the compiler raises: the caller goes on without this config
-            answer = (None, f"{type(e).__name__}: {e}")
+            answer = (b"", f"{type(e).__name__}: {e}")
         pickle.dump(answer, answers)
         answers.flush()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from w4gemm.config import GemmConfig
+from w4gemm.jit.unit import Unit
 from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
 from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
 from w4gemm.problem import GemmProblem
@@ -92,33 +93,10 @@ class Resources(NamedTuple):
     """Slots of the pipeline."""
 
 
-@dataclass(frozen=True)
-class Program:
-    """What ``w4gemm.jit`` compiles: a ``cute.jit`` entry and stand-ins for its arguments (dtypes, symbolic shapes)."""
-
-    entry: Callable[..., None]
-    arguments: tuple[Any, ...]
-    arch: str
-    """Target such as ``"sm_90a"``."""
-
-
-class Compilable(Protocol):
-    """What ``w4gemm.jit`` needs of a kernel."""
-
-    name: str
-
-    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        """What the compiled code depends on, as plain values: equal keys share one compiled object."""
-        ...
-
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program | None:
-        """What to compile for ``launcher``; None where nothing needs compiling. Imports the DSL, needs no GPU."""
-        ...
-
-
-class Kernel(Compilable, Protocol):
+class Kernel(Protocol):
     """One way to compute a :class:`GemmProblem`."""
 
+    name: str
     revision: int
     """Raised with a change after which earlier measured times say little of which config is fastest: tuned records of
     other revisions are passed over."""
@@ -148,6 +126,10 @@ class Kernel(Compilable, Protocol):
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
         """What a launch takes of the device."""
+        ...
+
+    def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit | None:
+        """Return what is compiled for ``launcher``; None if nothing is. Right for all m, n and k."""
         ...
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
+from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
-from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
+from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.device.decode_table import ROW_BYTES, table_rows
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.packing.block import BLOCK_K, Block
@@ -203,10 +205,11 @@ class GpuKernel(ABC):
             variant.stages,
         )
 
-    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        return self.variant.of(problem, config)
+    def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit:
+        variant, arch = self.variant.of(problem, config), self.arch(problem.device)
+        return Unit(self.name, variant, arch, functools.partial(self._program, problem, config))
 
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+    def _program(self, problem: GemmProblem, config: GemmConfig) -> Program:
         from cutlass.cute.runtime import make_fake_stream
 
         from w4gemm.kernels.device.entry import FlatEntry
@@ -214,7 +217,7 @@ class GpuKernel(ABC):
         variant = self.variant.of(problem, config)
         given = arguments.stand_ins(variant, workspace=self.workspace_bytes(problem, config) > 0)
         values = (*arguments.flat(*given), make_fake_stream(use_tvm_ffi_env_stream=True))
-        return Program(FlatEntry(self.entry()(variant)), values, self.arch(problem.device))
+        return Program(FlatEntry(self.entry()(variant)), values)
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
         per_cluster = config.cluster_m * config.cluster_n * config.split_k

@@ -20,8 +20,8 @@ import torch
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.config import GemmConfig
-from w4gemm.jit import adopt, compiled, is_ready
-from w4gemm.jit.pool import CompilePool, Job
+from w4gemm.jit import Unit, adopt, is_ready
+from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import Kernel, Operands, kernel_named
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning.timing import LONG_CALL_US, Timing
@@ -148,21 +148,14 @@ def _guesses(problem: GemmProblem, top: int | None) -> list[tuple[Kernel, GemmCo
     return [(kernel_named(name), config) for _, name, config in ranking[:top]]
 
 
-Objects = dict[object, "tuple[Job, Future[bytes | None]]"]
+Objects = dict[Unit, "Future[bytes]"]
 
 
 def _compile(pool: CompilePool, guesses: dict[GemmProblem, list[tuple[Kernel, GemmConfig]]]) -> Objects:
     """Begin to compile whatever is not ready, each object once."""
-    wanted: dict[object, Job] = {}
-    for problem, found in guesses.items():
-        for kernel, config in found:
-            wanted.setdefault(_object_key(kernel, problem, config), (kernel, problem, config))
-    jobs = {key: job for key, job in wanted.items() if not is_ready(*job)}
-    return dict(zip(jobs, zip(jobs.values(), pool.submit(jobs.values()), strict=True), strict=True))
-
-
-def _object_key(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> object:
-    return kernel.name, kernel.compile_key(problem, config)
+    units = dict.fromkeys(k.unit(problem, config) for problem, found in guesses.items() for k, config in found)
+    wanted = [unit for unit in units if unit is not None and not is_ready(unit)]
+    return dict(zip(wanted, pool.submit(wanted), strict=True))
 
 
 def _measure(
@@ -237,13 +230,10 @@ def _ragged(m: int) -> int:
 
 
 def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects: Objects) -> Launch:
-    made = objects.get(_object_key(kernel, problem, config))
-    if made is not None:
-        job, future = made
-        if (code := future.result()) is not None:
-            adopt(*job, code)
-    function = compiled(kernel, problem, config)
-    return kernel.launcher(function, problem, config)
+    unit = kernel.unit(problem, config)
+    if unit is not None and unit in objects:
+        adopt(unit, objects[unit].result())
+    return kernel.launcher(choice.compiled_for(kernel, problem, config), problem, config)
 
 
 def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> _Times:

@@ -1,87 +1,121 @@
-"""Host side of the quantization of activations: what it can take, and what is compiled.
-
-No ``Kernel``, since it computes no product; ``w4gemm.activations`` is its only caller.
-"""
+"""Host side of the quantization of activations; ``w4gemm.activations`` is its only caller."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from w4gemm.config import GemmConfig
-from w4gemm.kernels.base import Program
-from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
+from w4gemm.jit import Program, Unit
+from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
 from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
-from w4gemm.problem import GemmProblem
+from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
+from w4gemm.problem import Device
 
 LARGEST = 448.0
-"""Largest float8_e4m3fn."""
+"""Largest number of float8_e4m3fn."""
 SMALLEST = 2.0**-100
-"""Least magnitude of a row: a smaller one counts as this, so that 448 over it is finite."""
+"""Smallest top that a row is scaled by: 448 over it is finite."""
+FRONTS = ("", "rms", "silu_mul")
+"""What is done to x before it is quantized: nothing, an RMSNorm, or silu(gate) * up."""
 
 _VECTOR = 8
 _MOST_THREADS = 1024
 _MOST_CHUNKS = 8
-"""Chunks of eight columns that the registers of a thread hold; half as many where the norm's weight or single columns
-need registers too."""
-_REDUCED_BYTES = 256
-"""Bytes of shared memory per CTA through which warps reduce."""
+"""Chunks of eight columns that fit the registers of a thread; half as many if the norm's weight or single columns need
+registers too."""
+_REDUCTION_BYTES = 256
+"""Shared memory of the reductions over warps."""
+
+
+class Shape(NamedTuple):
+    """How a row is divided among threads."""
+
+    threads: int
+    """Threads of a CTA, in whole warps."""
+    chunks: int
+    """Chunks of eight columns of each thread."""
+
+
+def shape_of(k: int, chunks: int = 4) -> Shape:
+    """Return the shape for rows of k columns, with at least ``chunks`` chunks per thread if the row has as many."""
+    vectors = -(-k // _VECTOR)
+    threads = min(_MOST_THREADS, 32 * -(-vectors // (32 * chunks)))
+    return Shape(threads, -(-vectors // threads))
 
 
 @dataclass(frozen=True)
 class ActivationQuantize:
-    """Rows to e4m3 from SM89 on, for 16-bit x. Has what ``w4gemm.jit`` needs of a ``Kernel``; of a problem only dtype,
-    k and device count, and of the code neither depends on m: a row's bits are the same whatever the others are.
+    """Rows of 16-bit x to e4m3 from SM89 on. A row's bits depend neither on m nor on the other rows.
 
     Args:
-        front: what is done to x first: "", "rms" or "silu_mul".
-        wide: whether eight columns can be loaded and stored at a time, see :meth:`aligned`.
-        chunks: of eight columns, for a thread; more where a row needs it.
+        front: one of ``FRONTS``.
+        wide: True if eight columns are loaded and stored at a time, see :meth:`aligned`.
+        arch: the compiler's target.
     """
 
+    dtype: torch.dtype
     front: str
     wide: bool
-    chunks: int = 4
+    shape: Shape
+    arch: str
+    dependent_launch: bool
+    """True if the device has programmatic dependent launch."""
 
-    name = "activation_quantize"
+    name: ClassVar[str] = "activation_quantize"
 
-    def takes(self, k: int, shared_memory: int = HOPPER_SHARED_MEMORY) -> bool:
-        """Whether the registers of a CTA hold a row, and its shared memory the two that silu_mul makes one of."""
-        most = _MOST_CHUNKS if self.wide and self.front != "rms" else _MOST_CHUNKS // 2
-        return self.shape(k)[1] <= most and self.staged_bytes(k) + _REDUCED_BYTES <= shared_memory
+    @classmethod
+    def of(
+        cls, device: Device, dtype: torch.dtype, k: int, front: str, wide: bool, chunks: int = 4
+    ) -> ActivationQuantize | None:
+        """Return the kernel for rows of k columns; None where it does not run, or if a row does not fit the
+        registers of a CTA or the shared memory in which silu_mul stages gates and ups. ``chunks``: see
+        :func:`shape_of`."""
+        if dtype not in HALF_KINDS or not runs_on(Sm89Fp8Gemm(), device):
+            return None
+        found = cls(
+            dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0)
+        )
+        most = _MOST_CHUNKS if wide and front != "rms" else _MOST_CHUNKS // 2
+        fits = found.shape.chunks <= most and found.staged_bytes + _REDUCTION_BYTES <= device.shared_memory
+        return found if fits else None
+
+    @classmethod
+    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ActivationQuantize]:
+        if not layer.fp8:
+            return ()
+        wide = layer.k % _VECTOR == 0
+        found = (cls.of(device, layer.dtype, layer.k, front, wide) for front in FRONTS)
+        return tuple(helper for helper in found if helper is not None)
 
     @staticmethod
     def aligned(x: torch.Tensor, weight: torch.Tensor | None, k: int) -> bool:
-        """Whether rows of x and a weight lie where 16 bytes can be loaded at a time, and those of x8 where 8 can be
-        stored."""
+        """True if 16 bytes of a row of x and of the weight can be loaded, and 8 bytes of a row of x8 stored, at a
+        time."""
         address = x.data_ptr() | (0 if weight is None else weight.data_ptr())
         return k % _VECTOR == 0 and x.stride(0) % _VECTOR == 0 and address % 16 == 0
 
-    def shape(self, k: int) -> tuple[int, int]:
-        """Threads of a CTA, whole warps, and chunks of a thread."""
-        vectors = -(-k // _VECTOR)
-        threads = min(_MOST_THREADS, 32 * -(-vectors // (32 * self.chunks)))
-        return threads, -(-vectors // threads)
+    @property
+    def staged_bytes(self) -> int:
+        """Shared memory for a row of x."""
+        staged = self.front == "silu_mul" and self.wide
+        return 2 * self.shape.threads * self.shape.chunks * _VECTOR * 2 if staged else 0
 
-    def staged_bytes(self, k: int) -> int:
-        """Bytes of shared memory per CTA for a row of x."""
-        threads, chunks = self.shape(k)
-        return 2 * threads * chunks * _VECTOR * 2 if self.front == "silu_mul" and self.wide else 0
+    def unit(self) -> Unit:
+        key = (str(self.dtype), self.front, self.wide, *self.shape)
+        return Unit(self.name, key, self.arch, self._program)
 
-    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        return str(problem.dtype), self.front, self.wide, *self.shape(problem.k)
-
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+    def _program(self) -> Program:
         import cutlass
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
         from w4gemm.kernels.activation_quantize.kernel import Quantize
 
-        kind = {torch.float16: "f16", torch.bfloat16: "bf16"}[problem.dtype]
-        dtype = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}[kind]
+        kind = HALF_KINDS[self.dtype]
+        dtype = half_dtype(kind)
         vector = _VECTOR if self.wide else 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=vector)
         x = make_fake_tensor(
@@ -94,13 +128,6 @@ class ActivationQuantize:
         scales = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         kernel = Quantize(
-            kind,
-            self.front,
-            self.wide,
-            *self.shape(problem.k),
-            self.staged_bytes(problem.k),
-            LARGEST,
-            SMALLEST,
-            dependent_launch=problem.device.capability >= (9, 0),
+            kind, self.front, self.wide, *self.shape, self.staged_bytes, LARGEST, SMALLEST, self.dependent_launch
         )
-        return Program(kernel, (x, weight, x8, scales, 0.0, stream), TARGETS[problem.device.capability])
+        return Program(kernel, (x, weight, x8, scales, 0.0, stream))

@@ -19,7 +19,7 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
+from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.cpu import kernel
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import CHUNK
@@ -76,10 +76,7 @@ class CpuMixedGemm:
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
         return Resources(self.workspace_bytes(problem, config))
 
-    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        return (self.name,)
-
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program | None:
+    def unit(self, problem: GemmProblem, config: GemmConfig) -> None:
         return None
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:

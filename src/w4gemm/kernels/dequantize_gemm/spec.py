@@ -8,6 +8,7 @@ tokens on it can cost less to write the dense weight out once: on an H200 where 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 from w4gemm import environment
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import workspace
-from w4gemm.kernels.base import OK, Operands, Program, Resources, Status
+from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.gpu import MIN_DRIVER, Variant
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
@@ -110,10 +112,11 @@ class DequantizeGemm:
         v: Variant = Variant.of(problem, GemmConfig(_TOKENS, BLOCK_N, BLOCK_K))
         return replace(v, epilogue=PLAIN, vector=True)
 
-    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        return self._variant(problem)
+    def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit:
+        arch = _ANYWHERE.arch(problem.device)
+        return Unit(self.name, self._variant(problem), arch, functools.partial(self._program, problem))
 
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+    def _program(self, problem: GemmProblem) -> Program:
         import cutlass
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -126,8 +129,7 @@ class DequantizeGemm:
         words = (cute.sym_int(), cute.sym_int(divisibility=32))
         dense = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(1, 0), assumed_align=16)
         entry = Dequantize(v, problem.device.capability >= (9, 0))
-        arch = _ANYWHERE.arch(problem.device)
-        return Program(entry, (weight, dense, 1, make_fake_stream(use_tvm_ffi_env_stream=True)), arch)
+        return Program(entry, (weight, dense, 1, make_fake_stream(use_tvm_ffi_env_stream=True)))
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
         n, k, tile_n = problem.n, problem.k, config.tile_n

@@ -1,48 +1,65 @@
-"""Host side of the combination: what it can take, and what is compiled.
-
-No ``Kernel``, since it computes no product; ``w4gemm.routing`` is its only caller.
-"""
+"""Host side of the weighted sum of rows; ``w4gemm.routing`` is its only caller."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from w4gemm.config import GemmConfig
-from w4gemm.kernels.base import Program
-from w4gemm.problem import GemmProblem
+from w4gemm.jit import Program, Unit
+from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
+from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+from w4gemm.problem import Device
 
 _MOST_TERMS = 16
-"""Largest number of terms: a thread holds one row of each in registers."""
+"""Terms whose rows fit the registers of a thread."""
 
 
+@dataclass(frozen=True)
 class RowCombine:
-    """Weighted sums of 16-bit rows on SM90. Has what ``w4gemm.jit`` needs of a ``Kernel``; of a problem's config only
-    tile_k counts, the rows that are added up."""
+    """Weighted sums of ``terms`` 16-bit rows for each token, on SM90."""
 
-    name = "row_combine"
+    dtype: torch.dtype
+    terms: int
 
-    def takes(self, d: torch.Tensor, terms: int) -> bool:
-        """Whether eight columns at a time can be loaded of d, and a token's rows fit the registers."""
-        return d.shape[1] % 8 == 0 and d.data_ptr() % 16 == 0 and d.is_contiguous() and 0 < terms <= _MOST_TERMS
+    name: ClassVar[str] = "row_combine"
 
-    def compile_key(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        return str(problem.dtype), config.tile_k
+    @classmethod
+    def of(cls, device: Device, dtype: torch.dtype, terms: int) -> RowCombine | None:
+        """Return the kernel for ``terms`` rows per token; None where it does not run."""
+        if dtype not in HALF_KINDS or not 0 < terms <= _MOST_TERMS or not runs_on(Sm90MixedGemm(), device):
+            return None
+        return cls(dtype, terms)
 
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+    @classmethod
+    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[RowCombine]:
+        found = cls.of(device, layer.dtype, layer.top_k)
+        return () if found is None else (found,)
+
+    @staticmethod
+    def takes(d: torch.Tensor) -> bool:
+        """True if eight columns of d can be loaded at a time."""
+        return d.shape[1] % 8 == 0 and d.data_ptr() % 16 == 0 and d.is_contiguous()
+
+    def unit(self) -> Unit:
+        return Unit(self.name, (str(self.dtype), self.terms), "sm_90a", self._program)
+
+    def _program(self) -> Program:
         import cutlass
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.row_combine.kernel import Combine
 
-        kind = {torch.float16: "f16", torch.bfloat16: "bf16"}[problem.dtype]
-        dtype = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}[kind]
-        n, tokens, terms = cute.sym_int(divisibility=8), cute.sym_int(), config.tile_k
-        d = make_fake_compact_tensor(dtype, (cute.sym_int(), n), stride_order=(1, 0), assumed_align=16)
-        out = make_fake_compact_tensor(dtype, (tokens, n), stride_order=(1, 0), assumed_align=16)
-        places = make_fake_compact_tensor(cutlass.Int32, (tokens, terms), stride_order=(1, 0), assumed_align=4)
-        weights = make_fake_compact_tensor(cutlass.Float32, (tokens, terms), stride_order=(1, 0), assumed_align=4)
+        kind = HALF_KINDS[self.dtype]
+        n, tokens = cute.sym_int(divisibility=8), cute.sym_int()
+
+        def matrix(dtype: type, rows: int, columns: int, align: int) -> cute.Tensor:
+            return make_fake_compact_tensor(dtype, (rows, columns), stride_order=(1, 0), assumed_align=align)
+
+        d, out = matrix(half_dtype(kind), cute.sym_int(), n, 16), matrix(half_dtype(kind), tokens, n, 16)
+        rows, weights = matrix(cutlass.Int32, tokens, self.terms, 4), matrix(cutlass.Float32, tokens, self.terms, 4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(Combine(kind, terms), (d, places, weights, out, stream), "sm_90a")
+        return Program(Combine(kind, self.terms), (d, rows, weights, out, stream))

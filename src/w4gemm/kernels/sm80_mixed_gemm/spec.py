@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from w4gemm.config import GemmConfig
+from w4gemm.jit.unit import Unit
 from w4gemm.epilogue import PLAIN
-from w4gemm.kernels.base import Program
 from w4gemm.kernels.gpu import GpuKernel, m_tiles
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.problem import Device, GemmProblem
@@ -100,10 +100,10 @@ class Sm80MixedGemm(GpuKernel):
     def arch(self, device: Device) -> str:
         return TARGETS[device.capability]
 
-    def program(self, problem: GemmProblem, config: GemmConfig) -> Program:
+    def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit:
         if problem.device.capability[0] == 10:
             _say_what_is_missing(self.name, problem.device.name)
-        return super().program(problem, config)
+        return super().unit(problem, config)
 
     def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
         """Of the multiprocessor with the most tiles: each takes them one after the other, also where it holds two
