@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from conformance.cases import assert_close, random_weight
 from sass import disassemble
-from w4gemm import FormatError, GemmConfig, QuantizedWeight, W4Linear, WeightFormat, linear
+from w4gemm import FormatError, QuantizedWeight, W4Linear, WeightFormat, linear
 from w4gemm.gather import gather_columns
 from w4gemm.jit import object_code
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.packing.layouts import LAYOUTS
-from w4gemm.problem import GemmProblem
+from w4gemm.problem import H200
 
 N, K = 130, 576
 FORMATS = ["int4_g32", "int4_g64_zint_fp16", "int4_g128_zfloat", "int4_g256_zint"]  # 128 and 256: a short last group

@@ -276,10 +276,10 @@ def test_fp8_is_compiled_ahead_of_time_for_other_gpus_with_what_quantizes(tmp_pa
     )
     found = choice.explain(problem).chosen
     assert found is not None and found[0] == {"sm_89": "sm89_fp8_gemm", "sm_90a": "sm90_fp8_gemm"}[arch]
-    assert is_ready(kernel_named(found[0]), problem, found[1])
+    assert is_ready(kernel_named(found[0]).unit(problem, found[1]))
     for dtype in (torch.float16, torch.bfloat16):
-        assert is_ready(ActivationQuantize("", True), replace(problem, dtype=dtype), w4gemm.GemmConfig(1, 1, 1))
-    assert len(list(output.glob(f"*-{arch}-*.o"))) == len(list(output.glob("*.o"))) == 3
+        assert is_ready(ActivationQuantize.of(device, dtype, 768, "", True).unit())
+    assert len(list(output.glob(f"*-{arch}-*.o"))) == len(list(output.glob("*.o"))) == 7
 
 
 def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path, capsys, monkeypatch):

@@ -30,7 +30,6 @@ from w4gemm.problem import Device, GemmProblem
 pytest.importorskip("cutlass")
 
 
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty disk cache and an empty memory cache."""

@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tiny_kernel import tiny
-from w4gemm import GemmConfig, UnsupportedError, WeightFormat, trust
+from w4gemm import UnsupportedError, trust
 from w4gemm.choice import store
 from w4gemm.jit import compile as jit
 from w4gemm.jit import compiled, disk
-from w4gemm.problem import GemmProblem
 
 NOBODY = 65534
 

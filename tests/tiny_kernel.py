@@ -1,7 +1,5 @@
 """The smallest kernel that the jit can compile: y = factor * x. It is a unit and nothing of a GEMM."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable
 from typing import Any

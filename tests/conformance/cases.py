@@ -237,8 +237,6 @@ def compile_ahead(jobs: Iterable[Job]) -> None:
     several processes (``-n``), each compiles what its tests launch."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    todo = {
-        unit: None for kernel, problem, config in jobs if (unit := kernel.unit(problem, config)) is not None
-    }
+    todo = {unit: None for kernel, problem, config in jobs if (unit := kernel.unit(problem, config)) is not None}
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(object_code, todo, chunksize=1))

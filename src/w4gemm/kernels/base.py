@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from w4gemm.config import GemmConfig
-from w4gemm.jit.unit import Unit
 from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
+from w4gemm.jit.unit import Unit
 from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
 from w4gemm.problem import GemmProblem
 

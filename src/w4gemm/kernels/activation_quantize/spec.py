@@ -75,9 +75,7 @@ class ActivationQuantize:
         :func:`shape_of`."""
         if dtype not in HALF_KINDS or not runs_on(Sm89Fp8Gemm(), device):
             return None
-        found = cls(
-            dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0)
-        )
+        found = cls(dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0))
         most = _MOST_CHUNKS if wide and front != "rms" else _MOST_CHUNKS // 2
         fits = found.shape.chunks <= most and found.staged_bytes + _REDUCTION_BYTES <= device.shared_memory
         return found if fits else None

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from w4gemm.config import GemmConfig
-from w4gemm.jit.unit import Unit
 from w4gemm.epilogue import PLAIN
+from w4gemm.jit.unit import Unit
 from w4gemm.kernels.gpu import GpuKernel, m_tiles
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.problem import Device, GemmProblem
