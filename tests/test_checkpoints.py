@@ -94,6 +94,11 @@ def test_the_model_and_the_checkpoint_must_agree(toy: tuple[Path, dict[str, torc
     refused(r"'model\.norm\.weight' has shape \(3,\), its config wants \(64,\)")
     save_file(tensors, folder / "toy.safetensors")
 
+    stray = {"model.layers.1.mlp.down_proj.bias": torch.zeros(64)}
+    save_file(tensors | stray, folder / "toy.safetensors")
+    refused(r"no place for model\.layers\.1\.mlp\.down_proj\.bias")
+    save_file(tensors, folder / "toy.safetensors")
+
     down = facts["model.layers.1.mlp.down_proj"]
     for change, message in (
         ({"bias": True}, "down_proj has a bias, its config wants none"),

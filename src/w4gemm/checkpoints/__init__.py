@@ -1,6 +1,7 @@
 """Checkpoints by format: :func:`open_checkpoint`.
 
-A new format is one file with a ``CheckpointFormat`` and one line in ``FORMATS``.
+A new format is one file with a ``CheckpointFormat`` and one line in ``FORMATS``; ``tests/toy_checkpoint.py`` is a short
+one. Containers that several formats can share, such as safetensors, are files of their own.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
 
 
 def _seen(path: Path) -> str:
-    """What lies at ``path``, for a message."""
+    """Describe what lies at ``path``, for a message."""
     if path.is_file():
         with path.open("rb") as f:
             return f"a file that begins with {f.read(8)!r}"

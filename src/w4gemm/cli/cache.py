@@ -63,7 +63,7 @@ def _line(record: store.Record) -> str:
 
 
 def is_current(record: store.Record) -> bool:
-    """Whether its kernel is what was measured."""
+    """True if the kernel of a record still has the revision that was measured."""
     try:
         return record.revision == kernel_named(record.kernel).revision
     except ValueError:  # the kernel is gone

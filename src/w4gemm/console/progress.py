@@ -1,4 +1,4 @@
-"""What is printed besides a result: all of it on standard error."""
+"""Messages and progress, which go to standard error and leave standard output to the result."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def load(
         raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
     checkpoint = open_checkpoint(path, format)
     model, tokenizer = _empty_model(checkpoint, dtype)
-    _fill(model, checkpoint, device, dtype, progress)
+    _Filling(model, checkpoint, device, dtype).run(progress)
     return model.to(device).eval(), tokenizer
 
 
@@ -161,111 +161,114 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrained
     return model, tokenizer
 
 
-def _fill(
-    model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None
-) -> None:
-    """Put every tensor of the checkpoint into the model: 4-bit ones as W4Linear, the others dense."""
-    wanted = {name for name, _ in model.named_parameters()}  # one name of parameters that are tied
-    wanted |= model.state_dict().keys() & {name for name, _ in model.named_buffers()}
-    placed: set[str] = set()
-    strangers = []
-    total = len(checkpoint.modules) + len(checkpoint.tensors)
-    for done, (name, module) in enumerate(checkpoint.modules.items(), 1):
-        if layers := _layers_of(model, checkpoint, name, module):
-            placed |= _place_weight(model, checkpoint, name, layers, device, dtype)
-        else:
-            strangers.append(f"{name} ({module.experts} experts)" if module.experts else name)
-        if progress is not None:
-            progress(done, total, "loading")
-    for done, (name, shape) in enumerate(checkpoint.tensors.items(), len(checkpoint.modules) + 1):
-        if name not in placed and not _place_dense(model, checkpoint, name, shape, device):
-            strangers.append(name)
-        placed.add(name)
-        if progress is not None:
-            progress(done, total, "loading")
-    model.tie_weights()
-    missing = sorted(wanted - placed)
-    reasons = [f"no tensor for {_listed(missing)}"] if missing else []
-    reasons += [f"no place for {_listed(strangers)} in the model of its config"] if strangers else []
-    if reasons:
-        raise FormatError(f"{checkpoint.path}: {'; '.join(reasons)}")
+@dataclass(frozen=True)
+class _Filling:
+    """Places a checkpoint's tensors, one at a time, in a model whose parameters hold nothing yet."""
+
+    model: PreTrainedModel
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+
+    def run(self, progress: Progress | None) -> None:
+        """Place every tensor: 4-bit weights as W4Linear, the others dense.
+
+        Raises:
+            FormatError: if a tensor has no place, a parameter has no tensor, or their shapes differ.
+        """
+        wanted = {name for name, _ in self.model.named_parameters()}  # one name of parameters that are tied
+        wanted |= self.model.state_dict().keys() & {name for name, _ in self.model.named_buffers()}
+        modules, tensors = self.checkpoint.modules, self.checkpoint.tensors
+        placed: set[str] = set()
+        strangers = []
+        for done, name in enumerate((*modules, *tensors), 1):
+            if name in placed:
+                continue  # a bias, which came with its weight
+            names = self.place_weight(name, modules[name]) if name in modules else self.place_dense(name)
+            placed |= names
+            if not names:
+                experts = modules[name].experts if name in modules else 0
+                strangers.append(f"{name} ({experts} experts)" if experts else name)
+            if progress is not None:
+                progress(done, len(modules) + len(tensors), "loading")
+        self.model.tie_weights()
+        missing = sorted(wanted - placed)
+        reasons = [f"no tensor for {_listed(missing)}"] if missing else []
+        reasons += [f"no place for {_listed(strangers)} in the model of its config"] if strangers else []
+        if reasons:
+            raise FormatError(f"{self.checkpoint.path}: {'; '.join(reasons)}")
+
+    def place_weight(self, name: str, module: Module) -> set[str]:
+        """Put the 4-bit weight and the bias of a module in the place of the dense layers that they belong to.
+
+        Returns:
+            Names of the parameters that have their numbers now, and of the bias in the checkpoint; none if the model
+            has no such layers.
+        """
+        layers = self.layers_of(name, module)
+        if not layers:
+            return set()
+        weight, placed, start = self.checkpoint.weight(name), set(), 0
+        bias = self.checkpoint.dense(f"{name}.bias", self.dtype) if module.bias else None
+        for i, (target, layer) in enumerate(layers.items()):
+            rows = slice(i, None, len(layers)) if module.interleaved else slice(start, start + layer.out_features)
+            start += layer.out_features
+            w = (_rows_of(weight, rows) if len(layers) > 1 else weight).to(self.device)
+            b = None if bias is None else bias[rows].to(self.device)
+            self.model.set_submodule(target, W4Linear.from_weight(w, b, dtype=self.dtype))
+            placed |= {f"{target}.weight"} | ({f"{target}.bias", f"{name}.bias"} if module.bias else set())
+        return placed
+
+    def layers_of(self, name: str, module: Module) -> dict[str, nn.Linear]:
+        """Linear layers of the model that a module is the weight of, by name: one, or those that are fused in it; none
+        if the model has no such layers."""
+        owner = name.rpartition(".")[0]
+        names = [name] if self.module(name) is not None else [f"{owner}.{part}" for part in module.fused]
+        layers = {n: layer for n in names if isinstance(layer := self.module(n), nn.Linear)}
+        if module.experts or not layers or len(layers) < len(names):
+            return {}
+        sizes = [layer.out_features for layer in layers.values()]
+        k = next(iter(layers.values())).in_features
+        if (module.n, module.k) != (sum(sizes), k) or (module.interleaved and len(set(sizes)) > 1):
+            raise FormatError(
+                f"{self.checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants "
+                f"({' + '.join(map(str, sizes))}, {k})"
+            )
+        if others := [n for n, layer in layers.items() if (layer.bias is not None) != module.bias]:
+            has, wanted = ("a", "none") if module.bias else ("no", "one")
+            raise FormatError(
+                f"{self.checkpoint.path}: {name} has {has} bias, its config wants {wanted} of {_listed(others)}"
+            )
+        return layers
+
+    def place_dense(self, name: str) -> set[str]:
+        """Put a dense tensor into the parameter or buffer of its name; return that name, or none if there is none."""
+        owner, _, leaf = name.rpartition(".")
+        module, shape = self.module(owner), self.checkpoint.tensors[name]
+        target = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
+        if module is None or target is None:
+            return set()
+        if tuple(target.shape) != shape:
+            raise FormatError(
+                f"{self.checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
+            )
+        tensor = self.checkpoint.dense(name, target.dtype).to(self.device)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
+        return {name}
+
+    def module(self, name: str) -> nn.Module | None:
+        """A module of the model, or None if there is none of this name."""
+        try:
+            return self.model.get_submodule(name)
+        except AttributeError:
+            return None
 
 
 def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{f', ... ({len(names)} in all)' if len(names) > 3 else ''}"
 
 
-def _layers_of(model: PreTrainedModel, checkpoint: Checkpoint, name: str, module: Module) -> dict[str, nn.Linear]:
-    """Linear layers of the model that a module is the weight of, by name: one, or those that are fused in it; none if
-    the model has no such layers."""
-    modules = dict(model.named_modules())
-    owner = name.rpartition(".")[0]
-    names = [name] if name in modules else [f"{owner}.{part}" for part in module.fused]
-    layers = {n: m for n in names if isinstance(m := modules.get(n), nn.Linear)}
-    if module.experts or not layers or len(layers) < len(names):
-        return {}
-    sizes = [layer.out_features for layer in layers.values()]
-    k = next(iter(layers.values())).in_features
-    if (module.n, module.k) != (sum(sizes), k) or (module.interleaved and len(set(sizes)) > 1):
-        raise FormatError(
-            f"{checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants "
-            f"({' + '.join(map(str, sizes))}, {k})"
-        )
-    if others := [n for n, layer in layers.items() if (layer.bias is not None) != module.bias]:
-        has, wanted = ("a", "none") if module.bias else ("no", "one")
-        raise FormatError(f"{checkpoint.path}: {name} has {has} bias, its config wants {wanted} of {_listed(others)}")
-    return layers
-
-
-def _place_weight(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    name: str,
-    layers: dict[str, nn.Linear],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> set[str]:
-    """Put the 4-bit weight and the bias of a module in the place of dense layers.
-
-    Returns:
-        Names of the parameters that have their numbers now, and of the checkpoint's bias.
-    """
-    module, weight = checkpoint.modules[name], checkpoint.weight(name)
-    bias = checkpoint.dense(f"{name}.bias", dtype) if module.bias else None
-    done = {f"{name}.bias"}
-    start = 0
-    for i, (target, layer) in enumerate(layers.items()):
-        rows = slice(i, None, len(layers)) if module.interleaved else slice(start, start + layer.out_features)
-        start += layer.out_features
-        part = _rows_of(weight, rows) if len(layers) > 1 else weight
-        part_bias = None if bias is None else bias[rows].to(device)
-        model.set_submodule(target, W4Linear.from_weight(part.to(device), part_bias, dtype=dtype))
-        done |= {f"{target}.weight", f"{target}.bias"}
-    return done
-
-
 def _rows_of(w: QuantizedWeight, rows: slice) -> QuantizedWeight:
     """Some rows (output features) of a weight in the canonical layout, where every tensor has a row for each."""
-    tensors = tuple(t[rows].contiguous() for t in w.tensors)
+    tensors = tuple(t[rows].clone(memory_format=torch.contiguous_format) for t in w.tensors)
     return replace(w, n=len(tensors[0]), tensors=tensors)
-
-
-def _place_dense(
-    model: PreTrainedModel, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], device: torch.device
-) -> bool:
-    """Put a dense tensor into the parameter or buffer of its name; False if there is none."""
-    owner, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(owner)
-    except AttributeError:
-        return False
-    target = module._parameters.get(leaf, module._buffers.get(leaf))
-    if target is None:
-        return False
-    if tuple(target.shape) != shape:
-        raise FormatError(
-            f"{checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
-        )
-    tensor = checkpoint.dense(name, target.dtype).to(device)
-    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
-    return True
