@@ -1,8 +1,8 @@
 """Measure the quantization of activations: ``python -m bench.activations --tokens 1,16 --k 4096,8192``.
 
 For every m, k and front (nothing, RMSNorm, silu_mul): ``quantize_activations``, the kernel with other numbers of chunks
-a thread, and PyTorch's operators. By CUDA graph, over copies of x that rotate: with few tokens they are in L2, as what
-the kernel before has just written is; with many they are larger. Rows go to bench/results/activations.jsonl.
+per thread, and PyTorch's operators. Each is timed in a CUDA graph over copies of x. Copies of a short x fit L2, like
+data that the kernel before has just written. Rows go to bench/results/activations.jsonl.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(m: int, k: int, front: str, chunks: list[int]) -> list[dict]:
-    """A row for each implementation."""
+    """Return a row for each implementation."""
     columns = 2 * k if front == "silu_mul" else k
     copies = max(2, min(64, math.ceil(_ROTATED_BYTES / (m * columns * 2))))
     xs = [torch.randn(m, columns, device="cuda").bfloat16() for _ in range(copies)]

@@ -1,9 +1,9 @@
-"""Real answers of a 4-bit model, beside those of the same numbers in dense matrices: ``python -m bench.answers``.
+"""Answers of a 4-bit model beside those of the same numbers in dense matrices: ``python -m bench.answers``.
 
-Five prompts are answered greedily twice in one dtype: with w4gemm behind every 4-bit linear layer, and with those
-layers dequantized to that dtype. Each answer is a row of ``{"kind": "answer", ...}`` in bench/results/answers.jsonl.
-Its differences are max |a - b| / max |b| over the logits, b being the dequantized model's: of the first new token (the
-whole prompt goes through the layers), and of the second (a single token does).
+Five prompts are answered greedily, twice in one dtype: with w4gemm behind every 4-bit linear layer, and with those
+layers dequantized to that dtype. Each answer is a row of bench/results/answers.jsonl. Its differences are max |a - b| /
+max |b| over the logits, where b is the dequantized model's: for the first new token (the layers take the whole prompt)
+and for the second (the layers take one token).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The CPU kernel beside torch.nn.functional.linear on the same weight in 16 and 32 bits: ``python -m bench.cpu``.
 
-Calls go over copies of the weight that are together larger than any cache; medians, by the clock. Rows go to
+Calls rotate over copies of the weight that together exceed any cache. Times are medians by the clock. Rows go to
 bench/results/cpu.jsonl.
 """
 

@@ -1,13 +1,13 @@
 """Measure mixtures of experts: ``python -m bench.grouped --shapes 8x28672x4096 --tokens 1,16 --routing balanced,zipf``.
 
-The protocol is that of bench/run.py, for weights of several experts (experts x n x k) and a number of tokens for each
-on average; ``m`` of a row is that number. Beside w4gemm, if installed: Humming's grouped kernel (in W4A8 it takes bf16
-and quantizes it within the call), and with ``--dtype float8_e4m3fn --format int4_g128,int4_g128_e4m3`` vLLM's CUTLASS
-one too. Rows go to bench/results/grouped.jsonl.
+The protocol is that of bench/run.py, for weights of several experts (experts x n x k). ``m`` of a row is the average
+number of tokens per expert. Peers, if installed: Humming's grouped kernel (in W4A8 it takes bf16 x and quantizes it
+within the call), and with ``--dtype float8_e4m3fn --format int4_g128,int4_g128_e4m3`` also vLLM's CUTLASS kernel. Rows
+go to bench/results/grouped.jsonl.
 
-With ``--top-k K`` x has as many rows as there are tokens, and each is multiplied by K experts: ``w4gemm_gathered``, by
-indices that the kernel reads; ``w4gemm_copied``, gathered by PyTorch first; ``w4gemm_indexed``, what dispatch chooses
-of these; ``w4gemm``, rows that lie there gathered.
+With ``--top-k K`` each row of x is multiplied by K experts. ``w4gemm``: rows already in order of experts.
+``w4gemm_gathered``: rows that the kernel reads through indices. ``w4gemm_copied``: rows that PyTorch copies first.
+``w4gemm_indexed``: whichever of the last two is chosen.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--routing", default="balanced", help="of balanced, zipf, hot (default: %(default)s)")
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=_DTYPES, help="of activations (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="rows of x by their indices, without peers")
+    parser.add_argument("--top-k", type=int, default=0, help="rows of x through indices, without peers")
     parser.add_argument("--configs", type=int, default=0, help="also time as many of the best-ranked configs")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
@@ -129,8 +129,8 @@ def prepare(experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dty
 def cutlass_grouped(
     words: torch.Tensor, scales: torch.Tensor, channels: torch.Tensor, n: int, k: int, count: int
 ) -> Run:
-    """vLLM's: words int32 (experts, n, k / 8) of signed codes, scales e4m3 (experts, k / 128, n), channels float32
-    (experts, n)."""
+    """Return vLLM's kernel. words: int32 (experts, n, k / 8), signed codes. scales: e4m3 (experts, k / 128, n).
+    channels: float32 (experts, n)."""
     ops, experts = vllm_ops.operators(), len(words)
     encoded, strides = ops.cutlass_encode_and_reorder_int4b_grouped(words)
     first = (encoded, ops.cutlass_pack_scale_fp8(scales), channels[..., None].contiguous())
@@ -182,7 +182,7 @@ def humming_grouped(
 def measure(
     prepared: list[Prepared], m: int, routing: str, dtype: torch.dtype, configs: int, top_k: int
 ) -> list[dict[str, Any]]:
-    """A row for each implementation and format whose output is right, and for each of our configs asked for."""
+    """Return a row for each implementation and format whose output is right, and for each config asked for."""
     counts = divide(routing, m, prepared[0][0][0].experts)
     rows: list[dict[str, Any]] = []
     graphs: list[list[Callable[[], object]]] = []
@@ -203,7 +203,7 @@ def candidates(
     configs: int,
     top_k: int,
 ) -> Iterator[tuple[dict[str, Any], list[Callable[[], object]]]]:
-    """A row, still without times, and the calls to time, of each implementation of one format."""
+    """Yield, for each implementation of one format, a row without times and the calls to time."""
     w = weights[0]
     offsets = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
     total = sum(counts)
@@ -212,7 +212,7 @@ def candidates(
     scaled = token_scales()[:total] if dtype == FP8 else None
     tokens = total // top_k if top_k else total
     of_some = None if scaled is None else scaled[:tokens]
-    some = [x[:tokens] for x in xs]  # of which all rows are made, if they are given by indices
+    some = [x[:tokens] for x in xs]  # the rows that indices select from
     indices = torch.cat([r.sort().values for r in (torch.randperm(total, device="cuda") % tokens).split(counts)]).int()
     if top_k:
         xs = [selected(x, 0, indices) for x in some]
@@ -263,7 +263,7 @@ def candidates(
 
 
 def error_of(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, counts: list[int]) -> float:
-    """Relative, over the first, the last and the most used experts; NaN if anything else is missing."""
+    """Relative error of d over the first, the last and the most used expert; infinite if d has a NaN."""
     ends = list(itertools.accumulate(counts, initial=0))
     looked = {0, w.experts - 1, max(range(w.experts), key=counts.__getitem__)}
     worst = float(d.isnan().any()) * torch.inf if d.isnan().any() else 0.0
@@ -280,7 +280,7 @@ def call_of(w: QuantizedWeight, total: int, dtype: torch.dtype, gathered: bool =
 
 
 def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int, gathered: bool) -> list[str]:
-    """The best-ranked configs, of each token tile at most three."""
+    """Return the ``count`` best-ranked configs, at most three per kernel and tile_m."""
     epilogue, device = Epilogue(token_scale=dtype == FP8), Device.of(w.device)
     shape = (total, w.n, w.k, dtype, w.format, w.layout)
     problem = GemmProblem(*shape, epilogue, device, experts=w.experts, gathered=gathered)
@@ -307,7 +307,7 @@ def compile_ahead(
     count: int,
     gathered: bool,
 ) -> None:
-    """On all cores, since one process compiles one kernel at a time."""
+    """Compile on all cores, because one process compiles one kernel at a time."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 

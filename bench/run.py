@@ -1,9 +1,12 @@
 """Measure layers with every implementation in one process: ``python -m bench.run --shapes layers --m 1,16,256``.
 
-The protocol: random weights and activations; a CUDA graph calls an implementation once on each of several copies of the
-weight, over 400 MB together, so that none is found in L2, with two activations in turn; the graphs of all
-implementations (and formats and dtypes, if several are named) are replayed in turn, in an order that changes, and the
-median is reported. Every output is checked against the float32 product with the dequantized weight before it is timed.
+The protocol, with random weights and activations:
+
+- Every output is checked against the float32 product with the dequantized weight before it is timed.
+- A CUDA graph calls an implementation once on each of several copies of the weight, over 400 MB together, so that L2
+  holds none of them. Two activations alternate.
+- The graphs of all implementations (formats, dtypes) are replayed in turn, in an order that changes. The median counts.
+
 Rows go to bench/results/times.jsonl.
 """
 
@@ -31,7 +34,7 @@ MAX_ERROR = 1e-2
 MAX_QUANTIZED_ERROR = 5e-2
 """Limit for an implementation that quantizes x itself."""
 _MANY_TOKENS = 512
-"""Beyond these a few copies do: the product takes longer than its weight."""
+"""For more tokens a few copies are enough, because the product takes longer than reading its weight."""
 
 
 @dataclass(frozen=True)

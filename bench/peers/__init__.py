@@ -1,4 +1,4 @@
-"""The implementations that are compared: one small adapter file each, and its line here."""
+"""The implementations that are compared: one adapter file each, registered here."""
 
 from __future__ import annotations
 

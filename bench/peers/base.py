@@ -22,16 +22,16 @@ class Prepared:
     """A weight in an implementation's own layout, and how to multiply by it."""
 
     tensors: Tensors
-    """All that is read of the weight: the benchmark rotates over copies of them."""
+    """Every tensor of the weight that a call reads: the benchmark rotates over copies of them."""
     run: Callable[[Tensors, torch.Tensor, torch.Tensor], torch.Tensor]
-    """run(tensors, x (m, k), out (m, n)) -> d (m, n), in ``out`` if the implementation can write there: what users get
-    unasked. Works in a CUDA graph."""
+    """run(tensors, x (m, k), out (m, n)) -> d (m, n), in ``out`` if the implementation can write there. It runs what
+    users get by default, and works in a CUDA graph."""
     chosen: Callable[[int], str] = lambda m: ""
     """The config that runs for m tokens, or the empty string if the implementation does not say."""
     activations: torch.dtype | None = None
     """dtype of x that ``run`` takes, if the implementation quantizes x itself; else None."""
     most_tokens: int = 2**31
-    """More are not measured: it takes so much longer than others there that the GPU cools down meanwhile."""
+    """Most tokens that are measured: for more it takes so much longer than others that the GPU cools down meanwhile."""
 
 
 class Peer(Protocol):
@@ -42,11 +42,11 @@ class Peer(Protocol):
     def version(self) -> str: ...
 
     def available(self) -> str:
-        """Why it cannot run on this machine, or the empty string. Imports nothing heavy."""
+        """Return why it cannot run on this machine, or the empty string. Imports nothing heavy."""
         ...
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
-        """Why it cannot run this problem, or the empty string."""
+        """Return why it cannot run this problem, or the empty string."""
         ...
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
@@ -62,7 +62,7 @@ def missing_gpu() -> str:
 
 
 def missing_package(package: str, module: str) -> str:
-    """Why ``module`` of the package cannot be imported, or the empty string; without importing it."""
+    """Return why ``module`` of the package cannot be imported, or the empty string. Does not import it."""
     return "" if importlib.util.find_spec(module) else f"{package} is not installed"
 
 
@@ -84,7 +84,7 @@ def unsupported(
     n_multiple: int = 1,
     k_multiple: int = 1,
 ) -> str:
-    """The usual limits of a symmetric 4-bit kernel, as a reason or the empty string. Group -1: per column."""
+    """Return the usual limit of a symmetric 4-bit kernel that is exceeded, or the empty string. Group -1: per row."""
     if dtype not in dtypes:
         return f"no activations of {dtype}"
     if format.has_channels:
@@ -106,12 +106,12 @@ _MOST_TOKENS = 2**18
 
 @functools.cache
 def token_scales() -> torch.Tensor:
-    """Ones, to take the first m of."""
+    """Ones, float32 (2**18); a call takes the first m."""
     return torch.ones(_MOST_TOKENS, device="cuda")
 
 
 def gptq_words(codes: torch.Tensor) -> torch.Tensor:
-    """codes (n, k) as int32 (n, k / 8), eight along k in a word, the first in the lowest bits."""
+    """Pack codes (n, k) into int32 (n, k / 8): eight along k in a word, the first in the lowest bits."""
     n, k = codes.shape
     words = torch.zeros((n, k // 8), dtype=torch.int32, device=codes.device)
     for i in range(8):

@@ -1,5 +1,5 @@
-"""cuBLAS through torch: the dequantized weight in 16 bits, or in e4m3 with scales of rows, the time to beat where
-bandwidth does not matter."""
+"""cuBLAS through torch: the dequantized weight in 16 bits, or in e4m3 with one scale per row. The time to beat if
+bandwidth does not bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marlin as vLLM has it: mma.sync with asynchronous copies, no Hopper instructions."""
+"""vLLM's Marlin: mma.sync with asynchronous copies, no Hopper instructions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Marlin:
 
 
 def _permuted(scales: torch.Tensor) -> torch.Tensor:
-    """scales (groups, n) in the order in which Marlin's threads read them."""
+    """Permute scales (groups, n) to the order in which Marlin's threads read them."""
     if scales.shape[0] > 1:
         order = [i + 8 * j for i in range(8) for j in range(8)]
     else:

@@ -53,7 +53,7 @@ class Quack:
 
 
 def prepare_fp8(weight: QuantizedWeight) -> Prepared:
-    """Its codes are a sign and a magnitude up to 7, so w has no -8."""
+    """Its codes are a sign and a magnitude up to 7, so the weight must have no -8."""
     from quack.gemm_w4 import gemm_w4a8, prepare_w4_weight
 
     codes, scales, _, channels = weight.parts()

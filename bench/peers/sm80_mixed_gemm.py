@@ -1,4 +1,4 @@
-"""This library's kernel for GPUs without Hopper's units, forced; its config as its model ranks them."""
+"""This library's kernel for GPUs before Hopper, forced, with the config that its model ranks first."""
 
 from __future__ import annotations
 

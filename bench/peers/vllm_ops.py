@@ -20,7 +20,7 @@ UINT4_MINUS_8 = 4 << 8 | 8 << 17 | 1 << 50
 
 
 def missing(operator: str) -> str:
-    """Why the operator cannot be called here, or the empty string."""
+    """Return why the operator cannot be called here, or the empty string."""
     if reason := missing_gpu():
         return reason
     library = os.environ.get("VLLM_OPS_LIBRARY")

@@ -18,7 +18,7 @@ from w4gemm.weight import QuantizedWeight
 
 class W4gemm:
     def __init__(self, name: str = "w4gemm", kernel: str = "") -> None:
-        """With ``kernel`` the best-ranked config of this kernel is forced, as where no other can run."""
+        """With ``kernel``, the best-ranked config of this kernel is forced."""
         self.name, self._kernel = name, kernel
 
     def version(self) -> str:

@@ -1,8 +1,8 @@
-"""Act-order: groups whose columns do not lie side by side, as GPTQ with ``desc_act`` makes them.
+"""Act-order: groups whose columns are not adjacent, as GPTQ with ``desc_act`` makes them.
 
-There ``g_idx`` (k) names the group of each column of w. In a packed weight groups are contiguous, so its columns are
-sorted by group, once, when it is made; what is left is ``perm`` (k): packed column j is column perm[j] of w, and a
-product gathers x's columns in the same order. Nothing below :func:`w4gemm.linear` knows.
+``g_idx`` (k) names the group of each column of w. A packed weight has contiguous groups, so its columns are sorted by
+group once, when it is made, and it keeps ``perm`` (k): packed column j is column perm[j] of w. A product gathers x's
+columns in the same order. No code below :func:`w4gemm.linear` depends on perm.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ PERM_DTYPE = torch.int32
 
 
 def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torch.device) -> torch.Tensor | None:
-    """The stable order of columns that makes the groups contiguous, or None if they are already.
+    """Return the stable order of columns that makes the groups contiguous, or None if they are contiguous already.
 
     Args:
-        g_idx: group of each column, integers 0 .. groups - 1 (k). Every group has ``group_size`` columns, but the last
-            one the rest of k.
-        device: where g_idx must be.
+        g_idx: integers (k,), the group of each column, 0 .. groups - 1. Every group has ``group_size`` columns; the
+            last one has the remaining columns of k.
+        device: device that g_idx must be on.
 
     Returns:
-        int32 (k), a permutation: place j takes column perm[j].
+        int32 (k,), a permutation: packed column j is column perm[j].
 
     Raises:
         TypeError, ValueError: naming g_idx and the first bad group.
@@ -54,7 +54,7 @@ def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torc
 
 
 def check_perm(perm: torch.Tensor, k: int, device: torch.device) -> None:
-    """Refuse what has not the dtype, shape and device of a perm; :func:`is_permutation` looks at its numbers."""
+    """Raise ValueError if perm has a wrong dtype, shape or device. :func:`is_permutation` checks its numbers."""
     if not isinstance(perm, torch.Tensor) or perm.dtype != PERM_DTYPE or tuple(perm.shape) != (k,):
         came = f"{perm.dtype} {tuple(perm.shape)}" if isinstance(perm, torch.Tensor) else type(perm).__name__
         raise ValueError(f"perm: wanted {PERM_DTYPE} ({k},) or None, got {came}")
@@ -63,10 +63,10 @@ def check_perm(perm: torch.Tensor, k: int, device: torch.device) -> None:
 
 
 def is_permutation(perm: torch.Tensor) -> bool:
-    """Whether perm (k) holds each of 0 .. k - 1 once. On a GPU this synchronizes."""
+    """True if perm (k,) holds each of 0 .. k - 1 once. Synchronizes on a GPU."""
     return torch.equal(perm.sort().values, torch.arange(len(perm), dtype=perm.dtype, device=perm.device))
 
 
 def in_original_order(columns: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
-    """(n, k) with its columns in packed order, put back: result[:, perm[j]] is columns[:, j]."""
+    """Return ``columns`` (n, k) from packed order to w's: result[:, perm[j]] is columns[:, j]."""
     return columns.index_select(1, torch.argsort(perm))

@@ -1,4 +1,4 @@
-"""What the conformance suite runs over: kernels by registration, formats, weights, and the bound on errors."""
+"""The conformance suite's kernels (by registration), formats, weights, and its bound on errors."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
 
 PARTIAL = ("dequantize_gemm",)
-"""Kernels beside others, which refuse some formats, sizes and epilogues; all others take all of them."""
+"""Kernels that may refuse some formats, sizes and epilogues; all others take all of them."""
 FP8_SUM = 2**-16
-"""Hopper's tensor cores add up fp8 products with about 14 bits: what a step along k of 32 may cut off, on average."""
+"""Relative error that a k step of 32 may add on average: Hopper's tensor cores add fp8 products with about 14 bits."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Target:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of a result, where nothing else is asked for."""
+        """dtype of a result by default."""
         return default_out_dtype(self.dtype)
 
     @property
@@ -77,7 +77,7 @@ class Target:
     def every_config(
         self, shapes: Iterable[tuple[int, int]], m: int = 64, experts: int = 0, gathered: bool = False
     ) -> dict[str, WeightFormat]:
-        """All that are legal for one of the shapes (n, k), each with its format of CONFIG_FORMATS."""
+        """Every config that is legal for one of the shapes (n, k), with its format of CONFIG_FORMATS."""
         found: dict[str, WeightFormat] = {}
         for format in CONFIG_FORMATS:
             for n, k in shapes:
@@ -87,7 +87,7 @@ class Target:
         return found
 
     def few_configs(self, n: int, k: int, format: WeightFormat) -> list[str]:
-        """All on the CPU; on a GPU one, and the same for as many shapes as possible, since each is compiled."""
+        """Every config on the CPU; on a GPU one, equal for as many shapes as possible, because each is compiled."""
         legal = self.configs(n, k, format)
         if self.device == "cpu" or not legal:
             return legal
@@ -99,7 +99,7 @@ class Target:
         return random_weight(format, n, k, seed).to(self.device).repack(self.layout)
 
     def takes(self, format: WeightFormat) -> None:
-        """Skip where the layout says why it cannot hold the format, or a kernel that takes some formats alone."""
+        """Skip if the layout cannot hold the format, or if the kernel may refuse some formats and refuses this one."""
         status = self.kernel.supports(self.problem(16, 128, 128, format))
         if reason := layout_named(self.layout).supports(format):
             assert reason in status.reason
@@ -108,12 +108,12 @@ class Target:
             pytest.skip(status.reason)
 
     def randn(self, *shape: int, seed: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """dtype: None for that of x."""
+        """Random tensor; dtype None for x's."""
         random = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
         return random.to(self.device, dtype or self.dtype)
 
     def one_hot(self, columns: torch.Tensor, k: int, value: float = 1) -> torch.Tensor:
-        """x (len(columns), k), in each row ``value`` in one column."""
+        """x (len(columns), k) with ``value`` in one column of each row."""
         x = torch.zeros(len(columns), k, device=self.device)
         x[torch.arange(len(columns), device=self.device), columns.to(self.device)] = value
         return x.to(self.dtype)
@@ -140,7 +140,7 @@ def targets() -> list[object]:
 
 
 def supported_here(target: Target) -> None:
-    """Skip where the GPU is none that the kernel is for; on Hopper a refusal is a failure."""
+    """Skip if the kernel is not for this GPU; on Hopper a refusal is a failure."""
     status, *others = (target.kernel.supports(target.problem(16, 128, 128, format)) for format in FEW_FORMATS)
     if any(others):
         return
@@ -151,7 +151,7 @@ def supported_here(target: Target) -> None:
 
 @functools.lru_cache(maxsize=64)
 def random_weight(format: WeightFormat, n: int, k: int, seed: int = 0) -> QuantizedWeight:
-    """Every code, scales of both signs and some zero, zero points anywhere between the ends of their range."""
+    """A weight with every code, scales of both signs and some 0, and zero points over their whole range."""
     g = torch.Generator().manual_seed(seed)
     groups = (n, format.groups(k))
     codes = torch.randint(0, 16, (n, k), generator=g)
@@ -177,8 +177,8 @@ def assert_close(
     out_dtype: torch.dtype | None = None,
     **fused,
 ) -> None:
-    """d errs at most twice as much as a plain matmul of the dequantized weights in x's dtype (float32: four times, as
-    there the order of additions is all there is), plus the luck of a few results.
+    """Assert that d's error is at most twice that of a plain matmul of the dequantized weights in x's dtype (float32:
+    four times, because only the order of additions differs), plus a margin for small numbers of results.
 
     ``fused``: alpha, activation and residual. With them or an out_dtype the plain matmul is one in float32, and its
     result is rounded once.
@@ -213,7 +213,7 @@ def rms(t: torch.Tensor) -> float:
 def linear_poisoned(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, config: str | None, **fused
 ) -> torch.Tensor:
-    """``linear`` into a poisoned out: nothing of it is left, and nothing around it is written."""
+    """Call ``linear`` with an out of NaN; assert that all of it is written and nothing around it."""
     guard, m, n = 1024, x.shape[0], Epilogue(fused.get("activation")).columns(w.n)
     dtype = fused.get("out_dtype") or default_out_dtype(x.dtype)
     buffer = torch.full((m * n + 2 * guard,), float("nan"), dtype=dtype, device=x.device)
@@ -228,7 +228,7 @@ Job = tuple[Kernel, GemmProblem, GemmConfig]
 
 
 def job(target: Target, n: int, k: int, format: WeightFormat, config: str, epilogue: Epilogue = PLAIN) -> Job:
-    """What :func:`compile_ahead` takes."""
+    """Job for :func:`compile_ahead`."""
     return target.kernel, target.problem(64, n, k, format, epilogue), GemmConfig.parse(config.rpartition("/")[2])
 
 

@@ -124,7 +124,7 @@ def test_ragged(target, format, n, k):
 
 @pytest.mark.parametrize("m", TOKENS)
 def test_chosen_by_dispatch(target, m):
-    """What users get: kernel and config as dispatch chooses them."""
+    """``linear`` without a forced config."""
     w, x = target.weight(target.format, 576, 576), target.randn(m, 576)
     assert_close(linear_poisoned(x, w, None, None), x, w)
 
@@ -133,7 +133,7 @@ def test_chosen_by_dispatch(target, m):
 
 
 def configs_of_all(target: Target) -> bool:
-    """Whether every config is run: for one dtype where several take the same device code."""
+    """True if every config runs: for one dtype if several share the device code."""
     return target.dtype == CONFIG_DTYPE or (target.dtype == FP8 and target.device == "cuda")
 
 
