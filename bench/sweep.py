@@ -130,7 +130,7 @@ def parsed(name: str) -> tuple[Any, GemmConfig]:
 
 
 def rows_of_experts(path: Path) -> Iterator[dict[str, Any]]:
-    """Of a file of bench/grouped.py the timings of configs, tokens divided evenly."""
+    """Yield the timings of configs in a file of bench/grouped.py, with tokens divided evenly."""
     for row in map(json.loads, path.read_text().splitlines()):
         if row["impl"] == "w4gemm_config" and row["routing"] == "balanced":
             kept = ("n", "k", "m", "experts", "format", "config", *_FACTS)

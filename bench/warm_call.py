@@ -57,7 +57,7 @@ def without_launches() -> None:
 
 
 def cases(device: torch.device) -> dict[str, Callable[[], object]]:
-    """What is called, by name."""
+    """Return the calls to time, by name."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     w = quantize(torch.randn(_N, _K)).to(device).repack()
     experts = QuantizedWeight.stack([w] * _EXPERTS)

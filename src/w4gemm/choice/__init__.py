@@ -1,4 +1,4 @@
-"""What runs a problem, and why: intervals of m, plans and their cache, choosing, batch invariance, measured choices.
+"""The choice of what runs a problem: intervals of m, plans and their cache, batch invariance, measured choices.
 
 A plan is chosen for an interval of m, as if m were the interval's last value, so a call with another number of tokens
 rarely chooses or compiles anything. Importing this imports no DSL.

@@ -32,7 +32,7 @@ class Explanation:
     """Why a problem is run as it is. ``str`` gives it in a few lines, :meth:`table` with every config."""
 
     problem: GemmProblem
-    """As it is run: see :func:`w4gemm.choice.choose.resolve_gather`."""
+    """The problem as it runs, see :func:`w4gemm.choice.choose.resolve_gather`."""
     status: dict[str, Status]
     """Every kernel's answer."""
     ranking: tuple[tuple[float, str, GemmConfig], ...]
@@ -78,7 +78,7 @@ class Explanation:
 
 
 def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Explanation:
-    """What each kernel says about ``problem`` and what would be chosen for its m; compiles nothing.
+    """Return what each kernel says about ``problem`` and what would be chosen for its m. Compiles nothing.
 
     Args:
         config: to force one, as for :func:`w4gemm.choice.plan`.

@@ -34,7 +34,7 @@ USER_FILE = "tuned.jsonl"
 
 
 class Key(NamedTuple):
-    """What a measured choice holds for, besides an interval of m."""
+    """Problems that a measured choice holds for, besides its interval of m."""
 
     device: str
     """The exact name; of a CPU, its model."""
@@ -42,12 +42,12 @@ class Key(NamedTuple):
     """Multiprocessors; of a CPU, PyTorch's threads."""
     format: str
     dtype: str
-    """Of x."""
+    """dtype of x."""
     layout: str
     n: int
     k: int
     epilogue: str
-    """What of the epilogue changes the time: see :func:`epilogue_kind`."""
+    """The part of the epilogue that changes the time, see :func:`epilogue_kind`."""
     batch_invariant: bool
 
 
@@ -126,7 +126,7 @@ _FITS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "us": ("a finite number from 0 on", _is_time),
     "batch_invariant": ("a bool", lambda value: isinstance(value, bool)),
 }
-"""What a value of a line must be, in words and as a check."""
+"""Legal values of each field of a line, in words and as a check."""
 
 
 def key_of(problem: GemmProblem) -> Key:
@@ -171,7 +171,7 @@ def _processor() -> str:
 # --- looking up ------------------------------------------------------------------------------------------------------
 
 _session: list[Record] = []
-"""What this process tuned and could not write."""
+"""Records that this process tuned and could not write."""
 
 
 def find(problem: GemmProblem) -> Iterator[tuple[str, Record]]:

@@ -1,4 +1,4 @@
-"""What is compiled: :class:`Unit`. It knows a name, a key, a target and how to make a program, and nothing of GEMMs."""
+"""The unit of compilation, :class:`Unit`: a name, a key, a target and a way to make a program; nothing of GEMMs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 
 class Program(NamedTuple):
-    """What ``cute.compile`` is given: a ``cute.jit`` entry and stand-ins for its arguments (dtypes and
-    symbolic shapes)."""
+    """Input of ``cute.compile``: a ``cute.jit`` entry and stand-ins for its arguments (dtypes and symbolic
+    shapes)."""
 
     entry: Callable[..., None]
     arguments: tuple[Any, ...]

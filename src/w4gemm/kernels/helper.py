@@ -22,7 +22,7 @@ HALF_KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class LayerFacts(NamedTuple):
-    """What a helper must know of a layer so that all that it may launch for it can be compiled ahead of time."""
+    """Facts of a layer that tell a helper all that it may launch for it, so that it can be compiled ahead of time."""
 
     k: int
     """Input features."""

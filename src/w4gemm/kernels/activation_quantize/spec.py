@@ -19,7 +19,7 @@ LARGEST = 448.0
 SMALLEST = 2.0**-100
 """Smallest top that a row is scaled by: 448 over it is finite."""
 FRONTS = ("", "rms", "silu_mul")
-"""What is done to x before it is quantized: nothing, an RMSNorm, or silu(gate) * up."""
+"""Operations on x before it is quantized: none, an RMSNorm, or silu(gate) * up."""
 
 _VECTOR = 8
 _MOST_THREADS = 1024

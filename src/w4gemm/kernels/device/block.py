@@ -12,7 +12,7 @@ from w4gemm.packing.block import LANE_BYTES, STRIP_BYTES, STRIP_N, Block
 
 @dataclass(frozen=True)
 class BlockReader:
-    """What one lane loads of a block or a part of one (see :mod:`w4gemm.packing.block`)."""
+    """Addresses that one lane loads from in a block or half a block (see :mod:`w4gemm.packing.block`)."""
 
     block: Block
 

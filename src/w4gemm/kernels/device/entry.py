@@ -1,4 +1,4 @@
-"""What ``cute.compile`` is given for a kernel that takes :class:`w4gemm.kernels.arguments.Arguments`."""
+"""The ``cute.compile`` entry of a kernel that takes :class:`w4gemm.kernels.arguments.Arguments`."""
 
 from __future__ import annotations
 

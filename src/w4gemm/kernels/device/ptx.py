@@ -209,7 +209,7 @@ def bulk_prefetch(source: Int64, size: Int32) -> None:
 
 
 def bulk_copy_multicast(destination: Int32, source: Int64, size: Int32, barrier: Int32, mask: Int16) -> None:
-    """As ``bulk_copy``, to the same place in every CTA of the cluster whose bit is set, each with its own barrier."""
+    """``bulk_copy`` to the same address in every CTA of the cluster whose bit is set, each with its own barrier."""
     asm(
         "{ .reg .b16 m; cvt.u16.u32 m, $4; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".multicast::cluster [$0], [$1], $2, [$3], m; }",

@@ -114,7 +114,7 @@ class Variant(gpu.Variant):
 
     @functools.cached_property
     def _warps(self) -> Warps:
-        """As many warps as shared memory holds pipelines for; none if it holds fewer than four."""
+        """The largest number of warps whose pipelines fit shared memory; none if fewer than four fit."""
         room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
         room -= self.table_bytes
         pipeline = self.stages * (self.weight_bytes + self.x_bytes)

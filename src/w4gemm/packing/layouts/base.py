@@ -1,4 +1,4 @@
-"""What a pack layout is: the order in which the bits of a weight lie. See :class:`PackLayout`."""
+"""The interface of a pack layout, the order of a weight's bits: :class:`PackLayout`."""
 
 from __future__ import annotations
 
