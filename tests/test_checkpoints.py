@@ -125,5 +125,8 @@ def test_what_no_format_knows_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="is a model quantized by 'gptq', which cannot be loaded yet; what can be"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(FormatError, match=r"config\.json' is no JSON"):
+    with pytest.raises(FormatError, match=r"config\.json' is no JSON object"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": 4}')
+    with pytest.raises(FormatError, match="quantization_config is 4, no object"):
         open_checkpoint(tmp_path)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from w4gemm import FormatError, quantize
 from w4gemm.checkpoints import dense, open_checkpoint
-from w4gemm.checkpoints.safetensors_folder import SafetensorsFolder
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder
 
 INDEX = "model.safetensors.index.json"
 

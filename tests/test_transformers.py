@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from tiny_model import FFN, HEAD_DIM, HIDDEN, LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, W4Linear, WeightFormat, quantize
 from w4gemm.checkpoints.gguf_file import GGUFFile
-from w4gemm.integrations.transformers import dequantize_layers, load, summarize
+from w4gemm.integrations.transformers import dequantize_layers, load, quantize_layers, summarize
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +110,15 @@ def test_dense_folder_with_a_format(tmp_path: Path) -> None:
     model, _ = load(write_dense(tmp_path), format="int4_col_zint")
     assert summarize(model).formats == {"int4_col_zint": 7 * LAYERS}
     assert model.model.layers[0].mlp.up_proj.format == WeightFormat(-1, "int")
+
+
+def test_attention_that_reads_its_weight_stays_dense() -> None:
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 96)
+    quantize_layers(layer)
+    assert isinstance(layer.linear1, W4Linear) and isinstance(layer.self_attn.out_proj, torch.nn.Linear)
+    assert layer(torch.randn(5, 1, 64)).shape == (5, 1, 64)
+    with torch.no_grad():
+        assert layer.eval()(torch.randn(5, 1, 64)).shape == (5, 1, 64)
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints by format: :func:`open_checkpoint`.
 
 A new format is one file with a ``CheckpointFormat`` and one line in ``FORMATS``; ``tests/toy_checkpoint.py`` is a short
-one. Containers that several formats can share, such as safetensors, are files of their own.
+one. What several formats share is in ``hugging_face``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from w4gemm.checkpoints import dense, gguf
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
 
@@ -68,8 +69,8 @@ def _seen(path: Path) -> str:
     if path.is_file():
         with path.open("rb") as f:
             return f"a file that begins with {f.read(8)!r}"
-    if method := dense.quantization_method(path):
-        return f"a model quantized by {method!r}, which cannot be loaded yet"
+    if (scheme := quantization_config(path)) is not None:
+        return f"a model quantized by {scheme.get('quant_method')!r}, which cannot be loaded yet"
     names = sorted(p.name for p in path.iterdir())
     return f"a folder with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "an empty folder"
 

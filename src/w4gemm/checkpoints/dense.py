@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
-from w4gemm.checkpoints.safetensors_folder import FILES, SafetensorsFolder
+from w4gemm.checkpoints.hugging_face import FILES, SafetensorsFolder, quantization_config
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
 from w4gemm.quantization import quantize
@@ -32,25 +32,14 @@ def default_format(k: int) -> WeightFormat:
 
 
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
-    """Dense linear layers by name, without those where the last part of the name is one of ``skip``."""
+    """Dense linear layers by name, without those where the last part of the name is one of ``skip``, and without the
+    output projection of nn.MultiheadAttention, which is not called: its weight is read."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: layer for name, layer in layers.items() if name.split(".")[-1] not in skip}
-
-
-def quantization_method(folder: Path) -> str:
-    """``quant_method`` of a folder's config.json; empty if there is no such file or the model is dense.
-
-    Raises:
-        FormatError: if config.json cannot be read.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except FileNotFoundError:
-        return ""
-    except (ValueError, RecursionError) as e:  # ValueError: no JSON, or no UTF-8
-        raise FormatError(f"path: {str(folder / 'config.json')!r} is no JSON: {e}") from e
-    scheme = config.get("quantization_config") if isinstance(config, dict) else None
-    return str(scheme.get("quant_method", scheme) if isinstance(scheme, dict) else scheme or "")
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if name.split(".")[-1] not in skip and not isinstance(layer, NonDynamicallyQuantizableLinear)
+    }
 
 
 class DenseCheckpoint:
@@ -129,7 +118,7 @@ def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _find(path: Path) -> Path | None:
-    return path if (path / "config.json").is_file() and not quantization_method(path) else None
+    return path if (path / "config.json").is_file() and quantization_config(path) is None else None
 
 
 FORMAT = CheckpointFormat("dense", "a folder with a dense Hugging Face model (config.json)", _find, DenseCheckpoint)

@@ -1,4 +1,4 @@
-"""The container of Hugging Face folders: safetensors files, one or sharded, read one tensor at a time."""
+"""Folders as Hugging Face models come in: config.json, and safetensors, one file or shards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,25 @@ from w4gemm.errors import FormatError
 
 FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of which a folder has one."""
+
+
+def quantization_config(folder: Path) -> dict[str, Any] | None:
+    """Return ``quantization_config`` of a folder's config.json, by which a quantized model's format is recognized; None
+    if there is no such file or the model is dense.
+
+    Raises:
+        FormatError: if config.json cannot be read.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        found = config.get("quantization_config")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, AttributeError, RecursionError) as e:
+        raise FormatError(f"path: {str(folder / 'config.json')!r} is no JSON object: {e}") from e
+    if found is not None and not isinstance(found, dict):
+        raise FormatError(f"path: {str(folder / 'config.json')!r}: quantization_config is {found!r}, no object")
+    return found
 
 
 class TensorInfo(NamedTuple):
