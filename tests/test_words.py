@@ -59,5 +59,9 @@ def test_docstrings_begin_with_the_thing_or_the_verb(file: str) -> None:
     assert not bad_beginnings(file) or file in LEFT
 
 
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
 if __name__ == "__main__":
     print("\n".join(line for file in FILES for line in bad_beginnings(file)))
