@@ -53,7 +53,8 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """``choice`` was the fastest of the configs that were measured, ``us`` microseconds a call."""
+    """One tuning result: ``choice`` is the config that the tuner selected, ``us`` its median microseconds per call at
+    the interval's last m."""
 
     key: Key
     m: tuple[int, int | None]

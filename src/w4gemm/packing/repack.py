@@ -8,9 +8,10 @@ from w4gemm.formats import WeightFormat
 from w4gemm.packing.layouts.base import PackLayout
 
 _ROWS = 128
-"""Rows of w that every layout keeps together in whole entries of its tensors' first dimension."""
+"""Row granularity of repacking: in every layout, 128 rows of w are a whole number of entries of each tensor's first
+dimension."""
 _ELEMENTS = 2**22
-"""Repacked at a time, so that what that takes beside the result stays small."""
+"""Elements repacked at a time, so that temporary memory stays small beside the result."""
 
 Tensors = tuple[torch.Tensor, ...]
 

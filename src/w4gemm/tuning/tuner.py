@@ -30,14 +30,15 @@ from w4gemm.tuning.workload import Launch, Workload
 _log = logging.getLogger("w4gemm")
 
 TOP = 10
-"""Configs that are measured of a problem, by prediction. Of those in bench/results/configs.jsonl (H200, 2026-11-21) the
-fastest is among the first 8 guesses but for 2 % at most, and among these but for 0.4 %."""
+"""Configs per problem that are measured, best prediction first. Over the points of bench/results/configs.jsonl (H200,
+2026-11-21), the best of the first 8 is at most 2 % slower than the fastest, the best of 10 at most 0.4 %."""
 _MAX_ERROR = 2e-2
 _LOOKS, _REPLAYS, _FEW_REPLAYS = 1, 11, 3
-"""At first; of the finalists; of those with long calls on a GPU, which the timer warms up for."""
+"""Timed replays per config: in the first pass; for a finalist; for a finalist if calls are long on a GPU (fewer,
+because the timer warms up before each)."""
 _FINALISTS, _NEAR, _LONG_NEAR = 4, 1.25, 1.06
-"""At most so many configs are timed well, and only those that took at most so much of the fastest's time at a look;
-long calls vary less."""
+"""Largest number of finalists, and their largest time over the fastest's in the first pass; lower for long calls, which
+vary less."""
 _AS_FAST = 1.03
 _WORTH = 0.99
 """A config replaces the first guess if it takes at most so much of its time, in the geometric mean of two m: with less
