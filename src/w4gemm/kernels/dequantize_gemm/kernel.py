@@ -1,17 +1,17 @@
-"""A packed weight (n, k) to a dense matrix in x's dtype, as fast as its bytes move; cuBLAS multiplies by it.
+"""Decode a packed weight (n, k) to a dense matrix in x's dtype, as fast as its bytes move; cuBLAS multiplies by it.
 
-A CTA walks over blocks of 64 rows x 128 columns. A row's columns are decoded in chunks of 128 bytes, a chunk in four
-steps of 32 bytes, as the matrix instructions of the other kernels take them (layout mma16): a code word holds what
-one lane of a quad feeds to one step, 4 bytes of each half of the step, of rows g and g + 8. Here the four lanes of a
-quad take a step each, with the words of all four lanes, so that each has 16 contiguous bytes of every row and half:
+A CTA loops over blocks of 64 rows x 128 columns. A row's columns are decoded in k chunks of 128 bytes, and a chunk in
+four steps of 32 bytes, as the matrix instructions of the other kernels take them (layout mma16): a code word holds what
+one lane of a quad feeds to one step, 4 bytes of each half of the step, of rows g and g + 8. Here each of the four lanes
+of a quad takes one step, with the words of all four lanes, so that it has 16 contiguous bytes of every row and half:
 
     lane 2 i        step 2 i: first half, second half            step 2 i,     first half;  step 2 i + 1, first half
     lane 2 i + 1    step 2 i + 1: first half, second half   ->   step 2 i, second half;     step 2 i + 1, second half
 
-Neighbours exchange the halves that the other one stores, since then two lanes fill a sector of 32 bytes at once.
+Neighbouring lanes exchange the halves that the other one stores, because two lanes then fill a sector of 32 bytes.
 
-Programmatic dependent launch: the fp8 decoder's table is filled before ``griddepcontrol.wait``; the memory that is
-written after it may be what the kernel before still reads.
+Programmatic dependent launch: the fp8 decoder's table is filled before ``griddepcontrol.wait``. The dense matrix is
+written after it, because the kernel before may still read that memory.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ _CHUNK_BYTES = 128
 
 
 class Dequantize:
-    """The kernel for a variant, of which only the formats of weight and x count. ``hopper``: whether for SM90 or later,
-    with its arithmetic on pairs of bf16 and programmatic dependent launch."""
+    """The kernel for a variant, of which only the formats of the weight and of x matter. ``hopper``: True for SM90 and
+    later, which have arithmetic on pairs of bf16 and programmatic dependent launch."""
 
     def __init__(self, variant: Variant, hopper: bool):
-        self.v = v = variant
+        self.variant = variant
         self.hopper = hopper
-        self.decoder = decoder_of(v, only_fma=not hopper)
-        self.chunks = BLOCK_K // v.chunk_k
+        self.decoder = decoder_of(variant, only_fma=not hopper)
+        self.k_chunks = BLOCK_K // variant.chunk_k
 
     @cute.jit
     def __call__(self, weight: cute.Tensor, dense: cute.Tensor, max_ctas: Int32, stream: Any):
-        """weight int32 (n blocks, k blocks, words), dense int32 (64 n blocks, bytes of 128 k blocks / 4)."""
+        """Launch. weight: int32 (n blocks, k blocks, words). dense: int32 (64 * n blocks, words of 128 * k blocks)."""
         ctas = cutlass.min(weight.shape[0] * weight.shape[1], max_ctas)
         self.kernel(weight, dense).launch(grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream, use_pdl=self.hopper)
 
     @cute.kernel
     def kernel(self, weight: cute.Tensor, dense: cute.Tensor):
-        v = self.v
+        variant = self.variant
         thread = cute.arch.thread_idx()[0]
         k_blocks, stride = weight.shape[1], cute.arch.grid_dim()[0]
         table = Int32(0)
-        if const_expr(v.decode_table_bytes > 0):
+        if const_expr(variant.decode_table_bytes > 0):
             smem = cutlass.memory.SmemAllocator()
-            table = shared_address(smem.allocate_array(Int32, v.decode_table_bytes // 4, byte_alignment=16))
+            table = shared_address(smem.allocate_array(Int32, variant.decode_table_bytes // 4, byte_alignment=16))
             self.decoder.fill_table(table, thread, _THREADS)
             cute.arch.sync_threads()
         if const_expr(self.hopper):
@@ -68,27 +68,27 @@ class Dequantize:
 
     @cute.jit
     def dequantize(self, weight: cute.Tensor, dense: cute.Tensor, block: Int32, thread: Int32, table: Int32):
-        """One block. Of a thread: step ``q`` of every chunk, of rows g and g + 8 of its warp's sixteen."""
-        v, exists = self.v, Boolean(True)
+        """Decode one block. A thread decodes step ``q`` of every k chunk, of rows g and g + 8 of its warp's sixteen."""
+        variant, exists = self.variant, Boolean(True)
         warp, lane = thread // 32, thread % 32
         g, q = lane // 4, lane % 4
-        source = weight.iterator.toint() + Int64(block) * v.block.bytes
+        source = weight.iterator.toint() + Int64(block) * variant.block.bytes
         n_block, k_block = block // weight.shape[1], block % weight.shape[1]
         row_bytes = dense.shape[1] * 4
         row = Int64(n_block * BLOCK_N + warp * 16 + g)
-        target = dense.iterator.toint() + row * row_bytes + k_block * (BLOCK_K * v.itemsize)
+        target = dense.iterator.toint() + row * row_bytes + k_block * (BLOCK_K * variant.itemsize)
         count = self.decoder.words_per_step
         words, scales = [], []
-        for chunk in cutlass.range_constexpr(self.chunks):
+        for chunk in cutlass.range_constexpr(self.k_chunks):
             # step q is in these 16 bytes of a lane, from this word on
             half, first = (chunk, q) if count == 1 else (q // 2, q % 2 * 2)
-            at = source + half * v.block.half_bytes + (warp * 32 + g * 4) * LANE_BYTES + first * 4
+            at = source + half * variant.block.half_bytes + (warp * 32 + g * 4) * LANE_BYTES + first * 4
             words.append([load_global(at + other * LANE_BYTES, count, exists) for other in range(4)])
-            group = (chunk * v.chunk_k + q * (v.chunk_k // 4)) // v.block.scale_group
-            run = v.block.run(group) * v.block.pair_bytes
-            at = source + v.block.code_bytes + run + (warp * 8 + g) * v.block.pair_bytes
-            scales.append(load_global(at, v.block.words_per_scale, exists))
-        for chunk in cutlass.range_constexpr(self.chunks):
+            group = (chunk * variant.chunk_k + q * (variant.chunk_k // 4)) // variant.block.scale_group
+            run = variant.block.run(group) * variant.block.pair_bytes
+            at = source + variant.block.code_bytes + run + (warp * 8 + g) * variant.block.pair_bytes
+            scales.append(load_global(at, variant.block.words_per_scale, exists))
+        for chunk in cutlass.range_constexpr(self.k_chunks):
             prepared = self.decoder.prepare(tuple(scales[chunk]), table)
             decoded = [self.decoder.decode(tuple(w), prepared) for w in words[chunk]]
             for row8 in cutlass.range_constexpr(2):
@@ -98,15 +98,16 @@ class Dequantize:
                 store_global(at, even, exists)
                 store_global(at + 32, odd, exists)
 
-    def exchanged(self, halves: Any, is_odd: Boolean):
-        """halves: of this lane's own step. What it stores: one of them of the even step and of the odd one."""
+    def exchanged(self, halves: list[list[Int32]], is_odd: Boolean) -> tuple[list[Int32], list[Int32]]:
+        """Words that this lane stores, (of the even step, of the odd step): the first half of each, in an odd lane the
+        second. halves: both halves of this lane's own step."""
         own, others = _chosen(is_odd, *halves)
         got = [cute.arch.shuffle_sync_bfly(word, 1) for word in others]
         return _chosen(is_odd, own, got)
 
 
-def _chosen(swap: Boolean, a: Any, b: Any):
-    """(a, b), or (b, a)."""
+def _chosen(swap: Boolean, a: list[Int32], b: list[Int32]) -> tuple[list[Int32], list[Int32]]:
+    """(a, b), or (b, a) if ``swap``."""
     pairs = list(zip(a, b, strict=True))
     swapped = [(Int32(cutlass.select_(swap, y, x)), Int32(cutlass.select_(swap, x, y))) for x, y in pairs]
     return [first for first, _ in swapped], [second for _, second in swapped]
