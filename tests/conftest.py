@@ -19,6 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"append the counts, the machine and the versions to FILE as a JSON line; a whole run with "
         f"'-m gpu' on a machine with a GPU does so to {RESULTS.relative_to(ROOT)} by itself",
     )
+    parser.addoption(
+        "--every-variant",
+        action="store_true",
+        help="test_sass.py: compile every config of every kernel, not a sample (half an hour on two cores)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

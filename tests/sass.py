@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _EM_CUDA = 190
 """e_machine of an ELF file with GPU code."""
@@ -21,7 +22,7 @@ class Sass:
     text: str
     registers: int
     stack: int
-    """Bytes of stack and local memory a thread uses; spilled registers go there."""
+    """Bytes of stack and local memory per thread; spilled registers go there."""
 
     def count(self, opcode: str) -> int:
         """Instructions whose opcode starts with ``opcode``, up to a dot: ``"HGMMA"`` counts ``HGMMA.64x16x16.F32``."""
@@ -29,7 +30,7 @@ class Sass:
 
 
 def disassemble(code: bytes) -> Sass:
-    """The kernel in an object file of ``w4gemm.jit``; of a config of two launches, both as if they were one.
+    """The machine code in an object file of ``w4gemm.jit``; a config with a tail launch has two kernels, read as one.
 
     Raises:
         RuntimeError: if there is no cuobjdump; the ``test`` extra installs one.
@@ -37,7 +38,8 @@ def disassemble(code: bytes) -> Sass:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(_cubin(code))
         f.flush()
-        return Sass(_cuobjdump("--dump-sass", f.name), *_usage(f.name))
+        usage = _usage(f.name)
+        return Sass(_cuobjdump("--dump-sass", f.name), usage.registers, usage.local_bytes)
 
 
 def functions(code: bytes) -> list[str]:
@@ -50,24 +52,30 @@ def functions(code: bytes) -> list[str]:
 
 
 def local_memory(code: bytes) -> int:
-    """Bytes of stack and local memory a thread uses, without disassembling, which takes a hundred times as long."""
+    """Bytes of stack and local memory per thread, without disassembling, which takes a hundred times as long."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(_cubin(code))
         f.flush()
-        return _usage(f.name)[1]
+        return _usage(f.name).local_bytes
 
 
-def _usage(file: str) -> tuple[int, int]:
-    """Registers, and bytes of stack and local memory: of a config of two launches the most, and those of both."""
+class _Usage(NamedTuple):
+    """Per thread: the most registers of any kernel in the object; bytes of stack and local memory of all of them."""
+
+    registers: int
+    local_bytes: int
+
+
+def _usage(file: str) -> _Usage:
     usage = _cuobjdump("--dump-resource-usage", file)
     found = [tuple(map(int, k)) for k in re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)]
     assert found, f"wanted a kernel, found none:\n{usage}"
-    return max(registers for registers, *_ in found), sum(stack + local for _, stack, local in found)
+    return _Usage(max(registers for registers, *_ in found), sum(stack + local for _, stack, local in found))
 
 
 def check(sass: Sass, instruction: str, *, asynchronous: bool = True) -> None:
     """Assert what must hold of every kernel: it uses the matrix instruction that it was written for, spills nothing,
-    and its WGMMAs, if any, run asynchronously (unless each of them is waited for on purpose)."""
+    and runs its WGMMAs, if any, asynchronously. asynchronous: False if each WGMMA is waited for on purpose."""
     matrix = sass.count(instruction)
     assert matrix, f"no {instruction}"
     loads, stores = sass.count("LDL"), sass.count("STL")

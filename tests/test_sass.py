@@ -1,9 +1,19 @@
-"""Every GPU kernel compiles for its target without a GPU, and its machine code is what it was written to be."""
+"""Machine code of the GPU kernels, compiled for their targets without a GPU: what each of them was written to be.
+
+A case is one variant of a kernel. It must use the matrix instruction that the kernel was written for, keep all values
+in registers and, on Hopper, run its WGMMAs asynchronously. The cases are a sample of all variants: every kernel x
+format; of every stratum (dense, grouped or gathered; kernel, schedule, tile_k, cluster) the config with the most
+accumulators, under an epilogue that takes many registers; and some more at random, drawn anew whenever the kernels'
+sources change. ``--every-variant`` takes all configs, which takes half an hour on two cores.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,10 +21,11 @@ import torch
 from sass import Sass, check, disassemble, local_memory
 from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat
-from w4gemm.epilogue import Epilogue
+from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.jit import object_code
+from w4gemm.jit.disk import source_hash
 from w4gemm.kernels import KERNELS, Kernel, kernel_named, ranked
-from w4gemm.problem import GPUS, H200, GemmProblem
+from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
 pytest.importorskip("cutlass")
 
@@ -26,95 +37,174 @@ INSTRUCTION = {
     "sm90_fp8_gemm": "QGMMA",
     "dequantize_gemm": "STG.E.128",
 }
-"""The matrix instruction that each compiled kernel was written for, on an H200, or of one that leaves the product to
-cuBLAS what it stores with; a new kernel adds its line."""
+"""Matrix instruction of each compiled kernel on an H200; for one that leaves the product to cuBLAS, the store
+instruction. A new kernel adds its line."""
 FP8_KERNELS = ("sm89_fp8_gemm", "sm90_fp8_gemm")
+FP8 = torch.float8_e4m3fn
 
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
-OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
-FP8 = torch.float8_e4m3fn
 FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "int4_g32_fp16"]
-CASES = [
-    pytest.param(kernel_named(kernel), name, dtype, id=f"{kernel}-{name}-{str(dtype).removeprefix('torch.')}")
-    for kernel in INSTRUCTION
-    for name, dtype in (
-        [(name, FP8) for name in FP8_FORMATS]
-        if kernel in FP8_KERNELS
-        else [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES
-    )
-]
-CASES.append(pytest.param(kernel_named("dequantize_gemm"), "int4_g128_e4m3", FP8, id="dequantize_gemm-e4m3"))
+OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
 NEEDY = {
     "sm90_fp8_gemm": ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"),
     "sm89_fp8_gemm": ("int4_g32_zint", "int4_g128_e4m3"),
 }
 """By kernel, the formats that need the most registers, or that alone have some configs; else those of _NEEDY."""
 _NEEDY = ("int4_g32_zfloat", "int4_g128")
+MODES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "grouped": {"experts": 8},
+    "gathered": {"experts": 8, "gathered": True},
+}
+EPILOGUES = {
+    "plain": (PLAIN, 8192),
+    "all": (Epilogue("gelu", "device", True, True), 8190),
+    "gated": (Epilogue("silu_mul", "host", True, True, torch.float32), 8192),
+    "bias": (Epilogue("gelu", "device", True), 8192),
+    "experts": (Epilogue("silu_mul"), 8192),
+}
+"""Epilogues, and n: rows of d that are no multiple of 16 bytes take more registers."""
+HEAVY = {"dense": ("all", "gated", "bias"), "grouped": ("experts", "plain"), "gathered": ("experts", "plain")}
+"""By mode, the epilogues of the largest tiles. With every operand, the largest grouped ones spill up to 16 bytes."""
+DRAWN = 64
+"""Random cases besides those of the strata."""
+
+
+class Case(NamedTuple):
+    """A variant of a kernel: a config, and a problem for an H200 that it is compiled for."""
+
+    kernel: str
+    config: GemmConfig
+    format: str
+    mode: str = "dense"
+    epilogue: str = "plain"
+
+    @property
+    def problem(self) -> GemmProblem:
+        epilogue, n = EPILOGUES[self.epilogue]
+        fp8 = self.kernel in FP8_KERNELS
+        epilogue = epilogue._replace(token_scale=fp8)
+        p = problem(self.format, FP8 if fp8 else torch.bfloat16, 512, epilogue=epilogue, **MODES[self.mode])
+        return replace(p, n=n)
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
 
 
 def gpu_kernels() -> list[Kernel]:
     return [k for k in KERNELS if k.name in INSTRUCTION]
 
 
-def problem(name: str, dtype: torch.dtype = torch.bfloat16, m: int = 16, **kwargs) -> GemmProblem:
+def problem(
+    name: str, dtype: torch.dtype = torch.bfloat16, m: int = 16, device: Device = H200, **kwargs: Any
+) -> GemmProblem:
     layout = "mma8" if dtype == FP8 else "mma16"
-    return GemmProblem(m, 8192, 8192, dtype, WeightFormat.parse(name), layout, device=H200, **kwargs)
+    return GemmProblem(m, 8192, 8192, dtype, WeightFormat.parse(name), layout, device=device, **kwargs)
 
 
-def problem_of(kernel: Kernel, name: str, m: int = 16, **kwargs) -> GemmProblem:
-    return problem(name, FP8 if kernel.name in FP8_KERNELS else torch.bfloat16, m, **kwargs)
-
-
-def check_kernel(kernel: Kernel, p: GemmProblem, config: GemmConfig, *, whole: bool = True) -> None:
-    """whole: read the machine code; else only what it takes of local memory, which is known much sooner."""
-    if not whole:
-        assert local_memory(object_code(kernel.unit(p, config))) == 0
-        return
+def check_variant(kernel: Kernel, p: GemmProblem, config: GemmConfig, instruction: str = "") -> None:
+    """Assert that a variant is what its kernel was written to be. instruction: the matrix instruction, if it is not the
+    one on an H200."""
     sass = disassemble(object_code(kernel.unit(p, config)))
     # a WGMMA along k is as long as a group of 32, whose sums are waited for
-    check(sass, INSTRUCTION[kernel.name], asynchronous=not (p.dtype == FP8 and p.format.group_size == 32))
+    asynchronous = not (p.dtype == FP8 and p.format.group_size == 32)
+    check(sass, instruction or INSTRUCTION[kernel.name], asynchronous=asynchronous)
+    if p.gathered:
+        check_gathered(sass, by_wgmma=INSTRUCTION[kernel.name].endswith("GMMA"))
+
+
+def check_gathered(sass: Sass, by_wgmma: bool) -> None:
+    """Assert that cp.async brings x and, if WGMMA reads it, that a proxy fence follows each wait for a stage."""
+    assert sass.count("LDGSTS") > 0 and sass.count("UTMALDG") == 0
+    if by_wgmma:
+        assert sass.count("ARRIVES") == 1 and sass.count("USETMAXREG") in (0, 2)
+        # one fence after the barriers' start, one for each wait but the producer's, one before each store by TMA
+        waits = sass.text.count("PHASECHK.TRANS64.TRYWAIT")
+        assert waits >= 3 and sass.count("FENCE.VIEW") == waits + sass.count("UTMASTG")
+
+
+def configs_of(kernel: Kernel, p: GemmProblem) -> list[GemmConfig]:
+    """Configs of one launch; those of two are tested in test_parts.py."""
+    return [c for c in kernel.configs(p) if c.tail is None]
+
+
+def variants() -> Iterator[Case]:
+    """Every config with every needy format, in every mode, without epilogue."""
+    for mode, kernel in itertools.product(MODES, gpu_kernels()):
+        for name in NEEDY.get(kernel.name, _NEEDY):
+            case = Case(kernel.name, GemmConfig(8, 64, 128), name, mode)
+            yield from (case._replace(config=c) for c in configs_of(kernel, case.problem))
+
+
+def stratum(case: Case) -> Hashable:
+    c = case.config
+    return case.mode, case.kernel, c.schedule, c.tile_k, c.split_k > 1, c.cluster_m * c.cluster_n > 1
+
+
+def largest() -> list[Case]:
+    """The case of each stratum with the most accumulators; the needier format, if both have it. Its epilogue is one of
+    the mode's heavy ones in turn."""
+    found: dict[Hashable, Case] = {}
+    for case in variants():
+        have = found.setdefault(stratum(case), case).config
+        if case.config.tile_m * case.config.tile_n > have.tile_m * have.tile_n:
+            found[stratum(case)] = case
+    turns = {mode: itertools.cycle(names) for mode, names in HEAVY.items()}
+    return [
+        case if case.kernel == "dequantize_gemm" else case._replace(epilogue=next(turns[case.mode]))
+        for case in found.values()
+    ]
+
+
+def drawn() -> list[Case]:
+    return random.Random(source_hash("kernels")).sample(list(variants()), DRAWN)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        more = variants() if metafunc.config.getoption("every_variant") else drawn()
+        cases = [(case, True) for case in largest()] + [(case, False) for case in more]
+        metafunc.parametrize("case, whole", cases, ids=[str(case) for case, _ in cases])
+
+
+def test_config(case, whole):
+    """whole: False for local memory alone, which takes no disassembling."""
+    kernel = kernel_named(case.kernel)
+    if whole:
+        check_variant(kernel, case.problem, case.config)
+    else:
+        assert local_memory(object_code(kernel.unit(case.problem, case.config))) == 0
+
+
+def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
+    if kernel in FP8_KERNELS:
+        return [(name, FP8) for name in FP8_FORMATS]
+    extra = [("int4_g128_e4m3", FP8)] if kernel == "dequantize_gemm" else []
+    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + extra
+
+
+@pytest.mark.parametrize(
+    "kernel, name, dtype, m",
+    [
+        pytest.param(kernel, name, dtype, m, id=f"{kernel}-{name}-{str(dtype).removeprefix('torch.')}-{m}")
+        for kernel in INSTRUCTION
+        for (name, dtype), m in zip(formats_of(kernel), itertools.cycle((1, 4096)), strict=False)
+    ],
+)
+def test_format(kernel, name, dtype, m):
+    """Every kernel x format: the config that is ranked first, for one token and for many in turn."""
+    p = problem(name, dtype, m, epilogue=Epilogue(bias=m > 1))
+    check_variant(kernel_named(kernel), p, ranked([kernel_named(kernel)], p)[0][2])
 
 
 def test_every_kernel_that_compiles_is_checked():
     compiling = set()
     for k in KERNELS:
-        p = problem_of(k, "int4_g128")
+        p = problem("int4_g128", FP8 if k.name in FP8_KERNELS else torch.bfloat16)
         if (c := k.configs(p)) and k.unit(p, c[0]) is not None:
             compiling.add(k.name)
     assert compiling == set(INSTRUCTION)
-
-
-@pytest.mark.parametrize("m", [1, 4096])
-@pytest.mark.parametrize("kernel, name, dtype", CASES)
-def test_best_config(kernel, name, dtype, m):
-    p = problem(name, dtype, m, epilogue=Epilogue(bias=m > 1))
-    _, _, config = ranked([kernel], p)[0]
-    check_kernel(kernel, p, config)
-
-
-def all_configs() -> list:
-    """Every config, each for the format that it is legal for and that needs the most registers; and whether it has the
-    most tokens of those that differ in nothing else."""
-    found: dict[tuple[str, GemmConfig], str] = {}
-    for kernel in gpu_kernels():
-        for name in NEEDY.get(kernel.name, _NEEDY):
-            for config in kernel.configs(problem_of(kernel, name)):
-                if config.tail is None:  # else two kernels, see test_parts.py
-                    found.setdefault((kernel.name, config), name)
-    most = {}
-    for kernel, c in sorted(found, key=lambda key: key[1].tile_m):
-        most[kernel, replace(c, tile_m=1)] = c
-    return [
-        pytest.param(kernel, str(c), name, most[kernel, replace(c, tile_m=1)] == c, id=f"{kernel}-{c}-{name}")
-        for (kernel, c), name in found.items()
-    ]
-
-
-@pytest.mark.parametrize("kernel, config, name, whole", all_configs())
-def test_every_config(kernel, config, name, whole):
-    found = kernel_named(kernel)
-    check_kernel(found, problem_of(found, name), GemmConfig.parse(config), whole=whole)
 
 
 @pytest.mark.parametrize(
@@ -134,28 +224,22 @@ def test_instructions_that_decode(kernel, config, name, dtype, words, counts):
 OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
 
 
+@pytest.mark.parametrize("arch", OTHER_GPUS)
 @pytest.mark.parametrize(
-    "config, name, dtype",
+    "kernel, config, name, dtype",
     [
-        ("8x64x256_1x1x1_coop", "int4_g128", torch.bfloat16),
-        ("128x128x64_1x1x1_coop", "int4_g32_zfloat", torch.bfloat16),
-        ("64x128x128_1x1x1_stream", "int4_g64_zint_fp16", torch.float16),
+        ("sm80_mixed_gemm", "8x64x256_1x1x1_coop", "int4_g128", torch.bfloat16),
+        ("sm80_mixed_gemm", "128x128x64_1x1x1_coop", "int4_g32_zfloat", torch.bfloat16),
+        ("sm80_mixed_gemm", "64x128x128_1x1x1_stream", "int4_g64_zint_fp16", torch.float16),
+        ("dequantize_gemm", None, "int4_g32_zfloat_fp16", torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("arch", OTHER_GPUS)
-def test_other_gpus(arch, config, name, dtype):
-    """Of what all GPUs share, a few configs for each target: the compiler differs, the source does not."""
-    kernel = kernel_named("sm80_mixed_gemm")
-    p = replace(problem(name, dtype), device=OTHER_GPUS[arch])
-    assert kernel.unit(p, GemmConfig.parse(config)).arch == arch
-    check(disassemble(object_code(kernel.unit(p, GemmConfig.parse(config)))), INSTRUCTION[kernel.name])
-
-
-@pytest.mark.parametrize("arch", OTHER_GPUS)
-def test_dequantize_on_other_gpus(arch):
-    kernel, p = kernel_named("dequantize_gemm"), replace(problem("int4_g32_zfloat_fp16"), device=OTHER_GPUS[arch])
-    assert kernel.unit(p, kernel.configs(p)[0]).arch == arch
-    check_kernel(kernel, p, kernel.configs(p)[0])
+def test_other_gpus(arch, kernel, config, name, dtype):
+    """Kernels that run on every GPU, for each target: the source is the same, the code generation is not."""
+    found, p = kernel_named(kernel), problem(name, dtype, device=OTHER_GPUS[arch])
+    chosen = GemmConfig.parse(config) if config else found.configs(p)[0]
+    assert found.unit(p, chosen).arch == arch
+    check_variant(found, p, chosen)
 
 
 @pytest.mark.parametrize(
@@ -164,79 +248,13 @@ def test_dequantize_on_other_gpus(arch):
 )
 @pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3"])
 def test_fp8_on_other_gpus(arch, instruction, name):
-    """The machine code of a config; on sm_89, which has the least shared memory, that all others compile too."""
-    kernel, p = kernel_named("sm89_fp8_gemm"), replace(problem(name, FP8), device=OTHER_GPUS[arch])
-    configs = kernel.configs(p)[: None if arch == "sm_89" else 1]
-    for config in configs:
+    """One config; on sm_89, which has the least shared memory, the largest of each schedule."""
+    kernel, p = kernel_named("sm89_fp8_gemm"), problem(name, FP8, device=OTHER_GPUS[arch])
+    by_size = sorted(kernel.configs(p), key=lambda c: c.tile_m * c.tile_n)
+    largest = list({c.schedule: c for c in by_size}.values())
+    for config in largest if arch == "sm_89" else largest[:1]:
         assert kernel.unit(p, config).arch == arch
-        assert local_memory(object_code(kernel.unit(p, config))) == 0, config
-    check(disassemble(object_code(kernel.unit(p, configs[0]))), instruction)
-
-
-def configs_with_epilogues() -> list:
-    """Of the configs with as many threads, that with the most tokens, each for the neediest format that has it, in turn
-    with one of the epilogues that need the most registers."""
-    epilogues = [
-        (Epilogue("gelu", "device", True, True), 8190),
-        (Epilogue("silu_mul", "host", True, True, torch.float32), 8192),
-        (Epilogue("gelu", "device", True), 8192),
-    ]
-    found = {}
-    for kernel in gpu_kernels():
-        for name in reversed(NEEDY.get(kernel.name, _NEEDY)):
-            alone = [c for c in kernel.configs(problem_of(kernel, name)) if c.tail is None]
-            for c in sorted(alone, key=lambda c: c.tile_m):
-                large = c.tile_m * c.tile_n >= 2**15
-                found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.split_k, large] = str(c), name
-    cases = zip(found.items(), itertools.cycle(epilogues), strict=False)
-    return [pytest.param(key[0], *c, *e, id=f"{key[0]}-{'-'.join(c)}-{e[0]}") for (key, c), e in cases]
-
-
-@pytest.mark.parametrize("kernel, config, name, epilogue, n", configs_with_epilogues())
-def test_epilogues(kernel, config, name, epilogue, n):
-    found = kernel_named(kernel)
-    scaled = epilogue._replace(token_scale=kernel in FP8_KERNELS)
-    p = replace(problem_of(found, name, epilogue=scaled), n=n)
-    check_kernel(found, p, GemmConfig.parse(config))
-
-
-def grouped_configs(gathered: bool = False) -> list:
-    """Of the configs for experts with as many threads, that with the most tokens."""
-    found = {}
-    for kernel in gpu_kernels():
-        for name in NEEDY.get(kernel.name, _NEEDY):
-            problem = problem_of(kernel, name, experts=8, gathered=gathered)
-            for c in sorted(kernel.configs(problem), key=lambda c: c.tile_m):
-                found[kernel.name, c.schedule, c.tile_n, c.tile_k, c.cluster_n, c.split_k, name] = str(c)
-    return [pytest.param(key[0], config, key[-1], id=f"{key[0]}-{config}-{key[-1]}") for key, config in found.items()]
-
-
-@pytest.mark.parametrize("kernel, config, name", grouped_configs())
-def test_grouped(kernel, config, name):
-    found = kernel_named(kernel)
-    whole = name == NEEDY.get(kernel, _NEEDY)[0]
-    check_kernel(found, problem_of(found, name, m=512, experts=8), GemmConfig.parse(config), whole=whole)
-
-
-@pytest.mark.parametrize("kernel, config, name", grouped_configs(gathered=True))
-def test_gathered(kernel, config, name):
-    """cp.async brings x, and where WGMMA reads it a fence of the proxies follows each wait for a slot; nothing spills,
-    beside what W4Experts stores either."""
-    found = kernel_named(kernel)
-    many_groups = name == NEEDY.get(kernel, _NEEDY)[0]
-    epilogue = Epilogue(None if many_groups else "silu_mul", token_scale=kernel in FP8_KERNELS)
-    p = problem_of(found, name, m=512, experts=8, gathered=True, epilogue=epilogue)
-    if not many_groups:
-        check_kernel(found, p, GemmConfig.parse(config), whole=False)
-        return
-    sass = disassemble(object_code(found.unit(p, GemmConfig.parse(config))))
-    check(sass, INSTRUCTION[kernel], asynchronous=not (p.dtype == FP8 and p.format.group_size == 32))
-    assert sass.count("LDGSTS") > 0 and sass.count("UTMALDG") == 0
-    if INSTRUCTION[kernel].endswith("GMMA"):
-        assert sass.count("ARRIVES") == 1 and sass.count("USETMAXREG") in (0, 2)
-        # one behind the barriers' start, and one for each wait but the producer's; and before each store by TMA
-        waits = sass.text.count("PHASECHK.TRANS64.TRYWAIT")
-        assert waits >= 3 and sass.count("FENCE.VIEW") == waits + sass.count("UTMASTG")
+        check_variant(kernel, p, config, instruction=instruction)
 
 
 def test_the_checks_find_what_they_look_for():

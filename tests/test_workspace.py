@@ -1,6 +1,8 @@
-"""Launches that sum through global memory, at the same time on several streams and in several graphs."""
+"""Stream-k launches, which sum through global memory, at the same time on several streams and in several graphs."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +17,12 @@ SIZE = workspace.FLAG_BYTES + 4
 N, K, M = 2048, 4096, 300  # few tiles: each is cut for several CTAs
 
 
+class Product(NamedTuple):
+    x: torch.Tensor
+    weight: w4gemm.QuantizedWeight
+    d: torch.Tensor
+
+
 @pytest.fixture(params=CONFIGS)
 def config(request) -> str:
     return request.param
@@ -22,16 +30,16 @@ def config(request) -> str:
 
 @pytest.fixture
 def product(config):
-    """(x, weight, d) of products of one shape with different numbers."""
+    """Function that makes a product of one shape; a seed gives its numbers."""
 
-    def make(seed: int):
+    def make(seed: int) -> Product:
         g = torch.Generator(device="cuda").manual_seed(seed)
         w = w4gemm.quantize(torch.randn(N, K, generator=g, device="cuda")).repack("mma16")
         x = torch.randn(M, K, generator=g, device="cuda").bfloat16()
         d = w4gemm.linear(x, w, config=config)
         wanted = x.float() @ w.dequantize(torch.float32).T
         assert (d.float() - wanted).norm() < 4e-3 * wanted.norm()
-        return x, w, d
+        return Product(x, w, d)
 
     return make
 
