@@ -20,31 +20,31 @@ _Quantized = tuple[torch.Tensor, torch.Tensor]
 def quantize_activations(
     x: torch.Tensor, *, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, silu_mul: bool = False
 ) -> _Quantized:
-    """Each row of x as float8_e4m3fn and a scale, in one pass over x; of its RMSNorm or silu(gate) * up, if asked for.
+    """Quantize each row of x, or of its RMSNorm or silu(gate) * up, to float8_e4m3fn with a scale, in one pass over x.
 
-    Of a row y, in float32: top = max of abs(y), token_scale = top / 448, x8 = y * (448 / top) rounded to the nearest,
-    ties to even; every operation is rounded once. A row of zeros has scale 1, and magnitudes below 2**-100 count as
-    2**-100. What is not finite stays visible: with a NaN, a row and its scale are NaN; else with an infinity its scale
-    is infinite, the infinities are NaN and the rest zeros, so that a product with it is NaN.
+    For a row y, in float32: top = max of abs(y), token_scale = top / 448, x8 = y * (448 / top) rounded to the nearest,
+    ties to even; every operation is rounded once. A row of zeros has scale 1, and a top below 2**-100 counts as
+    2**-100. If a row has a NaN, the row and its scale are NaN. If it has an infinity and no NaN, its scale is infinite,
+    the infinities become NaN and the rest zeros, so that a product with it is NaN.
 
-    y is x; or what is asked for, computed in float32 and **rounded to x's dtype once**:
+    y is x, or one of these, computed in float32 and **rounded to x's dtype once**:
 
     - RMSNorm: (x / sqrt(sum of x**2 / k + eps)) * norm_weight. Llama's in transformers rounds before the weight too.
-    - silu(gate) * up for x = (gate, up) side by side, gate first, as a merged gate_up projection gives them. (With
-      rows in pairs, as ``QuantizedWeight.interleave`` has them, ``linear(..., activation="silu_mul")`` does it.)
+    - silu(gate) * up for x = (gate, up), all gates first, as a merged gate_up projection gives them. (For gates and ups
+      in pairs, as ``QuantizedWeight.interleave`` has them, use ``linear(..., activation="silu_mul")``.)
 
-    On GPUs with e4m3 (SM89 and later) one kernel does it, else PyTorch's operators. Of x alone both give the same bits,
-    but for the sign of a NaN; after an RMSNorm the order of its sum differs, after silu the exponential does, in the
-    last bits of float32. A row's bits do not depend on the other rows.
+    On GPUs with e4m3 (SM89 and later) one kernel does it, elsewhere PyTorch's operators. Without a front both give
+    equal bits, but for the sign of a NaN; with an RMSNorm the order of its sum differs, with silu the exponential, in
+    the last bits of float32. A row's bits do not depend on the other rows.
 
     Args:
         x: (..., k) or, with ``silu_mul``, (..., 2 k), float16 or bfloat16; on the CPU also float32. Any strides; those
-            of rows cost nothing. The kernel is fast where k and the distance of rows are multiples of 8 and x is
-            aligned to 16 bytes; there it takes k up to 65,536 (57,344 with silu_mul, 24,576 in the shared memory of
-            SM89 and SM120; 32,768 with RMSNorm), elsewhere up to 32,768. Longer rows are PyTorch's.
-        norm_weight: (k) of x's dtype and contiguous, or None for no RMSNorm.
-        eps: of the RMSNorm.
-        silu_mul: whether x holds gates and ups.
+            of rows cost nothing. The kernel is fast if k and the row stride are multiples of 8 and x is aligned to
+            16 bytes; then it takes k up to 65,536 (57,344 with silu_mul, 24,576 in the shared memory of
+            SM89 and SM120; 32,768 with RMSNorm), otherwise up to 32,768. PyTorch's operators take longer rows.
+        norm_weight: contiguous (k,) of x's dtype, or None for no RMSNorm.
+        eps: the RMSNorm's epsilon.
+        silu_mul: True if x holds gates and ups.
 
     Returns:
         x8 float8_e4m3fn (..., k), contiguous, and token_scale float32 (...): x8 * token_scale[..., None] is about y.
@@ -52,7 +52,7 @@ def quantize_activations(
 
     Raises:
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
-        NotImplementedError: where a gradient would be needed.
+        NotImplementedError: if a gradient would be needed.
     """
     k = _check(x, norm_weight, eps, silu_mul)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -64,7 +64,7 @@ def quantize_activations(
 
 
 def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> int:
-    """Refuse what cannot be quantized; gives k."""
+    """Check x and norm_weight; return k."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
     dtypes = _DTYPES.get(x.device.type, _HALVES)
@@ -105,7 +105,7 @@ def _check_norm_weight(norm_weight: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _quantize(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:
-    """x (m, columns), by the kernel where it runs, else by PyTorch."""
+    """Quantize x (m, columns) by the kernel if it runs here, else by PyTorch's operators."""
     (m, k), device = x.shape, x.device
     if device.type != "cuda":
         return in_pytorch(x, norm_weight, eps, silu_mul)

@@ -7,10 +7,10 @@
 ``W4GEMM_COMPILE``    ``off`` forbids compiling: what is not in the cache folder raises UnsupportedError.
 ``W4GEMM_NVTX``       ``1`` shows each launch in a profiler as an NVTX range, named by its config.
 ``W4GEMM_WORKSPACE_MIB``
-                      what a launch may take of the GPU's memory, in MiB, to decode a weight into before many tokens
-                      meet it; default 256. 0: none does.
-``W4GEMM_COMMIT``     the commit that is recorded with results where git cannot be asked, ``-dirty`` at its
-                      end for a changed tree.
+                      the most GPU memory, in MiB, that a launch may decode a weight into for very many tokens; default
+                      256. 0 forbids it.
+``W4GEMM_COMMIT``     the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed
+                      tree.
 ====================  ==================================================================================
 
 Variables of CuTe DSL (``CUTE_DSL_*``) change what it compiles, so they are part of the cache's fingerprint.
@@ -27,7 +27,7 @@ _HARMLESS_DSL = {"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CU
 
 
 def cache_dir() -> Path | None:
-    """Where compiled kernels and tuned configs are kept, whether or not it exists; None to keep none.
+    """Return the folder of compiled kernels and tuned configs, whether or not it exists; None to keep none.
 
     Raises:
         ValueError: if ``W4GEMM_CACHE_DIR`` begins with the home folder of a user who has none.
@@ -48,12 +48,12 @@ def cache_dir() -> Path | None:
 
 
 def dsl_settings() -> tuple[tuple[str, str], ...]:
-    """The CuTe DSL variables that change compiled code, sorted."""
+    """Return the CuTe DSL variables that change compiled code, sorted."""
     return tuple(sorted(v for v in os.environ.items() if v[0].startswith("CUTE_DSL_") and v[0] not in _HARMLESS_DSL))
 
 
 def may_compile() -> bool:
-    """Whether ``W4GEMM_COMPILE`` lets kernels be compiled.
+    """True if ``W4GEMM_COMPILE`` lets kernels be compiled.
 
     Raises:
         ValueError: if it is neither ``on`` nor ``off``.
@@ -62,12 +62,12 @@ def may_compile() -> bool:
 
 
 def nvtx() -> bool:
-    """Whether ``W4GEMM_NVTX`` asks for ranges. Errors as :func:`may_compile`."""
+    """True if ``W4GEMM_NVTX`` asks for ranges. Raises like :func:`may_compile`."""
     return _switch("W4GEMM_NVTX", False)
 
 
 def workspace_mib() -> int:
-    """``W4GEMM_WORKSPACE_MIB``.
+    """Return ``W4GEMM_WORKSPACE_MIB``.
 
     Raises:
         ValueError: if it is no number from 0.
@@ -86,7 +86,7 @@ def _switch(name: str, default: bool) -> bool:
 
 
 def settings() -> dict[str, str]:
-    """Every variable that is set of w4gemm's and CuTe DSL's, for a bug report."""
+    """Return the variables of w4gemm and CuTe DSL that are set, for a bug report."""
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith(("W4GEMM_", "CUTE_DSL_", "CUDA_VISIBLE"))}
 
 

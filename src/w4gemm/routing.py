@@ -13,22 +13,23 @@ from w4gemm.modes import is_plain, is_watched
 
 
 class Routing(NamedTuple):
-    """The rows that a token has, one for each of its experts, in the order of experts. All on the tokens' device."""
+    """Rows in order of experts: each token has one row for each of its experts. All tensors are on the tokens'
+    device."""
 
     m_offsets: torch.Tensor
-    """int32 (experts + 1): expert e has the rows m_offsets[e] .. m_offsets[e + 1]."""
+    """int32 (experts + 1,): expert e has rows m_offsets[e] to m_offsets[e + 1] - 1."""
     tokens: torch.Tensor
-    """int32 (tokens * top k): the token of each row."""
+    """int32 (tokens * top k,): the token of each row."""
     places: torch.Tensor
-    """int32 (tokens, top k): the row of each choice; -1 for one of no expert here."""
+    """int32 (tokens, top k): the row of each choice; -1 if its expert is elsewhere."""
 
 
 def route(expert_ids: torch.Tensor, experts: int) -> Routing:
-    """Sort the choices of tokens by expert. Nothing is read by the host, so that a CUDA graph can hold it.
+    """Sort the choices of tokens by expert. The host reads nothing, so that a CUDA graph can capture it.
 
     Args:
-        expert_ids: integers (tokens, top k), what the router chose. Others than 0 .. experts - 1 are experts elsewhere,
-            as under expert parallelism: their rows come last and belong to none.
+        expert_ids: integers (tokens, top k), the router's choices. An id outside 0 .. experts - 1 is an expert
+        elsewhere (expert parallelism): its rows come last and belong to no expert here.
 
     Raises:
         TypeError, ValueError: for another dtype or shape.
@@ -55,9 +56,9 @@ def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
     """out[t] = sum over j of weights[t, j] * d[places[t, j]], in float32, in the order of j, rounded once.
 
     Args:
-        d: (rows, n), what the experts gave.
+        d: (rows, n), the experts' outputs.
         places: int32 (tokens, top k), rows of d as :func:`route` gives them; a negative one adds nothing.
-        weights: floating point (tokens, top k), the router's.
+        weights: floating point (tokens, top k), the router's weight of each choice.
 
     Returns:
         (tokens, n) in d's dtype.

@@ -1,10 +1,10 @@
-"""Device memory of launches whose CTAs sum through global memory: partial sums, and flags that say which are there.
+"""Device memory of stream-k launches: partials in global memory, and flags that say which are stored.
 
-Flags are down (0) before and after each launch, so they are zeroed once. Two launches that may run at the same time
-must not share them: each stream has its own, and each CUDA graph, whose replays may meet other work on any stream.
-Partial sums need no such care: they are allocated for a launch, in the order of its stream or in its graph's own pool.
-Neither a stream nor a graph says when it is gone, so their flags, 2 KiB each, are kept for good; graphs that are
-captured when a pool is used up zero flags of their own instead, in every replay.
+Flags are 0 before and after each launch, so they are zeroed once. Launches that may overlap must not share flags: each
+stream has its own, and each CUDA graph, because its replays may overlap other work on any stream. Partials are
+allocated per launch, in the order of its stream or in its graph's own pool. Flags, 2 KiB each, are never freed, because
+neither a stream nor a graph says when it is gone. A graph that is captured when the pool of flags is used up allocates
+flags of its own and zeroes them in every replay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from w4gemm.kernels.arguments import StreamWorkspace
 FLAG_BYTES = 2048
 """Bytes of a launch's flags: two for each of 256 SMs."""
 _POOL = 2048
-"""Launches at a time that one allocation serves."""
+"""Number of overlapping launches that one allocation serves."""
 
 _flags: dict[tuple[int, int, int], torch.Tensor] = {}
 _pools: dict[int, list[torch.Tensor]] = {}
@@ -32,8 +32,8 @@ def divided(workspace: torch.Tensor) -> StreamWorkspace:
 
 
 def allocated(device: torch.device, size: int) -> StreamWorkspace:
-    """Uninitialized partial sums and flags that are 0, together ``size`` bytes, for a launch on the current stream of
-    the current CUDA device."""
+    """Return partials (uninitialized) and flags (0), together ``size`` bytes, for a launch on the current stream of the
+    current CUDA device."""
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index or 0, stream, capture
@@ -44,7 +44,7 @@ def allocated(device: torch.device, size: int) -> StreamWorkspace:
 
 
 def _take(device: torch.device, key: tuple[int, int, int]) -> torch.Tensor:
-    """Flags for good; or, of a capture where there are none left, for one launch, zeroed as part of the graph."""
+    """Return permanent flags; in a capture without any left, flags for one launch that the graph zeroes."""
     index, _, capture = key
     with _lock:
         pool = _pools.setdefault(index, [])
@@ -57,7 +57,7 @@ def _take(device: torch.device, key: tuple[int, int, int]) -> torch.Tensor:
 
 
 def _capture(stream: int) -> int:
-    """The number of the capture that a stream is part of; none is used twice."""
+    """Return the number of the capture that a stream is part of; numbers are not reused."""
     from cuda.bindings import runtime  # a requirement of the DSL
 
     status, _, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)

@@ -19,10 +19,10 @@ _HERE = Path(__file__).resolve().parent
 
 
 def facts(device: torch.device | str | None = None) -> dict[str, Any]:
-    """The fields that rows of every kind end with: gpu, driver, torch, dsl, python, commit, dirty, utc.
+    """Return the last fields of rows of every kind: gpu, driver, torch, dsl, python, commit, dirty, utc.
 
     Args:
-        device: the GPU; None for the current one, or the empty string in its place where there is none.
+        device: the GPU; None for the current one (if there is none, ``gpu`` is the empty string).
     """
     commit, dirty = _commit()
     return {
@@ -38,25 +38,25 @@ def facts(device: torch.device | str | None = None) -> dict[str, Any]:
 
 
 def run_name(row: dict[str, Any]) -> str:
-    """The name that rows of one process share, from its :func:`facts`: ``20261121T0412-ab12cd3``."""
+    """Return the name that rows of one process share, from its :func:`facts`: ``20261121T0412-ab12cd3``."""
     time = row["utc"][:16].replace("-", "").replace(":", "")
     return f"{time}-{row['commit'][:7] or 'unknown'}"
 
 
 def kernels_hash() -> str:
-    """Hash of the kernels' sources: whether a recorded run tested the kernels as they are now."""
+    """Return a hash of the kernels' sources, which tells whether a recorded run tested the kernels of today."""
     return source_hash("kernels")
 
 
 def append(path: str | Path, *rows: dict[str, Any]) -> None:
-    """Add rows to a file of JSON lines, which is made if needed."""
+    """Append rows to a file of JSON lines; make it if needed."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def _commit() -> tuple[str, bool]:
-    """The checkout's commit and whether anything but results differs from it; ("", True) if nothing can tell."""
+    """Return the checkout's commit and True if anything but results differs from it; ("", True) if that is unknown."""
     given = environment.commit()
     if given is not None:
         return given.removesuffix("-dirty"), given.endswith("-dirty")

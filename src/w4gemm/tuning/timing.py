@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 LONG_CALL_US = 40.0
-"""Longer calls are warmed up for before each replay, so that few replays do."""
+"""Microseconds from which a call counts as long: the GPU is warmed up before each replay, so few replays are enough."""
 _WARM_UP_MS = 20.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: percentiles over the replays."""
+    """Microseconds per call: percentiles over the replays."""
 
     p20: float
     p50: float
@@ -25,11 +25,11 @@ class Timing:
 
 
 def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int = 15) -> list[Timing]:
-    """Time several variants interleaved, so that drifting clocks meet all of them alike.
+    """Time several variants interleaved, so that a drifting clock affects all of them alike.
 
     A GPU at its power limit lowers its clock within milliseconds and raises it again after lighter work. So each timed
-    replay follows untimed ones of the same graph, 20 ms of them where calls are long, and each round goes through the
-    variants in another order: none always runs after a cooler one.
+    replay follows untimed ones of the same graph (20 ms of them if calls are long), and each round has another order of
+    variants, so that none always runs after a cooler one.
 
     Args:
         variants: for each, the calls of one graph, each over operands of its own (together larger than L2).
@@ -49,7 +49,7 @@ def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int
 
 
 def _warm_ups(ms: float, calls: int) -> int:
-    """Untimed replays before a timed one: more of calls that are long enough to be products of many tokens."""
+    """Number of untimed replays before a timed one: more if calls are long, as products of many tokens are."""
     return math.ceil(_WARM_UP_MS / ms) if ms * 1e3 / calls > LONG_CALL_US else 1
 
 

@@ -1,7 +1,8 @@
 """Measure the likeliest configs of problems and keep the fastest: :func:`tune`, and :func:`autotune` around any code.
 
-For each problem the best guesses of the model are compiled, by several processes while others are measured, checked
-against a plain product, looked at briefly, and the best of them timed well. Every outcome is stored when it is known.
+For each problem the model's best guesses are compiled (in several processes, while others are measured), checked
+against a plain product and timed briefly; the best of them are timed again, with more replays. Every outcome is stored
+when it is known.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _FINALISTS, _NEAR, _LONG_NEAR = 4, 1.25, 1.06
 vary less."""
 _AS_FAST = 1.03
 _WORTH = 0.99
-"""A config replaces the first guess if it takes at most so much of its time, in the geometric mean of two m: with less
-to gain, the choice was seen to lose as often as to win when both were measured again (H200, 2026-11-21)."""
+"""Largest time / first guess's time, geometric mean of two m, with which a config replaces the first guess. With less
+to gain, the choice lost as often as it won when both were measured again (H200, 2026-11-21)."""
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""
@@ -65,7 +66,7 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """The first guess's time over that of the choice, the geometric mean of both m."""
+        """First guess's time / choice's time, geometric mean of both m."""
         first, choice = self.first_guess, self.record.choice
         if first not in self.ragged:
             return 1.0
@@ -82,12 +83,12 @@ def tune(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Outcome]:
-    """Measure problems on a device; yields each outcome when its record is stored, those of one weight together.
+    """Measure problems on a device; yield each outcome when its record is stored, those of one weight consecutively.
 
     Args:
-        problems: their m stands for its interval. What no kernel supports is skipped with a warning.
-        top: how many configs to measure of each, by prediction; None for all.
-        force: also problems that have a record of this device and kernel already.
+        problems: m stands for its interval. A problem that no kernel supports is skipped with a warning.
+        top: number of configs to measure per problem, best prediction first; None for all.
+        force: True to measure problems that have a record of this device and kernel, too.
         workers: processes that compile; None for as many as there are processors.
         progress: called as ``progress(configs done, configs, what)``.
     """
@@ -119,9 +120,9 @@ def tune(
 
 
 def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
-    """``with w4gemm.autotune(): model(x)`` measures every problem that is met inside and has no record yet.
+    """``with w4gemm.autotune(): model(x)`` measures every problem that occurs inside and has no record yet.
 
-    Each takes from a tenth of a second to some, more where kernels are compiled, and memory for copies of its weight.
+    Each takes from a tenth of a second to several, more if kernels are compiled, and memory for copies of its weight.
     Nothing is tuned outside, or while a CUDA graph is captured. The records stay: see ``w4gemm cache``.
     """
 
@@ -153,7 +154,7 @@ Objects = dict[Unit, "Future[bytes]"]
 
 
 def _compile(pool: CompilePool, guesses: dict[GemmProblem, list[tuple[Kernel, GemmConfig]]]) -> Objects:
-    """Begin to compile whatever is not ready, each object once."""
+    """Begin to compile the objects that are not ready, each once."""
     units = dict.fromkeys(k.unit(problem, config) for problem, found in guesses.items() for k, config in found)
     wanted = [unit for unit in units if unit is not None and not is_ready(unit)]
     return dict(zip(wanted, pool.submit(wanted), strict=True))
@@ -166,7 +167,7 @@ def _measure(
     workload: Workload,
     step: Callable[[], None],
 ) -> Outcome | None:
-    """Time the configs of one problem, with a step for each; None if none works, which is logged."""
+    """Time the configs of one problem, with a step of progress for each; return None if none works, which is logged."""
     operands = workload.operands(problem.m)
     launches: dict[str, Launch] = {}
     failed: dict[str, str] = {}
@@ -205,11 +206,11 @@ def _measure(
 
 class _Times(NamedTuple):
     last: dict[str, Timing]
-    """At the interval's last m; of all configs, fastest first."""
+    """Timing of each config at the interval's last m, fastest first."""
     ragged: dict[str, Timing]
     """Timing of each finalist at an m inside that no tile divides: tiles that reach past m cost some configs up to half
     as much again (m 96, n = k = 5120: 24.7 us where another takes 16.6, 16.0 and 16.3 at m 128; H200, 2026-11-21). Long
-    calls have many tiles, of which few reach past m: theirs are the times at the last."""
+    calls have many tiles, of which few reach past m, so their times at the last m are used."""
 
 
 def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> str:
@@ -225,7 +226,7 @@ def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> st
 
 
 def _ragged(m: int) -> int:
-    """About the middle of m's interval, and odd; m itself where it is alone there."""
+    """Return an odd number near the middle of m's interval; m if the interval has no other."""
     first, last = choice.interval_of(m)
     return m if first == last else (first + (last or m)) // 2 // 2 * 2 + 1
 
@@ -238,8 +239,8 @@ def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects:
 
 
 def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> _Times:
-    """A look at all at the interval's last m, then the best of them and the first guess again and longer, there and at
-    a ragged m; fastest at the last m first."""
+    """Time all configs briefly at the interval's last m, then the best of them and the first guess with more replays,
+    at the last m and at a ragged one. Fastest at the last m first."""
     names, m = list(launches), operands[0].x.shape[0]
     times = dict(zip(names, workload.time(list(launches.values()), operands, _LOOKS), strict=True))
     names.sort(key=lambda name: times[name].p50)

@@ -17,10 +17,10 @@ from w4gemm.tuning.timing import Timing, time_calls, time_graphs
 from w4gemm.weight import QuantizedWeight
 
 _ROTATED_BYTES = {"cuda": 400e6, "cpu": 64e6}
-"""Copies of the weight hold so much together, so that none is found in a cache."""
+"""Bytes of all copies of the weight together, so that no cache holds one."""
 _MOST_COPIES = {"cuda": 64, "cpu": 4}
 _MANY_TOKENS = 512
-"""Beyond these four copies do: the product takes longer than its weight."""
+"""Tokens beyond which four copies are enough, because the product takes longer than reading its weight."""
 _CHECKED_ROWS = 128
 
 Launch = Callable[[Operands], object]
@@ -43,7 +43,7 @@ class Workload:
         self._copies += [tuple(t.clone() for t in self.weight.tensors) for _ in range(count - 1)]
 
     def serves(self, problem: GemmProblem) -> bool:
-        """Whether only m differs from this workload's problem."""
+        """True if a problem differs from this workload's in m only."""
         return replace(problem, m=self.problem.m) == self.problem
 
     @functools.cached_property
@@ -51,7 +51,7 @@ class Workload:
         return self.weight.dequantize(torch.float32)
 
     def operands(self, m: int) -> list[Operands]:
-        """One launch's operands for each copy of the weight, two activations in turn."""
+        """Return one launch's operands for each copy of the weight, with two activations in turn."""
         problem, epilogue = self.problem, self.problem.epilogue
         columns = epilogue.columns(problem.n)
 
@@ -71,7 +71,8 @@ class Workload:
         return [Operands(xs[i % 2], w, out, given) for i, w in enumerate(copies)]
 
     def error(self, launch: Launch, operands: Operands) -> float:
-        """|d - wanted| / |wanted| over the first rows, of the float32 product with the dequantized weight."""
+        """Return |d - wanted| / |wanted| over the first rows; wanted is the float32 product with the dequantized
+        weight."""
         operands.out.fill_(float("nan"))
         launch(operands)
         rows = slice(0, _CHECKED_ROWS)
@@ -80,13 +81,14 @@ class Workload:
         return ((operands.out[rows].float() - wanted).norm() / wanted.norm()).item()
 
     def time(self, launches: list[Launch], operands: list[Operands], replays: int) -> list[Timing]:
-        """Microseconds a launch, of several interleaved."""
+        """Return microseconds per launch of several launches, interleaved."""
         variants = [[functools.partial(launch, o) for o in operands] for launch in launches]
         return (time_graphs if self.device.type == "cuda" else time_calls)(variants, replays)
 
 
 def random_weight(n: int, k: int, format: WeightFormat, device: torch.device | str, least: int = 0) -> QuantizedWeight:
-    """Uniform codes from ``least`` on, scales around 0.01: the same numbers each time on one kind of device."""
+    """Return a weight with uniform codes from ``least`` on and scales around 0.01; equal on every call per kind of
+    device."""
     g = torch.Generator(device=device).manual_seed(1)
     codes = torch.randint(least, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
     scales = torch.rand(n, format.groups(k), device=device, generator=g) * 0.01 + 0.005
