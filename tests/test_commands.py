@@ -279,7 +279,9 @@ def test_fp8_is_compiled_ahead_of_time_for_other_gpus_with_what_quantizes(tmp_pa
     assert is_ready(kernel_named(found[0]).unit(problem, found[1]))
     for dtype in (torch.float16, torch.bfloat16):
         assert is_ready(ActivationQuantize.of(device, dtype, 768, "", True).unit())
-    assert len(list(output.glob(f"*-{arch}-*.o"))) == len(list(output.glob("*.o"))) == 7
+        as_dtype = replace(problem, epilogue=problem.epilogue._replace(out_dtype=dtype))
+        assert is_ready(kernel_named(found[0]).unit(as_dtype, found[1]))
+    assert len(list(output.glob(f"*-{arch}-*.o"))) == len(list(output.glob("*.o"))) == 8
 
 
 def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path, capsys, monkeypatch):

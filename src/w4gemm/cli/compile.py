@@ -5,31 +5,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from w4gemm import choice, environment, trust
+from w4gemm import environment, trust
 from w4gemm.choice import store
-from w4gemm.cli.problems import add_layer_arguments, parse_layers, problems
+from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
+from w4gemm.cli.problems import add_layer_arguments, parse_layers
 from w4gemm.console.devices import device_line
 from w4gemm.console.options import DTYPES, parse_tokens, positive
 from w4gemm.console.progress import progress_bar, say
-from w4gemm.errors import UnsupportedError
-from w4gemm.jit import Unit, disk
+from w4gemm.epilogue import ACTIVATIONS
+from w4gemm.jit import disk
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels import HELPERS, kernel_named
-from w4gemm.kernels.helper import LayerFacts
-from w4gemm.problem import GPUS, GemmProblem
+from w4gemm.problem import GPUS
 
 NAME = "compile"
 HELP = "compile ahead of time what a model needs, without a GPU"
 DESCRIPTION = (
-    "Compile what linear will choose for a model's layers into a folder, with the tuned configs that decided. On the "
-    "GPU machine set W4GEMM_CACHE_DIR to the folder, which may be read-only, and W4GEMM_COMPILE=off to make sure that "
-    "nothing is compiled there. Both machines need the same versions of w4gemm and of CuTe DSL."
+    "Compile what linear, grouped_linear and masked_linear will choose for a model's layers into a folder, with the "
+    "small kernels around them and the tuned configs that decided. On the GPU machine set W4GEMM_CACHE_DIR to the "
+    "folder, which may be read-only, and W4GEMM_COMPILE=off to make sure that nothing is compiled there. Both machines "
+    "need the same versions of w4gemm and of CuTe DSL."
 )
 
 
@@ -47,28 +46,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="its multiprocessors (default: that GPU's; 132 on an H100 or H200)",
     )
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float8_e4m3fn"), default="bfloat16", help="(default: %(default)s)"
+        "--dtype",
+        choices=("bfloat16", "float16", "float8_e4m3fn"),
+        default="bfloat16",
+        help="of the model's activations (default: %(default)s); float8_e4m3fn: as --activations fp8, for models in "
+        "either 16-bit dtype",
     )
+    parser.add_argument(
+        "--activations", choices=("fp8",), help="every layer quantizes x (layers of --shapes may say so themselves)"
+    )
+    parser.add_argument(
+        "--fused",
+        choices=ACTIVATIONS,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also with this activation in the product; repeat for more. Layers of experts come with silu_mul",
+    )
+    parser.add_argument("--residual", action="store_true", help="also with a residual that is added to the product")
+    parser.add_argument("--act-order", action="store_true", help="also the gather of weights in act-order")
+    parser.add_argument(
+        "--top-k", type=positive, metavar="K", help="experts of a token: also the sum over their results"
+    )
+    parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
     parser.add_argument(
         "--top", type=positive, default=1, metavar="N", help="also the N best guesses (default: %(default)s)"
     )
-    parser.add_argument("--act-order", action="store_true", help="also the gather of weights in act-order")
-    parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
     parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: one a processor)")
 
 
 def run(args: argparse.Namespace) -> int:
     device = GPUS[args.arch]
     device = replace(device, name=args.gpu or device.name, sms=args.sms or device.sms)
-    layers, dtype = parse_layers(args), DTYPES[args.dtype]
-    wanted = problems(layers, parse_tokens(args.m), device, dtype, args.batch_invariant)
+    layers, tokens = parse_layers(args), parse_tokens(args.m)
+    uses = [
+        Use(
+            device,
+            dtype,
+            args.activations == "fp8" or args.dtype == "float8_e4m3fn",
+            tuple(args.fused),
+            args.residual,
+            args.act_order,
+            args.top_k or 0,
+            args.batch_invariant,
+        )
+        for dtype in (_HALVES if args.dtype == "float8_e4m3fn" else (DTYPES[args.dtype],))
+    ]
+    wanted = [problem for use in uses for layer in layers for problem in problems_of(layer, tokens, use)]
     say(f"{device_line(device)}; {len(wanted)} problems")
-    units, records = choices(wanted, args.top)
-    fp8 = dtype == torch.float8_e4m3fn
-    for half in _HALVES if fp8 else (dtype,):
-        for layer in layers:
-            facts = LayerFacts(layer.k, half, fp8, args.act_order)
-            units |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
+    if any(layer.experts for layer in layers) and not args.top_k:
+        say("without --top-k the sum over the experts of a token is left out")
+    units, records = chosen(wanted, args.top)
+    for use in uses:
+        units |= dict.fromkeys(unit for layer in layers for unit in helpers_of(layer, use))
     environment.set_cache_dir(args.output)
     trust.make_folder(args.output, 0o755)
     started = time.perf_counter()
@@ -90,24 +120,3 @@ def run(args: argparse.Namespace) -> int:
 
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-def choices(wanted: Iterable[GemmProblem], top: int) -> tuple[dict[Unit, None], list[store.Record]]:
-    """Return the units to compile, each once, and the user's records that decided.
-
-    Raises:
-        UnsupportedError: if nothing runs one of the problems.
-    """
-    units: dict[Unit, None] = {}
-    records = []
-    for problem in wanted:
-        found = choice.explain(problem)
-        if found.chosen is None:
-            raise UnsupportedError(str(found))
-        for name, config in dict.fromkeys((found.chosen, *((name, c) for _, name, c in found.ranking[: top - 1]))):
-            if (unit := kernel_named(name).unit(found.problem, config)) is not None:
-                units[unit] = None
-        decided = choice.recorded(problem)
-        if decided is not None and decided[0] == "tuned":
-            records.append(decided[1])
-    return units, records

@@ -1,0 +1,91 @@
+"""What a model needs compiled: every problem and every helper that the library may launch for its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from w4gemm import choice
+from w4gemm.choice import store
+from w4gemm.cli.problems import Layer, problems
+from w4gemm.errors import UnsupportedError
+from w4gemm.jit import Unit
+from w4gemm.kernels import HELPERS, kernel_named
+from w4gemm.kernels.helper import LayerFacts
+from w4gemm.problem import Device, GemmProblem
+
+
+class Use(NamedTuple):
+    """How the layers of a model are called."""
+
+    device: Device
+    dtype: torch.dtype
+    """16-bit dtype of the model's activations."""
+    fp8: bool = False
+    """True if every layer quantizes x; a layer can say so itself, too."""
+    epilogue_activations: tuple[str, ...] = ()
+    """Activations that layers fuse besides none."""
+    residual: bool = False
+    """True if layers also add a residual."""
+    act_order: bool = False
+    """True if weights may have a perm."""
+    top_k: int = 0
+    """Experts of a token; 0 if the sum over them is not needed."""
+    batch_invariant: bool = False
+
+
+def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProblem]:
+    """Every problem that ``linear``, ``grouped_linear`` and ``masked_linear`` make of a layer.
+
+    A layer of experts is called with rows of x sorted by expert or gathered, and fuses silu_mul if it is the first of
+    an expert. tokens: the m of each interval, of experts on average.
+    """
+    fp8 = use.fp8 or layer.activations == "fp8"
+    if fp8:
+        layer = replace(layer, activations="fp8")
+    grouped = layer.experts > 0
+    fused = dict.fromkeys((None, *(("silu_mul",) if grouped else ()), *use.epilogue_activations))
+    activations = [name for name in fused if name != "silu_mul" or layer.n % 2 == 0]
+    found = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
+    residuals = (False, True) if use.residual else (False,)
+    for activation, residual, gathered in product(activations, residuals, (False, True) if grouped else (False,)):
+        for problem in found:
+            # a layer that quantizes x gives d the dtype that x had
+            epilogue = problem.epilogue._replace(
+                activation=activation, residual=residual, out_dtype=use.dtype if fp8 else None
+            )
+            yield replace(problem, epilogue=epilogue, gathered=gathered)
+
+
+def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
+    """Every small kernel that may run before or behind a layer."""
+    fp8 = use.fp8 or layer.activations == "fp8"
+    facts = LayerFacts(layer.k, use.dtype, fp8, use.act_order, use.top_k if layer.experts else 0)
+    return (helper.unit() for kind in HELPERS for helper in kind.needed(use.device, facts))
+
+
+def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[store.Record]]:
+    """Return the units of what would be chosen, each once, and the user's records that decided.
+
+    top: how many of the best guesses to take besides what is chosen.
+
+    Raises:
+        UnsupportedError: if nothing runs one of the problems.
+    """
+    units: dict[Unit, None] = {}
+    records: dict[store.Record, None] = {}
+    for problem in wanted:
+        found = choice.explain(problem)
+        if found.chosen is None:
+            raise UnsupportedError(str(found))
+        for name, config in (found.chosen, *((name, config) for _, name, config in found.ranking[: top - 1])):
+            if (unit := kernel_named(name).unit(found.problem, config)) is not None:
+                units[unit] = None
+        decided = choice.recorded(found.problem)
+        if decided is not None and decided[0] == "tuned":
+            records[decided[1]] = None
+    return units, list(records)

@@ -1,0 +1,146 @@
+"""Compiled ahead of time by ``w4gemm compile``: then models run where compiling is forbidden."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, choice, masked_linear, quantize
+from w4gemm.choice.choose import Plan
+from w4gemm.cli.__main__ import main
+from w4gemm.jit import compile as jit
+from w4gemm.kernels import HELPERS, launcher
+from w4gemm.kernels.activation_quantize.spec import FRONTS, ActivationQuantize
+from w4gemm.kernels.column_gather.spec import ColumnGather
+from w4gemm.kernels.helper import LayerFacts
+from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.problem import H200, Device
+
+pytest.importorskip("cutlass")
+
+EXPERTS, TOP_K, FEATURES, HIDDEN = 8, 2, 128, 192
+N, K = 512, 768
+TOKENS = (1, 2, 3, 7, 40)
+FORMAT = "int4_g64"
+
+
+def fill(tmp_path: Path, device: Device, activations: str | None) -> Path:
+    """Compile a mixture of experts and a layer in act-order beside it, for all numbers of tokens up to TOKENS."""
+    shapes, folder = tmp_path / "shapes.txt", tmp_path / "kernels"
+    shapes.write_text(
+        f"{EXPERTS} {2 * HIDDEN} {FEATURES} {FORMAT}\n{EXPERTS} {FEATURES} {HIDDEN} {FORMAT}\n{N} {K} {FORMAT} bias\n"
+    )
+    given = ["--shapes", str(shapes), "--m", f"1..{max(TOKENS)}", "--act-order", "--top-k", str(TOP_K)]
+    given += [] if activations is None else ["--activations", activations]
+    assert main(["compile", *given, "--gpu", device.name, "--sms", str(device.sms), "-o", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What was compiled, loaded or planned in this process is unknown to a test, and what the test plans to others."""
+
+    def clear() -> None:
+        choice.forget()
+        launcher.cache_clear()
+
+    monkeypatch.setattr(jit, "_memory", {})
+    clear()
+    yield
+    clear()
+
+
+def model(device: str, activations: str | None) -> tuple[W4Experts, W4Linear]:
+    """The layers that :func:`fill` compiles for."""
+    torch.manual_seed(0)
+
+    def weight(n: int, k: int) -> QuantizedWeight:
+        return quantize(torch.randn(n, k) / k**0.5, FORMAT).to(device).repack(activations=activations)
+
+    gate_up = QuantizedWeight.stack([weight(2 * HIDDEN, FEATURES) for _ in range(EXPERTS)])
+    down = QuantizedWeight.stack([weight(FEATURES, HIDDEN) for _ in range(EXPERTS)])
+    acted = weight(N, K)
+    acted = replace(acted, perm=torch.randperm(K, dtype=torch.int32).to(acted.device))
+    mixture = W4Experts(gate_up, down, dtype=torch.bfloat16)
+    return mixture, W4Linear.from_weight(acted, torch.randn(N, device=device).bfloat16())
+
+
+def run(mixture: W4Experts, layer: W4Linear, tokens: int, device: str) -> list[torch.Tensor]:
+    """One result of everything that launches."""
+    r = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, EXPERTS, generator=r).argsort(1)[:, :TOP_K].to(device)
+    x, weights = torch.randn(tokens, FEATURES, generator=r), torch.rand(tokens, TOP_K, generator=r).to(device)
+    results = [mixture(x.to(device, torch.bfloat16), ids, weights)]
+    counts = torch.full((EXPERTS,), tokens, dtype=torch.int32, device=device)
+    padded = x.expand(EXPERTS, tokens, FEATURES).to(device, torch.bfloat16).contiguous()
+    results.append(masked_linear(padded, mixture.gate_up.weight, counts, activation="silu_mul"))
+    results.append(layer(torch.randn(tokens, K, generator=r).to(device, torch.bfloat16)))
+    return results
+
+
+@pytest.mark.parametrize("activations", [None, "fp8"])
+def test_all_that_a_mixture_of_experts_launches_is_there(tmp_path, monkeypatch, forget, activations):
+    """Its layers run here as if the CPU were an H200, up to the launches: every plan is made of what was compiled."""
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(fill(tmp_path, H200, activations)))
+    monkeypatch.setenv("W4GEMM_COMPILE", "off")
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: H200))
+    launched: list[Plan] = []
+    launch = functools.cached_property(lambda plan: lambda operands: launched.append(plan))
+    launch.__set_name__(Plan, "launch")
+    monkeypatch.setattr(Plan, "launch", launch)
+    mixture, layer = model("cpu", activations)
+    for tokens in TOKENS:
+        run(mixture, layer, tokens, "cpu")
+    assert len(launched) == 4 * len(TOKENS)
+    assert {plan.problem.experts for plan in launched} == {EXPERTS, 0}
+    assert {plan.problem.dtype for plan in launched} == {torch.float8_e4m3fn if activations else torch.bfloat16}
+    assert all(plan.compiled is not None for plan in launched)
+    # on the CPU PyTorch does what these do
+    here = torch.device("cpu")
+    assert launcher(RowCombine.of, here, torch.bfloat16, TOP_K) is not None
+    if activations is None:
+        assert launcher(ColumnGather.of, here, torch.bfloat16, K) is not None
+    else:
+        for front in FRONTS:
+            for k in (FEATURES, HIDDEN, K):
+                assert launcher(ActivationQuantize.of, here, torch.bfloat16, k, front, True) is not None
+    with pytest.raises(UnsupportedError, match="W4GEMM_COMPILE=off forbids compiling"):
+        launcher(RowCombine.of, here, torch.bfloat16, TOP_K + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", [None, "fp8"])
+def test_a_mixture_of_experts_serves_where_compiling_is_forbidden(tmp_path, monkeypatch, forget, activations):
+    here = Device.of("cuda")
+    if here.capability != H200.capability:
+        pytest.skip("compiles for the default target")
+    mixture, layer = model("cuda", activations)
+    wanted = [run(mixture, layer, tokens, "cuda") for tokens in TOKENS]
+    folder = fill(tmp_path, here, activations)
+    before = sorted(path.name for path in folder.iterdir())
+    monkeypatch.setattr(jit, "_memory", {})
+    choice.forget()
+    launcher.cache_clear()
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(folder))
+    monkeypatch.setenv("W4GEMM_COMPILE", "off")
+    for tokens, expected in zip(TOKENS, wanted, strict=True):
+        for got, want in zip(run(mixture, layer, tokens, "cuda"), expected, strict=True):
+            assert torch.equal(got, want)
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_helper_says_what_a_layer_needs():
+    """Whatever is in the registry is compiled ahead of time by being there."""
+    for kind in HELPERS:
+        (nothing,) = {tuple(kind.needed(H200, LayerFacts(K, torch.bfloat16)))}
+        assert nothing == ()
+    layer = LayerFacts(K, torch.bfloat16, act_order=True, top_k=8)
+    assert [h.unit().name for kind in HELPERS for h in kind.needed(H200, layer)] == ["column_gather", "row_combine"]
+    quantized = [h for kind in HELPERS for h in kind.needed(H200, layer._replace(fp8=True))]
+    assert [h.name for h in quantized] == ["row_combine", *["activation_quantize"] * 3]
+    assert not any(tuple(kind.needed(Device("cpu"), layer._replace(fp8=True))) for kind in HELPERS)
