@@ -245,11 +245,11 @@ def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
     one, two, written = "sm90_mixed_gemm/128x128x128_1x1x1_coop", "sm90_mixed_gemm/256x128x128_1x1x1_coop", {}
     others = {f"{two}+128x128x128_1x1x1_coop": 4.0, "dequantize_gemm/256x8192x128_1x1x1_coop": 5.0}
     rows = rows_file(tmp_path / "rows", {256: {one: 10.0, two: 11.0, **others}})
-    monkeypatch.setattr(fit, "fit", lambda samples, known: (known[0] * 2, known[1], known[2]))
-    monkeypatch.setattr(fit, "write", lambda target, times, source: written.update(times))
-    known = fit.sm90_times.TIMES
+    monkeypatch.setattr(fit, "fit", lambda samples, known: known._replace(alone=known.alone * 2))
+    monkeypatch.setattr(fit, "write", lambda target, times, *source, **how: written.update(times))
+    known = {name: t for name, t in fit.constants.reference().configs.items() if "fp8" not in name}
     fit.main(["--adjust", "--others-stay", str(rows)])
-    assert written == known | {c: (known[c][0] * 2, *known[c][1:]) for c in (one, two)}
+    assert written == known | {c: known[c]._replace(alone=known[c].alone * 2) for c in (one, two)}
     with pytest.raises(SystemExit):
         fit.main(["--others-stay", str(rows)])
     assert "--others-stay wants --adjust" in capsys.readouterr().err

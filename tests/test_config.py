@@ -71,7 +71,6 @@ def test_every_kernels_configs_round_trip():
         configs = kernel.configs(problem)
         assert [GemmConfig.parse(str(c)) for c in configs] == configs
         assert len(set(configs)) == len(configs), f"{kernel.name}: a config twice"
-        assert all(kernel.predicted_us(problem, c) >= 0 for c in configs), f"{kernel.name}: predicted_us"
 
 
 def test_many_tails_are_refused_like_two():

@@ -10,8 +10,8 @@ import torch
 import w4gemm
 from conformance.cases import FEW_FORMATS, assert_close, random_weight
 from w4gemm import choice
+from w4gemm.choice.cost import ranked
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import ranked
 from w4gemm.kernels.cpu import kernel
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.packing.layouts import layout_named

@@ -17,7 +17,7 @@ PACKAGE = Path(w4gemm.__file__).parent
 LEVELS = (
     ("errors", "environment", "trust"),
     ("jit",),
-    ("formats", "epilogue", "problem", "config"),
+    ("formats", "epilogue", "gpu_rates", "problem", "config"),
     ("packing",),
     ("packed_shape",),
     (

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from w4gemm import GemmConfig, choice
+from w4gemm.choice.cost import ranked
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import KERNELS, kernel_named, ranked
+from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.problem import H200, GemmProblem

@@ -10,6 +10,7 @@ import torch
 
 from sass import functions
 from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, linear
+from w4gemm.choice.cost import predicted_us
 from w4gemm.epilogue import Epilogue
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
@@ -53,13 +54,13 @@ def test_predicted_as_the_sum_where_there_are_two(name, problem, text):
     for n in range(1024, 32768, 1024):
         p = replace(problem, n=n)
         waves, rest = split(p, config)
-        found = kernel.predicted_us(p, config)
+        found = predicted_us(kernel, p, config)
         if rest.n:
             two += 1
-            us = kernel.predicted_us(waves, single) + kernel.predicted_us(rest, config.tail)
+            us = predicted_us(kernel, waves, single) + predicted_us(kernel, rest, config.tail)
             assert found == pytest.approx(us, rel=0.02)
         else:
-            assert found > 500 + kernel.predicted_us(p, single)
+            assert found > 500 + predicted_us(kernel, p, single)
     assert two
 
 
@@ -68,8 +69,8 @@ def test_a_part_of_a_large_product_is_as_hot_as_the_whole():
     kernel, config = kernel_named("sm90_fp8_gemm"), GemmConfig.parse("256x128x128_1x1x1_coop+128x64x256_1x1x1_coop")
     problem = replace(W4A8, n=57344, k=8192)
     waves, rest = split(problem, config)
-    apart = kernel.predicted_us(waves, replace(config, tail=None)) + kernel.predicted_us(rest, config.tail)
-    assert 1.01 * apart < kernel.predicted_us(problem, config) < 1.16 * apart
+    apart = predicted_us(kernel, waves, replace(config, tail=None)) + predicted_us(kernel, rest, config.tail)
+    assert 1.01 * apart < predicted_us(kernel, problem, config) < 1.16 * apart
 
 
 def test_one_order_of_additions_where_both_have_it():

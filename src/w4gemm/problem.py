@@ -14,11 +14,13 @@ import torch
 
 from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
+from w4gemm.gpu_rates import rates_of
 
 
 @dataclass(frozen=True)
 class Device:
-    """The facts about a device that kernels choose by: capability and limits, never its name."""
+    """The facts about a device that kernels choose by: capability, limits and rates. Of its name nothing depends but
+    the rates, if they are not given, and which measured choices hold."""
 
     kind: str
     """``"cuda"`` or ``"cpu"``."""
@@ -29,7 +31,18 @@ class Device:
     shared_memory: int = 0
     """Bytes of shared memory that one CTA may use."""
     rocm: bool = False
-    """Whether this is an AMD device behind ``torch.cuda``."""
+    """True for an AMD device behind ``torch.cuda``."""
+    clock: float = 0.0
+    """Boost clock of a multiprocessor, MHz; 0 if unknown, as the two below."""
+    bandwidth: float = 0.0
+    """Memory bandwidth, bytes per us."""
+    operations: float = 0.0
+    """Dense 16-bit tensor-core operations per us."""
+
+    def __post_init__(self) -> None:
+        for name, rate in rates_of(self.name)._asdict().items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, rate)
 
     @classmethod
     def of(cls, device: torch.device | str) -> Device:
@@ -43,6 +56,8 @@ class Device:
 @functools.cache
 def _cuda_device(index: int) -> Device:
     p = torch.cuda.get_device_properties(index)
+    known = rates_of(p.name)  # before what the driver says, so that a GPU and its description are equal
+    kilohertz, bits = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)
     return Device(
         kind="cuda",
         name=p.name,
@@ -50,6 +65,8 @@ def _cuda_device(index: int) -> Device:
         sms=p.multi_processor_count,
         shared_memory=getattr(p, "shared_memory_per_block_optin", 0),
         rocm=torch.version.hip is not None,
+        clock=known.clock or getattr(p, "clock_rate", 0) / 1e3,
+        bandwidth=known.bandwidth or 2 * kilohertz * 1e3 * bits / 8 / 1e6,  # two transfers a clock
     )
 
 

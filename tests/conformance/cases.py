@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import w4gemm
+from w4gemm.choice.cost import ranked
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN, Epilogue, EpilogueOperands, default_out_dtype
 from w4gemm.formats import WeightFormat
 from w4gemm.jit import object_code
-from w4gemm.kernels import KERNELS, Kernel, ranked
+from w4gemm.kernels import KERNELS, Kernel
 from w4gemm.packing.layouts import LAYOUTS, layout_named
 from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.reference import linear_reference

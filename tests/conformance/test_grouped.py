@@ -23,9 +23,9 @@ from conformance.cases import (
     targets,
 )
 from w4gemm import QuantizedWeight, WeightFormat
+from w4gemm.choice.cost import ranked
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import default_out_dtype
-from w4gemm.kernels import ranked
 from w4gemm.kernels.gpu import takes_rows
 from w4gemm.reference import grouped_reference
 

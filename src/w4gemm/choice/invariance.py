@@ -10,9 +10,10 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
+from w4gemm.choice.cost import ranked
 from w4gemm.choice.intervals import BOUNDS, FEW, LARGEST
 from w4gemm.config import GemmConfig
-from w4gemm.kernels import KERNELS, Kernel, Status, ranked
+from w4gemm.kernels import KERNELS, Kernel, Status
 from w4gemm.problem import GemmProblem
 
 

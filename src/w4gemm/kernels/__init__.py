@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
-from w4gemm.kernels.base import Kernel, Operands, Resources, Status, ranked
+from w4gemm.kernels.base import Kernel, Operands, Resources, Status
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm
@@ -51,5 +51,4 @@ __all__ = [
     "Status",
     "kernel_named",
     "launcher",
-    "ranked",
 ]

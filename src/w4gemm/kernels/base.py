@@ -6,7 +6,7 @@ no GPU; only what ``launcher`` gives touches a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -109,11 +109,6 @@ class Kernel(Protocol):
         """Every legal config; the one statement of legality."""
         ...
 
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        """About how many microseconds (more than 0) a launch takes, by a model; dispatch ranks the configs of all
-        kernels by it."""
-        ...
-
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """The order in which a result's products are added up, for ``batch_invariant``: configs of equal orders give
         equal bits, for any m and whatever the other rows hold. None if a row's bits depend on the other rows."""
@@ -137,14 +132,3 @@ class Kernel(Protocol):
         synchronizing or allocating anything that outlives the call, but for flags (kernels/workspace.py). Made once a
         plan, so that a launch only passes on its operands."""
         ...
-
-
-def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
-    """(predicted microseconds, kernel, config) of every kernel that supports ``problem``, best guess first."""
-    found = [
-        (kernel.predicted_us(problem, config), kernel, config)
-        for kernel in kernels
-        if kernel.supports(problem)
-        for config in kernel.configs(problem)
-    ]
-    return sorted(found, key=lambda entry: (entry[0], entry[1].name, str(entry[2])))

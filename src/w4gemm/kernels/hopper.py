@@ -1,4 +1,4 @@
-"""What the Hopper kernels share on the host side: where they run, and how their times are predicted."""
+"""What the Hopper kernels share on the host side: where they run, and how a product is two launches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from w4gemm.config import GemmConfig
-from w4gemm.formats import WeightFormat
 from w4gemm.kernels.base import Resources
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY, GpuKernel
-from w4gemm.kernels.sm90_model import predicted_us
 from w4gemm.problem import Device, GemmProblem
-
-_NEEDLESS_US = 1e3
-"""Puts a config of two launches last where one does it all."""
 
 
 def whole_columns(m_tiles: Any, n_tiles: Any, ctas: Any) -> Any:
@@ -60,21 +55,3 @@ class HopperKernel(GpuKernel):
         found = [super(HopperKernel, self).resources(*launch) for launch in launches(problem, config)]
         ctas, waves = sum(r.ctas or 0 for r in found), sum(r.waves or 0.0 for r in found)
         return found[0]._replace(ctas=ctas, waves=round(waves, 2))
-
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        parts = launches(problem, config)
-        us = sum(self._launch_us(part, c, problem) for part, c in parts)
-        return us + (_NEEDLESS_US if config.tail and len(parts) == 1 else 0.0)
-
-    def _launch_us(self, part: GemmProblem, config: GemmConfig, whole: GemmProblem) -> float:
-        named, ctas = self.timed_as(part.format), self.ctas_per_sm(config)
-        operations = 2 * whole.m * whole.n * whole.k
-        return predicted_us(part, named, config, ctas, self.decode_overhead(part), operations)
-
-    def decode_overhead(self, problem: GemmProblem) -> float:
-        """The part by which the problem's format makes a slot of few tokens slower than the model's times have it."""
-        return 0.0
-
-    def timed_as(self, format: WeightFormat) -> str:
-        """Under which name the model knows the times of configs."""
-        return self.name

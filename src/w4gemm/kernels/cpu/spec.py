@@ -28,10 +28,6 @@ from w4gemm.problem import GemmProblem
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 _LAYOUTS = ("cpu", "canonical")
 
-_SUM_TOKENS = 4
-"""Up to so many tokens "sum" is ranked first. Over the time of "dense", for four sizes of layers, float32 and bfloat16,
-on one and two cores of an EPYC with AVX-512 (2026-11-22), geometric mean: 0.7 at 4 tokens, 1.1 at 6, 1.5 at 8."""
-
 _DENSE_TOKENS = 2048
 _DENSE_ELEMENTS = 2**20
 """Weights dequantized at a time: 4 MiB of float32, near the size of a core's caches."""
@@ -58,11 +54,6 @@ class CpuMixedGemm:
         if problem.layout == "cpu" and kernel.has_code_sums():
             configs.append(GemmConfig(1, CHUNK, _summed_together(problem.format, problem.k)))
         return configs
-
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        """Of no CPU in particular: only which way is the faster one is known."""
-        few = problem.m <= _SUM_TOKENS
-        return 1.0 if (config.tile_m == 1) == few else 2.0
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """The method "sum" takes token by token; in a matmul a row's bits depend on where among how many it is."""

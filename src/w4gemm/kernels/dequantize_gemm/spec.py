@@ -38,16 +38,6 @@ _CTAS_PER_SM = 16
 _ANYWHERE = Sm80MixedGemm()
 """Whose GPUs and targets these are, too."""
 
-_LAUNCH_US = 6.0
-"""Of a part of the features: two launches, and the last wave of each."""
-_BYTES_PER_US = 3.3e6
-_RATES = {(9, 0): 690e6 / 132, (10, 0): 1500e6 / 148, (10, 3): 1500e6 / 148}
-_OTHERS = 250e6 / 108
-"""Operations a microsecond of one multiprocessor, by compute capability, on 16-bit operands: H200, 2026-11-21
-(docs/benchmarks.md); B200, B300 and the A100, whose rate stands for all others, from data sheets, not measured."""
-_FP8_RATE = 1310e6 / 132
-"""Likewise, on e4m3, H200, 2026-11-22: 1310e6 to 1345e6 measured, less a margin for the memory that it takes."""
-
 
 class DequantizeGemm:
     """Any m and k, one weight, 16-bit activations on SM80 and later, e4m3 ones with e4m3 group scales on SM90."""
@@ -71,7 +61,7 @@ class DequantizeGemm:
         if problem.epilogue != stored:
             return Status.no(f"stores {stored} alone, in {stored.result_dtype(problem.dtype)}")
         if not self.configs(problem):
-            least = _dense_bytes(problem, _LEAST_FEATURES) >> 20
+            least = dense_bytes(problem, _LEAST_FEATURES) >> 20
             return Status.no(f"needs {least + 1} MiB of workspace, W4GEMM_WORKSPACE_MIB allows {_limit() >> 20}")
         reason = missing_for_dsl(MIN_DRIVER)
         return Status.no(reason) if reason else OK
@@ -80,29 +70,19 @@ class DequantizeGemm:
         """tile_n: the features that are decoded at a time, those whose dense weight fits the workspace."""
         found: list[GemmConfig] = []
         features = _LEAST_FEATURES
-        while not problem.experts and _dense_bytes(problem, features) <= _limit():
+        while not problem.experts and dense_bytes(problem, features) <= _limit():
             found.append(GemmConfig(_TOKENS, features, _CHUNK_K))
             if features >= problem.n:
                 break
             features *= 2
         return found
 
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        dense = _dense_bytes(problem, problem.n)
-        packed = problem.n * problem.k // 2
-        rate = _RATES.get(problem.device.capability, _OTHERS)
-        if problem.dtype == _FP8:
-            rate = _FP8_RATE
-        parts = -(-problem.n // config.tile_n)
-        operations = 2 * problem.m * problem.n * problem.k
-        return parts * _LAUNCH_US + (dense + packed) / _BYTES_PER_US + operations / (rate * problem.device.sms)
-
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """cuBLAS chooses by m."""
         return None
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
-        return workspace.FLAG_BYTES + _dense_bytes(problem, config.tile_n)
+        return workspace.FLAG_BYTES + dense_bytes(problem, config.tile_n)
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
         return Resources(memory=self._variant(problem).decode_table_bytes)
@@ -133,7 +113,7 @@ class DequantizeGemm:
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
         n, k, tile_n = problem.n, problem.k, config.tile_n
-        size, ctas = _dense_bytes(problem, tile_n), _CTAS_PER_SM * problem.device.sms
+        size, ctas = dense_bytes(problem, tile_n), _CTAS_PER_SM * problem.device.sms
 
         def launch(operands: Operands) -> None:
             x, weight, out, *_ = operands
@@ -191,7 +171,7 @@ def _limit() -> int:
     return environment.workspace_mib() << 20
 
 
-def _dense_bytes(problem: GemmProblem, features: int) -> int:
+def dense_bytes(problem: GemmProblem, features: int) -> int:
     """Of so many features' dense weight, or of all, in whole blocks."""
     rows = -(-min(features, problem.n) // BLOCK_N) * BLOCK_N
     return rows * -(-problem.k // BLOCK_K) * BLOCK_K * problem.dtype.itemsize

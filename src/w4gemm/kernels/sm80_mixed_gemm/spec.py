@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.jit.unit import Unit
-from w4gemm.kernels.gpu import GpuKernel, m_tiles
+from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.problem import Device, GemmProblem
 
@@ -55,15 +54,6 @@ TILES: Tiles = {
 the shared memory of other GPUs, and those between. Others, of whole row units and at most 128 accumulators, compile as
 well; streams of 128 accumulators spill."""
 
-TIMES = {
-    "coop": (3.0041, 0.0, 0.1602, 0.146, 0.0213, 1.0291),
-    "pingpong": (4.4244, 0.0323, 0.1262, 0.2059, 0.0185, 0.0),
-    "stream": (7.2554, 0.0149, 0.0906, 0.1896, 0.0194, 0.713),
-}
-"""Microseconds, fitted to timings of all configs on four layers, m 1 to 4096 (H200, 2026-11-21; docs/measured.md): of a
-launch, a slot, 8192 codes that are decoded, 1e6 operations, 8 KiB of x that are read from shared memory, and 8192 sums
-that are stored, or, of a stream, passed on."""
-
 
 class Sm80MixedGemm(GpuKernel):
     """W4A16 with cp.async and mma.sync, on any GPU from SM80 on: any m, n, k, every format, fp16 and bf16."""
@@ -104,23 +94,6 @@ class Sm80MixedGemm(GpuKernel):
         if problem.device.capability[0] == 10:
             _say_what_is_missing(self.name, problem.device.name)
         return super().unit(problem, config)
-
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        """Of the multiprocessor with the most tiles: each takes them one after the other, also where it holds two
-        CTAs. A stream gives all as much; each part of a tile is passed on by one CTA to the next."""
-        v = Variant.of(problem, config)
-        launch, slot, decode, operations, read, sums = self.times(problem, config)
-        tile = config.tile_m * config.tile_n
-        tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
-        waves = tiles / problem.device.sms
-        waves, stored = (waves, max(1.0, 2 / waves)) if v.stream else (math.ceil(waves), math.ceil(waves))
-        slot += decode * config.tile_n * config.tile_k / 8192 * v.m_warps
-        slot += operations * 2 * tile * config.tile_k / 1e6 + read * v.x_bytes / 8192 * v.n_warps
-        return launch + waves * -(-problem.k // config.tile_k) * slot + sums * stored * tile / 8192
-
-    def times(self, problem: GemmProblem, config: GemmConfig) -> tuple[float, ...]:
-        """Constants of the model, as ``TIMES`` has them."""
-        return TIMES[config.schedule]
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         v = Variant.of(problem, GemmConfig(8, 64, 128))

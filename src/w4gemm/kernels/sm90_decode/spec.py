@@ -8,7 +8,6 @@ from typing import Any
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
-from w4gemm.kernels.gpu import m_tiles
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.packing.block import Block
@@ -17,9 +16,6 @@ from w4gemm.problem import GemmProblem
 _TILE_M = (8, 16)
 _TILE_N = (16, 32, 64, 128)
 _SPLIT_K = (1, 2)
-_EXPERT_TILE_US = 0.9
-"""Of experts, a CTA has tile after tile, and the ring empties while its warps add up: measured on an H200, 2026-11-22,
-0.5 to 1.7, the more the smaller k (bench/results/grouped_configs.jsonl)."""
 
 
 class Sm90Decode(HopperKernel):
@@ -36,13 +32,6 @@ class Sm90Decode(HopperKernel):
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         return list(_fitting(Variant.of(problem, GemmConfig(8, 64, 128)).block, problem.experts > 0))
-
-    def predicted_us(self, problem: GemmProblem, config: GemmConfig) -> float:
-        us = super().predicted_us(problem, config)
-        if problem.experts:
-            tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
-            us += _EXPERT_TILE_US * tiles * config.split_k / (problem.device.sms * self.ctas_per_sm(config))
-        return us
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """The warps of all CTAs take k blocks in turn, and their sums are added in a fixed order."""

@@ -9,7 +9,6 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
-from w4gemm.formats import WeightFormat
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.packing.block import Block
@@ -56,12 +55,6 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
         "256x64x128_1x1x1_coop+128x64x256_1x1x1_coop_k2",
         "192x128x128_1x1x1_coop+192x64x128_1x1x1_coop_k2",
     )
-
-    def timed_as(self, format: WeightFormat) -> str:
-        return f"{self.name} folded" if format.has_channels else self.name
-
-    def decode_overhead(self, problem: GemmProblem) -> float:
-        return 0.0  # either way to scale has times of its own
 
     def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
         v = Variant.of(problem, GemmConfig(8, 64, 256))

@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.hopper import HopperKernel
@@ -58,16 +56,6 @@ class Sm90MixedGemm(HopperKernel):
         from w4gemm.kernels.sm90_mixed_gemm.parts import Parts
 
         return lambda variant: Parts(variant) if variant.config.tail else MixedGemm(variant)
-
-    def decode_overhead(self, problem: GemmProblem) -> float:
-        """Measured with tiles of 16 to 64 tokens (bench/results/formats.jsonl, H200, 2026-11-21; fp16 versions.jsonl,
-        2026-11-22). The model's times are those of bf16 with bf16 scales."""
-        same = problem.dtype == problem.format.scale_dtype
-        if problem.dtype == torch.float16:
-            return 0.11 if same else 0.65
-        if not same:
-            return 0.4
-        return 0.12 if problem.format.zero == "int" else 0.0
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         # a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster

@@ -1,0 +1,145 @@
+"""Measured constants of the cost models: :func:`constants_for` a device, read from one file of JSON lines per GPU.
+
+A file begins with its GPU. Its other lines are constants of a model (``"model"``), times of a config (``"config"``), or
+say where some came from (``"source"`` and ``"text"``). A term that is 0 is left out. ``bench/fit.py`` writes the times.
+The files are data: no compiled kernel depends on them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from w4gemm.config import GemmConfig
+from w4gemm.problem import GPUS, Device
+
+FOLDER = Path(__file__).resolve().parent
+_REFERENCE = "nvidia_h200.jsonl"
+"""The only GPU whose times are measured; those of others are scaled from them."""
+_UNMEASURED = 1.05
+"""What a config without times takes beside those that stand for it: enough to rank after their own config."""
+
+
+class SliceTimes(NamedTuple):
+    """Times of one config of a Hopper kernel, in us."""
+
+    alone: float = 0.0
+    """A k-slice of a CTA that has the GPU to itself."""
+    shared: float = 0.0
+    """What a k-slice takes besides where CTAs fill the GPU."""
+    tile: float = 0.0
+    """Storing an output tile."""
+
+
+class Scale(NamedTuple):
+    """Times on a GPU over those on the measured one."""
+
+    clock: float = 1.0
+    """What a multiprocessor does by itself."""
+    memory: float = 1.0
+    """What waits for memory alone."""
+    contention: float = 1.0
+    """What the CTAs of a full GPU wait for each other: memory per multiprocessor."""
+    mma: float = 1.0
+    """A matrix instruction. More than ``clock`` for a GPU whose tensor cores are throttled, such as the H20."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """All constants that were measured on one GPU."""
+
+    device: Device
+    models: dict[str, dict[str, Any]]
+    """By the model's name, with ``/<schedule>`` or ``/<compute capability>`` if it has several; terms by name."""
+    configs: dict[str, SliceTimes]
+    """By ``"<kernel>/<config>"``; the kernel's name may have a word after it, see waves.py."""
+    sources: tuple[dict[str, str], ...] = ()
+    _estimated: dict[str, SliceTimes | None] = field(default_factory=dict, compare=False)
+
+    def scale(self, device: Device) -> Scale:
+        """How much longer ``device`` takes, as far as its rates are known. All 1 for another compute capability: of
+        other multiprocessors clock and bandwidth do not say enough to rank one kernel against another."""
+        ours = self.device
+        if device.capability != ours.capability or not device.sms:
+            return Scale()
+        clock, memory = _ratio(ours.clock, device.clock), _ratio(ours.bandwidth, device.bandwidth)
+        sms = device.sms / ours.sms
+        mma = _ratio(ours.operations, device.operations) * sms if device.operations else clock
+        return Scale(clock, memory, memory * sms, mma)
+
+    def times(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
+        """Times of a config; if it was not measured, a little more than those of the nearest one of the kernel that
+        was. None for a kernel of which nothing was measured."""
+        name = f"{kernel}/{config}"
+        found = self.configs.get(name)
+        if found is None:
+            if name not in self._estimated:
+                self._estimated[name] = self._estimate(kernel, config)
+            found = self._estimated[name]
+        return found
+
+    def _estimate(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
+        measured = [
+            (GemmConfig.parse(text), times)
+            for name, times in self.configs.items()
+            for of, _, text in [name.rpartition("/")]
+            if of == kernel
+        ]
+        if not measured:
+            return None
+        near, times = min(measured, key=lambda pair: _distance(pair[0], config))
+        codes = config.tile_n * config.tile_k / (near.tile_n * near.tile_k)
+        tokens = config.tile_m / near.tile_m
+        a_slice, a_tile = codes * max(1, tokens), tokens * config.tile_n / near.tile_n
+        return SliceTimes(
+            _UNMEASURED * a_slice * times.alone, _UNMEASURED * a_slice * times.shared, _UNMEASURED * a_tile * times.tile
+        )
+
+
+def _ratio(ours: float, theirs: float) -> float:
+    return ours / theirs if ours and theirs else 1.0
+
+
+def _distance(a: GemmConfig, b: GemmConfig) -> tuple[float, str]:
+    """How little the times of two configs say of each other: the schedule counts most, the cluster least."""
+    sizes = sum(abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("tile_m", "tile_n", "tile_k", "split_k"))
+    clusters = abs(math.log2(a.cluster_m / b.cluster_m)) + abs(math.log2(a.cluster_n / b.cluster_n))
+    return 4.0 * (a.schedule != b.schedule) + sizes + 0.25 * clusters, str(a)
+
+
+def read(path: Path) -> Constants:
+    """The constants in a file."""
+    return parse(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def parse(rows: Iterable[dict[str, Any]]) -> Constants:
+    gpu, models, configs, sources = None, {}, {}, []
+    for row in rows:
+        if "gpu" in row:
+            gpu = next(device for device in GPUS.values() if device.name == row["gpu"])
+        elif "config" in row:
+            configs[row["config"]] = SliceTimes(*(row.get(term, 0.0) for term in SliceTimes._fields))
+        elif "model" in row:
+            of = row.get("schedule") or ".".join(map(str, row.get("capability", ())))
+            models[f"{row['model']}/{of}" if of else row["model"]] = row
+        else:
+            sources.append(row)
+    assert gpu is not None, "wanted a line with a gpu"
+    return Constants(gpu, models, configs, tuple(sources))
+
+
+@functools.cache
+def reference() -> Constants:
+    """The constants of the GPU that was measured."""
+    return read(FOLDER / _REFERENCE)
+
+
+@functools.cache
+def scale_of(device: Device) -> Scale:
+    """How much longer ``device`` takes than the GPU that was measured."""
+    return reference().scale(device)

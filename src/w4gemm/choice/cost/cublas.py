@@ -1,0 +1,28 @@
+"""Model of dequantize_gemm: the dense weight is written and read once, and cuBLAS multiplies at its usual rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from w4gemm.choice.cost.constants import reference, scale_of
+from w4gemm.config import GemmConfig
+from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
+from w4gemm.problem import GemmProblem
+
+
+def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
+    """Microseconds of all launches: two for each chunk of tile_n features."""
+    constants, scale, device = reference(), scale_of(problem.device), problem.device
+    model = constants.models["cublas"]
+    moved = dense_bytes(problem, problem.n) + problem.n * problem.k // 2
+    others = constants.models["cublas_rate"]
+    rate = constants.models.get(f"cublas_rate/{'.'.join(map(str, device.capability))}", others)
+    per_sm = rate["operations"] / rate["sms"]
+    if problem.dtype.itemsize == 1:
+        per_sm = model["fp8_operations"] / constants.device.sms
+    per_sm /= scale.mma
+    chunks = -(-problem.n // config.tile_n)
+    operations = 2 * problem.m * problem.n * problem.k
+    return float(
+        chunks * model["launch_us"] + moved / model["bytes_per_us"] * scale.memory + operations / (per_sm * device.sms)
+    )

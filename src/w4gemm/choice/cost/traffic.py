@@ -1,0 +1,31 @@
+"""Times of what only moves bytes: a launch at the memory's rate, and a copy of rows of x."""
+
+from __future__ import annotations
+
+from w4gemm.choice.cost.constants import reference, scale_of
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
+from w4gemm.problem import GemmProblem
+
+
+def bytes_us(problem: GemmProblem) -> float:
+    """Every byte once: packed blocks, x and d, both as if in 16 bits."""
+    blocks = -(-problem.n // BLOCK_N) * -(-problem.k // BLOCK_K)
+    weight = Block.of(problem.format).bytes * blocks * min(max(1, problem.experts), problem.m)
+    moved = weight + 2 * problem.m * (problem.n + problem.k)
+    return moved / reference().models["waves"]["bytes_per_us"] * scale_of(problem.device).memory
+
+
+def copy_us(problem: GemmProblem) -> float:
+    """A copy of x's rows, and of their scales if they have any, before a launch."""
+    copy = reference().models["copy"]
+    moved = problem.m * problem.k * problem.dtype.itemsize
+    return (1 + problem.epilogue.token_scale) * copy["launch_us"] + moved / copy["bytes_per_us"] * scale_of(
+        problem.device
+    ).memory
+
+
+def roofline_us(problem: GemmProblem) -> float:
+    """The larger of the times of all bytes and of all operations, by the device's data sheet as far as it is known."""
+    ours = reference().device
+    operations = 2 * problem.m * problem.n * problem.k
+    return max(bytes_us(problem), operations / (problem.device.operations or ours.operations))

@@ -1,0 +1,125 @@
+"""Model of the Hopper kernels: waves of clusters that fill the GPU, the last one perhaps partly.
+
+In a wave every CTA goes through its k-slices and then stores its output tile:
+
+    time = fixed + bound(heat * sum over waves (k-slices * slice_us + tile_us), bytes / bandwidth)
+
+slice_us grows from a config's time with the GPU to itself to its time with the GPU full, because CTAs share L2, memory
+and power: alone + shared * contention. With stream-k all CTAs have equal work; they store and add partial sums besides,
+the more the smaller a CTA's part of a tile is. The three numbers of each config are measured (``SliceTimes``).
+
+heat: large products bring the GPU to its power limit, which lowers the clock. bound is a smooth maximum. If rows are
+gathered on load, a k-slice takes longer by its bytes of x, because cp.async brings them, which takes instructions. A
+format that takes more instructions to decode has longer k-slices if a tile has few tokens.
+
+On another Hopper GPU than the measured one, times of a multiprocessor change with its clock, contention with the
+bandwidth per multiprocessor, and a k-slice takes no less than its matrix instructions on tensor cores that are slower
+than its clock says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, reference, scale_of
+from w4gemm.choice.cost.traffic import bytes_us, roofline_us
+from w4gemm.config import GemmConfig
+from w4gemm.kernels.gpu import m_tiles
+from w4gemm.kernels.hopper import launches
+from w4gemm.problem import GemmProblem
+
+_SHARPNESS = 8
+_DECODE_BOUND_TOKENS = 60
+"""Largest tile_m of which the time to decode a k-slice shows in full; for more tokens the tensor cores hide it."""
+_NEEDLESS_US = 1e3
+"""Ranks a config of two launches last where one does it all."""
+
+
+def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
+    """Microseconds of the one or two launches of a Hopper kernel's config."""
+    parts = launches(problem, config)
+    operations = 2 * problem.m * problem.n * problem.k
+    us = sum(_launch_us(kernel, part, c, operations) for part, c in parts)
+    if kernel.name == "sm90_decode" and problem.experts:
+        us += _expert_tiles_us(kernel, problem, config)
+    return us + (_NEEDLESS_US if config.tail and len(parts) == 1 else 0.0)
+
+
+def timed_as(kernel: Any, problem: GemmProblem) -> str:
+    """Name that the kernel's configs are measured under: either way to scale fp8 has times of its own."""
+    return f"{kernel.name} folded" if kernel.name == "sm90_fp8_gemm" and problem.format.has_channels else kernel.name
+
+
+def launch_us(
+    problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times: SliceTimes, operations: int = 0
+) -> float:
+    """Microseconds of one launch of a config with these times. operations: of all launches, if this is one of two."""
+    constants, scale = reference(), scale_of(problem.device)
+    model = constants.models["waves"]
+    alone, shared, tile = times.alone * scale.clock, times.shared * scale.contention, times.tile * scale.clock
+    if problem.gathered:
+        gathered_us = model["gathered_us"] * config.tile_m * config.tile_k * problem.dtype.itemsize
+        alone += gathered_us * ctas_per_sm * scale.clock
+    least = _mma_us(problem, config, constants, scale) * ctas_per_sm
+    full_us = max(alone + shared, least)
+    cluster = config.cluster_m * config.cluster_n * config.split_k
+    along_m = m_tiles(problem, config.tile_m * config.cluster_m)
+    n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
+    fill = along_m * n_tiles / (problem.device.sms // cluster * ctas_per_sm)
+    slices = -(-problem.k // (config.tile_k * config.split_k))
+    full, part = int(fill), fill - int(fill)
+    if config.schedule == "stream":
+        busy = fill * slices * full_us + (fill + max(1, 1 / fill)) * tile
+    else:
+        busy = full * (slices * full_us + tile)
+        if part > 1e-9:
+            busy += slices * max(alone + shared * _contention(part, ctas_per_sm), least) + tile
+    busy *= 1 + model["heat"] * min(1, (operations or 2 * problem.m * problem.n * problem.k) / model["hot_operations"])
+    return float(model["fixed_us"] + (busy**_SHARPNESS + bytes_us(problem) ** _SHARPNESS) ** (1 / _SHARPNESS))
+
+
+def _launch_us(kernel: Any, problem: GemmProblem, config: GemmConfig, operations: int) -> float:
+    times = reference().times(timed_as(kernel, problem), config)
+    if times is None:
+        return 2 * roofline_us(problem)
+    slower = 1 + _decode_overhead(kernel, problem) * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
+    times = SliceTimes(times.alone * slower, times.shared * slower, times.tile)
+    return launch_us(problem, config, kernel.ctas_per_sm(config), times, operations)
+
+
+def _decode_overhead(kernel: Any, problem: GemmProblem) -> float:
+    """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
+    if kernel.name != "sm90_mixed_gemm":
+        return 0.0
+    model = reference().models["decoding"]
+    same = problem.dtype == problem.format.scale_dtype
+    if problem.dtype == torch.float16:
+        return model["half" if same else "half_other_scales"]
+    if not same:
+        return model["other_scales"]
+    return model["integer_zeros"] if problem.format.zero == "int" else 0.0
+
+
+def _expert_tiles_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
+    """What sm90_decode takes besides with experts: a CTA has tile after tile, and its pipelines drain while its warps
+    add up."""
+    tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
+    each = reference().models["waves"]["expert_tile_us"] * scale_of(problem.device).clock
+    return each * tiles * config.split_k / (problem.device.sms * kernel.ctas_per_sm(config))
+
+
+def _mma_us(problem: GemmProblem, config: GemmConfig, constants: Constants, scale: Scale) -> float:
+    """Least time of a k-slice's matrix instructions; 0 where the measured times, at this clock, have them already."""
+    if scale.mma <= 1.01 * scale.clock:
+        return 0.0
+    rate = constants.device.operations / constants.device.sms / scale.mma * (2 if problem.dtype.itemsize == 1 else 1)
+    return 2 * config.tile_m * config.tile_n * config.tile_k / rate
+
+
+def _contention(part: float, ctas_per_sm: int) -> float:
+    """From 0 to 1, if ``part`` of the CTAs that the GPU holds run. Beyond half, some multiprocessors hold two."""
+    if ctas_per_sm > 1 and part > 0.5:
+        part = 0.5 + part / 2
+    return part**1.5

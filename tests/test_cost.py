@@ -1,0 +1,168 @@
+"""The cost model: data that no compiled kernel depends on, of legal configs only, scaled by what a GPU's rates are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from w4gemm.choice import cost
+from w4gemm.choice.cost import constants, predicted_us, ranked
+from w4gemm.choice.cost.constants import Scale
+from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
+from w4gemm.formats import WeightFormat
+from w4gemm.jit import disk
+from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.problem import GPUS, H200, Device, GemmProblem
+from w4gemm.tuning import record
+
+RESULTS = Path(__file__).resolve().parent.parent / "bench/results"
+HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm")
+H20 = Device("cuda", "NVIDIA H20", (9, 0), 78, 232448)
+H100_PCIE = Device("cuda", "NVIDIA H100 PCIe", (9, 0), 114, 232448)
+
+
+def problem_of(name: str, m: int = 64, format: str = "int4_g128", **changes) -> GemmProblem:
+    kernel, token_scale = kernel_named(name), Epilogue(token_scale=name == "sm90_fp8_gemm")
+    made = GemmProblem(m, 8192, 8192, kernel.dtypes[-1], WeightFormat.parse(format), kernel.layout, token_scale, H200)
+    return replace(made, **changes)
+
+
+def legal_names() -> set[str]:
+    """Names that the Hopper kernels' configs are timed as, over formats, dense and of experts."""
+    found = set()
+    for name in HOPPER:
+        for group in ("g32", "g64", "g128", "col"):
+            for rest in ("", "_zint", "_e4m3"):
+                for experts in (0, 8):
+                    problem = problem_of(name, format=f"int4_{group}{rest}", experts=experts)
+                    if kernel_named(name).supports(problem):
+                        timed_as = cost.waves.timed_as(kernel_named(name), problem)
+                        for config in kernel_named(name).configs(problem):
+                            found |= {f"{timed_as}/{c}" for c in (replace(config, tail=None), config.tail) if c}
+    return found
+
+
+def test_refitting_compiles_nothing_anew(monkeypatch):
+    """Neither the fingerprint of compiled kernels nor the hash of the tested ones reads what the model is made of."""
+    read = []
+    bytes_of = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or bytes_of(path))
+    disk.source_hash(*disk._SOURCES)
+    record.kernels_hash()
+    assert any(path.name == "spec.py" for path in read)
+    assert not [path for path in read if constants.FOLDER.parent in path.parents or path.suffix != ".py"]
+
+
+def test_every_constant_belongs_to_a_legal_config():
+    assert set(constants.reference().configs) <= legal_names()
+
+
+def test_no_term_is_zero():
+    """A term that a fit found to be nothing is left out of the file."""
+    for line in (constants.FOLDER / "nvidia_h200.jsonl").read_text().splitlines():
+        assert 0.0 not in json.loads(line).values(), line
+
+
+def test_configs_that_nobody_measured_rank_close_behind_their_own():
+    """A cluster of two along m, of W4A16: behind the same tiles without it, and not behind all."""
+    unmeasured = legal_names() - set(constants.reference().configs)
+    assert unmeasured
+    for name in unmeasured:
+        kernel_name, _, text = name.partition("/")
+        kernel, config = kernel_named(kernel_name), GemmConfig.parse(text)
+        for m in (128, 256, 1000, 4096):
+            problem = problem_of(kernel_name, m)
+            us, alone = predicted_us(kernel, problem, config), replace(config, cluster_m=1, cluster_n=1)
+            assert 1.0 < us / predicted_us(kernel, problem, alone) < 1.6
+            assert us < ranked([kernel], problem)[-1][0]
+
+
+def test_a_kernel_without_a_model_is_ranked():
+
+    class New:
+        name = "sm100_mixed_gemm"
+
+    assert 0 < predicted_us(New(), problem_of("sm90_mixed_gemm"), GemmConfig(64, 64, 64)) < math.inf
+    assert {kernel.name for kernel in KERNELS} == set(cost.MODELS), "all of ours have one"
+
+
+def test_the_measured_gpu_is_taken_as_it_is():
+    assert constants.scale_of(H200) == Scale(1.0, 1.0, 1.0, 1.0)
+
+
+def test_other_architectures_are_ranked_by_the_constants_as_they_are():
+    others = [device for device in GPUS.values() if device.capability != (9, 0)]
+    assert {constants.scale_of(device) for device in (*others, Device("cpu"))} == {Scale()}
+
+
+@pytest.mark.parametrize("device", [H20, H100_PCIE], ids=["H20", "H100 PCIe"])
+@pytest.mark.parametrize("name", HOPPER)
+def test_no_gpu_is_faster_than_its_data_sheet(device, name):
+    """Few tokens wait for memory, many for the tensor cores, which are an H20's weakest part."""
+    kernel = kernel_named(name)
+    assert 0 < device.clock <= 1980 and device.bandwidth < H200.bandwidth and device.operations < H200.operations
+    for m in (1, 16, 128, 1024, 8192):
+        here, there = problem_of(name, m, device=device), problem_of(name, m)
+        operations = 2 * m * 8192 * 8192 / device.operations / (2 if name == "sm90_fp8_gemm" else 1)
+        for us, _, config in ranked([kernel], here):
+            assert config.tail or us > predicted_us(kernel, there, config)
+            assert us > 0.99 * max(operations, 8192 * 8192 / 2 / device.bandwidth)
+
+
+def test_a_throttled_gpu_has_another_best_config():
+    """On an H20 the matrix instructions are what counts of many tokens, on an H200 the decoding beside them."""
+    kernel, tokens = kernel_named("sm90_mixed_gemm"), range(64, 2048, 64)
+    on_h200, on_h20 = (
+        [ranked([kernel], problem_of(kernel.name, m, device=device))[0][2] for m in tokens] for device in (H200, H20)
+    )
+    assert on_h200 != on_h20
+
+
+def test_rates_of_a_gpu_that_is_not_known():
+    """They come from the driver; without that nothing is scaled."""
+    unknown = Device("cuda", "NVIDIA H4242", (9, 0), 132, 232448)
+    assert unknown.clock == unknown.bandwidth == unknown.operations == 0
+    assert constants.scale_of(unknown) == Scale()
+    half = replace(unknown, bandwidth=H200.bandwidth / 2)
+    assert constants.scale_of(half) == Scale(memory=2.0, contention=2.0)
+
+
+def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
+    """Times of the legal configs of each problem in a file of bench/sweep.py."""
+    found: dict[GemmProblem, dict[str, float]] = defaultdict(dict)
+    for row in map(json.loads, path.read_text().splitlines()):
+        name, _, text = row["config"].partition("/")
+        if name not in HOPPER:
+            continue
+        experts = row.get("experts", 0)
+        m = row["m"] * max(1, experts)
+        problem = problem_of(name, m, row["format"], n=row["n"], k=row["k"], experts=experts)
+        if GemmConfig.parse(text) in kernel_named(name).configs(problem):
+            found[problem][row["config"]] = row["us"]
+    return {problem: times for problem, times in found.items() if len(times) >= 4}
+
+
+def predicted(problem: GemmProblem, name: str) -> float:
+    kernel, _, config = name.partition("/")
+    return predicted_us(kernel_named(kernel), problem, GemmConfig.parse(config))
+
+
+def test_the_first_guess_is_about_the_fastest_of_what_was_measured():
+    """Over every stored file of timings, each of one machine: time of the best guess over that of the fastest."""
+    logs = []
+    for path in sorted(RESULTS.glob("configs*.jsonl")):
+        regrets = []
+        for problem, times in points(path).items():
+            us = {name: predicted(problem, name) for name in times}
+            guess = min(us, key=us.__getitem__)
+            regrets.append(math.log(times[guess] / min(times.values())))
+        if regrets:
+            assert sum(regrets) / len(regrets) < math.log(1.05), path.name
+            logs += regrets
+    assert len(logs) > 500 and sum(logs) / len(logs) < math.log(1.02)
