@@ -267,3 +267,28 @@ def test_alignment(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(FormatError, match=r"general\.alignment: wanted a power of two, got 48"):
         open_checkpoint(tmp_path / "a.gguf")
+
+
+def test_flipped_bits_of_the_header(tmp_path: Path) -> None:
+    """Whatever a damaged header says, FormatError is the only error, and nothing beyond the file is read."""
+    pytest.importorskip("transformers")
+    from tiny_model import write_gguf
+
+    path = write_gguf(tmp_path / "tiny.gguf")
+    whole = path.read_bytes()
+    end = min(info.offset for info in GGUFFile(path).tensors.values())
+    refused = 0
+    for at in np.random.default_rng(0).integers(end, size=150).tolist():
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        try:
+            checkpoint = open_checkpoint(path)
+            checkpoint.pretrained()
+            for name in checkpoint.modules:
+                checkpoint.weight(name)
+            for name in checkpoint.tensors:
+                checkpoint.dense(name)
+        except FormatError:
+            refused += 1
+    assert refused > 100
