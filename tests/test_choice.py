@@ -13,7 +13,7 @@ import w4gemm
 from w4gemm import choice
 from w4gemm.choice.cost import predicted_us, ranked
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import KERNELS, kernel_named
@@ -21,6 +21,7 @@ from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.device import requirements
 from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.packed_shape import packed_shape
 from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
 CPU = Device("cpu")
@@ -58,8 +59,9 @@ def test_intervals_of_m():
 
 
 def call(m: int, **changes) -> choice.PlanKey:
-    w = {"n": 130, "k": 96, "dtype": torch.float32, "format": FORMAT, "layout": "cpu", "epilogue": Epilogue()}
-    return choice.PlanKey(choice.interval(m), **{**w, "device": torch.device("cpu"), "config": "", **changes})
+    w = {"format": FORMAT, "layout": "cpu", "n": 130, "k": 96}
+    weight = packed_shape(**{name: changes.pop(name, value) for name, value in w.items()})
+    return choice.PlanKey.of(weight, m, **{"dtype": torch.float32, "device": torch.device("cpu"), **changes})
 
 
 @pytest.mark.parametrize(
@@ -398,6 +400,7 @@ def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
 
 
 def test_a_call_of_gathered_rows_has_a_plan_of_its_own():
-    of = (0, 64, 64, torch.float32, WeightFormat(), "cpu", PLAIN, torch.device("cpu"), "", False, 4)
-    plans = [choice.plan_for(choice.PlanKey(*of, gathered)) for gathered in (False, True)]
+    weight, device = packed_shape(WeightFormat(), "cpu", 64, 64, 4), torch.device("cpu")
+    keys = [choice.PlanKey.of(weight, 1, torch.float32, gathered=g, device=device) for g in (False, True)]
+    plans = [choice.plan_for(key) for key in keys]
     assert [plan.problem.gathered for plan in plans] == [False, True]

@@ -46,7 +46,7 @@ def test_a_stack_refuses():
 def test_grouped_linear_refuses():
     w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(6, 64)
     offsets = torch.tensor([0, 1, 2, 3, 6], dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"m_offsets: wanted torch.int32 \(5\), got torch.int64"):
+    with pytest.raises(TypeError, match=r"m_offsets: wanted torch.int32, got torch.int64"):
         w4gemm.grouped_linear(x, w, offsets.long())
     with pytest.raises(ValueError, match=r"m_offsets: .* shape \(5,\), got \(4,\)"):
         w4gemm.grouped_linear(x, w, offsets[1:])

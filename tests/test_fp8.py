@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm import QuantizedWeight, W4Linear, WeightFormat, linear, ops
+from w4gemm import QuantizedWeight, W4Linear, WeightFormat, boundary, linear
 from w4gemm.reference import grouped_reference, linear_reference
 
 N, K = 130, 384
@@ -245,9 +245,9 @@ def test_a_layer(w, x):
 def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
     """What a kernel is given; none runs such a weight on the CPU."""
     seen = []
-    monkeypatch.setattr(ops, "_launch", lambda call, operands: seen.append((operands, call.epilogue)))
-    x, bias = x.to(dtype), torch.randn(N).to(dtype)
-    d = linear(x, w.repack("mma8"), bias)
+    monkeypatch.setattr(boundary, "run", lambda weight, operands, epilogue, *_: seen.append((operands, epilogue)))
+    x, bias, w = x.to(dtype), torch.randn(N).to(dtype), w.repack("mma8", activations="fp8")
+    d = linear(x, w, bias)
     assert d.dtype == dtype and d.shape == (2, 3, N)
     ((operands, epilogue),) = seen
     x8, scale = w4gemm.quantize_activations(x.view(-1, K))
@@ -256,7 +256,7 @@ def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
     )
     assert operands.out.dtype == dtype and epilogue.token_scale and epilogue.result_dtype(FP8) == dtype
     with pytest.raises(TypeError, match=f"token_scale: wanted None for x of {dtype}, which is quantized here"):
-        linear(x, w.repack("mma8"), token_scale=scale)
+        linear(x, w, token_scale=scale)
 
 
 @pytest.mark.gpu
@@ -264,13 +264,13 @@ def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
 def test_wide_activations_on_a_gpu(w, x, format):
     """linear, a layer and experts quantize x themselves."""
     one = w if format == "int4_g128" else w4gemm.fold_scales(w)[0]
-    packed, x = one.to("cuda").repack("mma8"), x.to("cuda", torch.bfloat16)
+    packed, x = one.to("cuda").repack(activations="fp8"), x.to("cuda", torch.bfloat16)
     x8, scale = w4gemm.quantize_activations(x)
     wanted = linear(x8, packed, token_scale=scale)
     assert torch.equal(linear(x, packed), wanted)
     assert torch.equal(W4Linear.from_weight(packed)(x), wanted)
     several, offsets = QuantizedWeight.stack([packed] * 2), torch.tensor([0, 2, 6], dtype=torch.int32, device="cuda")
-    several = several.repack("mma8")
+    assert several.layout == "mma8"
     rows, scales = x8.view(-1, K), scale.view(-1)
     alone = w4gemm.grouped_linear(rows, several, offsets, token_scale=scales)
     assert torch.equal(w4gemm.grouped_linear(x.view(-1, K), several, offsets), alone)

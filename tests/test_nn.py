@@ -230,12 +230,81 @@ def test_another_weight_stays(tmp_path):
             layer.weight = other
 
 
-def test_a_weight_for_fp8_says_how_x_is_taken():
-    plain, w = W4Linear(128, 64), quantize(torch.randn(64, 128))
-    plain.weight = w.repack("mma8")
-    assert plain._fp8
-    plain.weight = w
-    assert not plain._fp8 and plain.weight.layout == "cpu"
+# --- fp8 activations --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_says_how_x_is_taken(device, bias):
+    """A layer of a weight for fp8, on every device, and one that was made as such, compute what linear does."""
+    w = random_weight(WeightFormat(), OUT, 384).to(device).repack(activations="fp8")
+    b = torch.randn(OUT, dtype=torch.bfloat16, device=device) if bias else None
+    layer, x = W4Linear.from_weight(w, b), torch.randn(5, 384, device=device, dtype=torch.bfloat16)
+    x8, scale = w4gemm.quantize_activations(x)
+    wanted = linear(x8, w, b, token_scale=scale)
+    for same in (layer, copy.deepcopy(layer), layer.cpu().to(device)):
+        assert same.activations == "fp8" and "activations=fp8" in repr(same)
+        assert torch.equal(same(x), wanted) and torch.equal(linear(x, w, b), wanted)
+    assert not torch.equal(linear(x, w.repack(activations=None), b), wanted)
+    layer.activations = None
+    assert torch.equal(layer(x), linear(x, w.repack(activations=None), b)) and layer.weight.activations is None
+    layer.weight = w
+    assert layer.activations == "fp8" and torch.equal(layer(x), wanted)
+
+
+def test_a_saved_layer_for_fp8_loads_as_one(device):
+    dense = torch.nn.Linear(384, OUT, dtype=torch.bfloat16, device=device).requires_grad_(False)
+    layer, x = W4Linear.from_linear(dense, activations="fp8"), torch.randn(5, 384, dtype=torch.bfloat16, device=device)
+    state, wanted = layer.state_dict(), layer(x)
+    plain = W4Linear(384, OUT, dtype=torch.bfloat16, device=device)
+    plain.load_state_dict(state)
+    assert plain.activations == "fp8" and torch.equal(plain(x), wanted)
+    other = W4Linear(384, OUT, dtype=torch.bfloat16, device=device, activations="fp8")
+    other.load_state_dict(W4Linear.from_linear(dense).state_dict())
+    assert other.activations is None and not torch.equal(other(x), wanted)
+    experts = QuantizedWeight.stack([quantize(torch.randn(64, 64)) for _ in range(2)]).repack(activations="fp8")
+    model = w4gemm.W4Experts(experts, QuantizedWeight.stack([quantize(torch.randn(64, 32))] * 2))
+    assert model.gate_up.activations == "fp8" and model.down.activations is None
+    again = w4gemm.W4Experts(experts.repack(activations=None), model.down.weight)
+    again.load_state_dict(model.state_dict())
+    assert again.gate_up.activations == "fp8" and again.down.activations is None
+    with pytest.raises(ValueError, match="activations: wanted one of"):
+        W4Linear(64, 64, activations="int8")
+
+
+def test_float32_on_the_cpu():
+    """Whatever dtype x has, its result and its bias have; a GPU takes 16-bit x only."""
+    layer = W4Linear(64, 32, activations="fp8")
+    layer.weight = quantize(torch.randn(32, 64)).repack(activations="fp8")
+    x = torch.randn(3, 64)
+    assert layer(x).dtype == torch.float32
+    x8, scale = w4gemm.quantize_activations(x)
+    assert torch.equal(layer(x), linear(x8, layer.weight, token_scale=scale, out_dtype=torch.float32))
+
+
+# --- the fast way -----------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_layer_notices_what_changes(layer):
+    """Other values, dtypes, attributes, tensors: a bound call fits all of them or none."""
+    x = inputs(layer).detach()
+    with torch.no_grad():
+        layer(x)
+        bound = layer._bound
+        assert bound is not None and layer(x[:1]) is not None and layer._bound is bound
+        layer.bias.mul_(2)
+        assert torch.equal(layer(x), linear(x, layer.weight, layer.bias)) and layer._bound is bound
+        layer.activation = "relu"
+        assert torch.equal(layer(x), linear(x, layer.weight, layer.bias, activation="relu"))
+        layer.bias = None
+        assert torch.equal(layer(x), linear(x, layer.weight, activation="relu"))
+        assert layer.half()(x.half()).dtype == torch.float16
+        with pytest.raises(ValueError, match="x: wanted shape"):
+            layer(x[..., 1:].half())
+        with pytest.raises(TypeError, match="x: wanted"):
+            layer(x.double())
+    tracked = x.half().requires_grad_()
+    layer(tracked).sum().backward()
+    assert tracked.grad is not None
 
 
 def test_on_meta():

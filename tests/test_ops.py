@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -11,16 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4gemm
 from conformance.cases import assert_close, random_weight
-from w4gemm import choice, linear, ops
+from w4gemm import arguments, bound, choice, linear
 from w4gemm.epilogue import ACTIVATIONS, Epilogue, EpilogueOperands
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
+from w4gemm.operator_arguments import flat_epilogue, flat_weight
 from w4gemm.problem import Device, GemmProblem
 
 N, K = 130, 96
 FORMAT = WeightFormat.parse("int4_g32_zint_fp16")
-NOT_FUSED = (None,) * 6
-"""The operator's arguments for a call without residual, alpha, activation and out_dtype."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -47,6 +47,13 @@ def x(device, dtype) -> torch.Tensor:
 @pytest.fixture
 def bias(device, dtype) -> torch.Tensor:
     return torch.randn(N, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def flat(rows, w, bias=None, activation=None, out_dtype=None, **operands) -> tuple:
+    """Arguments of ``torch.ops.w4gemm.linear``."""
+    asked = EpilogueOperands(bias=bias, **operands)
+    epilogue = flat_epilogue(Epilogue.of(asked, activation, out_dtype), asked)
+    return rows, *flat_weight(w).values(), *epilogue.values(), "", False
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------
@@ -173,7 +180,7 @@ def test_bad_bias(w, x, bias):
     refused(TypeError, "bias: wanted", "like x, got torch.float64", x=x, w=w, bias=bias.double())
     refused(ValueError, "bias: wanted shape (130,)", "(1, 130)", x=x, w=w, bias=bias[None])
     refused(ValueError, "bias: wanted shape (130,)", "(129,)", x=x, w=w, bias=bias[1:])
-    refused(ValueError, "bias: wanted it contiguous", "stride 2", x=x, w=w, bias=bias.repeat(2)[::2])
+    refused(ValueError, "bias: wanted it contiguous", "strides (2,)", x=x, w=w, bias=bias.repeat(2)[::2])
     refused(ValueError, "bias: wanted x's device", "got meta", x=x, w=w, bias=bias.to("meta"))
 
 
@@ -262,30 +269,26 @@ def test_fake_tensors(w, x):
 
 
 def test_opcheck(w, x, bias):
-    names = (str(w.format), w.layout, w.n, w.k)
-    rows, weight = x.view(-1, K), list(w.tensors)
+    rows = x.view(-1, K)
     for part, b in ((rows, None), (rows[:0], bias), (rows[::2], bias)):
-        torch.library.opcheck(torch.ops.w4gemm.linear.default, (part, weight, *names, b, *NOT_FUSED, "", False))
-    tracked = (rows.clone().requires_grad_(), weight, *names, bias.clone().requires_grad_(), *NOT_FUSED, "", False)
+        torch.library.opcheck(torch.ops.w4gemm.linear.default, flat(part, w, b))
+    tracked = flat(rows.clone().requires_grad_(), w, bias.clone().requires_grad_())
     torch.library.opcheck(torch.ops.w4gemm.linear.default, tracked)
-    torch.library.opcheck(torch.ops.w4gemm.linear_dx.default, (linear(rows, w), weight, *names))
+    torch.library.opcheck(torch.ops.w4gemm.linear_dx.default, (linear(rows, w), *flat_weight(w).values()))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
 def test_opcheck_fused(w, x, bias, activation):
     rows, given = x.view(-1, K), fused(x, w, activation)
-    weight = (list(w.tensors), str(w.format), w.layout, w.n, w.k)
     residual = given["residual"].flatten(0, 1)
-    for alpha, scale in ((None, 1.5), (torch.ones(1, device=x.device), None)):
-        flat = (bias, residual, None, alpha, scale, activation, torch.float32)
-        torch.library.opcheck(torch.ops.w4gemm.linear.default, (rows, *weight, *flat, "", False))
+    for alpha in (1.5, torch.ones(1, device=x.device)):
+        fused_args = flat(rows, w, bias, activation, torch.float32, alpha=alpha, residual=residual)
+        torch.library.opcheck(torch.ops.w4gemm.linear.default, fused_args)
 
 
 def test_the_operator_alone_has_no_fused_gradients(w, x):
     rows = x.view(-1, K).clone().requires_grad_()
-    weight = (list(w.tensors), str(w.format), w.layout, w.n, w.k)
-    flat = (None, None, None, None, 2.0, None, None)
-    d = torch.ops.w4gemm.linear(rows, *weight, *flat, "", False)
+    d = torch.ops.w4gemm.linear(*flat(rows, w, alpha=2.0))
     with pytest.raises(NotImplementedError, match="call w4gemm.linear"):
         d.sum().backward()
 
@@ -427,12 +430,12 @@ def test_inference_mode(w, x):
 @pytest.fixture
 def warm(w, x, bias, monkeypatch) -> dict:
     """The arguments of a call, made once, so that those that look alike are not checked again."""
-    monkeypatch.setattr(ops, "_checked", {})
+    monkeypatch.setattr(bound, "_bound", {})
     call = {"x": x, "w": w, "bias": bias, "activation": "relu"}
     expected = linear(**call)
-    assert len(ops._checked) == 1
+    assert len(bound._bound) == 1
     with monkeypatch.context() as without_checks:
-        without_checks.setattr(ops.arguments, "check", None)
+        without_checks.setattr(arguments, "check", None)
         assert torch.equal(linear(**call), expected)
     return call
 
@@ -465,12 +468,12 @@ def test_a_wrong_call_after_a_right_one(warm, wrong, error, message):
 
 def test_what_looks_alike_may_differ_in_all_else(warm, device, dtype):
     """Other tensors of the same shapes, on a weight of the same kind; rows that overlap; another weight, and size."""
-    looks = len(ops._checked)
+    looks = len(bound._bound)
     w = random_weight(FORMAT, N, K, seed=7).to(device).repack()
     x, bias = torch.randn(K, 3, 2, device=device).to(dtype).permute(2, 1, 0), warm["bias"].flip(0)
     for rows in (x, torch.randn(K, device=device).to(dtype).expand(2, 3, K)):
         torch.testing.assert_close(linear(rows, w, bias, activation="relu"), linear(rows, w, bias).relu())
-    assert len(ops._checked) == looks + 1, "the calls without the activation"
+    assert len(bound._bound) == looks + 1, "the calls without the activation"
     wide = random_weight(FORMAT, N + 2, K).to(device).repack()
     assert_close(linear(x, wide), x, wide)
 
@@ -496,11 +499,12 @@ def test_a_warm_call_finds_the_plan_that_is_right_now(warm, monkeypatch):
 
 
 def test_looks_are_not_kept_without_end(w, monkeypatch):
-    monkeypatch.setattr(ops, "_checked", {})
-    monkeypatch.setattr(ops, "_MOST_CHECKED", 4)
-    for m in range(1, 8):
-        linear(torch.zeros(m, K, dtype=torch.bfloat16, device=w.device), w)
-    assert len(ops._checked) == 3
+    monkeypatch.setattr(bound, "_bound", {})
+    monkeypatch.setattr(bound, "_MOST_BOUND", 4)
+    x = torch.zeros(1, K, dtype=torch.bfloat16, device=w.device)
+    for kind in itertools.product((None, "relu", "gelu", "silu"), (torch.bfloat16, torch.float16)):
+        linear(x.to(kind[1]), w, activation=kind[0])
+    assert len(bound._bound) == 4
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
-"""What users pass to :func:`w4gemm.linear`: checked here and nowhere below. Errors name the argument, what was wanted
-and what came."""
+"""Checks of what users pass to products: here and nowhere below. Errors name the argument, what was wanted and what
+came."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ from w4gemm.errors import kind_of
 from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weight import QuantizedWeight
 
-_FP8 = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 _HALVES = (torch.float16, torch.bfloat16)
-_CPU_DTYPES = (*_HALVES, torch.float32, _FP8)
+_CPU_DTYPES = (*_HALVES, torch.float32, FP8)
 _OUT_ALIGNMENT = 16
 
 
-def check(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> None:
-    """What every call has."""
+# --- x and w ---------------------------------------------------------------------------------------------------------
+
+
+def check(x: torch.Tensor, w: QuantizedWeight, *, grouped: bool = False) -> None:
+    """Check x (..., k) and w, a weight of several experts if ``grouped``."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
     if not isinstance(w, QuantizedWeight):
-        raise TypeError(
-            f"w: wanted a QuantizedWeight, got {type(w).__name__}; w4gemm.quantize(weight, format) makes one"
-        )
-    if w.experts:
+        made = "QuantizedWeight.stack makes one of several" if grouped else "w4gemm.quantize(weight, format) makes one"
+        raise TypeError(f"w: wanted a QuantizedWeight, got {type(w).__name__}; {made}")
+    if grouped and not w.experts:
+        raise ValueError("w: wanted a weight of several experts (QuantizedWeight.stack makes one), got a single one")
+    if w.experts and not grouped:
         raise ValueError(f"w: wanted a single weight, got one of {w.experts} experts; grouped_linear takes that")
     _check_x(x, w)
-    if bias is not None:
-        _check_bias(bias, x, (w.n,), out_dtype)
 
 
 def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
     device, dtype = x.device, x.dtype
-    dtypes = _CPU_DTYPES if device.type == "cpu" else (*_HALVES, _FP8) if w.layout == FP8_LAYOUT else _HALVES
+    dtypes = _dtypes(w, device)
     if dtype not in dtypes:
-        hint = f"; a weight for fp8 is w.repack({FP8_LAYOUT!r})" if dtype == _FP8 else ""
+        hint = "; a weight for fp8 x, or that quantizes x itself, is w.repack(activations='fp8')"
         raise TypeError(
             f"x: wanted {' or '.join(map(str, dtypes))} on {device.type} for a weight in the {w.layout} layout, got "
-            f"{dtype}{hint}"
+            f"{dtype}{hint if FP8 in (dtype, *dtypes) and w.activations is None else ''}"
         )
     if x.layout is not torch.strided:
         raise TypeError(f"x: wanted a dense tensor, got one of layout {x.layout}")
@@ -56,52 +58,22 @@ def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
         raise ValueError(f"x: wanted w's device {w.device}, got {device}; move one with .to(...)")
 
 
-def _check_bias(bias: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], out_dtype: torch.dtype | None) -> None:
-    """shape: (n), or (experts, n)."""
-    if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"bias: wanted a tensor (n) or None, got {type(bias).__name__}")
-    wanted = bias_dtype(x.dtype, out_dtype)
-    if bias.dtype != wanted:
-        like = "like x" if wanted == x.dtype else "beside fp8 x"
-        raise TypeError(f"bias: wanted {wanted} {like}, got {bias.dtype}")
-    if bias.shape != shape:
-        which = "n of w" if len(shape) == 1 else "(experts, n) of w"
-        raise ValueError(f"bias: wanted shape {shape}, {which}, got {tuple(bias.shape)}")
-    if bias.device != x.device:
-        raise ValueError(f"bias: wanted x's device {x.device}, got {bias.device}")
-    if not bias.is_contiguous():
-        raise ValueError(f"bias: wanted it contiguous, got stride {bias.stride(0)}; use bias.contiguous()")
-
-
-def check_grouped(
-    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
-) -> None:
-    """What every call with experts has, but for where they have their rows."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
-    if not isinstance(w, QuantizedWeight):
-        raise TypeError(
-            f"w: wanted a QuantizedWeight, got {type(w).__name__}; QuantizedWeight.stack makes one of several"
-        )
-    if not w.experts:
-        raise ValueError("w: wanted a weight of several experts (QuantizedWeight.stack makes one), got a single one")
-    _check_x(x, w)
-    if bias is not None:
-        _check_bias(bias, x, (w.experts, w.n), out_dtype)
+def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of x that ``linear`` takes beside ``w``."""
+    if device.type == "cpu":
+        return _CPU_DTYPES
+    if w.activations == "fp8":
+        return (*_HALVES, FP8)
+    return (FP8,) if w.layout == FP8_LAYOUT else _HALVES
 
 
 def check_counts(name: str, t: torch.Tensor, size: int, x: torch.Tensor) -> None:
-    """m_offsets or counts: their dtype, shape and device. Their values only the device knows."""
-    if not isinstance(t, torch.Tensor) or t.dtype != torch.int32:
-        raise TypeError(f"{name}: wanted torch.int32 ({size}), got {kind_of(t)}")
-    if t.shape != (size,) or not t.is_contiguous():
-        raise ValueError(f"{name}: wanted a contiguous tensor of shape ({size},), got {tuple(t.shape)}")
-    if t.device != x.device:
-        raise ValueError(f"{name}: wanted x's device {x.device}, got {t.device}")
+    """Check m_offsets or counts: dtype, shape and device. Their values only the device knows."""
+    require_tensor(name, t, torch.int32, (size,), x.device)
 
 
 def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """As kernels take them: contiguous int32."""
+    """Return ``indices`` as kernels take them: contiguous int32 (total_m)."""
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
         raise TypeError(f"indices: wanted int32 or int64 (total_m), got {kind_of(indices)}")
     if indices.device != x.device:
@@ -109,42 +81,64 @@ def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return indices.to(torch.int32).contiguous()
 
 
+# --- the epilogue ----------------------------------------------------------------------------------------------------
+
+
 def check_activation(activation: str | None, n: int) -> None:
+    """Check ``activation`` for a weight of n rows."""
     require_activation(activation)
     if activation == "silu_mul" and n % 2:
         raise ValueError(f"activation: silu_mul wants an even n, pairs of gate and up rows in w, got n {n}")
 
 
-def fused(
+def checked_epilogue(
     x: torch.Tensor,
     w: QuantizedWeight,
     given: EpilogueOperands,
     activation: str | None,
     out_dtype: torch.dtype | None,
-    rows: torch.Size | None = None,
+    shape: torch.Size,
 ) -> tuple[Epilogue, EpilogueOperands]:
-    """The epilogue of a call that asks for more than a bias, and what it is made with. ``given``: alpha, bias (already
-    checked), residual and token_scale as they came. ``rows``: the result's shape without its last dimension, where it
-    is not that of x."""
-    alpha, bias, residual, token_scale, _ = given
+    """Return the epilogue of a call, and its operands as kernels take them.
+
+    Args:
+        x: as it is multiplied, checked.
+        given: alpha, bias, residual and token_scale as they came.
+        shape: the result's, without its last dimension.
+    """
+    alpha, bias, residual, token_scale = given.alpha, given.bias, given.residual, given.token_scale
     check_activation(activation, w.n)
     require_out_dtype(out_dtype)
-    kind = None
+    if bias is not None:
+        _check_bias(bias, x, w, out_dtype)
     if alpha is not None:
-        kind, alpha = _alpha(alpha, x.device)
+        alpha = _checked_alpha(alpha, x.device)
+    if token_scale is not None:
+        token_scale = _checked_token_scale(token_scale, x)
     if out_dtype == default_out_dtype(x.dtype):
         out_dtype = None
-    epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
+    operands = EpilogueOperands(alpha, bias, residual, token_scale)
+    epilogue = Epilogue.of(operands, activation, out_dtype)
     if residual is not None:
-        _check_residual(residual, x, (*(x.shape[:-1] if rows is None else rows), epilogue.columns(w.n)), epilogue)
-        residual = residual.view(-1, residual.shape[-1])
-    if token_scale is not None:
-        token_scale = _token_scale(token_scale, x)
-    return epilogue, EpilogueOperands(alpha, bias, residual, token_scale)
+        result, wanted = epilogue.result_dtype(x.dtype), (*shape, epilogue.columns(w.n))
+        like = "like the result"
+        require_tensor("residual", residual, result, wanted, x.device, like=like, size=f" {like}")
+        if len(wanted) != 2:
+            operands = operands._replace(residual=residual.view(-1, wanted[-1]))
+    return epilogue, operands
 
 
-def _token_scale(scale: object, x: torch.Tensor) -> torch.Tensor:
-    if x.dtype != _FP8:
+def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, out_dtype: torch.dtype | None) -> None:
+    wanted = bias_dtype(x.dtype, out_dtype)
+    if x.device.type == "cpu" and out_dtype == torch.float32 and getattr(bias, "dtype", None) == torch.float32:
+        wanted = torch.float32  # there the epilogue is computed in float32 whatever the bias is
+    shape, size = ((w.experts, w.n), ", (experts, n) of w") if w.experts else ((w.n,), ", n of w")
+    like = "like x" if x.dtype != FP8 else "beside fp8 x"
+    require_tensor("bias", bias, wanted, shape, x.device, like=like, size=size)
+
+
+def _checked_token_scale(scale: object, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != FP8:
         raise TypeError(f"token_scale: wanted None for x of {x.dtype}, since only fp8 x has scales")
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
         raise TypeError(f"token_scale: wanted torch.float32 {tuple(x.shape[:-1])}, got {kind_of(scale)}")
@@ -156,60 +150,47 @@ def _token_scale(scale: object, x: torch.Tensor) -> torch.Tensor:
     return scale.reshape(-1).contiguous()
 
 
-def _alpha(alpha: object, device: torch.device) -> tuple[str, float | torch.Tensor]:
+def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
     if isinstance(alpha, torch.Tensor):
         if alpha.dtype != torch.float32 or alpha.numel() != 1 or alpha.device != device:
             wanted = f"a number or a torch.float32 tensor of one element on {device}"
             raise ValueError(f"alpha: wanted {wanted}, got {kind_of(alpha)} on {alpha.device}")
-        return "device", alpha.view(1)
+        return alpha.view(1)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
         raise TypeError(f"alpha: wanted a number or a tensor of one, got {type(alpha).__name__}")
-    return "host", float(alpha)
+    return float(alpha)
 
 
-def _check_residual(residual: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...], epilogue: Epilogue) -> None:
-    dtype = epilogue.result_dtype(x.dtype)
-    if not isinstance(residual, torch.Tensor):
-        raise TypeError(f"residual: wanted a tensor or None, got {type(residual).__name__}")
-    if residual.dtype != dtype:
-        raise TypeError(f"residual: wanted {dtype} like the result, got {residual.dtype}")
-    if residual.shape != shape:
-        raise ValueError(f"residual: wanted shape {tuple(shape)} like the result, got {tuple(residual.shape)}")
-    if residual.device != x.device:
-        raise ValueError(f"residual: wanted x's device {x.device}, got {residual.device}")
-    if not residual.is_contiguous():
-        raise ValueError(f"residual: wanted it contiguous, got strides {residual.stride()}; use residual.contiguous()")
+# --- the rest --------------------------------------------------------------------------------------------------------
+
+
+def checked_config(config: GemmConfig | str | None) -> str:
+    """Return a forced config as a string, the empty one for None."""
+    if config is None or isinstance(config, str):
+        return config or ""
+    if not isinstance(config, GemmConfig):
+        raise TypeError(f"config: wanted a GemmConfig, its string or None, got {type(config).__name__} {config!r}")
+    return str(config)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check that ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: wanted a bool, got {type(value).__name__} {value!r}")
 
 
 def check_out(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    n: int,
-    epilogue: Epilogue,
-    fused: EpilogueOperands,
-    rows: torch.Size | None = None,
+    out: torch.Tensor, x: torch.Tensor, epilogue: Epilogue, operands: EpilogueOperands, shape: tuple[int, ...]
 ) -> None:
-    """``rows`` as for :func:`fused`."""
-    shape = (*(x.shape[:-1] if rows is None else rows), epilogue.columns(n))
-    dtype = epilogue.result_dtype(x.dtype)
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out: wanted a tensor or None, got {type(out).__name__}")
-    if out.dtype != dtype:
-        like = "like x" if epilogue.out_dtype is None else "as out_dtype"
-        raise TypeError(f"out: wanted {dtype} {like}, got {out.dtype}")
-    if out.shape != shape:
-        raise ValueError(f"out: wanted shape {tuple(shape)}, got {tuple(out.shape)}")
-    if out.device != x.device:
-        raise ValueError(f"out: wanted x's device {x.device}, got {out.device}")
-    if not out.is_contiguous():
-        raise ValueError(f"out: wanted it contiguous, got strides {out.stride()} for shape {tuple(out.shape)}")
+    """Check where the result of ``shape`` is to be written."""
+    like = "like x" if epilogue.out_dtype is None else "as out_dtype"
+    require_tensor("out", out, epilogue.result_dtype(x.dtype), shape, x.device, like=like)
     if torch.is_grad_enabled() and out.requires_grad:
         raise ValueError("out: wanted a tensor without requires_grad, got one with")
     if torch.compiler.is_compiling():  # there are no addresses yet; and the operator writes elsewhere first
         return
-    if past := out.data_ptr() % _OUT_ALIGNMENT:
-        raise ValueError(f"out: wanted its data at a multiple of {_OUT_ALIGNMENT} bytes, got {past} past one")
-    for name, other in (("x", x), *fused._asdict().items()):
+    check_alignment("out", out, _OUT_ALIGNMENT)
+    for name, other in (("x", x), *operands._asdict().items()):
         if isinstance(other, torch.Tensor) and _overlap(out, other):
             if name == "residual" and out.data_ptr() == other.data_ptr():
                 continue  # each element is read before it is written
@@ -217,8 +198,39 @@ def check_out(
             raise ValueError(f"out: wanted memory of its own{also}, got memory shared with {name}")
 
 
+def require_tensor(
+    name: str,
+    t: object,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    *,
+    like: str = "",
+    size: str = "",
+    contiguous: bool = True,
+) -> None:
+    """Raise TypeError or ValueError unless ``t`` is such a tensor. ``like`` and ``size`` say in words why this dtype
+    and this shape."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: wanted a tensor {shape} of {dtype}, got {type(t).__name__}")
+    if t.dtype != dtype:
+        raise TypeError(f"{name}: wanted {dtype}{like and ' '}{like}, got {t.dtype}")
+    if t.shape != shape:
+        raise ValueError(f"{name}: wanted shape {tuple(shape)}{size}, got {tuple(t.shape)}")
+    if t.device != device:
+        raise ValueError(f"{name}: wanted x's device {device}, got {t.device}")
+    if contiguous and not t.is_contiguous():
+        raise ValueError(f"{name}: wanted it contiguous, got strides {t.stride()}; use {name}.contiguous()")
+
+
+def check_alignment(name: str, t: torch.Tensor, bytes: int) -> None:
+    """Raise ValueError unless ``t`` begins at a multiple of ``bytes``."""
+    if past := t.data_ptr() % bytes:
+        raise ValueError(f"{name}: wanted its data at a multiple of {bytes} bytes, got {past} past one")
+
+
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors meet."""
+    """True if the address ranges of two tensors meet."""
     if a.numel() == 0 or b.numel() == 0:
         return False
 
@@ -228,9 +240,3 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     (a_first, a_end), (b_first, b_end) = span(a), span(b)
     return a_first < b_end and b_first < a_end
-
-
-def config_text(config: object) -> str:
-    if not isinstance(config, GemmConfig):
-        raise TypeError(f"config: wanted a GemmConfig, its string or None, got {type(config).__name__} {config!r}")
-    return str(config)

@@ -14,25 +14,26 @@ OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of d, for x of ``dtype``."""
+    """Return the dtype of d for x of ``dtype``."""
     return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
 
 
 def bias_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Of the bias, for x of ``dtype`` and d of ``out_dtype``: that of x, beside fp8 x the 16-bit one of d."""
+    """Return the dtype of the bias for x of ``dtype`` and d of ``out_dtype``: that of x; if x is fp8, the 16-bit one of
+    d, or bfloat16 if d is float32."""
     if dtype != torch.float8_e4m3fn:
         return dtype
     return torch.float16 if out_dtype == torch.float16 else torch.bfloat16
 
 
 def require_activation(activation: str | None) -> None:
-    """Raise ValueError for what is neither one nor None."""
+    """Raise ValueError unless ``activation`` is one of :data:`ACTIVATIONS` or None."""
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation: wanted one of {', '.join(ACTIVATIONS)} or None, got {activation!r}")
 
 
 def require_out_dtype(dtype: torch.dtype | None) -> None:
-    """Raise TypeError for what d cannot have."""
+    """Raise TypeError unless ``dtype`` is one of :data:`OUT_DTYPES` or None."""
     if dtype is not None and dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {dtype!r}")
 
@@ -78,13 +79,28 @@ class Epilogue(NamedTuple):
     alpha: str | None = None
     """``"host"``, a number that comes with the launch, or ``"device"``, a float32 read from device memory."""
     bias: bool = False
-    """(n) of x's dtype; for fp8 x of d's 16-bit dtype, bfloat16 beside a float32 d."""
+    """True if (n) of :func:`bias_dtype` is added, (experts, n) if the weight has experts."""
     residual: bool = False
-    """Of d's shape and dtype; d may be written over it."""
+    """True if a tensor of d's shape and dtype is added; d may be written over it."""
     out_dtype: torch.dtype | None = None
-    """Of d; None for that of x, bfloat16 for fp8 x."""
+    """dtype of d; None for that of x, bfloat16 for fp8 x."""
     token_scale: bool = False
-    """Whether each row of x comes with a float32 that its products are multiplied by: (m), for fp8 x."""
+    """True if each row of fp8 x has a float32 that its products are multiplied by: (m)."""
+
+    @classmethod
+    def of(
+        cls, operands: EpilogueOperands, activation: str | None = None, out_dtype: torch.dtype | None = None
+    ) -> Epilogue:
+        """The epilogue that asks for exactly ``operands``."""
+        alpha, bias, residual, token_scale, _ = operands
+        kind = None if alpha is None else "device" if isinstance(alpha, torch.Tensor) else "host"
+        return cls(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
+
+    def of_quantized(self, dtype: torch.dtype) -> Epilogue:
+        """The epilogue beside x of ``dtype`` that is quantized to fp8 on the way: d keeps the dtype."""
+        out_dtype = self.result_dtype(dtype)
+        kept = None if out_dtype == default_out_dtype(torch.float8_e4m3fn) else out_dtype
+        return self._replace(token_scale=True, out_dtype=kept)
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what is no activation, alpha or dtype of d, naming it."""
@@ -94,22 +110,43 @@ class Epilogue(NamedTuple):
             raise ValueError(f"alpha: wanted 'host', 'device' or None, got {self.alpha!r}")
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of d, for x of ``dtype``."""
+        """Return the dtype of d for x of ``dtype``."""
         return self.out_dtype or default_out_dtype(dtype)
 
     @property
     def gated(self) -> bool:
-        """Whether two neighbouring features make one column of d."""
+        """True if two neighbouring features make one column of d."""
         return self.activation == "silu_mul"
 
     @property
     def linear(self) -> bool:
-        """Whether there is at most a bias, so that the gradients are those of a plain linear layer."""
+        """True if there is at most a bias, so that the gradients are those of a plain linear layer."""
         return self.activation is None and self.alpha is None and not self.residual and not self.token_scale
 
     def columns(self, n: int) -> int:
-        """Columns of d for a weight of n rows."""
+        """Number of columns of d for a weight of n rows."""
         return n // 2 if self.gated else n
+
+    def wanted(
+        self, dtype: torch.dtype, shape: tuple[int, int], n: int
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor that is asked for, by its name in :class:`EpilogueOperands`.
+
+        Args:
+            dtype: that of x.
+            shape: (m, columns), that of d.
+            n: rows of a weight without experts.
+        """
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        if self.alpha == "device":
+            found["alpha"] = torch.float32, (1,)
+        if self.bias:
+            found["bias"] = bias_dtype(dtype, self.out_dtype), (n,)
+        if self.residual:
+            found["residual"] = self.result_dtype(dtype), shape
+        if self.token_scale:
+            found["token_scale"] = torch.float32, shape[:1]
+        return found
 
     def apply(self, sums: torch.Tensor, operands: EpilogueOperands) -> torch.Tensor:
         """Return d (m, columns) for ``sums``, x @ w.T (m, n), in its dtype: the formula in PyTorch. A weight's channel

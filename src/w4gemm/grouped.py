@@ -1,4 +1,4 @@
-"""The boundary for mixtures of experts: :func:`grouped_linear` and :func:`masked_linear`, as :mod:`w4gemm.ops`."""
+"""The boundary for mixtures of experts: :func:`grouped_linear`, :func:`masked_linear` and their operator."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from typing import Any
 
 import torch
 
-from w4gemm import arguments
+from w4gemm import arguments, boundary
+from w4gemm.boundary import Call
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue, EpilogueOperands
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.modes import needs_dispatcher, refuse_duals, requires_grad
-from w4gemm.ops import _FUSED, _WEIGHT, _flat, _parse_format, _run, _unflat, _Weight, quantized
-from w4gemm.packing.layouts import FP8_LAYOUT
+from w4gemm.operator_arguments import (
+    EPILOGUE,
+    WEIGHT,
+    flat_epilogue,
+    flat_weight,
+    named,
+    nested_epilogue,
+    nested_weight,
+    schema,
+)
 from w4gemm.weight import QuantizedWeight
 
 
@@ -59,9 +68,7 @@ def grouped_linear(
         UnsupportedError: if no kernel can run this here.
         NotImplementedError: where a gradient would be needed.
     """
-    if isinstance(w, QuantizedWeight) and w.layout == FP8_LAYOUT:
-        x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
-    arguments.check_grouped(x, w, bias, out_dtype)
+    arguments.check(x, w, grouped=True)
     if x.dim() != 2:
         raise ValueError(f"x: wanted shape (total_m, k), got {tuple(x.shape)}")
     arguments.check_counts("m_offsets", m_offsets, w.experts + 1, x)
@@ -69,7 +76,7 @@ def grouped_linear(
         indices = arguments.checked_indices(indices, x)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices)
     given = EpilogueOperands(alpha, bias, residual, token_scale)
-    return _grouped(x, w, rows, given, activation, out_dtype, out, config)
+    return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=rows), out)
 
 
 def masked_linear(
@@ -96,9 +103,7 @@ def masked_linear(
     Returns:
         (experts, max_m, n), or n / 2; rows from counts[e] on are not written.
     """
-    if isinstance(w, QuantizedWeight) and w.layout == FP8_LAYOUT:
-        x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
-    arguments.check_grouped(x, w, bias, out_dtype)
+    arguments.check(x, w, grouped=True)
     if x.dim() != 3 or x.shape[0] != w.experts or not x.is_contiguous():
         raise ValueError(
             f"x: wanted a contiguous tensor (experts, max_m, k) with {w.experts} experts, got {tuple(x.shape)}"
@@ -107,65 +112,50 @@ def masked_linear(
     rows = max(1, x.shape[1])  # arange wants a step
     starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
     given = EpilogueOperands(alpha, bias, residual, token_scale)
-    return _grouped(x, w, ExpertRows(starts, starts + counts), given, activation, out_dtype, out, config)
+    apart = ExpertRows(starts, starts + counts)
+    return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=apart), out)
 
 
-def _grouped(
-    x: torch.Tensor,
-    w: QuantizedWeight,
-    rows: ExpertRows,
-    given: EpilogueOperands,
-    activation: str | None,
-    out_dtype: torch.dtype | None,
-    out: torch.Tensor | None,
-    config: GemmConfig | str | None,
-) -> torch.Tensor:
-    text = "" if config is None else config if isinstance(config, str) else arguments.config_text(config)
-    shape = x.shape[:-1] if rows.indices is None else rows.indices.shape
-    epilogue, fused = arguments.fused(x, w, given, activation, out_dtype, shape)
-    if torch.is_grad_enabled() and requires_grad(x, fused):
+def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:
+    x, w, operands = call.x, call.w, call.operands
+    if torch.is_grad_enabled() and requires_grad(x, operands):
         raise NotImplementedError("x: gradients of a grouped linear are not implemented; call it under no_grad")
-    refuse_duals(x, fused)
-    columns = epilogue.columns(w.n)
-    flat = x.view(-1, w.k)
+    refuse_duals(x, operands)
+    if not needs_dispatcher(x, operands):
+        return boundary.compute(call, out)
     if out is not None:
-        arguments.check_out(out, x, w.n, epilogue, fused, shape)
-    if needs_dispatcher(x, fused):
-        weight = (list(w.tensors), w.format.name, w.layout, w.n, w.k)
-        d = torch.ops.w4gemm.grouped_linear(flat, *rows, *weight, *_flat(epilogue, fused), text)
-        d = d.view(*shape, columns)
-        return d if out is None else out.copy_(d)
-    if out is None:
-        out = torch.empty((*shape, columns), dtype=epilogue.result_dtype(x.dtype), device=x.device)
-    _run(Operands(flat, w.tensors, out.view(-1, columns), fused, rows), w, epilogue, text, False)
-    return out
+        call.check_out(out)
+    flat = _Grouped(x.view(-1, w.k), *call.rows, **flat_weight(w), **flat_epilogue(call.epilogue, operands))
+    d = torch.ops.w4gemm.grouped_linear(*flat._replace(config=call.config)).view(call.shape)
+    return d if out is None else out.copy_(d)
 
 
 # --- the operator --------------------------------------------------------------------------------------------------
 
-torch.library.define(
-    "w4gemm::grouped_linear",
-    f"(Tensor x, Tensor starts, Tensor ends, Tensor? indices, {_WEIGHT}, {_FUSED}, str config) -> Tensor",
-)
+_ROWS = {"starts": "Tensor", "ends": "Tensor", "indices": "Tensor?"}
+_GROUPED = {"x": "Tensor", **_ROWS, **WEIGHT, **EPILOGUE, "config": "str"}
+_Grouped = named(_GROUPED)
+
+torch.library.define("w4gemm::grouped_linear", schema(_GROUPED))
 
 
 @torch.library.impl("w4gemm::grouped_linear", ("cpu", "cuda"))
-def _grouped_op(x, starts, ends, indices, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
-    *flat, config = rest
-    out, epilogue, fused = _result(x, indices, n, flat)
-    w = _Weight(_parse_format(format), layout, n)
-    _run(Operands(x, tuple(weight), out, fused, ExpertRows(starts, ends, indices)), w, epilogue, config, False)
+def _grouped_op(*flat: Any) -> torch.Tensor:
+    given = _Grouped(*flat)
+    epilogue, operands = nested_epilogue(given)
+    out, rows = _empty_result(given, epilogue), ExpertRows(given.starts, given.ends, given.indices)
+    weight = nested_weight(given, len(given.starts))
+    boundary.run(weight, Operands(given.x, tuple(given.weight), out, operands, rows), epilogue, given.config)
     return out
 
 
 @torch.library.register_fake("w4gemm::grouped_linear")
-def _grouped_fake(x, starts, ends, indices, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
-    return _result(x, indices, n, rest[:-1])[0]
+def _grouped_fake(*flat: Any) -> torch.Tensor:
+    given = _Grouped(*flat)
+    return _empty_result(given, nested_epilogue(given)[0])
 
 
-def _result(
-    x: torch.Tensor, indices: torch.Tensor | None, n: int, flat: Any
-) -> tuple[torch.Tensor, Epilogue, EpilogueOperands]:
-    epilogue, fused = _unflat(*flat)
-    shape = ((x if indices is None else indices).shape[0], epilogue.columns(n))
-    return x.new_empty(shape, dtype=epilogue.result_dtype(x.dtype)), epilogue, fused
+def _empty_result(given: Any, epilogue: Epilogue) -> torch.Tensor:
+    x: torch.Tensor = given.x
+    m = (x if given.indices is None else given.indices).shape[0]
+    return x.new_empty((m, epilogue.columns(given.n)), dtype=epilogue.result_dtype(x.dtype))

@@ -1,4 +1,4 @@
-"""PyTorch's mode around a call: whether plain eager execution is all there is."""
+"""What PyTorch does around a call: plain eager execution, or a compiler, autograd, a mode, a transform."""
 
 from __future__ import annotations
 
@@ -14,17 +14,26 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(t: object) -> bool:
-    """Whether it is a tensor, and no subclass that has ideas of its own."""
+    """True if ``t`` is a tensor and no subclass with behaviour of its own."""
     return type(t) in _PLAIN
 
 
-def needs_dispatcher(x: torch.Tensor, fused: EpilogueOperands) -> bool:
-    """Whether anything but plain eager execution is going on: then only the registered operator is right."""
-    return type(x) not in _PLAIN or (torch.is_grad_enabled() and requires_grad(x, fused)) or is_watched()
+def is_eager(x: object, bias: object = None) -> bool:
+    """True if x and a bias, or None, are plain tensors that plain eager execution multiplies, without gradients."""
+    if type(x) not in _PLAIN or not (bias is None or type(bias) in _PLAIN):
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):  # type: ignore[attr-defined]
+        return False
+    return not is_watched()
+
+
+def needs_dispatcher(x: torch.Tensor, operands: EpilogueOperands) -> bool:
+    """True if anything but plain eager execution is going on: then only the registered operator is right."""
+    return type(x) not in _PLAIN or (torch.is_grad_enabled() and requires_grad(x, operands)) or is_watched()
 
 
 def is_watched() -> bool:
-    """Whether anything looks at what is called, or changes it: a compiler, a mode, a transform, a tracer."""
+    """True if a compiler, a mode, a transform or a tracer sees or changes what is called."""
     return (
         is_compiling()
         or _len_torch_dispatch_stack() > 0
@@ -35,22 +44,16 @@ def is_watched() -> bool:
     )
 
 
-def requires_grad(x: torch.Tensor, fused: EpilogueOperands) -> bool:
-    alpha, bias, residual, token_scale, _ = fused
-    return (
-        x.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-        or (isinstance(alpha, torch.Tensor) and alpha.requires_grad)
-        or (token_scale is not None and token_scale.requires_grad)
-    )
+def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
+    """True if x or an operand of the epilogue requires a gradient."""
+    return x.requires_grad or any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
 
 
-def refuse_duals(x: torch.Tensor, fused: EpilogueOperands) -> None:
+def refuse_duals(x: torch.Tensor, operands: EpilogueOperands) -> None:
     """Raise NotImplementedError where forward-mode derivatives would silently be lost."""
     if is_compiling():
         return
-    for name, t in (("x", x), *fused._asdict().items()):
+    for name, t in (("x", x), *operands._asdict().items()):
         if is_dual(t):
             raise NotImplementedError(
                 f"{name}: forward-mode derivatives of a 4-bit linear are not implemented; use backward"
@@ -58,7 +61,7 @@ def refuse_duals(x: torch.Tensor, fused: EpilogueOperands) -> None:
 
 
 def is_dual(t: object) -> bool:
-    """Whether forward-mode differentiation is going on, for which the operator would silently give zeros."""
+    """True if ``t`` has a tangent of forward-mode differentiation, for which the operator would silently give zeros."""
     return (
         forward_ad._current_level >= 0 and isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
     )

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from w4gemm.act_order import PERM_DTYPE, is_permutation
-from w4gemm.arguments import check_activation
+from w4gemm.arguments import check, check_activation
+from w4gemm.bound import BoundLinear, argument_facts, bind
 from w4gemm.errors import kind_of
 from w4gemm.formats import WeightFormat
 from w4gemm.grouped import grouped_linear
+from w4gemm.modes import is_eager
 from w4gemm.ops import linear
-from w4gemm.packing.layouts import FP8_LAYOUT, layout_named
+from w4gemm.packed_shape import packed_shape
 from w4gemm.quantization import quantize
 from w4gemm.routing import combine, route
 from w4gemm.weight import QuantizedWeight
@@ -27,11 +29,11 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 class W4Linear(torch.nn.Module):
     """y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
 
-    ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Of a weight that
-    came in the mma8 layout x is quantized to fp8 wherever there is a GPU. Its tensors are registered as buffers of
-    integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias and ``dtype``.
-    ``state_dict`` holds ``codes``, ``scales``, ``zeros`` and ``channels`` in the canonical layout, for a weight in
-    act-order also ``perm``, and the format's name: the same bits whatever device wrote it.
+    ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Its tensors are
+    registered as buffers of integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias
+    and ``dtype``. ``state_dict`` holds ``codes``, ``scales``, ``zeros`` and ``channels`` in the canonical layout, for a
+    weight in act-order also ``perm``, and the names of the format and the activations: the same bits whatever device
+    wrote it.
 
     Args:
         in_features, out_features: k and n, the weight's columns and rows.
@@ -41,13 +43,18 @@ class W4Linear(torch.nn.Module):
         dtype: of the bias and of the activations to expect; ``dtype`` advertises it to frameworks.
         activation, batch_invariant: as for :func:`w4gemm.linear`; attributes, which may also be set later. With
             "silu_mul" y has out_features / 2 columns.
+        activations: "fp8" to quantize x before it is multiplied (W4A8), on every device, or None; an attribute too,
+            which is the weight's. A loaded state dict says its own.
 
     Raises:
         TypeError, ValueError: for a bad size, format or dtype.
     """
 
     grouped = False
-    """Whether the weight is one of several experts."""
+    """True if the weight is one of several experts."""
+    bias: torch.nn.Parameter | None
+    _weight: QuantizedWeight
+    _bound: BoundLinear | None
 
     def __init__(
         self,
@@ -60,6 +67,7 @@ class W4Linear(torch.nn.Module):
         device: torch.device | str | None = None,
         activation: str | None = None,
         batch_invariant: bool = False,
+        activations: str | None = None,
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -70,9 +78,9 @@ class W4Linear(torch.nn.Module):
                 raise TypeError(f"{name}: wanted a bool, got {flag!r}{hint}")
         format = WeightFormat.of(format)
         device = torch.get_default_device() if device is None else torch.device(device)
-        shapes = layout_named("canonical").shapes(format, out_features, in_features)
+        shapes = packed_shape(format, "canonical", out_features, in_features).tensors
         tensors = tuple(torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in shapes)
-        w = QuantizedWeight(format, out_features, in_features, "canonical", tensors)
+        w = QuantizedWeight(format, out_features, in_features, "canonical", tensors, activations=activations)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self._build(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, dtype)
         check_activation(activation, out_features)
@@ -86,23 +94,33 @@ class W4Linear(torch.nn.Module):
         self.in_features, self.out_features, self.format, self.dtype = w.k, w.n, w.format, dtype
         self._set_weight(w)
         requires_grad = bias is not None and bias.requires_grad
-        self.bias = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad)
+        self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad))
 
     @classmethod
     def from_linear(
-        cls, linear: torch.nn.Linear, format: WeightFormat | str = WeightFormat(), search: bool = False
+        cls,
+        linear: torch.nn.Linear,
+        format: WeightFormat | str = WeightFormat(),
+        search: bool = False,
+        *,
+        activations: str | None = None,
     ) -> W4Linear:
-        """A quantized copy of a dense layer, on its device. ``search`` as in :func:`w4gemm.quantize`."""
+        """A quantized copy of a dense layer, on its device.
+
+        Args:
+            search: as for :func:`w4gemm.quantize`.
+            activations: as for the class.
+        """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: wanted a torch.nn.Linear, got {type(linear).__name__}")
         w = quantize(linear.weight.detach(), WeightFormat.of(format), search=search)
-        return cls.from_weight(w, linear.bias, dtype=linear.weight.dtype)
+        return cls.from_weight(w.repack(activations=activations), linear.bias, dtype=linear.weight.dtype)
 
     @classmethod
     def from_weight(
         cls, w: QuantizedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> W4Linear:
-        """A layer around ``w``, on its device; the bias (n) is taken as it is.
+        """A layer around ``w``, on its device and with its activations; the bias (n) is taken as it is.
 
         Args:
             dtype: what to advertise; None for the bias's dtype, or torch's default dtype without a bias.
@@ -127,8 +145,15 @@ class W4Linear(torch.nn.Module):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, bias = _autocast(x, self.bias)
-        return linear(x, self.weight, bias, activation=self.activation, batch_invariant=self.batch_invariant)
+        x, bias = _autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
+        w, activation, batch_invariant = self._weight, self.activation, self.batch_invariant
+        if not is_eager(x, bias):
+            return linear(x, w, bias, activation=activation, batch_invariant=batch_invariant)
+        bound = self._bound
+        if bound is None or bound.facts != argument_facts(x, bias, activation, batch_invariant):
+            check(x, w)
+            bound = self._bound = bind(w, x.dtype, bias, activation, batch_invariant)
+        return bound(x, w, bias)
 
     def extra_repr(self) -> str:
         w = self.weight
@@ -136,6 +161,7 @@ class W4Linear(torch.nn.Module):
         extra += ", act_order=True" if w.perm is not None else ""
         extra += f", activation={self.activation}" if self.activation else ""
         extra += ", batch_invariant=True" if self.batch_invariant else ""
+        extra += f", activations={self.activations}" if self.activations else ""
         return (
             f"in_features={w.k}, out_features={w.n}, bias={self.bias is not None}, format={w.format}, "
             f"layout={w.layout}{extra}"
@@ -156,16 +182,22 @@ class W4Linear(torch.nn.Module):
                 f"{w if isinstance(w, QuantizedWeight) else kind_of(w)}"
             )
         self.in_features, self.out_features, self.format = w.k, w.n, w.format
-        self._fp8 = w.layout == FP8_LAYOUT
         self._set_weight(w)
+
+    @property
+    def activations(self) -> str | None:
+        """ "fp8" if x is quantized before it is multiplied, else None: ``weight.activations``. Setting it repacks."""
+        return self._weight.activations
+
+    @activations.setter
+    def activations(self, activations: str | None) -> None:
+        self._set_weight(self._weight.repack(activations=activations))
 
     def _set_weight(self, w: QuantizedWeight) -> None:
         """Take ``w`` in the layout of its device and register its tensors, as integers, under ``packed0``, ..."""
         for name in [name for name in self._buffers if name.startswith("packed")]:
             del self._buffers[name]
-        if "_weight" not in self.__dict__:
-            self._fp8 = w.layout == FP8_LAYOUT
-        self._weight = w.repack(FP8_LAYOUT if self._fp8 and w.device.type == "cuda" else None)
+        self._weight, self._bound = w.repack(), None
         for i, t in enumerate(self.weight.tensors):
             self.register_buffer(f"packed{i}", _as_integers(t), persistent=False)
         if self.weight.perm is not None:
@@ -183,7 +215,7 @@ class W4Linear(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without the buffers: they are views of the weight, and ``torch.save`` refuses two dtypes of one memory."""
         buffers = {name: t for name, t in self._buffers.items() if not name.startswith("packed")}
-        return {**self.__dict__, "_buffers": buffers}
+        return {**self.__dict__, "_buffers": buffers, "_bound": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -192,13 +224,17 @@ class W4Linear(torch.nn.Module):
     # --- state dict -------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:
-        """The format's name as bytes: a tensor, so that any file of tensors can hold it."""
-        return torch.tensor(list(str(self.format).encode()), dtype=torch.uint8)
+        """The names of the format and, if there are any, the activations, as bytes such as ``int4_g128 fp8``: a tensor,
+        so that any file of tensors can hold it."""
+        names = [str(self.format), *([self.activations] if self.activations else [])]
+        return torch.tensor(list(" ".join(names).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        name = bytes(state.tolist()).decode(errors="replace")
+        name, _, activations = bytes(state.tolist()).decode(errors="replace").partition(" ")
         if name != str(self.format):
             raise ValueError(f"state_dict: wanted a weight in {self.format} like this layer, got one in {name}")
+        if (activations or None) != self.activations:
+            self.activations = activations or None
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -219,9 +255,7 @@ class W4Linear(torch.nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         w = self.weight
-        shapes = layout_named("canonical").shapes(self.format, w.n, w.k)
-        if w.experts:
-            shapes = tuple((dtype, (w.experts, *shape)) for dtype, shape in shapes)
+        shapes = packed_shape(self.format, "canonical", w.n, w.k, w.experts).tensors
         keys = [prefix + name for name in self.format.part_names]
         if prefix + "perm" in state_dict:  # only a weight in act-order has one
             shapes, keys = (*shapes, (PERM_DTYPE, (w.k,))), [*keys, prefix + "perm"]
@@ -244,7 +278,8 @@ class W4Linear(torch.nn.Module):
         if perm is not None and perm.device.type != "meta" and not is_permutation(perm):
             error_msgs.append(f"{keys[-1]}: wanted each of 0..{w.k - 1} once")
             return
-        loaded = QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors), perm, w.experts)
+        facts = perm, w.experts, self.activations
+        loaded = QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors), *facts)
         try:
             loaded.check_range()
         except ValueError as e:
@@ -265,15 +300,16 @@ class W4GroupedLinear(W4Linear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x, bias = _autocast(x, self.bias)
-        return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, activation=self.activation)
+        x, bias = _autocast(x, self._parameters["bias"])
+        return grouped_linear(x, self._weight, m_offsets, bias, indices=indices, activation=self.activation)
 
 
 class W4Experts(torch.nn.Module):
     """The experts of a mixture, each with 4-bit weights: down @ (silu(gate @ x) * (up @ x)), weighted and added up.
 
     Everything stays on the device and takes the same launches whatever the router chose, so that a CUDA graph may hold
-    it; the terms of a token are added in the order of its choices. Inference only.
+    it; the terms of a token are added in the order of its choices. Inference only. Where the weights' ``activations``
+    are "fp8", so are those of the product: gate_up and down each say their own, and a state dict keeps it.
 
     Args:
         gate_up: (2 * hidden, features) of each expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`.
@@ -309,8 +345,8 @@ def _autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor,
     """Under ``torch.autocast`` on a CPU or GPU both in its dtype, as torch.nn.functional.linear takes them."""
     if not isinstance(x, torch.Tensor) or x.dtype not in _CAST:
         return x, bias
-    kind = x.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else ""  # x.device.type takes ten times as long
+    if not kind or not torch.is_autocast_enabled(kind):
         return x, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), None if bias is None else bias.to(dtype)

@@ -1,33 +1,34 @@
-"""THE boundary: :func:`linear`. What users pass is checked here and nowhere below.
+"""The boundary: :func:`linear`, and the operator ``torch.ops.w4gemm.linear``. What users pass is checked here.
 
-In plain eager mode ``linear`` runs the kernel itself, since PyTorch's dispatcher would cost as much as the launch.
-Under ``torch.compile``, autograd, tensor subclasses and modes it goes through the operator
-``torch.ops.w4gemm.linear``, which takes flat tensors and names only.
+In plain eager mode ``linear`` runs the kernel itself, because PyTorch's dispatcher would cost as much as the launch.
+Under ``torch.compile``, autograd, tensor subclasses and modes it goes through the operator, which takes flat tensors
+and names only.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from w4gemm import arguments, choice
-from w4gemm.activations import quantize_activations
+from w4gemm import arguments, bound, boundary
+from w4gemm.boundary import Call
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
-from w4gemm.formats import WeightFormat
-from w4gemm.gather import gather_columns
 from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
-from w4gemm.kernels.gpu import takes_rows
-from w4gemm.modes import is_plain, needs_dispatcher, refuse_duals, requires_grad
-from w4gemm.packing.layouts import FP8_LAYOUT
+from w4gemm.modes import needs_dispatcher, refuse_duals, requires_grad
+from w4gemm.operator_arguments import (
+    EPILOGUE,
+    WEIGHT,
+    flat_epilogue,
+    flat_weight,
+    named,
+    nested_epilogue,
+    nested_weight,
+    schema,
+)
 from w4gemm.weight import QuantizedWeight
-
-_FP8 = torch.float8_e4m3fn
-_BIAS = Epilogue(bias=True)
 
 
 def linear(
@@ -52,22 +53,23 @@ def linear(
 
     Args:
         x: activations (..., k), float16 or bfloat16; on the CPU also float32. Any strides; without tokens the result is
-            empty and nothing runs. For a weight in the mma8 layout, and on the CPU, also float8_e4m3fn; 16-bit
-            activations of such a weight are quantized first, by :func:`w4gemm.quantize_activations`.
+            empty and nothing runs. If ``w.activations`` is "fp8", x is quantized first, on every device, by
+            :func:`w4gemm.quantize_activations`; the result keeps its dtype. x may also be float8_e4m3fn itself, for a
+            weight in the mma8 layout and on the CPU.
         w: the weight (n, k), on x's device and in a layout that a kernel reads there: see ``w.repack()``.
         bias: (n) of x's dtype (beside fp8 x, of the result's 16-bit dtype or bfloat16), or None.
         alpha: a number, or a float32 tensor of one element on x's device, which is read when the kernel runs.
         activation: "relu", "silu", "gelu" or "gelu_tanh" as torch has them; or "silu_mul", for a weight whose even rows
             are gates and odd rows up projections (:meth:`QuantizedWeight.interleave`): silu(gate) * up, n / 2 columns.
         residual: contiguous, of the result's shape and dtype.
-        token_scale: float32 (...), for fp8 x only: what each row of it is multiplied by.
-        out_dtype: of the result: float32, float16 or bfloat16; None for x's, bfloat16 for fp8 x.
+        token_scale: float32 (...), for fp8 x only: the number that each row of it is multiplied by.
+        out_dtype: dtype of the result: float32, float16 or bfloat16; None for x's, bfloat16 for fp8 x.
         out: where to write the result: contiguous, of its shape and dtype, 16-byte aligned, sharing no memory with the
             other tensors; but it may be the residual itself. Not together with gradients.
         config: forces a kernel's config, as :func:`w4gemm.choice.plan` takes it; for tests and measurements.
-        batch_invariant: whether a row of the result must have the same bits whatever the other rows hold and however
+        batch_invariant: True if a row of the result must have the same bits whatever the other rows hold and however
             many there are. One order of additions then serves every m, which costs speed where another is faster (see
-            docs/measured.md). Gradients are not covered.
+            docs/measured.md). Gradients are computed, but without this guarantee.
 
     Returns:
         (..., n), or (..., n / 2) with "silu_mul"; ``out`` if given. Gradients flow to x, bias, alpha and residual,
@@ -78,279 +80,133 @@ def linear(
         UnsupportedError: if no kernel can run this here; lists each kernel's reason.
         NotImplementedError: where forward-mode derivatives would be needed, or gradients beside fp8 activations.
     """
-    if w.__class__ is QuantizedWeight and w.layout == FP8_LAYOUT:
-        x, token_scale, out_dtype = quantized(x, token_scale, out_dtype)
-    if batch_invariant is not False and batch_invariant is not True:
-        raise TypeError(f"batch_invariant: wanted a bool, got {type(batch_invariant).__name__} {batch_invariant!r}")
-    look, fused = None, NO_OPERANDS if bias is None else EpilogueOperands(None, bias)
-    if alpha is residual is token_scale is out_dtype is out is config is None:
-        look = _look(x, w, fused, activation, batch_invariant)
-        call = None if look is None else _checked.get(look)
-        if call is not None:
-            columns = w.n if activation is None else call.epilogue.columns(w.n)
-            return _computed(call, x, w, fused, columns, call.dtype)
-    arguments.check(x, w, bias, out_dtype)
-    if config is None:
-        config = ""
-    elif not isinstance(config, str):
-        config = arguments.config_text(config)
-    epilogue = PLAIN if bias is None else _BIAS
-    if not (alpha is activation is residual is token_scale is out_dtype is None):
-        epilogue, fused = arguments.fused(
-            x, w, EpilogueOperands(alpha, bias, residual, token_scale), activation, out_dtype
-        )
-    if needs_dispatcher(x, fused):
-        return _linear_dispatched(x, w, epilogue, fused, out, config, batch_invariant)
-    if out is not None:
-        arguments.check_out(out, x, w.n, epilogue, fused)
-    call = _call(x.shape[:-1].numel(), w, x, epilogue, config, batch_invariant)
-    dtype = epilogue.result_dtype(x.dtype)
-    if look is not None and dtype is x.dtype:
-        _remember(look, call)
-    return _computed(call, x, w, fused, epilogue.columns(w.n), dtype, out)
+    is_simple = alpha is residual is token_scale is out_dtype is out is config is None
+    if is_simple and (warm := bound.find(x, w, bias, activation, batch_invariant)) is not None:
+        return warm(x, w, bias)
+    arguments.check(x, w)
+    given = EpilogueOperands(alpha, bias, residual, token_scale)
+    call = boundary.checked(x, w, given, activation, out_dtype, config, batch_invariant=batch_invariant)
+    if needs_dispatcher(call.x, call.operands):
+        return _dispatched(call, out)
+    if is_simple:
+        bound.remember(call, x, bias, activation)
+    return boundary.compute(call, out)
 
 
-# --- what was checked before -----------------------------------------------------------------------------------------
-
-_checked: dict[tuple[Hashable, ...], choice.PlanKey] = {}
-"""What plans are looked up by, of calls that passed every check, by what the whole call looked like: one that looks
-alike need not be checked again. It holds neither tensors nor plans, so nothing makes an entry wrong."""
-_MOST_CHECKED = 4096
-
-
-def _look(
-    x: torch.Tensor, w: QuantizedWeight, fused: EpilogueOperands, activation: str | None, batch_invariant: bool
-) -> tuple[Hashable, ...] | None:
-    """All that the checks look at of a call with no more than x, w, a bias and an activation, and all that its plan
-    depends on. None unless it is a plain eager call with arguments of the right types."""
-    bias = fused.bias
-    if w.__class__ is not QuantizedWeight or w.experts or not (bias is None or is_plain(bias)):
-        return None
-    if needs_dispatcher(x, fused) or not (activation is None or activation.__class__ is str):
-        return None
-    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
-    name, device = w.format.name, w.tensors[0].device  # the name, since a string keeps its hash
-    return x.shape, x.dtype, x.device, name, w.layout, w.n, w.k, device, of_bias, activation, batch_invariant
-
-
-def _remember(look: tuple[Hashable, ...], call: choice.PlanKey) -> None:
-    if len(_checked) >= _MOST_CHECKED:
-        _checked.clear()
-    _checked[look] = call
-
-
-def _computed(
-    call: choice.PlanKey,
-    x: torch.Tensor,
-    w: QuantizedWeight,
-    fused: EpilogueOperands,
-    columns: int,
-    dtype: torch.dtype,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The result of a call that was checked, (..., columns) in ``dtype``; ``out`` if given."""
-    shape = x.shape
-    flat = len(shape) == 2
-    rows = x if flat else x.reshape(-1, w.k)
-    if w.perm is not None:
-        rows = gather_columns(rows, w.perm)
-    m = shape[0] if flat else rows.shape[0]
-    if out is not None:
-        d = out.view(-1, columns)
-    elif dtype is call.dtype:  # new_empty with plain numbers takes two thirds of torch.empty's time
-        d = rows.new_empty(m, columns)
-    else:
-        d = rows.new_empty((m, columns), dtype=dtype)
-    if m:
-        _launch(call, Operands(rows, w.tensors, d, fused))
-    if out is not None:
-        return out
-    return d if flat else d.view(*shape[:-1], columns)
-
-
-def quantized(
-    x: torch.Tensor, token_scale: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype | None]:
-    """For a weight that meets fp8 activations: 16-bit x in fp8, its scales, and the dtype of the result. Any other x is
-    returned as it came, with what came beside it."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float16, torch.bfloat16):
-        return x, token_scale, out_dtype
-    if token_scale is not None:
-        raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which is quantized here")
-    return *quantize_activations(x), out_dtype or x.dtype
-
-
-class _Weight(NamedTuple):
-    """What a plan depends on of a weight."""
-
-    format: WeightFormat
-    layout: str
-    n: int
-
-
-def _run(
-    operands: Operands, w: QuantizedWeight | _Weight, epilogue: Epilogue, config: str, batch_invariant: bool
-) -> None:
-    """Look up the plan and launch it."""
-    x, rows, m = operands.x, operands.rows, operands.out.shape[0]
-    if m == 0:
-        return
-    if rows.indices is not None and x.device.type == "cuda" and not (x.stride(1) == 1 and takes_rows(x)):
-        operands = operands.gathered_first()
-        rows = operands.rows
-    experts = 0 if rows.starts is None else rows.starts.shape[0]
-    gathered = rows.indices is not None
-    _launch(_call(m, w, x, epilogue, config, batch_invariant, experts, gathered), operands)
-
-
-def _call(
-    m: int,
-    w: QuantizedWeight | _Weight,
-    x: torch.Tensor,
-    epilogue: Epilogue,
-    config: str,
-    batch_invariant: bool,
-    experts: int = 0,
-    gathered: bool = False,
-) -> choice.PlanKey:
-    """What the plan is looked up by, for m rows (..., k) of x."""
-    interval = choice.interval(-(-m // experts) if experts else m)
-    problem = w.n, x.shape[-1], x.dtype, w.format, w.layout, epilogue, x.device
-    return choice.PlanKey(interval, *problem, config, batch_invariant, experts, gathered)
-
-
-def _launch(call: choice.PlanKey, operands: Operands) -> None:
-    """Launch the plan for ``call``, of at least one row, on x's device, which need not be the current one."""
-    x = operands.x
-    row, column = x.stride()
-    if column != 1 or (row < call.k and x.shape[0] > 1):  # rows that overlap, as after expand, are no matrix
-        operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x))
-    # what torch.cuda.current_device does once CUDA is initialized, as it is where there is a tensor
-    if _several_gpus() and x.is_cuda and call.device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(call.device):
-            choice.plan_for(call).launch(operands)
-    else:
-        choice.plan_for(call).launch(operands)
-
-
-@functools.cache
-def _several_gpus() -> bool:
-    """Whether a tensor's device may be another than the current one. To ask for that takes a microsecond."""
-    return torch.cuda.device_count() > 1
-
-
-def _linear_dispatched(
-    x: torch.Tensor,
-    w: QuantizedWeight,
-    epilogue: Epilogue,
-    fused: EpilogueOperands,
-    out: torch.Tensor | None,
-    config: str,
-    batch_invariant: bool,
-) -> torch.Tensor:
-    refuse_duals(x, fused)
-    if x.dtype == _FP8 and torch.is_grad_enabled() and requires_grad(x, fused):
+def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
+    """Return the result of a call under anything but plain eager execution."""
+    x, w, epilogue, operands = call.x, call.w, call.epilogue, call.operands
+    differentiated = torch.is_grad_enabled() and requires_grad(x, operands)
+    refuse_duals(x, operands)
+    if differentiated and x.dtype == arguments.FP8:
         raise NotImplementedError("x: gradients of a linear with fp8 activations are not implemented; call no_grad")
     rows = x.reshape(-1, w.k)
     if w.perm is not None:  # an operator that autograd undoes, and that a compiler may fuse with what made x
         rows = selected(rows, 1, w.perm)
-    weight = (list(w.tensors), w.format.name, w.layout, w.n, w.k)
-    if not epilogue.linear and torch.is_grad_enabled() and requires_grad(x, fused):
-        sums = torch.ops.w4gemm.linear(rows, *weight, *_flat(_FLOAT32, NO_OPERANDS), config, batch_invariant)
-        d = epilogue.apply(sums, fused).to(epilogue.result_dtype(x.dtype))
+    if differentiated and not epilogue.linear:  # PyTorch's operators do what comes after the product
+        sums = _operator(rows, w, _FLOAT32, NO_OPERANDS, call)
+        d = epilogue.apply(sums, operands).to(call.dtype)
     else:
-        d = torch.ops.w4gemm.linear(rows, *weight, *_flat(epilogue, fused), config, batch_invariant)
-    d = d.reshape(*x.shape[:-1], epilogue.columns(w.n))
+        d = _operator(rows, w, epilogue, operands, call)
+    d = d.reshape(call.shape)
     if out is None:
         return d
     if torch.is_grad_enabled() and d.requires_grad:
         raise ValueError("out: wanted None where a gradient is needed; call linear without out, or under no_grad")
-    arguments.check_out(out, x, w.n, epilogue, fused)
+    call.check_out(out)
     return out.copy_(d)
 
 
-# --- the operator --------------------------------------------------------------------------------------------------
+def _operator(
+    rows: torch.Tensor, w: QuantizedWeight, epilogue: Epilogue, operands: EpilogueOperands, call: Call
+) -> torch.Tensor:
+    flat = _Linear(rows, **flat_weight(w), **flat_epilogue(epilogue, operands))
+    return torch.ops.w4gemm.linear(*flat._replace(config=call.config, batch_invariant=call.batch_invariant))
 
-_WEIGHT = "Tensor[] weight, str format, str layout, int n, int k"
-_FUSED = (
-    "Tensor? bias, Tensor? residual, Tensor? token_scale, Tensor? alpha, float? scale, str? activation, "
-    "ScalarType? out_dtype"
-)
+
+# --- the operator and its gradients ----------------------------------------------------------------------------------
+
 _FLOAT32 = Epilogue(out_dtype=torch.float32)
-_parse_format = functools.cache(WeightFormat.parse)
+_LINEAR = {"x": "Tensor", **WEIGHT, **EPILOGUE, "config": "str", "batch_invariant": "bool"}
+_LINEAR_DX = {"grad": "Tensor", **WEIGHT}
+_Linear, _LinearDx = named(_LINEAR), named(_LINEAR_DX)
 
-torch.library.define("w4gemm::linear", f"(Tensor x, {_WEIGHT}, {_FUSED}, str config, bool batch_invariant) -> Tensor")
-torch.library.define("w4gemm::linear_dx", f"(Tensor grad, {_WEIGHT}) -> Tensor")
-
-
-def _flat(epilogue: Epilogue, fused: EpilogueOperands) -> tuple[object, ...]:
-    """The operator's arguments ``_FUSED``; alpha as a number is its ``scale``."""
-    alpha, bias, residual, token_scale, _ = fused
-    tensor, number = (alpha, None) if isinstance(alpha, torch.Tensor) else (None, alpha)
-    return bias, residual, token_scale, tensor, number, epilogue.activation, epilogue.out_dtype
-
-
-def _unflat(*flat) -> tuple[Epilogue, EpilogueOperands]:  # type: ignore[no-untyped-def]
-    bias, residual, token_scale, alpha, scale, activation, out_dtype = flat
-    kind = "device" if alpha is not None else "host" if scale is not None else None
-    epilogue = Epilogue(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
-    return epilogue, EpilogueOperands(scale if alpha is None else alpha, bias, residual, token_scale)
+torch.library.define("w4gemm::linear", schema(_LINEAR))
+torch.library.define("w4gemm::linear_dx", schema(_LINEAR_DX))
 
 
 @torch.library.impl("w4gemm::linear", ("cpu", "cuda"))
-def _linear_op(x, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
-    *flat, config, batch_invariant = rest
-    epilogue, fused = _unflat(*flat)
-    dtype = epilogue.result_dtype(x.dtype)
-    out = torch.empty((x.shape[0], epilogue.columns(n)), dtype=dtype, device=x.device)
-    w = _Weight(_parse_format(format), layout, n)
-    _run(Operands(x, tuple(weight), out, fused), w, epilogue, config, batch_invariant)
+def _linear_op(*flat: Any) -> torch.Tensor:
+    given = _Linear(*flat)
+    epilogue, operands = nested_epilogue(given)
+    out = _empty_result(given, epilogue)
+    weight = nested_weight(given)
+    launched = Operands(given.x, tuple(given.weight), out, operands)
+    boundary.run(weight, launched, epilogue, given.config, given.batch_invariant)
     return out
 
 
 @torch.library.register_fake("w4gemm::linear")
-def _linear_fake(x, weight, format, layout, n, k, *rest):  # type: ignore[no-untyped-def]
-    epilogue, _ = _unflat(*rest[:-2])
-    return x.new_empty((x.shape[0], epilogue.columns(n)), dtype=epilogue.result_dtype(x.dtype))
+def _linear_fake(*flat: Any) -> torch.Tensor:
+    given = _Linear(*flat)
+    return _empty_result(given, nested_epilogue(given)[0])
+
+
+def _empty_result(given: Any, epilogue: Epilogue) -> torch.Tensor:
+    x: torch.Tensor = given.x
+    return x.new_empty((x.shape[0], epilogue.columns(given.n)), dtype=epilogue.result_dtype(x.dtype))
 
 
 @torch.library.impl("w4gemm::linear_dx", ("cpu", "cuda"))
-def _linear_dx_op(grad, weight, format, layout, n, k):  # type: ignore[no-untyped-def]
-    w = QuantizedWeight(_parse_format(format), n, k, layout, tuple(weight))
-    return grad @ w.dequantize(grad.dtype)
+def _linear_dx_op(*flat: Any) -> torch.Tensor:
+    given = _LinearDx(*flat)
+    packed = nested_weight(given)
+    w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(given.weight))
+    return given.grad @ w.dequantize(given.grad.dtype)
 
 
 @torch.library.register_fake("w4gemm::linear_dx")
-def _linear_dx_fake(grad, weight, format, layout, n, k):  # type: ignore[no-untyped-def]
-    return grad.new_empty((grad.shape[0], k))
+def _linear_dx_fake(*flat: Any) -> torch.Tensor:
+    given = _LinearDx(*flat)
+    return given.grad.new_empty((given.grad.shape[0], given.k))
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, weight, *names = inputs
-    ctx.save_for_backward(*weight)
-    ctx.names, ctx.dtype = names[:4], x.dtype
+def _keep_weight(ctx: Any, given: Any) -> None:
+    ctx.save_for_backward(*given.weight)
+    ctx.names = {name: getattr(given, name) for name in WEIGHT if name != "weight"}
 
 
-def _save_linear(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _save(ctx, inputs, output)
-    ctx.linear = _unflat(*inputs[6:-2])[0].linear
+def _kept_weight(ctx: Any) -> dict[str, Any]:
+    """Return the operators' arguments ``WEIGHT``."""
+    return {"weight": list(ctx.saved_tensors), **ctx.names}
 
 
-def _linear_backward(ctx, grad):  # type: ignore[no-untyped-def]
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    given = _Linear(*inputs)
+    _keep_weight(ctx, given)
+    ctx.dtype, ctx.linear = given.x.dtype, nested_epilogue(given)[0].linear
+
+
+def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if not ctx.linear:
         raise NotImplementedError("torch.ops.w4gemm.linear has gradients with a bias only; call w4gemm.linear")
-    weight = list(ctx.saved_tensors)
-    grad = grad.to(ctx.dtype)
-    dx = torch.ops.w4gemm.linear_dx(grad, weight, *ctx.names) if ctx.needs_input_grad[0] else None
-    dbias = grad.sum(0) if ctx.needs_input_grad[6] else None
-    return dx, [None] * len(weight), *(4 * [None]), dbias, *(8 * [None])
+    weight, grad, needed = _kept_weight(ctx), grad.to(ctx.dtype), _Linear(*ctx.needs_input_grad)
+    return _Linear(
+        x=torch.ops.w4gemm.linear_dx(*_LinearDx(grad, **weight)) if needed.x else None,
+        weight=[None] * len(weight["weight"]),
+        bias=grad.sum(0) if needed.bias else None,
+    )
 
 
-def _linear_dx_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    weight = list(ctx.saved_tensors)
-    d = torch.ops.w4gemm.linear(grad, weight, *ctx.names, *_flat(PLAIN, NO_OPERANDS), "", False)
-    return d, [None] * len(weight), *(4 * [None])
+def _save_linear_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _keep_weight(ctx, _LinearDx(*inputs))
+
+
+def _linear_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    weight = _kept_weight(ctx)
+    flat = _Linear(grad, **weight, **flat_epilogue(PLAIN, NO_OPERANDS), config="", batch_invariant=False)
+    return _LinearDx(torch.ops.w4gemm.linear(*flat), [None] * len(weight["weight"]))
 
 
 torch.library.register_autograd("w4gemm::linear", _linear_backward, setup_context=_save_linear)
-torch.library.register_autograd("w4gemm::linear_dx", _linear_dx_backward, setup_context=_save)
+torch.library.register_autograd("w4gemm::linear_dx", _linear_dx_backward, setup_context=_save_linear_dx)

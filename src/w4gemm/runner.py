@@ -8,16 +8,18 @@ launch with stream-k synchronizes where no workspace is given.)
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from w4gemm import choice
-from w4gemm.epilogue import PLAIN, Epilogue, EpilogueOperands, bias_dtype
+from w4gemm import boundary, choice
+from w4gemm.arguments import check_alignment, require_tensor
+from w4gemm.epilogue import PLAIN, Epilogue, EpilogueOperands
+from w4gemm.errors import kind_of
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import Operands, kernel_named
+from w4gemm.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.layouts import layout_for, layout_named
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import QuantizedWeight
@@ -63,15 +65,11 @@ class MixedGemm:
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
         """The problem that a config is chosen for at these sizes: m is that of its interval."""
-        call = self._call(m, n, k, "")
-        at = choice.representative(m)
-        device = Device.of(call.device)
-        return GemmProblem(at, n, k, self.dtype, call.format, call.layout, self.epilogue, device, self.batch_invariant)
+        return self._key(self._weight(n, k), m).problem()
 
     def weight_shapes(self, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         """dtype and shape of each tensor of b; all are contiguous."""
-        assert isinstance(self.format, WeightFormat) and self.layout is not None
-        return _shapes(self.layout, self.format, n, k)
+        return self._weight(n, k).tensors
 
     def configs(self, m: int, n: int, k: int) -> list[str]:
         """Every config that :meth:`run` takes, best guess first; empty if nothing can run this, for which
@@ -94,7 +92,7 @@ class MixedGemm:
         Raises:
             UnsupportedError, ValueError: if nothing runs this, or the config is not legal.
         """
-        return str(choice.plan_for(self._call(m, n, k, config or "")))
+        return str(choice.plan_for(self._key(self._weight(n, k), m, config)))
 
     def run(
         self,
@@ -133,35 +131,39 @@ class MixedGemm:
         a, out = _tensor("a", a), _tensor("out", out)
         if isinstance(b, QuantizedWeight):
             raise TypeError("b: wanted the packed tensors, w.tensors, got the weight itself")
-        weight = tuple(_tensor(f"b[{i}]", t) for i, t in enumerate(b))
-        bias = None if bias is None else _tensor("bias", bias)
-        residual = None if residual is None else _tensor("residual", residual)
-        alpha = alpha if alpha is None or isinstance(alpha, (int, float)) else _tensor("alpha", alpha)
-        token_scale = None if token_scale is None else _tensor("token_scale", token_scale)
-        operands = Operands(a, weight, out, EpilogueOperands(alpha, bias, residual, token_scale))
-        n = self._check(operands)
-        m, k = a.shape
+        tensors = tuple(_tensor(f"b[{i}]", t) for i, t in enumerate(b))
+        given = EpilogueOperands(
+            _tensor("alpha", alpha),
+            _tensor("bias", bias),
+            _tensor("residual", residual),
+            _tensor("token_scale", token_scale),
+        )
+        operands = Operands(a, tensors, out, given)
+        weight = self._check(operands)
+        m, device = a.shape[0], a.device
         if m == 0:
             return
-        plan = choice.plan_for(self._call(m, n, k, config or ""))
-        if workspace is not None and a.device.type == "cuda":
+        plan = choice.plan_for(self._key(weight, m, config))
+        if workspace is not None and device.type == "cuda":
             operands = operands._replace(workspace=self._workspace(_tensor("workspace", workspace), plan))
-        if a.device.type != "cuda" or (stream is None and a.device.index == torch.cuda.current_device()):
-            plan.launch(operands)
+        if stream is None or device.type != "cuda":
+            boundary.launch(plan.launch, operands, device)
             return
         if isinstance(stream, int):
-            stream = torch.cuda.ExternalStream(stream, device=a.device)
-        with torch.cuda.device(a.device), torch.cuda.stream(stream):
+            stream = torch.cuda.ExternalStream(stream, device=device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             plan.launch(operands)
 
-    def _call(self, m: int, n: int, k: int, config: str) -> choice.PlanKey:
-        if min(m, n, k) < 1:
-            raise ValueError(f"m, n, k: wanted numbers from 1, got {m}, {n}, {k}")
+    def _weight(self, n: int, k: int) -> PackedShape:
         assert isinstance(self.format, WeightFormat) and self.layout is not None
-        device = self.device
-        assert isinstance(device, torch.device)
-        rest = (self.layout, self.epilogue, device, config, self.batch_invariant)
-        return choice.PlanKey(choice.interval(m), n, k, self.dtype, self.format, *rest)
+        return packed_shape(self.format, self.layout, n, k)
+
+    def _key(self, weight: PackedShape, m: int, config: str | None = None) -> choice.PlanKey:
+        if m < 1:
+            raise ValueError(f"m: wanted a number from 1, got {m}")
+        assert isinstance(self.device, torch.device)
+        facts = weight, m, self.dtype, self.epilogue, self.batch_invariant
+        return choice.PlanKey.of(*facts, config=config or "", device=self.device)
 
     def _workspace(self, given: torch.Tensor, plan: choice.Plan) -> torch.Tensor:
         wanted, size = plan.kernel.workspace_bytes(plan.problem, plan.config), given.numel() * given.element_size()
@@ -169,79 +171,54 @@ class MixedGemm:
             raise ValueError(
                 f"workspace: wanted at least {wanted} contiguous bytes on {self.device}, got {size} on {given.device}"
             )
-        if given.data_ptr() % _ALIGNMENT:
-            raise ValueError(f"workspace: wanted its data at a multiple of {_ALIGNMENT} bytes")
+        check_alignment("workspace", given, _ALIGNMENT)
         return given.view(-1).view(torch.uint8)[:wanted]
 
-    def _check(self, operands: Operands) -> int:
-        """Everything that a kernel takes for granted; gives n."""
-        a, weight, out, (alpha, bias, residual, token_scale, _), *_ = operands
+    def _check(self, operands: Operands) -> PackedShape:
+        """Check everything that a kernel takes for granted, and return the weight's shape."""
+        a, out, epilogue, device = operands.x, operands.out, self.epilogue, self.device
+        assert isinstance(device, torch.device)
+        for name, t in (("a", a), ("out", out)):
+            if not isinstance(t, torch.Tensor) or t.dim() != 2:
+                raise ValueError(f"{name}: wanted a matrix, got {kind_of(t)}")
+        if a.shape[0] != out.shape[0]:
+            raise ValueError(f"a, out: wanted (m, k) and (m, n), got {tuple(a.shape)} and {tuple(out.shape)}")
+        (m, k), columns = a.shape, out.shape[1]
+        require_tensor("a", a, self.dtype, (m, k), device, contiguous=False)
+        check_alignment("a", a, _ALIGNMENT)
+        if a.numel() and (a.stride(1) != 1 or a.stride(0) * a.itemsize % _ALIGNMENT or a.stride(0) < k):
+            raise ValueError(f"a: wanted rows at multiples of {_ALIGNMENT} bytes, got strides {a.stride()}")
+        require_tensor("out", out, epilogue.result_dtype(self.dtype), (m, columns), device)
+        check_alignment("out", out, _ALIGNMENT)
+        weight = self._weight(columns * (2 if epilogue.gated else 1), k)
+        if len(weight.tensors) != len(operands.weight):
+            raise ValueError(
+                f"b: wanted {len(weight.tensors)} tensors in the {self.layout} layout, got {len(operands.weight)}"
+            )
+        for i, (t, (dtype, shape)) in enumerate(zip(operands.weight, weight.tensors, strict=True)):
+            require_tensor(f"b[{i}]", t, dtype, shape, device)
+            check_alignment(f"b[{i}]", t, _ALIGNMENT)
+        self._check_epilogue(operands.epilogue, (m, columns), weight.n)
+        return weight
+
+    def _check_epilogue(self, operands: EpilogueOperands, shape: tuple[int, int], n: int) -> None:
         epilogue, device = self.epilogue, self.device
         assert isinstance(device, torch.device)
-        if a.dim() != 2 or out.dim() != 2 or a.shape[0] != out.shape[0]:
-            raise ValueError(f"a, out: wanted (m, k) and (m, n), got {tuple(a.shape)} and {tuple(out.shape)}")
-        n, k = out.shape[1] * (2 if epilogue.gated else 1), a.shape[1]
-        _fits("a", a, self.dtype, (a.shape[0], k), device, rows=True)
-        _fits("out", out, epilogue.result_dtype(self.dtype), tuple(out.shape), device)
-        shapes = self.weight_shapes(n, k)
-        if len(shapes) != len(weight):
-            raise ValueError(f"b: wanted {len(shapes)} tensors in the {self.layout} layout, got {len(weight)}")
-        for i, (t, (dtype, shape)) in enumerate(zip(weight, shapes, strict=True)):
-            _fits(f"b[{i}]", t, dtype, shape, device)
-        kind = None if alpha is None else "device" if isinstance(alpha, torch.Tensor) else "host"
-        asked = {"alpha": epilogue.alpha, "bias": epilogue.bias, "residual": epilogue.residual}
-        asked["token_scale"] = epilogue.token_scale
-        came = {"alpha": kind, "bias": bias is not None, "residual": residual is not None}
-        came["token_scale"] = token_scale is not None
-        for name, wanted in asked.items():
-            if wanted != came[name]:
-                raise ValueError(
-                    f"{name}: the epilogue ({epilogue}) wants {wanted or 'none'}, got {came[name] or 'none'}"
-                )
-        if isinstance(alpha, torch.Tensor):
-            _fits("alpha", alpha, torch.float32, (1,), device, alignment=4)
-        if bias is not None:
-            _fits("bias", bias, bias_dtype(self.dtype, epilogue.out_dtype), (n,), device, alignment=2)
-        if token_scale is not None:
-            _fits("token_scale", token_scale, torch.float32, (a.shape[0],), device, alignment=4)
-        if residual is not None:
-            _fits("residual", residual, out.dtype, tuple(out.shape), device)
-        return n
+        came = Epilogue.of(operands, epilogue.activation, epilogue.out_dtype)
+        if came != epilogue:
+            for name, wanted, got in zip(Epilogue._fields, epilogue, came, strict=True):
+                if wanted != got:
+                    asked = f"the epilogue ({epilogue}) wants {wanted or 'none'}"
+                    raise ValueError(f"{name}: {asked}, got {got or 'none'}")
+        for name, (dtype, size) in epilogue.wanted(self.dtype, shape, n).items():
+            require_tensor(name, getattr(operands, name), dtype, size, device)
+            check_alignment(name, getattr(operands, name), _ALIGNMENT if name == "residual" else dtype.itemsize)
 
 
-@functools.lru_cache(maxsize=1024)
-def _shapes(layout: str, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    return layout_named(layout).shapes(format, n, k)
-
-
-def _tensor(name: str, value: Any) -> torch.Tensor:
-    """A view of the same memory as torch's."""
-    if isinstance(value, torch.Tensor):
+def _tensor(name: str, value: Any) -> Any:
+    """Return a tensor of torch's in the same memory; what is a number or None, as it is."""
+    if value is None or isinstance(value, (torch.Tensor, int, float)):
         return value
     if not hasattr(value, "__dlpack__"):
         raise TypeError(f"{name}: wanted a tensor of torch or one with __dlpack__, got {type(value).__name__}")
     return torch.from_dlpack(value)
-
-
-def _fits(
-    name: str,
-    t: torch.Tensor,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device,
-    *,
-    rows: bool = False,
-    alignment: int = _ALIGNMENT,
-) -> None:
-    if t.dtype != dtype or t.shape != shape or t.device != device:
-        raise ValueError(f"{name}: wanted {dtype} {shape} on {device}, got {t.dtype} {tuple(t.shape)} on {t.device}")
-    if t.data_ptr() % alignment:
-        raise ValueError(f"{name}: wanted its data at a multiple of {alignment} bytes")
-    if not rows and not t.is_contiguous():
-        raise ValueError(f"{name}: wanted it contiguous, got strides {t.stride()}")
-    if (
-        rows
-        and t.numel()
-        and (t.stride(1) != 1 or t.stride(0) * t.element_size() % alignment or t.stride(0) < shape[1])
-    ):
-        raise ValueError(f"{name}: wanted rows at multiples of {alignment} bytes, got strides {t.stride()}")

@@ -13,7 +13,7 @@ import torch
 from w4gemm.choice.choose import Plan, plan
 from w4gemm.choice.intervals import interval, last_of
 from w4gemm.epilogue import PLAIN, Epilogue
-from w4gemm.formats import WeightFormat
+from w4gemm.packed_shape import PackedShape
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import QuantizedWeight
 
@@ -24,56 +24,61 @@ class PlanKey(NamedTuple):
     """All that a plan depends on, cheap to build and to look up."""
 
     interval: int
-    """Index into ``BOUNDS``, see :func:`w4gemm.choice.intervals.interval`; if ``experts`` > 0, of the number of tokens
-    that an expert has on average."""
-    n: int
-    k: int
+    """Index into ``BOUNDS``, see :func:`w4gemm.choice.intervals.interval`; for a weight of experts, of the number of
+    tokens that an expert has on average."""
+    weight: PackedShape
     dtype: torch.dtype
-    format: WeightFormat
-    layout: str
     epilogue: Epilogue
     device: torch.device
-    config: str
+    config: str = ""
     """A forced config as :func:`w4gemm.choice.plan` takes it, or the empty string."""
     batch_invariant: bool = False
-    experts: int = 0
     gathered: bool = False
 
     @classmethod
     def of(
         cls,
-        w: QuantizedWeight,
+        w: QuantizedWeight | PackedShape,
         m: int,
         dtype: torch.dtype,
         epilogue: Epilogue = PLAIN,
         batch_invariant: bool = False,
         gathered: bool = False,
+        *,
+        config: str = "",
+        device: torch.device | None = None,
     ) -> PlanKey:
-        """Key of the plan for m rows of x, of all experts together, and a weight; nothing is forced."""
-        each = interval(-(-m // max(1, w.experts)))
-        return cls(
-            each, w.n, w.k, dtype, w.format, w.layout, epilogue, w.device, "", batch_invariant, w.experts, gathered
-        )
+        """Key of the plan for m rows of x, of all experts together, and a weight on its device, or ``device``."""
+        if isinstance(w, PackedShape):
+            assert device is not None
+            weight, at = w, device
+        else:
+            weight, at = w.packed, device or w.device
+        each = interval(-(-m // weight.experts) if weight.experts else m)
+        return cls(each, weight, dtype, epilogue, at, config, batch_invariant, gathered)
 
     def problem(self) -> GemmProblem:
         """The problem that is chosen for: m is the interval's last, for all experts together."""
+        weight = self.weight
         return GemmProblem(
-            last_of(self.interval) * max(1, self.experts),
-            self.n,
-            self.k,
+            last_of(self.interval) * max(1, weight.experts),
+            weight.n,
+            weight.k,
             self.dtype,
-            self.format,
-            self.layout,
+            weight.format,
+            weight.layout,
             self.epilogue,
             Device.of(self.device),
             self.batch_invariant,
-            self.experts,
+            weight.experts,
             self.gathered,
         )
 
 
 _plans: dict[PlanKey, Plan] = {}
 _tuner: Callable[[GemmProblem], None] | None = None
+generation = 0
+"""Number of times that plans were forgotten: what keeps a plan by itself drops it when this has changed."""
 
 
 def plan_for(key: PlanKey) -> Plan:
@@ -81,7 +86,7 @@ def plan_for(key: PlanKey) -> Plan:
     found = _plans.get(key)
     if found is None:
         problem = key.problem()
-        if _tuner is not None and not key.config and not key.experts:
+        if _tuner is not None and not key.config and not key.weight.experts:
             _tuner(problem)
         started = time.perf_counter()
         found = _plans[key] = plan(problem, key.config or None)
@@ -92,8 +97,10 @@ def plan_for(key: PlanKey) -> Plan:
 
 def forget(n: int | None = None, k: int | None = None) -> None:
     """Choose anew from now on, for weights (n, k) or for all: the tables have changed."""
+    global generation
+    generation += 1
     for key in list(_plans):
-        if n is None or (key.n, key.k) == (n, k):
+        if n is None or (key.weight.n, key.weight.k) == (n, k):
             _plans.pop(key, None)
 
 

@@ -8,8 +8,8 @@ from w4gemm import choice
 from w4gemm.console.devices import chosen_device, device_line
 from w4gemm.console.options import add_device_arguments, chosen_dtype, positive
 from w4gemm.console.progress import progress_bar
-from w4gemm.epilogue import PLAIN
 from w4gemm.formats import WeightFormat
+from w4gemm.packed_shape import packed_shape
 from w4gemm.packing.layouts import layout_for
 from w4gemm.problem import GemmProblem
 from w4gemm.tuning.roofline import Work, roofline_us
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
             print(profile_text(outcome))
         return 0 if outcomes else 1
     # planned as linear does it, for the interval of m
-    rest = (format, problem.layout, PLAIN, where, args.config or "")
-    plan = choice.plan_for(choice.PlanKey(choice.interval(args.m), args.n, args.k, dtype, *rest))
+    weight = packed_shape(format, problem.layout, args.n, args.k)
+    plan = choice.plan_for(choice.PlanKey.of(weight, args.m, dtype, config=args.config or "", device=where))
     workload = Workload(problem, where)
     operands = workload.operands(args.m)
     error = workload.error(plan.launch, operands[0])

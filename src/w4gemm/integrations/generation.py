@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from w4gemm import choice
-from w4gemm.epilogue import Epilogue, default_out_dtype
+from w4gemm.epilogue import Epilogue
 from w4gemm.nn import W4Linear
-from w4gemm.packing.layouts import FP8_LAYOUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -142,7 +141,6 @@ def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
 
 def _plan_key(layer: W4Linear, m: int, dtype: torch.dtype) -> choice.PlanKey:
     w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None)
-    if w.layout == FP8_LAYOUT:  # linear quantizes x, and gives its dtype back
-        out_dtype = None if dtype == default_out_dtype(_FP8) else dtype
-        dtype, epilogue = _FP8, epilogue._replace(token_scale=True, out_dtype=out_dtype)
+    if w.activations == "fp8":
+        dtype, epilogue = _FP8, epilogue.of_quantized(dtype)
     return choice.PlanKey.of(w, m, dtype, epilogue, layer.batch_invariant)

@@ -1,0 +1,128 @@
+"""The fast way of a warm call: :class:`BoundLinear`, a linear whose facts are fixed and checked, all but x's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from w4gemm import arguments, boundary
+from w4gemm.activations import quantize_activations
+from w4gemm.choice import BOUNDS, PlanKey, interval, plan_cache, plan_for
+from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
+from w4gemm.gather import gather_columns
+from w4gemm.kernels import Operands
+from w4gemm.modes import is_eager
+from w4gemm.weight import QuantizedWeight
+
+Launch = Callable[[Operands], None]
+_INTERVALS = len(BOUNDS) + 1
+
+
+class BoundLinear:
+    """act(x @ w.T + bias) for every w and bias of one kind: shapes, dtypes, devices, activation.
+
+    It holds no tensors, and its plans, one for each interval of m, only until they are forgotten: tuning anew or moving
+    a weight leaves nothing stale in it. Call it where :func:`w4gemm.modes.is_eager` holds.
+    """
+
+    __slots__ = ("columns", "device", "dtype", "facts", "generation", "key", "launches", "quantizes")
+
+    def __init__(self, call: boundary.Call, facts: tuple[Hashable, ...]) -> None:
+        """Bind to all calls like one that was checked, made without residual, alpha, token_scale and config.
+
+        Args:
+            facts: :func:`argument_facts` its arguments.
+        """
+        self.facts = facts
+        self.key = PlanKey.of(call.w, 1, call.x.dtype, call.epilogue, call.batch_invariant)
+        self.device = self.key.device
+        self.columns, self.dtype = call.shape[-1], call.dtype
+        self.quantizes = call.epilogue.token_scale
+        self.generation = -1
+        self.launches: list[Launch | None] = []
+
+    def __call__(self, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x (..., k) of the dtype that is bound, before it is quantized."""
+        shape = x.shape
+        flat = len(shape) == 2
+        rows = x if flat else x.reshape(-1, shape[-1])
+        operands = NO_OPERANDS if bias is None else EpilogueOperands(None, bias)
+        if self.quantizes:
+            rows, token_scale = quantize_activations(rows)
+            operands = EpilogueOperands(None, bias, None, token_scale)
+        if w.perm is not None:
+            rows = gather_columns(rows, w.perm)
+        m = rows.shape[0]
+        # plain numbers take two thirds of the time of a tuple with a dtype
+        alike, columns = x.dtype is self.dtype, self.columns
+        d = x.new_empty(m, columns) if alike else x.new_empty((m, columns), dtype=self.dtype)
+        if m:
+            launches = self.launches if self.generation == plan_cache.generation else self._forget()
+            at = interval(m)
+            boundary.launch(launches[at] or self._choose(at), Operands(rows, w.tensors, d, operands), self.device)
+        return d if flat else d.view(*shape[:-1], columns)
+
+    def _forget(self) -> list[Launch | None]:
+        self.launches = [None] * _INTERVALS
+        self.generation = plan_cache.generation
+        return self.launches
+
+    def _choose(self, at: int) -> Launch:
+        found = self.launches[at] = plan_for(self.key._replace(interval=at)).launch
+        return found
+
+
+def argument_facts(
+    x: torch.Tensor, bias: torch.Tensor | None, activation: str | None, batch_invariant: bool
+) -> tuple[Hashable, ...]:
+    """Return all that the checks of a call with no more arguments look at beside a weight, but x's rows."""
+    shape = x.shape
+    of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
+    return shape[-1] if shape else None, x.dtype, x.device, of_bias, activation, batch_invariant
+
+
+def bind(
+    w: QuantizedWeight,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    batch_invariant: bool = False,
+) -> BoundLinear:
+    """Return :func:`w4gemm.linear` of these, for x of ``dtype`` on w's device.
+
+    Raises:
+        TypeError, ValueError: for what linear refuses.
+    """
+    x = torch.empty(0, w.k, dtype=dtype, device=w.device)
+    arguments.check(x, w)
+    call = boundary.checked(x, w, EpilogueOperands(bias=bias), activation, None, batch_invariant=batch_invariant)
+    return BoundLinear(call, argument_facts(x, bias, activation, batch_invariant))
+
+
+# --- calls of the function -------------------------------------------------------------------------------------------
+
+_bound: dict[tuple[Hashable, ...], BoundLinear] = {}
+"""What was bound, by all that the checks and plans of a call depend on but x's rows."""
+_MOST_BOUND = 4096
+
+
+def find(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, activation: str | None, batch_invariant: bool
+) -> BoundLinear | None:
+    """Return what a call is bound to; None unless it is a plain eager call that looks like one which passed the checks
+    before."""
+    if w.__class__ is not QuantizedWeight or not is_eager(x, bias):
+        return None
+    if (activation is not None and activation.__class__ is not str) or batch_invariant.__class__ is not bool:
+        return None
+    facts = argument_facts(x, bias, activation, batch_invariant)
+    return _bound.get((w.packed, w.activations, w.tensors[0].device, facts))
+
+
+def remember(call: boundary.Call, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
+    """Bind calls like one that was checked from now on. x: as it came."""
+    if len(_bound) >= _MOST_BOUND:
+        _bound.clear()
+    w, facts = call.w, argument_facts(x, bias, activation, call.batch_invariant)
+    _bound[w.packed, w.activations, w.tensors[0].device, facts] = BoundLinear(call, facts)

@@ -1,0 +1,134 @@
+"""From checked tensors to a launch: the one way for :func:`w4gemm.linear`, :func:`w4gemm.grouped_linear`,
+:func:`w4gemm.masked_linear`, their operators and :class:`w4gemm.MixedGemm`.
+
+A :class:`Call` is what a user asked for, checked and with x quantized if the weight wants it. :func:`compute` runs one
+in plain eager mode. :func:`run` takes what a launch reads and writes, looks up the plan and launches it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from w4gemm import arguments
+from w4gemm.activations import quantize_activations
+from w4gemm.choice import PlanKey, plan_for
+from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue, EpilogueOperands
+from w4gemm.gather import gather_columns
+from w4gemm.kernels import Operands
+from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
+from w4gemm.kernels.gpu import takes_rows
+from w4gemm.packed_shape import PackedShape
+from w4gemm.weight import QuantizedWeight
+
+
+class Call(NamedTuple):
+    """A product that passed every check, but for ``out``."""
+
+    x: torch.Tensor
+    """(..., k) as it is multiplied: fp8 if it was quantized."""
+    w: QuantizedWeight
+    epilogue: Epilogue
+    operands: EpilogueOperands
+    shape: tuple[int, ...]
+    """Of the result."""
+    config: str = ""
+    """A forced config, or the empty string."""
+    batch_invariant: bool = False
+    rows: ExpertRows = NO_ROWS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the result."""
+        return self.epilogue.result_dtype(self.x.dtype)
+
+    def check_out(self, out: torch.Tensor) -> None:
+        """Raise TypeError or ValueError unless the result can be written to ``out``."""
+        arguments.check_out(out, self.x, self.epilogue, self.operands, self.shape)
+
+
+def checked(
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    given: EpilogueOperands,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    config: GemmConfig | str | None = None,
+    *,
+    batch_invariant: bool = False,
+    rows: ExpertRows = NO_ROWS,
+) -> Call:
+    """Check what a product is made with besides x and w, which :func:`w4gemm.arguments.check` has seen.
+
+    x of a weight with ``activations="fp8"`` is quantized, unless it is fp8 already; the result keeps its dtype.
+    """
+    text = arguments.checked_config(config)
+    arguments.check_flag("batch_invariant", batch_invariant)
+    if w.activations == "fp8" and x.dtype != arguments.FP8:
+        if given.token_scale is not None:
+            raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which is quantized here")
+        out_dtype = out_dtype or x.dtype
+        x, token_scale = quantize_activations(x)
+        given = given._replace(token_scale=token_scale)
+    shape = x.shape[:-1] if rows.indices is None else rows.indices.shape
+    epilogue, operands = arguments.checked_epilogue(x, w, given, activation, out_dtype, shape)
+    return Call(x, w, epilogue, operands, (*shape, epilogue.columns(w.n)), text, batch_invariant, rows)
+
+
+def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the result of a call in plain eager mode; ``out``, checked here, if given."""
+    x, w = call.x, call.w
+    if out is None:
+        out = x.new_empty(call.shape, dtype=call.dtype)
+    else:
+        call.check_out(out)
+    flat = len(call.shape) == 2
+    rows, d = (x, out) if flat else (x.reshape(-1, w.k), out.view(-1, call.shape[-1]))
+    if w.perm is not None:
+        rows = gather_columns(rows, w.perm)
+    run(
+        w.packed,
+        Operands(rows, w.tensors, d, call.operands, call.rows),
+        call.epilogue,
+        call.config,
+        call.batch_invariant,
+    )
+    return out
+
+
+def run(
+    weight: PackedShape, operands: Operands, epilogue: Epilogue, config: str = "", batch_invariant: bool = False
+) -> None:
+    """Look up the plan for checked operands and launch it."""
+    x, m, device = operands.x, operands.out.shape[0], operands.x.device
+    if m == 0:
+        return
+    gathered = operands.rows.indices is not None
+    if gathered and device.type == "cuda" and not (x.stride(1) == 1 and takes_rows(x)):
+        operands, gathered = operands.gathered_first(), False
+    key = PlanKey.of(weight, m, x.dtype, epilogue, batch_invariant, gathered, config=config, device=device)
+    launch(plan_for(key).launch, operands, device)
+
+
+def launch(function: Callable[[Operands], None], operands: Operands, device: torch.device) -> None:
+    """Launch a plan on x's device, which need not be the current one. m >= 1."""
+    x = operands.x
+    row, column = x.stride()
+    if column != 1 or (row < x.shape[1] and x.shape[0] > 1):  # rows that overlap, as after expand, are no matrix
+        operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x))
+    # what torch.cuda.current_device does once CUDA is initialized, as it is where there is a tensor
+    if _several_gpus() and device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            function(operands)
+    else:
+        function(operands)
+
+
+@functools.cache
+def _several_gpus() -> bool:
+    """True if a tensor's device may be another than the current one. To ask for that takes a microsecond."""
+    return torch.cuda.device_count() > 1
