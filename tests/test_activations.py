@@ -37,7 +37,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 
 def arguments(front: str, k: int, dtype: torch.dtype, device: str) -> dict:
-    """Of quantize_activations, for x of ``columns(front, k)`` columns."""
+    """Arguments of quantize_activations, for x of ``columns(front, k)`` columns."""
     weight = random(k, dtype=dtype, device=device, seed=1) if front == "rms" else None
     return {"norm_weight": weight, "eps": 1e-5, "silu_mul": front == "silu_mul"}
 
@@ -342,7 +342,7 @@ def test_compiles_for_other_gpus(arch, capability):
 
 @pytest.mark.parametrize("front", ["", "silu_mul"])
 def test_two_rows_fit_a_multiprocessor(front):
-    """Of k 28672: with 64 registers silu_mul took 13.5 us instead of 11.2 for 256 tokens (H200, 2026-11-21)."""
+    """k 28672: with 64 registers silu_mul took 13.5 us instead of 11.2 for 256 tokens (H200, 2026-11-21)."""
     pytest.importorskip("cutlass")
     kernel = ActivationQuantize.of(H200, torch.bfloat16, 28672, front, True)
     sass = disassemble(object_code(kernel.unit()))

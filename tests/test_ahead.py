@@ -43,7 +43,7 @@ def fill(tmp_path: Path, device: Device, activations: str | None) -> Path:
 
 @pytest.fixture
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What was compiled, loaded or planned in this process is unknown to a test, and what the test plans to others."""
+    """Hide from a test what this process compiled, loaded or planned, and from other tests what it plans."""
 
     def clear() -> None:
         choice.forget()

@@ -149,7 +149,8 @@ OLDER_AND_NEWER = {
 
 @pytest.mark.parametrize("device", OLDER_AND_NEWER.values(), ids=OLDER_AND_NEWER)
 def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
-    """What all of them have is enough, in the shared memory that they have; of SM100's own units a sentence is said."""
+    """Every one of them runs the kernels for older GPUs within its shared memory; SM100's own tensor cores get a
+    sentence."""
     monkeypatch.setattr(choice.choose, "compiled", lambda unit: unit)
     caplog.set_level(logging.WARNING, "w4gemm")
     kernel = kernel_named("sm80_mixed_gemm")
@@ -318,7 +319,7 @@ def test_the_kernel_protocol(kernel, problem):
 
 @pytest.fixture
 def asked_again():
-    """What the machine has is remembered: forget it before and after."""
+    """Forget before and after what was found out about the machine."""
     requirements.missing_for_dsl.cache_clear()
     yield
     requirements.missing_for_dsl.cache_clear()
@@ -380,8 +381,8 @@ def test_every_gpu_kernel_gathers_rows_of_experts():
 
 
 def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
-    """As measured on an H200: few tokens of many experts on load; of many tokens, or where the product is long beside
-    x, a copy first."""
+    """Measured on an H200: few tokens of many experts are gathered in the kernel; many tokens, or few beside a long
+    product, are copied first."""
     monkeypatch.setattr(choice.choose, "compiled", lambda unit: unit)
     for problem, copied in (
         (gathered(8, 1536, 2048, 128), False),

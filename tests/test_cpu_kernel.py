@@ -1,4 +1,4 @@
-"""What is particular to the CPU kernel; that it is right is the conformance suite's business."""
+"""Properties of the CPU kernel alone; the conformance suite tests its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = Device("cpu")
 
 @pytest.fixture
 def without_code_sums(monkeypatch):
-    """As on a build of PyTorch without FBGEMM."""
+    """Simulate a build of PyTorch without FBGEMM."""
     monkeypatch.setattr(kernel, "has_code_sums", lambda: False)
     monkeypatch.setattr(choice.plan_cache, "_plans", {})
 
@@ -46,7 +46,7 @@ def test_few_tokens_read_the_codes_themselves():
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="FBGEMM is certain on x86 only")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_does_not_hide_fbgemm(dtype):
-    """What is found at the first call is kept, so that call must not depend on torch's default dtype."""
+    """The first call's finding is kept, so it must not depend on torch's default dtype."""
     before = torch.get_default_dtype()
     kernel.has_code_sums.cache_clear()
     try:

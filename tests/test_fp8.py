@@ -137,7 +137,7 @@ def every_scale() -> torch.Tensor:
 
 
 def test_of_two_codes_that_share_a_selector_one_is_a_sum():
-    """What kernels/device/decode_fp8.py counts on: each byte of the second is not less than that of the first, and the
+    """Premise of kernels/device/decode_fp8.py: each byte of the second is not less than that of the first, and the
     difference not more than 127, so that sums of four bytes at once carry nothing and its sign is 0."""
     scale = every_scale().float()[:, None]
     for first, second in ((-4, -8), (0, 4)):
@@ -166,7 +166,7 @@ def prmt(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch
 
 
 def test_every_code_with_every_scale_in_the_steps_of_the_decoder():
-    """What kernels/device/decode_fp8.py does to the words of the layout, on the CPU."""
+    """The steps of kernels/device/decode_fp8.py on words of the layout, on the CPU."""
     one, wanted = every_number()
     blocks = one.repack("mma8").tensors[0]
     words = blocks[:, 0, :1024].view(-1, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF  # half warp g q step row8
@@ -243,7 +243,7 @@ def test_a_layer(w, x):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
-    """What a kernel is given; none runs such a weight on the CPU."""
+    """Looks at what a kernel would be given, because none runs such a weight on the CPU."""
     seen = []
     monkeypatch.setattr(boundary, "run", lambda weight, operands, epilogue, *_: seen.append((operands, epilogue)))
     x, bias, w = x.to(dtype), torch.randn(N).to(dtype), w.repack("mma8", activations="fp8")

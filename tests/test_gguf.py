@@ -213,7 +213,7 @@ def test_offsets_are_as_llama_cpp_wants_them(small: Path) -> None:
 
 
 def test_a_type_of_another_size_is_refused(tmp_path: Path) -> None:
-    """As a norm in float32 that is marked as float16: its numbers would be read from half of the bytes."""
+    """For example a norm in float32 that is marked as float16: its numbers would be read from half of the bytes."""
     norm = np.ones(64, np.float32)
     path = write_file(tmp_path / "norms.gguf", {"a": (norm, "F32"), "b": (norm, "F32")})
     damaged(path, b"a" + struct.pack("<IQI", 1, 64, 0), b"a" + struct.pack("<IQI", 1, 64, 1))

@@ -285,7 +285,7 @@ def test_a_pool_compiles_in_other_processes(folder, builds, monkeypatch):
 
 
 def test_a_pool_survives_a_child(folder):
-    """Of which one compilation ends the process, as a crash in native code does."""
+    """One compilation ends its process, as a crash in native code does."""
     with CompilePool(workers=1) as pool:
         (dead,) = pool.submit([Unit("tiny", "deadly", "sm_90a", functools.partial(os._exit, 1))])
         (alive,) = pool.submit([tiny()])

@@ -91,7 +91,7 @@ def fused(x, w, activation="gelu") -> dict:
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_the_formula(w, x, activation):
-    """As PyTorch's functions say it, one after the other."""
+    """Equal to PyTorch's functions one after the other."""
     functional = torch.nn.functional
     y = 1.5 * (x.double() @ w.dequantize().double().T) - 1
     wanted = {

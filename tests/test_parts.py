@@ -45,7 +45,7 @@ def test_features_of_whole_waves():
 
 @pytest.mark.parametrize("name, problem, text", PAIRS)
 def test_predicted_as_the_sum_where_there_are_two(name, problem, text):
-    """Of a product so small that it does not bring the GPU to its power limit; and last where there would be one."""
+    """For a product too small to bring the GPU to its power limit; and ranked last if one launch is enough."""
     kernel, config = kernel_named(name), GemmConfig.parse(text)
     problem = replace(problem, k=128)
     assert config in kernel.configs(problem) and str(config) == text
@@ -104,7 +104,7 @@ def test_a_tail_has_no_tail():
 @pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue("silu_mul", "device", True, True)], ids=str)
 @pytest.mark.parametrize("name, problem, text", {p.values[:2]: p for p in PAIRS}.values())
 def test_machine_code_is_that_of_the_two(name, problem, text, epilogue):
-    """Of a pair of each kernel and way to scale: what test_sass.py reads in the single kernels holds of pairs too."""
+    """For a pair of each kernel and way to scale, test_sass.py's findings in single kernels hold too."""
     kernel, problem = kernel_named(name), replace(problem, epilogue=epilogue)
     both = functions(object_code(kernel.unit(problem, GemmConfig.parse(text))))
     alone = [functions(object_code(kernel.unit(problem, GemmConfig.parse(t))))[0] for t in text.split("+")]

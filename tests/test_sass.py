@@ -217,7 +217,7 @@ def test_every_kernel_that_compiles_is_checked():
     ],
 )
 def test_instructions_that_decode(kernel, config, name, dtype, words, counts):
-    """Of eight weights, a code word, ``words`` of which the main loop decodes in a round."""
+    """Counts for eight weights, a code word; the main loop decodes ``words`` of them in a round."""
     sass = disassemble(object_code(kernel_named(kernel).unit(problem(name, dtype, 128), GemmConfig.parse(config))))
     assert {opcode: sass.count(opcode) / words for opcode in counts} == counts
 

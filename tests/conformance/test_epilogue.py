@@ -53,7 +53,7 @@ def rows(epilogue: Epilogue, ragged: bool) -> int:
 
 
 def tensors(target: Target, epilogue: Epilogue, m: int, n: int) -> dict[str, Any]:
-    """What ``linear`` takes besides x and w, but the bias."""
+    """Arguments of ``linear`` besides x, w and bias."""
     alpha = {None: None, "host": ALPHA, "device": torch.tensor(ALPHA, device=target.device)}[epilogue.alpha]
     residual = None
     if epilogue.residual:
@@ -74,7 +74,7 @@ def bias_of(target: Target, epilogue: Epilogue, n: int) -> torch.Tensor | None:
 
 
 def same(target: Target, epilogue: Epilogue) -> Epilogue:
-    """As ``linear`` calls it: out_dtype only where it is not x's."""
+    """Return the epilogue in the form of ``linear``: out_dtype only if it is not x's."""
     return epilogue._replace(out_dtype=None) if epilogue.out_dtype == target.out_dtype else epilogue
 
 

@@ -208,7 +208,7 @@ class Rows(NamedTuple):
     spans: list[tuple[int, int]]
     """First and end of each weight's rows of d."""
     limits: list[int]
-    """What the call takes: offsets of experts, or how many rows each has (masked)."""
+    """Offsets of experts, or the number of rows of each (masked), as the call takes them."""
     source: int
     """Rows of x."""
     indices: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""What every operation must give, from the formulas alone: float64 PyTorch that imports nothing of w4gemm.
+"""Results of every operation from the formulas alone: float64 PyTorch that imports nothing of w4gemm.
 
 A number type is (digits of the significand, exponent of the smallest normal number, largest number).
 """

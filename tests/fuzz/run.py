@@ -30,7 +30,7 @@ from fuzz.cases import check, draw
 
 @dataclass
 class Found:
-    """What one process saw."""
+    """Findings of one process."""
 
     problems: int = 0
     refused: int = 0

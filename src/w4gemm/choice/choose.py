@@ -31,19 +31,19 @@ from w4gemm.problem import GemmProblem
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs a problem: a kernel, its config, and its compiled form (None if there is nothing to compile)."""
+    """A kernel, its config and its compiled form (None if there is nothing to compile) for an interval of m."""
 
     kernel: Kernel
     config: GemmConfig
     compiled: Any
     problem: GemmProblem
-    """Of the interval: every field but m is that of the calls it serves, and gathered, see :func:`resolve_gather`."""
+    """The problem at the interval's last m; ``gathered`` as :func:`resolve_gather` decides."""
     source: str = "forced"
     """Where the choice came from: forced, tuned, shipped or heuristic."""
 
     @functools.cached_property
     def launch(self) -> Callable[[Operands], None]:
-        """As the kernel's ``launcher`` gives it; where the kernel gathers no rows, they are gathered first."""
+        """The kernel's ``launcher`` for this plan; if the kernel gathers no rows, it copies them first."""
         launch = self.kernel.launcher(self.compiled, self.problem, self.config)
         if self.problem.experts and not self.problem.gathered:
             return lambda operands: launch(operands.gathered_first())

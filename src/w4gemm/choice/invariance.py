@@ -18,7 +18,7 @@ from w4gemm.problem import GemmProblem
 
 
 def legal_ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
-    """As ``ranked``; for a batch-invariant problem only configs of the one order."""
+    """Rank legal configs like ``ranked``; for a batch-invariant problem only those of the one reduction order."""
     found = ranked(kernels, problem)
     if not problem.batch_invariant:
         return found
@@ -28,8 +28,8 @@ def legal_ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[
 
 @functools.cache
 def _invariant_order(problem: GemmProblem) -> Hashable | None:
-    """Of the reduction orders that do not depend on other rows, that with the least geometric mean of predicted times
-    over the intervals of m; None if there is none. The intervals up to 8 tokens count as one, as they share tiles."""
+    """Return the reduction order with the least geometric mean of predicted times over the intervals of m, among those
+    that do not depend on other rows; None if there is none. Intervals up to 8 tokens count as one: they share tiles."""
     times: dict[Hashable | None, list[float]] = {}
     for m in (*BOUNDS[len(FEW) :], LARGEST):
         best: dict[Hashable | None, float] = {}

@@ -1,4 +1,4 @@
-"""What a kernel is to the rest of the library: :class:`Kernel`.
+"""The interface of a kernel to the rest of the library: :class:`Kernel`.
 
 A kernel is one object in the registry (``w4gemm.kernels``). Everything that it says about a problem is pure and needs
 no GPU; only what ``launcher`` gives touches a device.
@@ -77,7 +77,7 @@ def selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 
 class Resources(NamedTuple):
-    """What a launch takes of its device, to be shown; None for what there is not."""
+    """Resources of a launch, for display; None if a field does not apply."""
 
     memory: int
     """Bytes of shared memory a CTA; on the CPU of temporary memory."""
@@ -86,7 +86,7 @@ class Resources(NamedTuple):
     waves: float | None = None
     """CTAs over those that the device holds at once."""
     threads: int | None = None
-    """Of a CTA."""
+    """Threads per CTA."""
     registers: int | None = None
     """That each thread of a math warp may use."""
     stages: int | None = None
@@ -120,7 +120,7 @@ class Kernel(Protocol):
         ...
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
-        """What a launch takes of the device."""
+        """Return the resources of a launch."""
         ...
 
     def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit | None:
@@ -128,7 +128,7 @@ class Kernel(Protocol):
         ...
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
-        """What launches: computes ``operands.out`` on the current stream of its device, the current one, without
+        """Return the launch: it computes ``operands.out`` on the current stream of its device, the current one, without
         synchronizing or allocating anything that outlives the call, but for flags (kernels/workspace.py). Made once a
         plan, so that a launch only passes on its operands."""
         ...

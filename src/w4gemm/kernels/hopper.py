@@ -26,7 +26,7 @@ def split(problem: GemmProblem, config: GemmConfig) -> tuple[GemmProblem, GemmPr
 
 
 def launches(problem: GemmProblem, config: GemmConfig) -> list[tuple[GemmProblem, GemmConfig]]:
-    """What each launch has to do, and with which config: one, or two if the config has a tail and features are left."""
+    """Return (problem, config) of each launch: one, or two if the config has a tail and features are left."""
     if config.tail is None:
         return [(problem, config)]
     parts = zip(split(problem, config), (replace(config, tail=None), config.tail), strict=True)
@@ -51,7 +51,7 @@ class HopperKernel(GpuKernel):
         return "sm_90a"
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
-        """Of two launches, the first one's, but the CTAs and waves of both."""
+        """Return the resources of a launch; of two launches the first one's, but the CTAs and waves of both."""
         found = [super(HopperKernel, self).resources(*launch) for launch in launches(problem, config)]
         ctas, waves = sum(r.ctas or 0 for r in found), sum(r.waves or 0.0 for r in found)
         return found[0]._replace(ctas=ctas, waves=round(waves, 2))

@@ -45,7 +45,7 @@ _FAR = 20.0
 
 @dataclass(frozen=True)
 class Formula:
-    """What becomes of sums, what that takes, and where it goes. No control flow of the device: plain Python.
+    """The epilogue's arithmetic, its inputs and where results go. No control flow of the device: plain Python.
 
     ``extras`` are the kernel's arguments (alpha, bias, residual, token scales, channel scales), None where absent. Of
     rows that are gathered the token scales are those of all of x, and the indices of the rows.
@@ -79,7 +79,7 @@ class Formula:
         return load_global_half(bias.iterator.toint() + Int64(feature) * 2, feature < bias.shape[0])
 
     def load_token_scale(self, extras: Any, token: Int32, rows: Any) -> Float32 | None:
-        """What the sums of a token are multiplied by; 0 past the last of ``rows`` tokens."""
+        """Load the factor of a token's sums; 0 past the last of ``rows`` tokens."""
         if not self.epilogue.token_scale:
             return None
         scales, exists = extras.token_scale, token < rows
@@ -89,7 +89,7 @@ class Formula:
         return to_float("f32", load_global(scales.iterator.toint() + Int64(token) * 4, 1, exists)[0])
 
     def load_channel(self, extras: Any, feature: Int32) -> Float32 | None:
-        """What the sums of a feature are multiplied by; 0 past the last one."""
+        """Load the factor of a feature's sums; 0 past the last feature."""
         if not self.channels:
             return None
         channels = extras.channel_scale
@@ -97,7 +97,7 @@ class Formula:
         return to_float("f32", load_global(address, 1, feature < channels.shape[0])[0])
 
     def load_residual(self, extras: Any, token: Int32, feature: Int32) -> list[Int32]:
-        """What is added to a quad, as words of one or two columns of d; 0 past the last one."""
+        """Load the residual of a quad, as words of one or two columns of d; 0 past the last column."""
         if not self.epilogue.residual:
             return []
         residual, column, count = extras.residual, self.column(feature), 2 if self.epilogue.gated else 4
@@ -135,7 +135,7 @@ class Formula:
         return feature >> 1 if self.epilogue.gated else feature
 
     def feature_value(self, value: Float32, alpha: Float32 | None, bias: Int32 | None) -> Float32:
-        """What becomes of one sum, where there is no other that it meets."""
+        """Return the result for one sum, if the epilogue needs no other."""
         value = self.affine(value, alpha, None if bias is None else to_float(self.kind, bias))
         return value if self.epilogue.activation is None else _ACTIVATIONS[self.epilogue.activation](value)
 
