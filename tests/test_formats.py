@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from w4gemm import WeightFormat
-from w4gemm.formats import PER_COLUMN
+from w4gemm.formats import PER_COLUMN, Element
 
 GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
 ALL = [WeightFormat(*parts) for parts in itertools.product(GROUPS, ("none", "int", "float"), ("bf16", "fp16"))]
@@ -29,6 +29,8 @@ def test_string_form_round_trips_and_is_unique():
         ("int4_g128_bf16", WeightFormat(128, "none", "bf16")),
         ("int4_g32_zfloat_fp16", WeightFormat(32, "float", "fp16")),
         ("int4_col_zint", WeightFormat(PER_COLUMN, "int", "bf16")),
+        ("int4_g16_e4m3_row", WeightFormat(16, "none", "e4m3_row")),
+        ("int4_g32_e8m0", WeightFormat(32, scale="e8m0", element="int4")),
     ],
 )
 def test_parse(name, format):
@@ -41,9 +43,9 @@ def test_parse_refuses(name):
         WeightFormat.parse(name)
 
 
-@pytest.mark.parametrize("group, nearest", [(100, 96), (1, 32), (-2, 32), (0, 32), (129, 128), (2000, 1984)])
+@pytest.mark.parametrize("group, nearest", [(100, 96), (1, 32), (-2, 32), (0, 32), (129, 128), (2001, 2016)])
 def test_group_size_names_the_nearest(group, nearest):
-    with pytest.raises(ValueError, match=f"group_size: wanted a positive multiple of 32.*got {group}; .* {nearest}$"):
+    with pytest.raises(ValueError, match=f"group_size: wanted a positive multiple of 16.*got {group}; .* {nearest}$"):
         WeightFormat(group)
 
 
@@ -56,7 +58,7 @@ def test_group_size_wants_an_int(group):
 def test_other_refusals():
     with pytest.raises(ValueError, match="zero: wanted one of none, int, float, got 'yes'"):
         WeightFormat(zero="yes")
-    with pytest.raises(ValueError, match="scale: wanted one of fp16, bf16, e4m3, got 'fp8'"):
+    with pytest.raises(ValueError, match="scale: wanted one of fp16, bf16, e4m3, e4m3_row, e8m0, got 'fp8'"):
         WeightFormat(scale="fp8")
 
 
@@ -77,3 +79,33 @@ def test_is_a_value():
     assert WeightFormat(64) == WeightFormat(64) and len({WeightFormat(64), WeightFormat(64), WeightFormat(32)}) == 2
     with pytest.raises(AttributeError):
         WeightFormat().group_size = 64  # type: ignore[misc]
+
+
+def test_an_e4m3_scale_is_an_e4m3_scale():
+    """The factor of a channel and rounding to e4m3 are facts of the scale rule, apart from the dtype."""
+    folded, exact = WeightFormat(scale="e4m3"), WeightFormat(16, scale="e4m3_row")
+    assert folded.scale_dtype == exact.scale_dtype == torch.float8_e4m3fn
+    assert folded.has_channels and exact.has_channels
+    assert folded.scales_in_weights and not exact.scales_in_weights
+    assert not WeightFormat(32, scale="e8m0").has_channels
+
+
+@pytest.mark.parametrize("scale", ["e4m3", "e4m3_row", "e8m0"])
+@pytest.mark.parametrize("zero", ["int", "float"])
+def test_scales_of_8_bits_go_without_zero_points(scale, zero):
+    with pytest.raises(ValueError, match=f"zero: wanted 'none' beside {scale} scales, got '{zero}'"):
+        WeightFormat(32, zero, scale)
+
+
+def test_elements():
+    int4 = WeightFormat().element_rule
+    codes = torch.arange(16)
+    assert torch.equal(int4.numbers(codes), codes.float() - 8) and int4.padding_code == 8
+    assert torch.equal(int4.nearest(int4.numbers(codes)), codes.float())
+    table = Element(
+        "table", (0.0, 1.0, 4.0, 9.0, -1.0, -4.0, -9.0, -16.0, 16.0, 25.0, 36.0, 49.0, -25.0, 2.5, 3.5, 5.5)
+    )
+    assert torch.equal(table.nearest(table.numbers(codes)), codes.float()) and table.padding_code == 0
+    assert table.nearest(torch.tensor([-1e9, -0.4, 1.9, 1e9])).tolist() == [12, 0, 13, 11]
+    with pytest.raises(ValueError, match="element: wanted one of int4.*, got 'fp4'"):
+        WeightFormat(element="fp4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 from test_formats import ALL, FOLDED
-from w4gemm import QuantizedWeight, WeightFormat
+from w4gemm import GemmProblem, QuantizedWeight, WeightFormat, configs, linear
+from w4gemm.kernels import KERNELS
+from w4gemm.packing import codecs
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, HALF_K, STRIP_BYTES, STRIP_N, Block
+from w4gemm.packing.codecs import INT4_MMA16
 from w4gemm.packing.layouts import LAYOUTS, Parts, layout_for, layout_named, native_layout
 from w4gemm.problem import H200, Device
 
@@ -209,3 +213,43 @@ def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, slot_bits, 
                 found = source_of[part.scales_at(column // group) + strip * 8 * part.pair_bytes]
                 of_whole = whole.scales_at((half * HALF_K + column) // group)
                 assert found == of_whole + own * 8 * whole.pair_bytes
+
+
+@pytest.mark.parametrize("name", ["int4_g16_e4m3_row", "int4_g32_e8m0", "int4_g128_e8m0", "int4_col_e8m0"])
+@pytest.mark.parametrize("n, k", [(64, 128), (70, 300), (5, 16)])
+def test_slots_of_8_bits(monkeypatch, name, n, k):
+    """A block with 8-bit slots holds scales of 8 bits, two groups in a word; no kernel decodes them yet."""
+    format = WeightFormat.parse(name)
+    codec = dataclasses.replace(INT4_MMA16, name="int4_8bit_slots", scales=(format.scale,), slot_bits=8)
+    monkeypatch.setattr(codecs, "CODECS", (codec,))
+    parts = random_parts(format, n, k)
+    layout = layout_named("mma16")
+    blocks, *_ = layout.pack(parts, format)
+    assert blocks.shape[2] == Block.of(format, slot_bits=8).words
+    assert_same(layout.unpack(layout.pack(parts, format), format, n, k), parts)
+    word, c = CODE_WORDS + (0 if format.group_size != 16 else 2 * 32), 80 if format.group_size == 16 else 0
+    if c < k:
+        group, of_word = c // format.group_length(k), c // format.group_length(k) % 2
+        assert blocks[0, 0, word] >> 8 * of_word & 0xFF == parts.scales.view(torch.uint8)[0, group]
+
+
+@pytest.mark.parametrize("name", ["int4_g16_e4m3_row", "int4_g32_e8m0"])
+def test_formats_without_a_decoder_say_so(name):
+    format = WeightFormat.parse(name)
+    for layout in ("mma16", "mma8"):
+        assert f"no decoder of int4 with {format.scale} scales" in layout_named(layout).supports(format)
+    assert layout_for(H200, format) == layout_for(Device("cpu"), format) == "canonical"
+    w = QuantizedWeight.from_codes(format, *random_parts(format, 40, 64)[:2], channels=random_parts(format, 40, 64)[3])
+    assert torch.equal(linear(torch.eye(64), w.repack()).T, w.dequantize())
+
+
+def test_groups_of_16():
+    """In format and geometry, and on the CPU; GPU kernels refuse them with the reason."""
+    format = WeightFormat(16, "int")
+    w = QuantizedWeight.from_codes(format, *random_parts(format, 40, 64)[:3])
+    assert_same(w.repack("mma16").parts(), w.parts())
+    assert torch.equal(linear(torch.eye(64), w.repack()).T, w.dequantize())
+    problem = GemmProblem(16, 128, 128, torch.bfloat16, format, "mma16", device=H200)
+    reasons = [kernel.supports(problem).reason for kernel in KERNELS]
+    assert all(reasons) and not configs(problem)
+    assert any("decodes groups of a multiple of 32 columns, scales are for each 16" in reason for reason in reasons)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from test_formats import ALL
-from w4gemm import WeightFormat, quantize
+from w4gemm import WeightFormat, fold_scales, quantize
 
 SHAPES = [(1, 1), (5, 33), (64, 300), (16, 1024)]
 
@@ -122,3 +122,26 @@ def test_the_largest_weights_stay_finite(format):
 
 def test_default_format():
     assert quantize(torch.randn(2, 128)).format == WeightFormat(128, "none", "bf16")
+
+
+@pytest.mark.parametrize("name", ["int4_g32_e4m3", "int4_col_e4m3", "int4_g16_e4m3_row", "int4_g32_e8m0", "int4_g64"])
+def test_a_search_is_never_worse(name):
+    """For scales of channels too, where what counts is the error after the scales were folded."""
+    g = torch.Generator().manual_seed(0)
+    better = 0
+    for seed in range(60):
+        n, k = 4, (32, 96, 128)[seed % 3]
+        w = torch.randn(n, k, generator=g) * torch.rand(n, 1, generator=g) ** 3
+        plain, searched = (quantize(w, name, search=search).dequantize() for search in (False, True))
+        errors = [(q - w).square().sum().item() for q in (plain, searched)]
+        assert errors[1] <= errors[0] * (1 + 1e-5), (seed, errors)
+        better += errors[1] < 0.99 * errors[0]
+    assert better > 40
+
+
+@pytest.mark.parametrize("name", ["int4_g32_e4m3", "int4_col_e4m3"])
+def test_e4m3_scales_are_those_of_fold_scales(name):
+    w = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    a, b = quantize(w, name), fold_scales(quantize(w, name.removesuffix("_e4m3")))[0]
+    for x, y in zip(a.parts(), b.parts(), strict=True):
+        assert (x is None and y is None) or torch.equal(x.float(), y.float())

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.formats import WeightFormat
 from w4gemm.packing.layouts import Parts
 
 
 def dequantize_parts(parts: Parts, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
     """w (n, k) in ``dtype``, as :mod:`w4gemm.formats` says.
 
-    float32: the product, which is exact, then the sum with a float zero point, rounded; with e4m3 scales the product
-    rounded to e4m3 times the channel's scale, rounded. 16-bit dtypes: the exact value, rounded once, as a fused
-    multiply-add in that dtype gives; with e4m3 scales the float32 value rounded. float64: the float32 value.
+    float32: the product, which is exact, then the sum with a float zero point, rounded; with scales of channels the
+    product, rounded to e4m3 if the scale rule says so, times the channel's scale, rounded. 16-bit dtypes: the exact
+    value, rounded once, as a fused multiply-add in that dtype gives; with scales of channels the float32 value rounded.
+    float64: the float32 value.
     """
     codes, scales, zeros, channels = parts
     k = codes.shape[1]
@@ -22,16 +23,22 @@ def dequantize_parts(parts: Parts, format: WeightFormat, dtype: torch.dtype) -> 
     def spread(t: torch.Tensor) -> torch.Tensor:
         return t.float().repeat_interleave(length, dim=1)[:, :k]
 
-    u = codes.float()
-    if channels is not None:
-        largest = torch.finfo(format.scale_dtype).max
-        products = ((u - SYMMETRIC_ZERO) * spread(scales)).clamp(-largest, largest).to(format.scale_dtype)
-        return (products.float() * channels[:, None]).to(dtype)
     if zeros is None:
-        return ((u - SYMMETRIC_ZERO) * spread(scales)).to(dtype)
+        products = rounded_products(format.element_rule.numbers(codes) * spread(scales), format)
+        return (products if channels is None else products * channels[:, None]).to(dtype)
+    u = codes.float()
     if format.zero == "int":
         return ((u - spread(zeros)) * spread(scales)).to(dtype)
     return rounded_sum(u * spread(scales), spread(zeros), dtype)
+
+
+def rounded_products(products: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Products of scales and numbers, float32, rounded as the format's scale rule says: saturating."""
+    dtype = format.scale_rule.rounded_to
+    if dtype is None:
+        return products
+    largest = torch.finfo(dtype).max
+    return products.clamp(-largest, largest).to(dtype).float()
 
 
 def rounded_sum(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

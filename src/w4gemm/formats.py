@@ -1,20 +1,23 @@
 """What the numbers of a 4-bit weight mean: :class:`WeightFormat`.
 
 A weight w (n, k) is stored as 4-bit codes u in 0..15, one scale s per output row and group of ``group_size`` elements
-along k, and optionally one zero point per scale:
+along k, and optionally one zero point per scale. A format is an element, a scale rule and a zero rule:
+
+* The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``.
+* The :class:`ScaleRule` says what a scale is stored as, whether a float32 factor per output channel multiplies all
+  scales of the row, and whether s * v is rounded before that factor.
+* The zero rule says what a group's zero point is:
 
 ============  ==========================  =========================================
 ``zero``      w                           found in
 ============  ==========================  =========================================
-``"none"``    s * (u - 8)                 symmetric GPTQ, compressed-tensors, Q4_0
+``"none"``    s * v(u)                    symmetric GPTQ, compressed-tensors, Q4_0
 ``"int"``     s * (u - z), z in 0..15     AWQ, asymmetric GPTQ
 ``"float"``   s * u + z                   Q4_1, HQQ (after z = -zero * s)
 ============  ==========================  =========================================
 
-The products above are exact in float32; a kernel rounds w once to the activation dtype.
-
-With e4m3 scales, for fp8 activations, there is a float32 scale c for each output channel too, and what a matrix
-instruction takes is rounded to e4m3: w = c * e4m3(s * (u - 8)), to the nearest, ties to even, saturating.
+The products above are exact in float32; a kernel rounds w once to the activation dtype. With a factor c per output
+channel, w = c * s * v(u), or c * e4m3(s * v(u)) where the rule rounds: to the nearest, ties to even, saturating.
 """
 
 from __future__ import annotations
@@ -28,11 +31,83 @@ PER_COLUMN = -1
 """``group_size`` of a format with one scale per output channel (per row of w, all of k)."""
 
 SYMMETRIC_ZERO = 8
-"""The code that stands for 0 in a symmetric format."""
+"""The code of int4 that stands for 0 where no zero point is stored."""
 
-_SCALE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
-_ZERO_KINDS = ("none", "int", "float")
-_NAME = re.compile(r"int4_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>fp16|bf16|e4m3))?")
+
+@dataclass(frozen=True)
+class Element:
+    """The numbers that 4-bit codes stand for, before scale and zero point."""
+
+    name: str
+    values: tuple[float, ...]
+    """Number of each code 0..15, exact in float32, where no zero point is stored."""
+    counts: bool = False
+    """True if codes count upwards from any zero point, so that formats may store one."""
+
+    def numbers(self, codes: torch.Tensor) -> torch.Tensor:
+        """float32: the number of each code."""
+        if self.counts:
+            return codes.float() - self.padding_code
+        return torch.tensor(self.values, dtype=torch.float32, device=codes.device)[codes.int()]
+
+    def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """float32: the code of the value nearest to each number; of two as near, that of the even or the larger one."""
+        if self.counts:
+            return (numbers + self.padding_code).round().clamp(0, 15)
+        values, codes = torch.tensor(self.values, device=numbers.device).sort()
+        return codes[torch.bucketize(numbers, (values[1:] + values[:-1]) / 2)].float()
+
+    @property
+    def padding_code(self) -> int:
+        """The code that stands for 0: what a layout pads with."""
+        return self.values.index(0)
+
+    @property
+    def largest_value(self) -> float:
+        """Largest magnitude of a value."""
+        return max(map(abs, self.values))
+
+    @property
+    def largest_factor(self) -> float:
+        """Largest magnitude that a scale is multiplied by: of a value or, with zero points, of u - z or u."""
+        return 15 if self.counts else self.largest_value
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How scales are stored, and what is done with the product of a scale and a number."""
+
+    name: str
+    dtype: torch.dtype
+    per_channel: bool = False
+    """True if a float32 factor for each output channel multiplies the row's weights."""
+    rounded_to: torch.dtype | None = None
+    """dtype that scale * number is rounded to, before the channel's factor; None if it stays exact."""
+
+    @property
+    def signed(self) -> bool:
+        """True if a scale may be negative."""
+        return self.dtype != torch.float8_e8m0fnu
+
+
+ELEMENTS = {e.name: e for e in (Element("int4", tuple(range(-8, 8)), counts=True),)}
+SCALES = {
+    rule.name: rule
+    for rule in (
+        ScaleRule("fp16", torch.float16),
+        ScaleRule("bf16", torch.bfloat16),
+        ScaleRule("e4m3", torch.float8_e4m3fn, per_channel=True, rounded_to=torch.float8_e4m3fn),
+        ScaleRule("e4m3_row", torch.float8_e4m3fn, per_channel=True),
+        ScaleRule("e8m0", torch.float8_e8m0fnu),
+    )
+}
+"""By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights."""
+ZEROS = ("none", "int", "float")
+
+_NAME = re.compile(
+    rf"(?P<element>{'|'.join(ELEMENTS)})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?"
+)
+_SMALLEST_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -40,10 +115,11 @@ class WeightFormat:
     """The meaning of a 4-bit weight's numbers; data, not code.
 
     Args:
-        group_size: elements of k that share a scale: a positive multiple of 32, or -1 for one scale per output channel.
+        group_size: elements of k that share a scale: a positive multiple of 16, or -1 for one scale per output channel.
+            No GPU kernel takes groups that are no multiple of 32 yet.
         zero: ``"none"``, ``"int"`` or ``"float"``; see the table in the module's docstring.
-        scale: dtype of the scales and of float zero points, ``"bf16"`` or ``"fp16"``; or ``"e4m3"``, without zero
-            points and with a float32 scale for each output channel besides.
+        scale: name of the scale rule, one of :data:`SCALES`; a float zero point has the dtype of the scales.
+        element: name of the element, one of :data:`ELEMENTS`.
 
     Raises:
         ValueError: for any other value, naming the nearest legal one.
@@ -52,6 +128,7 @@ class WeightFormat:
     group_size: int = 128
     zero: str = "none"
     scale: str = "bf16"
+    element: str = "int4"
     name: str = field(init=False, repr=False, compare=False)
     """The string form."""
 
@@ -59,44 +136,66 @@ class WeightFormat:
         g = self.group_size
         if not isinstance(g, int) or isinstance(g, bool):
             raise TypeError(f"group_size: wanted an int, got {type(g).__name__} {g!r}")
-        if g != PER_COLUMN and (g <= 0 or g % 32):
+        if g != PER_COLUMN and (g <= 0 or g % _SMALLEST_GROUP):
             nearest = max(32, round(g / 32) * 32)
             raise ValueError(
-                f"group_size: wanted a positive multiple of 32, or -1 for per column, got {g}; nearest is {nearest}"
+                f"group_size: wanted a positive multiple of 16, on GPUs of 32, or -1 for per column, got {g}; nearest "
+                f"is {nearest}"
             )
-        if self.zero not in _ZERO_KINDS:
-            raise ValueError(f"zero: wanted one of {', '.join(_ZERO_KINDS)}, got {self.zero!r}")
-        if not isinstance(self.scale, str) or self.scale not in _SCALE_DTYPES:
-            raise ValueError(f"scale: wanted one of {', '.join(_SCALE_DTYPES)}, got {self.scale!r}")
-        if self.scale == "e4m3" and self.zero != "none":
-            raise ValueError(f"zero: wanted 'none' beside e4m3 scales, got {self.zero!r}; bf16 scales take it")
+        for argument, value, legal in (
+            ("zero", self.zero, ZEROS),
+            ("scale", self.scale, SCALES),
+            ("element", self.element, ELEMENTS),
+        ):
+            if not isinstance(value, str) or value not in legal:
+                raise ValueError(f"{argument}: wanted one of {', '.join(legal)}, got {value!r}")
+        if self.has_zero and not self.element_rule.counts:
+            raise ValueError(f"zero: wanted 'none' beside {self.element} elements, got {self.zero!r}")
+        if self.has_zero and self.scale_dtype.itemsize < 2:
+            raise ValueError(f"zero: wanted 'none' beside {self.scale} scales, got {self.zero!r}; bf16 scales take it")
         group = "col" if g == PER_COLUMN else f"g{g}"
         zero = f"_z{self.zero}" if self.has_zero else ""
         scale = "" if self.scale == "bf16" else f"_{self.scale}"
         # plans are looked up by it; of small integers, so that it is the same in every process
-        kinds = _ZERO_KINDS.index(self.zero), tuple(_SCALE_DTYPES).index(self.scale)
+        kinds = ZEROS.index(self.zero), tuple(SCALES).index(self.scale), tuple(ELEMENTS).index(self.element)
         object.__setattr__(self, "_hash", hash((g, *kinds)))
         # kept, since torch.compile cannot always build a string from g, which it may take for a symbol
-        object.__setattr__(self, "name", f"int4_{group}{zero}{scale}")
+        object.__setattr__(self, "name", f"{self.element}_{group}{zero}{scale}")
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
     @property
+    def element_rule(self) -> Element:
+        """The numbers that codes stand for."""
+        return ELEMENTS[self.element]
+
+    @property
+    def scale_rule(self) -> ScaleRule:
+        """How scales are stored and applied."""
+        return SCALES[self.scale]
+
+    @property
     def scale_dtype(self) -> torch.dtype:
-        return _SCALE_DTYPES[self.scale]
+        """dtype of the stored scales."""
+        return SCALES[self.scale].dtype
 
     @property
     def largest_weight(self) -> float:
-        """The magnitude up to which weights are finite in every kernel beside bf16 activations: SubnormalDecoder of
-        kernels/device/decode.py multiplies scales of bf16 by 2**100. Beside fp16 activations it is 65504 in kernels
-        that decode to fp16; whether such a one runs depends on m."""
+        """Magnitude up to which weights are finite in every kernel that takes bf16 activations: SubnormalDecoder of
+        kernels/device/decode.py multiplies bf16 scales by 2**100. In kernels that decode to fp16 the limit is 65504;
+        whether one of those runs depends on m."""
         return min(2.0**31, torch.finfo(self.scale_dtype).max)
 
     @property
     def has_channels(self) -> bool:
-        """Whether there is a float32 scale for each output channel."""
-        return self.scale == "e4m3"
+        """True if there is a float32 scale for each output channel."""
+        return self.scale_rule.per_channel
+
+    @property
+    def scales_in_weights(self) -> bool:
+        """True if scale * number is rounded to e4m3: group scales are part of the weights that are multiplied."""
+        return self.scale_rule.rounded_to is not None
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -106,7 +205,7 @@ class WeightFormat:
 
     @property
     def has_zero(self) -> bool:
-        """Whether zero points are stored."""
+        """True if zero points are stored."""
         return self.zero != "none"
 
     @property
@@ -148,8 +247,8 @@ class WeightFormat:
         found = _NAME.fullmatch(name) if isinstance(name, str) else None
         if found is None:
             raise ValueError(
-                f"format: wanted int4_g<group size> or int4_col, then optionally _zint or _zfloat, then optionally "
-                f"_fp16, _bf16 or _e4m3 (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), got {name!r}"
+                f"format: wanted int4_g<group size> or int4_col, then optionally _zint or _zfloat, then optionally one "
+                f"of _{', _'.join(SCALES)} (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), got {name!r}"
             )
         group = int(found["group"]) if found["group"] else PER_COLUMN
-        return cls(group, found["zero"] or "none", found["scale"] or "bf16")
+        return cls(group, found["zero"] or "none", found["scale"] or "bf16", found["element"])

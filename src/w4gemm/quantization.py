@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from w4gemm.dequantize import rounded_products
 from w4gemm.errors import kind_of
-from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.formats import WeightFormat
 from w4gemm.packing.layouts import Parts, layout_named
 from w4gemm.weight import QuantizedWeight
 
-_LARGEST_E4M3_SCALE = 56
-"""8 times as much is 448, the largest e4m3."""
+_SHRINKS = tuple(1 - 0.02 * i for i in range(1, 25))
+"""Ranges that a search tries, over the whole range of a group."""
 
 
 def quantize(
@@ -46,27 +48,25 @@ def quantize(
         raise ValueError("weight: wanted one with numbers, got one on the meta device")
     if 0 in weight.shape:
         raise ValueError(f"weight: wanted n >= 1 and k >= 1, got shape {tuple(weight.shape)}")
-    if format.has_channels:
-        return fold_scales(quantize(weight, replace(format, scale="bf16"), search=search, progress=progress))[0]
     n, k = weight.shape
     rows = max(1, 2**22 // k)
     # up to here every scale, zero point and weight stays finite, rounding included
-    limit = format.largest_weight / 8
+    plain = _plain(format)
+    limit = plain.largest_weight / 8
     blocks = []
     for start in range(0, n, rows):
         block = weight[start : start + rows].detach().float()
         largest = block.abs().amax().item()
         if not largest <= limit:  # also true for NaN
             raise ValueError(
-                f"weight: wanted finite values of at most {limit:g} for {format.scale} scales, got {largest:g} in rows "
+                f"weight: wanted finite values of at most {limit:g} for {plain.scale} scales, got {largest:g} in rows "
                 f"{start}..{start + len(block) - 1}"
             )
         blocks.append(_quantize_rows(block, format, search))
         if progress is not None:
             progress(min(start + rows, n), n)
-    codes, scales = torch.cat([b.codes for b in blocks]), torch.cat([b.scales for b in blocks])
-    zeros = torch.cat([b.zeros for b in blocks if b.zeros is not None]) if format.has_zero else None
-    return QuantizedWeight.from_codes(format, codes, scales, zeros)
+    parts = Parts.of(None if ts[0] is None else torch.cat(ts) for ts in zip(*blocks, strict=True))
+    return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels)
 
 
 def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
@@ -105,14 +105,42 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
 def _folded(w: QuantizedWeight, format: WeightFormat, errors: list[tuple[float, float]]) -> QuantizedWeight:
     """One weight; its squared error and its own square are appended to ``errors``."""
     codes, scales, *_ = w.parts()
-    largest = scales.float().abs().amax(1)
-    channels = torch.where(largest > 0, largest / _LARGEST_E4M3_SCALE, 1.0)
+    channels = _channels(scales.float(), format)
     small = (scales.float() / channels[:, None]).to(format.scale_dtype)
     tensors = layout_named("canonical").pack(Parts(codes, small, None, channels), format)
     folded = QuantizedWeight(format, w.n, w.k, "canonical", tensors, w.perm)
     before = w.dequantize()
     errors.append(((folded.dequantize() - before).square().sum().item(), before.square().sum().item()))
     return folded
+
+
+def _plain(format: WeightFormat) -> WeightFormat:
+    """The format whose scales are found first: without scales of channels."""
+    return replace(format, scale="bf16") if format.has_channels else format
+
+
+def _channels(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Scales of channels, float32 (n), beside which the group scales (n, groups) use the range of the stored ones."""
+    top = torch.finfo(format.scale_dtype).max
+    if format.scales_in_weights:
+        top /= format.element_rule.largest_value
+    largest = scales.abs().amax(1)
+    return torch.where(largest > 0, largest / top, 1.0)
+
+
+class _Rounded(NamedTuple):
+    """Weights (n, groups, length) rounded to what is stored, in float32, with the squared error of each group."""
+
+    error: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    codes: torch.Tensor
+
+    def better(self, other: _Rounded) -> _Rounded:
+        """For each group, the one with the smaller error; this one of equal ones."""
+        use = other.error < self.error
+        pairs = zip(self, other, strict=True)
+        return _Rounded(*(torch.where(use[..., None] if a.dim() > use.dim() else use, b, a) for a, b in pairs))
 
 
 def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Parts:
@@ -125,26 +153,33 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Parts
     w = w.view(n, groups, length)
     is_column = (torch.arange(groups * length, device=w.device) < k).view(groups, length)
     low, high = w.amin(-1), w.amax(-1)
-    best: tuple[torch.Tensor, ...] | None = None
-    shrinks = [1.0] + [1 - 0.02 * i for i in range(1, 25)] if search else [1.0]
-    for shrink in shrinks:
-        scales, zeros, codes = _round_groups(w, low * shrink, high * shrink, format)
-        error = ((_values(codes, scales, zeros, format) - w) * is_column).square().sum(-1)
-        if best is None:
-            best = (error, scales, zeros, codes)
-            continue
-        better = error < best[0]
-        best = (
-            torch.where(better, error, best[0]),
-            torch.where(better, scales, best[1]),
-            torch.where(better, zeros, best[2]),
-            torch.where(better[..., None], codes, best[3]),
-        )
-    assert best is not None
-    _, scales, zeros, codes = best
-    codes = codes.to(torch.uint8).view(n, -1)[:, :k].contiguous()
+    channels: torch.Tensor | None = None
+
+    def rounded(shrink: float, again: bool) -> _Rounded:
+        """again: choose the codes by the stored scale, where that is not the one of the plain format."""
+        nonlocal channels
+        scales, zeros, codes = _round_groups(w, low * shrink, high * shrink, _plain(format))
+        effective = scales
+        if format.has_channels:
+            channels = _channels(scales, format) if channels is None else channels
+            scales = (scales / channels[:, None]).to(format.scale_dtype).float()
+            effective = scales * channels[:, None]
+            if again:
+                safe = torch.where(effective == 0, torch.ones_like(effective), effective)
+                codes = format.element_rule.nearest(w / safe[..., None])
+        values = _values(codes, scales, zeros, format)
+        if channels is not None:
+            values = values * channels[:, None, None]
+        return _Rounded(((values - w) * is_column).square().sum(-1), scales, zeros, codes)
+
+    best = rounded(1.0, again=False)
+    if search:
+        for shrink in (1.0, *_SHRINKS) if format.has_channels else _SHRINKS:
+            best = best.better(rounded(shrink, again=True))
+    codes = best.codes.to(torch.uint8).view(n, -1)[:, :k].contiguous()
     zero_dtype = format.zero_dtype
-    return Parts(codes, scales.to(format.scale_dtype), None if zero_dtype is None else zeros.to(zero_dtype))
+    zeros = None if zero_dtype is None else best.zeros.to(zero_dtype)
+    return Parts(codes, best.scales.to(format.scale_dtype), zeros, channels)
 
 
 def _round_groups(
@@ -155,27 +190,38 @@ def _round_groups(
     def stored(t: torch.Tensor) -> torch.Tensor:
         return t.to(format.scale_dtype).float()
 
+    element = format.element_rule
     if format.zero == "none":
-        # the code range is -8..7: give the end with the larger magnitude the -8
+        # give the end with the larger magnitude the larger end of the values, which is -8 of int4
+        small, large = sorted((min(element.values), max(element.values)), key=abs)
         extreme = torch.where(low.abs() >= high.abs(), low, high)
-        scales = stored(torch.maximum((extreme / -8).abs(), torch.minimum(low.abs(), high.abs()) / 7))
-        scales = torch.where(extreme > 0, -scales, scales)
-        zeros = torch.full_like(scales, SYMMETRIC_ZERO)
+        scales = torch.maximum((extreme / large).abs(), (torch.minimum(low.abs(), high.abs()) / small).abs())
+        if format.scale_rule.signed:
+            scales = stored(scales)
+            scales = torch.where(extreme * large < 0, -scales, scales)
+        else:  # of a power of two the next larger one, so that nothing is cut off
+            scales = torch.maximum(low / min(element.values), high / max(element.values)).clamp(min=2.0**-126)
+            scales = stored(torch.exp2(scales.log2().ceil()))
+        zeros = torch.zeros_like(scales)
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)
         scales = stored((high - low) / 15)
         zeros = stored(low)
     safe = torch.where(scales == 0, torch.ones_like(scales), scales)
-    if format.zero == "int":
+    if format.zero == "none":
+        codes = element.nearest(w / safe[..., None])
+    elif format.zero == "int":
         zeros = (-low / safe).round().clamp(0, 15)
-    if format.zero == "float":
-        codes = ((w - zeros[..., None]) / safe[..., None]).round().clamp(0, 15)
-    else:
         codes = (w / safe[..., None] + zeros[..., None]).round().clamp(0, 15)
+    else:
+        codes = ((w - zeros[..., None]) / safe[..., None]).round().clamp(0, 15)
     return scales, zeros, codes
 
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """The weights (n, groups, length) in float32, without scales of channels."""
+    if format.zero == "none":
+        return rounded_products(format.element_rule.numbers(codes) * scales[..., None], format)
     if format.zero == "float":
         return codes * scales[..., None] + zeros[..., None]
     return (codes - zeros[..., None]) * scales[..., None]

@@ -279,16 +279,19 @@ def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int
 def _check_range(
     format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, channels: torch.Tensor | None
 ) -> None:
-    """Refuse numbers whose weights would be NaN, or infinite in some kernel; of e4m3 scales what would saturate."""
+    """Refuse numbers whose weights would be NaN, infinite in some kernel, or saturated when they are rounded."""
+    element, largest_scale = format.element_rule, torch.finfo(format.scale_dtype).max
     if channels is not None:
-        limit = torch.finfo(torch.float32).max / torch.finfo(format.scale_dtype).max
+        largest_product = largest_scale * (1 if format.scales_in_weights else element.largest_factor)
+        limit = torch.finfo(torch.float32).max / largest_product
         if not (channels.abs() <= limit).all():
             raise ValueError(f"channels: wanted at most {limit:.3g} in magnitude, for finite weights, and no NaN")
-        most = torch.finfo(format.scale_dtype).max / 8
+        most = largest_scale / element.largest_value if format.scales_in_weights else largest_scale
         if not (scales.float().abs() <= most).all():
-            raise ValueError(f"scales: wanted at most {most:g} in magnitude, so that 8 * scale is an e4m3, and no NaN")
+            why = f", so that {element.largest_value:g} * scale is an e4m3," if format.scales_in_weights else ""
+            raise ValueError(f"scales: wanted at most {most:g} in magnitude{why} and no NaN")
         return
-    largest = scales.float().abs() * 15
+    largest = scales.float().abs() * element.largest_factor
     if format.zero == "float" and zeros is not None:
         largest = largest + zeros.float().abs()
     limit = format.largest_weight
@@ -297,8 +300,8 @@ def _check_range(
         row, group = (int(i) for i in bad.nonzero()[0])
         zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
         raise ValueError(
-            f"scales: the weights of {int(bad.sum())} groups would not be finite (15 * |scale| and |zero point| "
-            f"together must be at most {limit:g}); "
+            f"scales: the weights of {int(bad.sum())} groups would not be finite ({element.largest_factor:g} * |scale| "
+            f"and |zero point| together must be at most {limit:g}); "
             f"first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
         )
     if format.zero == "int" and zeros is not None and int(zeros.max()) > 15:

@@ -131,7 +131,7 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
             bias=by_feature(dtypes[variant.bias_kind]) if asked.bias else None,
             residual=result() if asked.residual else None,
             token_scale=vector(cutlass.Float32, x_rows) if asked.token_scale else None,
-            channel_scale=by_feature(cutlass.Float32) if variant.folded else None,
+            channel_scale=by_feature(cutlass.Float32) if variant.channel_scales else None,
         ),
         ExpertRows(
             starts=vector(cutlass.Int32, experts) if variant.grouped else None,

@@ -12,12 +12,13 @@ import torch
 
 from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
+from w4gemm.formats import WeightFormat
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.device.decode_table import ROW_BYTES, table_rows
 from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.packing.block import BLOCK_K, Block
+from w4gemm.packing.codecs import WeightOperand
 from w4gemm.packing.layouts import layout_named
 from w4gemm.problem import Device, GemmProblem
 
@@ -28,8 +29,8 @@ MAX_EXPERTS = 512
 """Of a grouped product: a power of two, whose table of tiles stays small beside the pipeline."""
 
 _OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-_KIND = {torch.float8_e4m3fn: "e4m3", **_OUT_KIND}
-_SCALE_KIND = {"fp16": "f16", "bf16": "bf16", "e4m3": "e4m3"}
+_MIN_SCALE_GROUP = 32
+"""Columns of a step of an fp8 matrix instruction, or of two steps of a 16-bit one."""
 MIN_DRIVER = (12, 0)
 """CUDA version that the driver must support."""
 
@@ -41,10 +42,7 @@ class Variant:
 
     Args:
         config: tile, cluster, schedule, split_k, tail.
-        kind: "f16", "bf16" or "e4m3", the dtype of x.
-        scale_kind: dtype of the scales, "f16", "bf16" or "e4m3".
-        zero: "none", "int" or "float".
-        block: sizes and offsets of one 64 x 128 block of the packed weight: codes, scales, zero points.
+        weight: what is known of the weight's format: codec, dtypes, geometry of a packed block.
         epilogue: what is done to the sums, its out_dtype given.
         vector: whether rows of d can be stored 16 bytes at a time.
         grouped: whether there are several weights, experts, each for some of x's rows.
@@ -52,10 +50,7 @@ class Variant:
     """
 
     config: GemmConfig
-    kind: str
-    scale_kind: str
-    zero: str
-    block: Block
+    weight: WeightOperand
     epilogue: Epilogue
     vector: bool
     grouped: bool = False
@@ -82,6 +77,16 @@ class Variant:
         return _OUT_KIND[self.epilogue.out_dtype or torch.float32]
 
     @property
+    def kind(self) -> str:
+        """dtype of x and of decoded weights: "f16", "bf16" or "e4m3"."""
+        return self.weight.kind
+
+    @property
+    def block(self) -> Block:
+        """Sizes and offsets of one 64 x 128 block of the packed weight."""
+        return self.weight.block
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element of x."""
         return 1 if self.kind == "e4m3" else 2
@@ -92,19 +97,19 @@ class Variant:
         return 128 // self.itemsize
 
     @property
-    def promoted(self) -> bool:
-        """Whether scales are applied to the sums of each group, not to its weights."""
-        return self.kind == "e4m3" and self.scale_kind != "e4m3"
+    def scales_on_sums(self) -> bool:
+        """True if scales multiply the sums of each group, not its weights."""
+        return self.weight.codec.scales_on_sums
 
     @property
     def decode_table_bytes(self) -> int:
-        """Shared memory of the fp8 decoder's table."""
-        return ROW_BYTES * table_rows(self.scale_kind, self.zero) if self.kind == "e4m3" else 0
+        """Bytes of shared memory of the decoder's table."""
+        return self.weight.codec.table_bytes
 
     @property
-    def folded(self) -> bool:
-        """Whether group scales are part of the e4m3 weights, beside scales of output channels."""
-        return self.scale_kind == "e4m3"
+    def channel_scales(self) -> bool:
+        """True if a float32 scale for each output channel multiplies the sums."""
+        return self.weight.channels
 
     @property
     def bias_kind(self) -> str:
@@ -122,15 +127,21 @@ class Variant:
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
         return cls(
             config,
-            _KIND[problem.dtype],
-            _SCALE_KIND[problem.format.scale],
-            problem.format.zero,
-            Block.of(problem.format),
+            WeightOperand.of(problem.format, problem.dtype),
             epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
             vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
             grouped=problem.experts > 0,
             gathered=problem.gathered,
         )
+
+
+def refused_groups(format: WeightFormat) -> str:
+    """Why no GPU kernel decodes the format's groups, or the empty string."""
+    group = Block.of(format).scale_group
+    if group % _MIN_SCALE_GROUP == 0:
+        return ""
+    wanted = f"groups of a multiple of {_MIN_SCALE_GROUP} columns"
+    return f"cannot take {format}: decodes {wanted}, scales are for each {group}"
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> int:
@@ -167,6 +178,8 @@ class GpuKernel(ABC):
             return Status.no(f"needs {' or '.join(map(str, self.dtypes))} activations, got {problem.dtype}")
         if reason := layout_named(self.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
+        if reason := refused_groups(problem.format):
+            return Status.no(reason)
         if problem.layout != self.layout:
             return Status.no(
                 f"reads the {self.layout} layout, the weight lies in {problem.layout}; call w.repack('{self.layout}')"

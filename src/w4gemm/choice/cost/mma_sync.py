@@ -52,6 +52,6 @@ def _terms(kernel: Any, v: Any, problem: GemmProblem, config: GemmConfig) -> tup
         decode *= fp8["widened_decode"]
     else:
         operations /= 2
-    if not problem.format.has_channels:
+    if not problem.format.scales_in_weights:
         operations += fp8["promotion"] / Block.of(problem.format).scale_group
     return launch, slot, decode, operations, read, sums

@@ -49,7 +49,9 @@ def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float
 
 def timed_as(kernel: Any, problem: GemmProblem) -> str:
     """Name that the kernel's configs are measured under: either way to scale fp8 has times of its own."""
-    return f"{kernel.name} folded" if kernel.name == "sm90_fp8_gemm" and problem.format.has_channels else kernel.name
+    return (
+        f"{kernel.name} folded" if kernel.name == "sm90_fp8_gemm" and problem.format.scales_in_weights else kernel.name
+    )
 
 
 def launch_us(

@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from w4gemm.kernels.device.decode_fp8 import decoder_of
+from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.ptx import load_global, shared_address, store_global
 from w4gemm.kernels.gpu import Variant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, LANE_BYTES
@@ -38,7 +38,7 @@ class Dequantize:
     def __init__(self, variant: Variant, hopper: bool):
         self.variant = variant
         self.hopper = hopper
-        self.decoder = decoder_of(variant, only_fma=not hopper)
+        self.decoder = decoder_of(variant.weight, only_fma=not hopper)
         self.k_chunks = BLOCK_K // variant.chunk_k
 
     @cute.jit

@@ -22,7 +22,7 @@ from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.device.requirements import missing_for_dsl
-from w4gemm.kernels.gpu import MIN_DRIVER, Variant
+from w4gemm.kernels.gpu import MIN_DRIVER, Variant, refused_groups
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.layouts import layout_named
@@ -53,6 +53,8 @@ class DequantizeGemm:
             return Status.no(f"takes {taken}, got {problem.dtype} beside {problem.layout}")
         if reason := layout_named(problem.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
+        if reason := refused_groups(problem.format):
+            return Status.no(reason)
         if problem.experts:
             return Status.no("takes a single weight; how many tokens an expert has, only the device knows")
         if reason := _refused_fp8(problem) if problem.dtype == _FP8 else "":
@@ -160,7 +162,7 @@ def _multiplier(
 def _refused_fp8(problem: GemmProblem) -> str:
     if problem.device.capability != (9, 0):
         return "e4m3 activations: seen to work on compute capability 9.0 only"
-    if not problem.format.has_channels:
+    if not problem.format.scales_in_weights:
         return f"e4m3 activations want e4m3 group scales (fold_scales), which decode to e4m3; got {problem.format}"
     if problem.n % 16 or problem.k % 16:
         return f"e4m3 activations want n and k as multiples of 16, got {problem.n} and {problem.k}"

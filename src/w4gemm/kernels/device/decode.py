@@ -5,7 +5,7 @@ in fp16, or of 128.0 in bf16, *is* 1024 + u or 128 + u; subtracting 1024 + z giv
 by the scale rounds once. Folding both into one fma would round z * s too, which is an error of up to 0.27 s in bf16.
 In fp16 four bits further up are 1024 + 16 * u, which one fma turns into u - z, so every second code needs no shift.
 
-One code word (see packing/layouts/mma16.py) becomes four registers: rows g, g + 8, g, g + 8 of the fragment.
+One code word (packing/codecs/int4.py) becomes four registers: rows g, g + 8, g, g + 8 of the fragment.
 """
 
 from __future__ import annotations
@@ -36,12 +36,8 @@ class Decoder:
 
     words_per_step = 1
     """Code words that feed one matrix instruction."""
-    unit = 1.0
-    """What a decoded weight of 1.0 stands for: sums are multiplied by it."""
-
-    @property
-    def words_per_scale(self) -> int:
-        return 1 if self.zero == "none" else 2
+    sum_scale = 1.0
+    """Factor of the sums: a decoded 1.0 stands for this weight."""
 
     @property
     def mixed(self) -> bool:
@@ -130,7 +126,7 @@ class Decoder:
 
 
 class SubnormalDecoder(Decoder):
-    """bf16 in fewer instructions: beside a matrix instruction each takes twice its time (H200, 2026-11-21).
+    """Decodes to bf16 in fewer instructions: beside a matrix instruction each takes twice its time (H200, 2026-11-21).
 
     A code's bits alone are the subnormal u * 2**-133, and four bits further up 16 * u * 2**-133, since the smallest
     exponents continue the subnormals. So every second code needs no shift, and with a scale of bf16 a weight is one fma
@@ -138,27 +134,28 @@ class SubnormalDecoder(Decoder):
     zero points u - z comes first. A scale of fp16 is the sum of two bf16, of 8 and 3 bits; (u - z) times the lesser is
     exact.
 
-    To stay within range the scales are multiplied by 2**100, and what a weight of 1.0 stands for is 2**33 for that:
-    scales of bf16 from 2**28 on make infinite weights, and those below 2**-93 lose bits.
+    Scales are multiplied by 2**100, so that scale * (u * 2**-133) stays in the range of bf16. A decoded value is thus
+    the weight times 2**-33, and the epilogue multiplies the sums by ``sum_scale`` = 2**33. Limits: |scale| >= 2**28
+    gives infinite weights; |scale| < 2**-93 loses bits.
     """
 
-    unit = 2.0**33
+    sum_scale = 2.0**33
 
     @staticmethod
     def decodes(kind: str, scale_kind: str, zero: str) -> bool:
         return kind == "bf16" and (scale_kind == "bf16" or zero != "float")
 
     def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple:
-        """Of rows g and g + 8 (the parts of the scale, what is added to the code or, in one fma, to the product)."""
+        """For rows g and g + 8: the parts of the scale, and the addend of the code or, in one fma, of the product."""
         if self.zero == "int":
             zeros = pack_half2("bf16", *self._floats(words[1])) if self.mixed else words[1]
             addends = self._pairwise("mul", zeros, _pair(-_SUBNORMAL, -16 * _SUBNORMAL))
         elif self.zero == "float":
-            addends = self._pairwise("mul", words[1], _pair(1 / self.unit, 1 / self.unit))
+            addends = self._pairwise("mul", words[1], _pair(1 / self.sum_scale, 1 / self.sum_scale))
         elif self.mixed:
             addends = _pair(-8 * _SUBNORMAL, -128 * _SUBNORMAL)
         else:
-            addends = self._pairwise("mul", words[0], _pair(-8 / self.unit, -8 / self.unit))
+            addends = self._pairwise("mul", words[0], _pair(-8 / self.sum_scale, -8 / self.sum_scale))
         scales = self._scaled_up(words[0])
         return tuple(
             ([broadcast_half(part, high) for part in scales], broadcast_half(addends, high)) for high in (False, True)
@@ -168,17 +165,18 @@ class SubnormalDecoder(Decoder):
         return [half_to_float(self.scale_kind, word, high) for high in (False, True)]
 
     def _scaled_up(self, word: Int32) -> list[Int32]:
-        """What bf16 add up to the scales of rows g and g + 8, whose codes are one and 16 times as large."""
+        """One or two bf16 pairs that add up to the scales of rows g and g + 8, whose codes are one and 16 times as
+        large."""
         factors = _SCALE_UP, _SCALE_UP / 16
         if not self.mixed:
             return [self._pairwise("mul", word, _pair(*factors))]
         values = [value * Float32(factor) for value, factor in zip(self._floats(word), factors, strict=True)]
         nearest = pack_half2("bf16", *values)
-        rest = [value - half_to_float("bf16", nearest, bool(h)) for h, value in enumerate(values)]
-        return [nearest, pack_half2("bf16", *rest)]
+        low_bits = [value - half_to_float("bf16", nearest, bool(h)) for h, value in enumerate(values)]
+        return [nearest, pack_half2("bf16", *low_bits)]
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple) -> tuple[Int32, ...]:
-        """The four fragment registers of one instruction: weights / unit, rounded once."""
+        """The four fragment registers of one instruction: weights / sum_scale, rounded once."""
         return tuple(self._weight(code, *prepared[i % 2]) for i, code in enumerate(_codes(words[0])))
 
     def _weight(self, code: Int32, scale: list[Int32], addend: Int32) -> Int32:
@@ -203,7 +201,7 @@ def _fma(kind: str, x: Int32, y: Int32, z: Int32) -> Int32:
 
 
 def _bits(kind: str, value: float) -> int:
-    """Of a number that ``kind`` holds exactly."""
+    """Bits of a number that ``kind`` holds exactly."""
     if kind == "f16":
         return int.from_bytes(struct.pack("<e", value), "little")
     return int.from_bytes(struct.pack("<f", value), "little") >> 16

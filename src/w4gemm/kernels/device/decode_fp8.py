@@ -12,84 +12,89 @@ the products.
                          to 3, the lower half what is to be added for those from -8 to -5 and 4 to 7. prmt replaces a
                          byte by its sign, here 0, where a selector's high bit is set, and no sum of bytes carries
 
-One code word (see packing/layouts/mma8.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
+One code word (packing/codecs/int4.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.decode import Decoder, SubnormalDecoder
-from w4gemm.kernels.device.decode_table import table_rows
 from w4gemm.kernels.device.ptx import asm, half_to_float, load_shared, pack_e4m3, store_shared
 
-_UNIT = 256.0
-"""What sums of bytes are multiplied by to be sums of u - z."""
+_SUM_SCALE = 256.0
+"""Factor from sums of bytes to sums of u - z."""
 
 
 @dataclass(frozen=True)
 class Fp8Decoder:
-    """Decodes to e4m3, with scales of ``scale_kind`` ("bf16", "f16" or "e4m3") and zero points "none" or "int"."""
+    """Decodes symmetric codes to e4m3, with scales of ``scale_kind`` ("bf16" or "f16") for the sums of a group."""
 
     scale_kind: str
-    zero: str
 
-    words_per_step = 2
+    words_per_step: ClassVar = 2
     """Code words that feed one WGMMA: rows g and g + 8."""
-    unit = 1.0
+    sum_scale: ClassVar = 1.0
     """See Decoder."""
 
-    @property
-    def words_per_scale(self) -> int:
-        return 1 if self.zero == "none" else 2
+    def prepare(self, words: tuple[Int32, ...], table: Int32) -> tuple[tuple[Int32, ...] | None, ...]:
+        """Once a group: the table's rows for rows g and g + 8, None without a table. words: of scale and zero."""
+        return None, None
 
-    @property
-    def folded(self) -> bool:
-        """Whether the scale is part of what is decoded."""
-        return self.scale_kind == "e4m3"
+    def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+        """Factors for the sums of a group, of rows g and g + 8."""
+        return tuple(half_to_float(self.scale_kind, words[0], high) * Float32(_SUM_SCALE) for high in (False, True))
+
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...] | None, ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction."""
+        rows = [self._row(w, row) for w, row in zip(words, prepared, strict=True)]
+        return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
+
+    def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
+        """The two registers of a word."""
+        return _signed(word)
+
+
+class TableDecoder(Fp8Decoder):
+    """Decodes codes beside integer zero points: a row of the table for each zero point."""
+
+    table_rows: ClassVar = 16
 
     @cute.jit
     def fill_table(self, table: Int32, thread: Int32, threads: int):
         """Words of the table, four bytes each, by all threads; a barrier must follow."""
-        words = 4 * table_rows(self.scale_kind, self.zero)
+        words = 4 * self.table_rows
         for first in cutlass.range_constexpr(0, words, threads):
             index = first + thread
             if index < words:
-                row, word = index // 4, index % 4
-                if const_expr(self.folded):
-                    store_shared(table + index * 4, _scaled_codes(row, word))
-                else:
-                    store_shared(table + index * 4, _differences(word * 4 - row))
+                store_shared(table + index * 4, self._entry(index // 4, index % 4))
 
-    def prepare(self, words: tuple[Int32, ...], table: Int32) -> Any:
-        """Once a group: the table's rows of rows g and g + 8, None without a table. words: of scale and zero."""
-        if not table_rows(self.scale_kind, self.zero):
-            return None, None
+    def _entry(self, row: Int32, word: Int32) -> Int32:
+        """A word of the table."""
+        return _differences(word * 4 - row)
+
+    def prepare(self, words: tuple[Int32, ...], table: Int32) -> tuple[tuple[Int32, ...] | None, ...]:
         low, high = words[-1] & 0xFFFF, words[-1] >> 16
         return load_shared(table + low, 4), load_shared(table + high, 4)
 
-    def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
-        """Of rows g and g + 8, what the sums of a group are multiplied by."""
-        return tuple(half_to_float(self.scale_kind, words[0], high) * Float32(_UNIT) for high in (False, True))
-
-    def decode(self, words: tuple[Int32, ...], prepared: Any) -> tuple[Int32, ...]:
-        """The four fragment registers of one WGMMA: rows g, g + 8, g, g + 8."""
-        pick = _folded if self.folded else _picked
-        rows = [_signed(w) if row is None else pick(w, row) for w, row in zip(words, prepared, strict=True)]
-        return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
+    def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
+        return _picked(word, table_row)
 
 
-def decoder_of(variant: Any, only_fma: bool = False, any_unit: bool = False) -> Decoder | Fp8Decoder:
-    """What a gpu.Variant decodes with. only_fma: see Decoder. any_unit: whether the decoder's unit need not be 1."""
-    if variant.kind == "e4m3":
-        return Fp8Decoder(variant.scale_kind, variant.zero)
-    form = variant.kind, variant.scale_kind, variant.zero
-    return SubnormalDecoder(*form) if any_unit and SubnormalDecoder.decodes(*form) else Decoder(*form, only_fma)
+class FoldedDecoder(TableDecoder):
+    """Decodes to scale * v, rounded to e4m3: a row of the table for each e4m3 scale."""
+
+    table_rows: ClassVar = 256
+
+    def _entry(self, row: Int32, word: Int32) -> Int32:
+        return _scaled_codes(row, word)
+
+    def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
+        return _folded(word, table_row)
 
 
 @cute.jit
@@ -108,8 +113,8 @@ def _differences(first: Int32):
 
 @cute.jit
 def _scaled_codes(scale: Int32, word: Int32):
-    """Of a row of the table for e4m3 scales: words 2 and 3 are the bytes for v = -4 .. -1 and 0 .. 3, words 0 and 1
-    what those for v = -8 .. -5 and 4 .. 7 are more. scale: the bits of an e4m3."""
+    """A word of the row of an e4m3 scale, given by its bits: words 2 and 3 are the bytes for v = -4 .. -1 and 0 .. 3,
+    words 0 and 1 are added to them for v = -8 .. -5 and 4 .. 7."""
     first = word % 2 * 4 - 4
     bytes = _scaled(scale, first)
     if word < 2:
@@ -138,7 +143,8 @@ def _signed(word: Int32) -> tuple[Int32, ...]:
 
 
 def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
-    """Of a table's row the bytes 0 .. 7 by the codes' low bits, 8 .. 15 likewise, and of the two by the high bits."""
+    """Two registers: the codes' low bits pick one of the bytes 0 .. 7 of a table's row and one of 8 .. 15, the high
+    bits one of these two."""
     pick = (
         "prmt.b32 low, $3, $4, {0}; prmt.b32 high, $5, $6, {0}; prmt.b32 mask, {1}, {1}, 0xBA98; "
         "lop3.b32 {2}, mask, high, low, 0xCA; "
@@ -149,9 +155,9 @@ def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
 
 
 def _folded(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
-    """Of a table's row the bytes 8 .. 15 by the codes' low bits, and to them those of 0 .. 7 where the high bit is not
-    set. The word's upper half comes down by a dot product, and sums are a multiplication's: neither waits for prmt, as
-    shifts and logical operations do."""
+    """Two registers: the codes' low bits pick one of the bytes 8 .. 15 of a table's row; where the high bit is not set,
+    that of 0 .. 7 is added. The word's upper half comes down by a dot product, and sums are a multiplication's: neither
+    waits for prmt, as shifts and logical operations do."""
     pick = "prmt.b32 low, $3, $4, {0}; prmt.b32 high, $5, $6, {1}; mad.lo.u32 {2}, low, 1, high; "
     text = "and.b32 m, $2, 0x77777777; " + pick.format("$2", "m", "$0")
     text += "dp2a.lo.u32.u32 t, $2, 0x100, 0; dp2a.lo.u32.u32 m, m, 0x100, 0; " + pick.format("t", "m", "$1")

@@ -37,7 +37,7 @@ L2 the first time, then from L1, which cp.async bypasses.
 With e4m3 x (variant.kind "e4m3", the kernel sm89_fp8_gemm) the instruction is m16n8k32. A k chunk has 128 columns,
 still 128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. The codes, in the order of the layout
 mma8, become e4m3; if they have zero points or e4m3 scales, through a table behind the pipeline. 16-bit scales
-(variant.promoted) multiply the float32 sums of each group, which take a second set of accumulators.
+(variant.scales_on_sums) multiply the float32 sums of each group, which take a second set of accumulators.
 
 From SM90 on, programmatic dependent launch: a launch requests the weights of its first stage while the kernel before it
 is still running.
@@ -58,7 +58,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.block import BlockReader
-from w4gemm.kernels.device.decode_fp8 import decoder_of
+from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.formula import Formula, scaled
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, scales_of_rows, weight_of
 from w4gemm.kernels.device.pipeline import PipelineState
@@ -135,8 +135,10 @@ class MixedGemm:
     def __init__(self, variant: Variant):
         self.variant = variant
         config = variant.config
-        self.decoder = decoder_of(variant, only_fma=True)
-        self.formula = Formula(variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.folded)
+        self.decoder = decoder_of(variant.weight, only_fma=True)
+        self.formula = Formula(
+            variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.channel_scales
+        )
         self.expert_tiles = Groups(config.tile_m)
         # as if of a warpgroup with four accumulators per thread and block of eight tokens
         self.stream_sum = StreamSum(2 * variant.accumulators, 1)
@@ -398,7 +400,7 @@ class MixedGemm:
         for group in range(self.groups_per_chunk):
             scale_words = packed.scales(group)
             prepared = [self.decoder.prepare(words, self.decode_table(pipeline)) for words in scale_words]
-            sums = self.no_sums() if variant.promoted else acc
+            sums = self.no_sums() if variant.scales_on_sums else acc
             for step in range(group * steps, (group + 1) * steps):
                 if variant.token_blocks > 1 or step % 2 == 0:
                     fragments = self.read_x(x_address, step)
@@ -409,7 +411,7 @@ class MixedGemm:
                         product = self.add_product([sums[i, t, u] for i in range(4)], a, b)
                         for i in range(4):
                             sums[i, t, u] = product[i]
-            if variant.promoted:
+            if variant.scales_on_sums:
                 self.add_scaled_sums(acc, sums, scale_words)
 
     def no_sums(self) -> cute.Tensor:

@@ -119,7 +119,7 @@ def _fitting(tiles: tuple[tuple[str, tuple[tuple[int, int, int], ...]], ...], li
         for size in sizes:
             v = replace(like, config=GemmConfig(*size, schedule=schedule))
             # ptxas multiplies all groups of a slot at once, so their sums take registers beside the accumulators
-            if v.promoted and v.accumulators * v.k_chunks_per_warp > (64 if v.block.scale_group == 128 else 32):
+            if v.scales_on_sums and v.accumulators * v.k_chunks_per_warp > (64 if v.block.scale_group == 128 else 32):
                 continue
             # indices of rows take registers: beside the sums of 128 tokens those of many groups would spill
             if v.gathered and v.block.scale_group < 128 and v.config.tile_m == 128 == v.config.tile_n:

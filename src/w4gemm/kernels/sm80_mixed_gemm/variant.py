@@ -88,7 +88,7 @@ class Variant(gpu.Variant):
 
     @property
     def accumulators(self) -> int:
-        """Accumulator registers per thread, without those of a group's sums if ``promoted``."""
+        """Accumulator registers per thread, without those of a group's sums if ``scales_on_sums``."""
         return 4 * self.m16_atoms_per_warp * self.token_blocks
 
     # --- shared memory

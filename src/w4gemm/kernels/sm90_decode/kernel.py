@@ -44,7 +44,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.block import BlockReader
-from w4gemm.kernels.device.decode import Decoder
+from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
 from w4gemm.kernels.device.pipeline import PipelineState
@@ -131,7 +131,7 @@ class Decode:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = Decoder(variant.kind, variant.scale_kind, variant.zero)
+        self.decoder = decoder_of(variant.weight)
         self.reader = BlockReader(variant.part)
         self.expert_tiles = Groups(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
@@ -436,7 +436,7 @@ class Decode:
     def sum_x(self, fragments: list[tuple[Int32, Int32]], first: int, count: int) -> list[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""
         sums = [Float32(0.0)] * 4
-        if self.variant.zero == "float":
+        if self.variant.weight.zero == "float":
             ones = [Int32(_ONES[self.variant.kind])] * 4
             for step in range(first, first + count):
                 sums = mma_sync(self.variant.kind, sums, ones, fragments[step])

@@ -11,6 +11,7 @@ from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.packing.block import Block
+from w4gemm.packing.codecs import INT4_MMA16, WeightOperand
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16)
@@ -48,7 +49,8 @@ def _fitting(block: Block, grouped: bool) -> tuple[GemmConfig, ...]:
             for tile_n in _TILE_N:
                 for split_k in _SPLIT_K:
                     config = GemmConfig(tile_m, tile_n, 128, schedule=schedule, split_k=split_k)
-                    v = Variant(config, "bf16", "bf16", "none", block, PLAIN, True, grouped)
+                    weight = WeightOperand(INT4_MMA16, "bf16", "bf16", "none", block)
+                    v = Variant(config, weight, PLAIN, True, grouped)
                     if v.warps:
                         found.append(config)
     return tuple(found)

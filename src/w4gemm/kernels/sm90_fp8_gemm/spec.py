@@ -11,7 +11,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
-from w4gemm.packing.block import Block
+from w4gemm.packing.codecs import WeightOperand
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -58,7 +58,7 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
 
     def fitting(self, problem: GemmProblem) -> tuple[GemmConfig, ...]:
         v = Variant.of(problem, GemmConfig(8, 64, 256))
-        return _fitting(v.zero, v.scale_kind, v.block, v.grouped)
+        return _fitting(v.weight, v.grouped)
 
 
 def _spills_with_groups(v: Variant) -> bool:
@@ -69,15 +69,15 @@ def _spills_with_groups(v: Variant) -> bool:
 
 
 @functools.cache
-def _fitting(zero: str, scale_kind: str, block: Block, grouped: bool) -> tuple[GemmConfig, ...]:
+def _fitting(weight: WeightOperand, grouped: bool) -> tuple[GemmConfig, ...]:
     """Every config whose accumulators fit the registers and whose pipeline fits shared memory, at least two deep."""
     tile_m_sizes = _TILE_M if grouped else (*_TILE_M, *_BETWEEN)
     sizes = itertools.product(("coop", "pingpong"), _TILE_N, tile_m_sizes, _TILE_K, _CLUSTER_SPLIT_K)
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
-        v = Variant(config, "e4m3", scale_kind, zero, block, PLAIN, True, grouped)
-        if tile_m > _MAX_TILE_M[v.promoted][schedule].get(tile_n, 0):
+        v = Variant(config, weight, PLAIN, True, grouped)
+        if tile_m > _MAX_TILE_M[v.scales_on_sums][schedule].get(tile_n, 0):
             continue
         if schedule == "pingpong" and tile_m <= 128 and cluster_n > 1:
             continue
@@ -91,7 +91,7 @@ def _fitting(zero: str, scale_kind: str, block: Block, grouped: bool) -> tuple[G
         # more than two units of work in a slot are serialized by ptxas; a share of the sums is of one row block
         if v.row_blocks > 1 and (tile_k > 128 or split_k > 1):
             continue
-        if v.promoted and tile_k == 128:  # a slot has a chunk for each of two sets of fragments
+        if v.scales_on_sums and tile_k == 128:  # a slot has a chunk for each of two sets of fragments
             continue
         if tile_m in _BETWEEN and (tile_n != 256 or cluster_n > 1):
             continue
@@ -99,10 +99,10 @@ def _fitting(zero: str, scale_kind: str, block: Block, grouped: bool) -> tuple[G
             continue  # never the fastest
         if tile_k > 128 and v.blocks != 2 * v.k_sets:  # two blocks for each set
             continue
-        if v.promoted and block.bytes > ONE_GROUP and _spills_with_groups(v):
+        if v.scales_on_sums and weight.block.bytes > ONE_GROUP and _spills_with_groups(v):
             continue
         # looking for an expert's rows takes registers
-        if grouped and (schedule == "pingpong" or (v.promoted and v.warpgroups == 4)) and 32 < tile_m <= 128:
+        if grouped and (schedule == "pingpong" or (v.scales_on_sums and v.warpgroups == 4)) and 32 < tile_m <= 128:
             continue
         if v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes:
             found.append(config)

@@ -45,7 +45,7 @@ before ``griddepcontrol.wait``. Nothing earlier in the stream may therefore stil
 this kernel lets its successor start only after its own wait.
 
 With fp8 activations (v.kind "e4m3", the kernel sm90_fp8_gemm) a step is 128 columns long, still 128 bytes of x, and the
-codes become e4m3. With 16-bit scales (v.promoted) those multiply the float32 sums of each group: ``multiply_groups``
+codes become e4m3. With v.scales_on_sums the scales multiply the float32 sums of each group: ``multiply_groups``
 takes the place of ``multiply_slot``, with two sets of sums of a part of the tokens beside the accumulators.
 
 Grouped (v.grouped), there are several weights, experts, each for some rows of x that only the device knows: a warp of
@@ -72,7 +72,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.block import BlockReader
-from w4gemm.kernels.device.decode_fp8 import decoder_of
+from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue import Epilogue
 from w4gemm.kernels.device.formula import Formula
 from w4gemm.kernels.device.groups import Groups, most_tiles, scales_of_rows
@@ -93,9 +93,9 @@ class MixedGemm(Producer, Consumer):
     def __init__(self, variant: Variant):
         self.v = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = decoder_of(variant, any_unit=True)
+        self.decoder = decoder_of(variant.weight, allow_sum_scale=True)
         kinds = variant.bias_kind, variant.out_kind
-        formula = Formula(variant.epilogue, *kinds, variant.vector, variant.folded, self.decoder.unit)
+        formula = Formula(variant.epilogue, *kinds, variant.vector, variant.channel_scales, self.decoder.sum_scale)
         self.epilogue = Epilogue(
             formula,
             variant.quads,

@@ -13,6 +13,7 @@ from w4gemm.epilogue import PLAIN
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.packing.block import Block
+from w4gemm.packing.codecs import INT4_MMA16, WeightOperand
 from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -89,7 +90,7 @@ def _fitting(block: Block, grouped: bool) -> tuple[GemmConfig, ...]:
     found = []
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         config = GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
-        v = Variant(config, "bf16", "bf16", "none", block, PLAIN, True, grouped)
+        v = Variant(config, WeightOperand(INT4_MMA16, "bf16", "bf16", "none", block), PLAIN, True, grouped)
         if tile_m > _MAX_TILE_M[schedule].get(tile_n, 0) or (
             schedule == "pingpong" and tile_m <= 128 and cluster_n > 1
         ):

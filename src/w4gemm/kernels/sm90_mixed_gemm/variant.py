@@ -24,7 +24,7 @@ class Variant(gpu.Variant):
     def token_parts(self) -> int:
         """Parts of the tokens that are multiplied in turn, where scales are applied to sums: two sets of sums of such a
         part must fit the registers beside the accumulators."""
-        if not self.promoted:
+        if not self.scales_on_sums:
             return 1
         registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
         room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
@@ -221,7 +221,7 @@ class Variant(gpu.Variant):
         """Whether what a tile's sums meet is brought into L2 when it begins: biases and scales of features, residuals.
         From memory they would take as long as a small tile's last slot. Where weights are shared, there are no
         registers to spare for the first; with split_k, a CTA stores but some of the second."""
-        features = (self.folded or self.epilogue.bias) and self.config.cluster_m == 1
+        features = (self.channel_scales or self.epilogue.bias) and self.config.cluster_m == 1
         return features, self.epilogue.residual and self.config.split_k == 1
 
     @property

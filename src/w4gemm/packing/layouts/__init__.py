@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from w4gemm.formats import WeightFormat
+from w4gemm.packing.codecs import MMA8, MMA16
 from w4gemm.packing.layouts.base import PackLayout, Parts
 from w4gemm.packing.layouts.canonical import CanonicalLayout
 from w4gemm.packing.layouts.cpu import CpuLayout
-from w4gemm.packing.layouts.mma8 import Mma8Layout
-from w4gemm.packing.layouts.mma16 import Mma16Layout
+from w4gemm.packing.layouts.mma import MmaLayout
 from w4gemm.problem import Device
 
 FP8_LAYOUT = "mma8"
@@ -21,7 +21,7 @@ RENAMED = {"sm90": "mma16", "sm90_fp8": "mma8"}
 """Former names of layouts, which tuned records may still hold, and today's."""
 
 LAYOUTS: dict[str, PackLayout] = {
-    layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), Mma16Layout(), Mma8Layout())
+    layout.name: layout for layout in (CanonicalLayout(), CpuLayout(), MmaLayout(MMA16), MmaLayout(MMA8))
 }
 
 

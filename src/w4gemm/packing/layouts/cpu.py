@@ -26,7 +26,12 @@ class CpuLayout:
     name = "cpu"
 
     def supports(self, format: WeightFormat) -> str:
-        return "it has no place for scales of output channels; the canonical layout has" if format.has_channels else ""
+        if format.has_channels:
+            return "it has no place for scales of output channels; the canonical layout has"
+        if format.scale_dtype.itemsize < 2:
+            return "it holds 16-bit scales; the canonical layout holds these"
+        counts = format.element_rule.counts
+        return "" if counts else f"its sums of codes are of counting codes, {format.element} has others"
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         chunks = -(-n // CHUNK)

@@ -43,7 +43,7 @@ class Consumer(MainLoop):
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         x_fragments = self.x_operands(mma, thr, s_x)
         fragment = cute.make_rmem_tensor(thr.partition_shape_A((64 * v.row_groups, 2 * v.chunk_k)), self.dtype)
-        packed = cute.make_rmem_tensor((self.code_words + self.groups * self.decoder.words_per_scale,), Int32)
+        packed = cute.make_rmem_tensor((self.code_words + self.groups * v.block.words_per_scale,), Int32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
         next = PipelineState.consumer()
@@ -54,7 +54,7 @@ class Consumer(MainLoop):
             self.decoder.fill_table(decode_table, cute.arch.thread_idx()[0], 128 * v.warpgroups)
             self.consumer_barrier()
         sums = []
-        if const_expr(v.promoted):  # two sets: what is being added up of a group, and its scales of rows g and g + 8
+        if const_expr(v.scales_on_sums):  # two sets: the sums of a group, and its scales of rows g and g + 8
             shape = thr.partition_shape_C((c.tile_n, c.tile_m // v.token_parts))
             sums = [(cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32)) for _ in range(2)]
             sums.append(cute.make_rmem_tensor((2 * self.groups,), Float32))  # scales of the chunk that was decoded
@@ -79,7 +79,7 @@ class Consumer(MainLoop):
                 cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
             if slots > 0:
                 self.wait_full(full + next.stage, next.phase)
-                if const_expr(v.promoted):
+                if const_expr(v.scales_on_sums):
                     self.begin_groups(operands, ring, sums, next.stage, who)
                 else:
                     self.load_part(packed, ring, next.stage, 0, who)
@@ -89,7 +89,7 @@ class Consumer(MainLoop):
                     current, next = next.stage, next.after(v.stages)
                     done = i * self.v.slots_per_step + part
                     state = (current, next.stage, next.phase, previous, done > 0, done + 1 < slots)
-                    if const_expr(v.promoted):
+                    if const_expr(v.scales_on_sums):
                         self.multiply_groups(mma, ring, operands, sums, state, who)
                     else:
                         self.multiply_slot(mma, ring, operands, state, who, part)
@@ -100,7 +100,7 @@ class Consumer(MainLoop):
             if const_expr(v.loads_early):
                 own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
                 loaded = self.epilogue.load(own_extras, place, own_out.shape[0])
-            if const_expr(not v.promoted):
+            if const_expr(not v.scales_on_sums):
                 warpgroup.wait_group(0)
                 if slots > 0:
                     self.release(empty, previous, rank)

@@ -138,7 +138,7 @@ class MainLoop(Work):
         _, fragment, _, packed, table = operands
         self.decode_chunk(packed, cute.recast_tensor(fragment, Int32), 0, fragments, table)
         for group in range(self.groups):
-            first = self.code_words + group * self.decoder.words_per_scale
+            first = self.code_words + group * self.v.block.words_per_scale
             for row, scale in enumerate(self.decoder.scales((packed[first],))):
                 scales[2 * group + row] = scale
 
@@ -175,7 +175,7 @@ class MainLoop(Work):
 
     def decode_chunk(self, packed, registers, piece, fragments, table):
         """A chunk of what is packed, 128 bytes of x long, into one of the two sets of fragment registers."""
-        width, words = self.decoder.words_per_scale, self.decoder.words_per_step
+        width, words = self.v.block.words_per_scale, self.decoder.words_per_step
         prepared: Any = None
         step_k = self.v.chunk_k // 4
         for step in range(4):

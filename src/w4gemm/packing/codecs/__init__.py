@@ -1,0 +1,89 @@
+"""Codecs by fragment and format: how an element lies in packed blocks, and what it is decoded to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from w4gemm.formats import WeightFormat
+from w4gemm.packing.block import Block
+from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Fragment
+from w4gemm.packing.codecs.int4 import INT4, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16
+
+CODECS: tuple[Codec, ...] = INT4
+
+_KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
+_SCALE_KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
+
+
+def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
+    """The codec that holds the format in a fragment's order; None if there is none, see :func:`refusal`."""
+    return next((codec for codec in CODECS if codec.fragment is fragment and codec.holds(format)), None)
+
+
+def refusal(format: WeightFormat, fragment: Fragment) -> str:
+    """Why no codec holds the format in a fragment's order, or the empty string."""
+    if codec_for(format, fragment):
+        return ""
+    if fragment is MMA16 and format.scales_in_weights:
+        return f"{format.scale} scales are rounded into weights for fp8 activations, the mma8 layout"
+    if fragment is MMA8 and format.zero == "float":
+        return (
+            "float zero points are not multiples of the scale, so e4m3 cannot hold u - z; 16-bit activations take them "
+            "in the mma16 layout"
+        )
+    held = sorted({f"{c.element} with {s} scales" for c in CODECS if c.fragment is fragment for s in c.scales})
+    return f"there is no decoder of {format.element} with {format.scale} scales for {fragment.name}, of {held} there is"
+
+
+@dataclass(frozen=True)
+class WeightOperand:
+    """The facts of a weight's format that a kernel is compiled for: part of its compile key.
+
+    Args:
+        codec: how codes and scales lie.
+        kind: what is decoded to, the dtype of x: "f16", "bf16" or "e4m3".
+        scale: dtype of the scales, "f16", "bf16" or "e4m3".
+        zero: "none", "int" or "float".
+        block: sizes and offsets of one packed block.
+        channels: True if a float32 factor for each output channel multiplies the sums.
+    """
+
+    codec: Codec
+    kind: str
+    scale: str
+    zero: str
+    block: Block
+    channels: bool = False
+
+    @classmethod
+    def of(cls, format: WeightFormat, dtype: torch.dtype) -> WeightOperand:
+        """The operand of a format beside activations of a dtype.
+
+        Raises:
+            ValueError: if there is no codec, with the reason.
+        """
+        fragment = MMA8 if dtype == torch.float8_e4m3fn else MMA16
+        codec = codec_for(format, fragment)
+        if codec is None:
+            raise ValueError(f"format: {refusal(format, fragment)}")
+        kinds = _KIND[dtype], _SCALE_KIND[format.scale_dtype]
+        return cls(codec, *kinds, format.zero, codec.block(format), format.has_channels)
+
+
+__all__ = [
+    "CODECS",
+    "INT4_MMA8",
+    "INT4_MMA8_FOLDED",
+    "INT4_MMA8_ZEROS",
+    "INT4_MMA16",
+    "MMA8",
+    "MMA16",
+    "Bits",
+    "Codec",
+    "Fragment",
+    "WeightOperand",
+    "codec_for",
+    "refusal",
+]

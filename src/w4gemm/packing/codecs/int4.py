@@ -1,0 +1,57 @@
+"""Codecs of int4, codes 0..15 that stand for u - 8, or u - z beside zero points."""
+
+from __future__ import annotations
+
+from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec
+
+_CODES = tuple(range(16))
+_SIGN_MAGNITUDE = tuple(2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in _CODES)
+_SIGN_AND_SIZE = tuple(u & 3 | u >> 1 & 4 | (u << 1 ^ u) & 8 for u in _CODES)
+_NIBBLES = tuple(Bits(p, 15, 4 * p) for p in range(8))
+
+INT4_MMA16 = Codec("int4_mma16", MMA16, "int4", ("bf16", "fp16"), ("none", "int", "float"), _CODES, _NIBBLES)
+"""Eight nibbles: bits 4 * (row8 + 2 * col8) of the low halfword hold a register's first element, of the high halfword
+its second. A zero point is stored as a number of the scale dtype, in which 0..15 are exact."""
+
+INT4_MMA8 = Codec(
+    "int4_mma8",
+    MMA8,
+    "int4",
+    ("bf16", "fp16"),
+    ("none",),
+    _SIGN_MAGNITUDE,
+    tuple(Bits(p, 15, 8 * (p % 4) + 4 * (p // 4)) for p in range(8)),
+    scales_on_sums=True,
+)
+"""A nibble is sign and magnitude: 2 * v for v = u - 8 >= 0, else 2 * (-1 - v) + 1; col16 is the high one of byte i."""
+
+INT4_MMA8_ZEROS = Codec(
+    "int4_mma8_zeros",
+    MMA8,
+    "int4",
+    ("bf16", "fp16"),
+    ("int",),
+    _CODES,
+    tuple(Bits(p, 7, 4 * p) for p in range(8)) + tuple(Bits(p, 8, 8 * (p % 4) + 4 - 4 * (p // 4)) for p in range(8)),
+    zero_step=Codec.TABLE_ROW_BYTES,
+    table_rows=16,
+    scales_on_sums=True,
+)
+"""A code is an index into a row of 16 bytes, one row for each zero point: its low three bits as a selector of prmt in
+nibble p, its high bit at bit 7 of byte i for col16 0 and at bit 3 for col16 1."""
+
+INT4_MMA8_FOLDED = Codec(
+    "int4_mma8_folded",
+    MMA8,
+    "int4",
+    ("e4m3",),
+    ("none",),
+    _SIGN_AND_SIZE,
+    _NIBBLES,
+    scale_step=Codec.TABLE_ROW_BYTES,
+    table_rows=256,
+)
+"""A nibble is an index into a row of 16 bytes, one row for each e4m3 scale: the low two bits of u, True if v >= 0, True
+if -4 <= v < 4."""
+
+INT4 = (INT4_MMA16, INT4_MMA8, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED)
