@@ -22,7 +22,6 @@ SEQUENCES = ("list", "Sequence", "Iterable", "dict")
 """Annotations of values that are indexed by position."""
 
 PENDING = {
-    "column_gather/kernel.py",
     "device/decode.py",
     "device/decode_fp8.py",
     "device/epilogue.py",

@@ -120,7 +120,7 @@ def test_routing_refuses():
     for experts in (-1, 0, 2.5, "4", True):
         with pytest.raises(ValueError, match="experts: wanted an int from 1 on"):
             route(ids, experts)
-    with pytest.raises(TypeError, match="places: wanted a tensor, got list"):
+    with pytest.raises(TypeError, match="row_of_choice: wanted a tensor, got list"):
         combine(torch.zeros(4, 8), [[0, 1]], weights)
     gate, down = several(2 * HIDDEN, FEATURES), several(FEATURES, HIDDEN)
     layer = W4Experts(QuantizedWeight.stack(gate), QuantizedWeight.stack(down), dtype=torch.float32)
@@ -190,4 +190,16 @@ def test_route_passes_over_experts_without_tokens():
     routing = route(torch.tensor([[3, 1], [3, 7], [1, -1]]), 4)
     assert routing.m_offsets.tolist() == [0, 0, 2, 2, 4]
     assert routing.tokens[:4].tolist() == [0, 2, 0, 1] and routing.tokens.dtype == torch.int32
-    assert routing.places.tolist() == [[2, 0], [3, -1], [1, -1]]
+    assert routing.row_of_choice.tolist() == [[2, 0], [3, -1], [1, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_route_takes_ids_of_any_strides(dtype):
+    ids = torch.tensor([[3, 1], [3, 7], [1, -1]], dtype=dtype)
+    wanted = route(ids, 4)
+    for same in (ids.t().contiguous().t(), ids.repeat(1, 2)[:, :2], ids.repeat_interleave(2, 0)[::2]):
+        assert not same.is_contiguous()
+        for got, expected in zip(route(same, 4), wanted, strict=True):
+            assert got.is_contiguous() and torch.equal(got, expected)
+    assert route(ids[:, :1].expand(3, 2), 4).row_of_choice.shape == (3, 2)
+    assert route(torch.zeros(2, 0, dtype=dtype).t(), 4).tokens.shape == (0,)

@@ -338,7 +338,7 @@ class W4Experts(torch.nn.Module):
         if isinstance(x, torch.Tensor) and expert_ids.shape[:1] != x.shape[:1]:
             raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(expert_ids.shape)}")
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
-        return combine(self.down(hidden, routing.m_offsets), routing.places, expert_weights)
+        return combine(self.down(hidden, routing.m_offsets), routing.row_of_choice, expert_weights)
 
 
 def _autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -20,7 +20,7 @@ class Routing(NamedTuple):
     """int32 (experts + 1,): expert e has rows m_offsets[e] to m_offsets[e + 1] - 1."""
     tokens: torch.Tensor
     """int32 (tokens * top k,): the token of each row."""
-    places: torch.Tensor
+    row_of_choice: torch.Tensor
     """int32 (tokens, top k): the row of each choice; -1 if its expert is elsewhere."""
 
 
@@ -29,7 +29,7 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
 
     Args:
         expert_ids: integers (tokens, top k), the router's choices. An id outside 0 .. experts - 1 is an expert
-        elsewhere (expert parallelism): its rows come last and belong to no expert here.
+            elsewhere (expert parallelism): its rows come last and belong to no expert here.
 
     Raises:
         TypeError, ValueError: for another dtype or shape.
@@ -40,24 +40,25 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
         raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
     if not isinstance(experts, int) or isinstance(experts, bool) or experts < 1:
         raise ValueError(f"experts: wanted an int from 1 on, got {experts!r}")
+    expert_ids = expert_ids.contiguous()  # its rows are the order of everything below
     here = (expert_ids >= 0) & (expert_ids < experts)
     ids, order = torch.where(here, expert_ids, experts).flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)
     m_offsets = torch.searchsorted(ids, bounds, out_int32=True)
-    places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    places[order] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    places = torch.where(here, places.view(expert_ids.shape), -1)
-    tokens = torch.empty_like(places).view(-1)  # as what kernels read them, in the same launch
+    row_of_choice = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    row_of_choice[order] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    row_of_choice = torch.where(here, row_of_choice.view(expert_ids.shape), -1)
+    tokens = torch.empty_like(row_of_choice).view(-1)  # int32 as kernels read it: the division converts in one launch
     torch.div(order, max(1, expert_ids.shape[1]), rounding_mode="floor", out=tokens)
-    return Routing(m_offsets, tokens, places)
+    return Routing(m_offsets, tokens, row_of_choice)
 
 
-def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out[t] = sum over j of weights[t, j] * d[places[t, j]], in float32, in the order of j, rounded once.
+def combine(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """out[t] = sum over j of weights[t, j] * d[row_of_choice[t, j]], in float32, in the order of j, rounded once.
 
     Args:
         d: (rows, n), the experts' outputs.
-        places: int32 (tokens, top k), rows of d as :func:`route` gives them; a negative one adds nothing.
+        row_of_choice: int32 (tokens, top k), rows of d as :func:`route` gives them; a negative one adds nothing.
         weights: floating point (tokens, top k), the router's weight of each choice.
 
     Returns:
@@ -66,30 +67,33 @@ def combine(d: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> tor
     Raises:
         TypeError, ValueError: for other dtypes or shapes.
     """
-    for name, t in (("d", d), ("places", places), ("weights", weights)):
+    for name, t in (("d", d), ("row_of_choice", row_of_choice), ("weights", weights)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
     if d.dim() != 2 or not d.is_floating_point():
         raise ValueError(f"d: wanted floating point (rows, n), got {kind_of(d)}")
-    if places.dtype != torch.int32 or places.dim() != 2:
-        raise TypeError(f"places: wanted torch.int32 (tokens, top k), got {kind_of(places)}")
-    if weights.shape != places.shape or not weights.is_floating_point():
-        raise ValueError(f"weights: wanted floating point {tuple(places.shape)} like places, got {kind_of(weights)}")
-    if not d.device == places.device == weights.device:
-        raise ValueError(f"places, weights: wanted d's device {d.device}, got {places.device}, {weights.device}")
-    tokens, terms = places.shape
+    if row_of_choice.dtype != torch.int32 or row_of_choice.dim() != 2:
+        raise TypeError(f"row_of_choice: wanted torch.int32 (tokens, top k), got {kind_of(row_of_choice)}")
+    tokens, terms = row_of_choice.shape
+    if weights.shape != row_of_choice.shape or not weights.is_floating_point():
+        raise ValueError(
+            f"weights: wanted floating point ({tokens}, {terms}) like row_of_choice, got {kind_of(weights)}"
+        )
+    if not d.device == row_of_choice.device == weights.device:
+        came = f"{row_of_choice.device}, {weights.device}"
+        raise ValueError(f"row_of_choice, weights: wanted d's device {d.device}, got {came}")
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
         add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
         if add_up is not None:
             out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device)
-            add_up(d, places.contiguous(), weights.float().contiguous(), out)
+            add_up(d, row_of_choice.contiguous(), weights.float().contiguous(), out)
             return out
     total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
     if not len(d):
         return total.to(d.dtype)
     for j in range(terms):
-        row = d.index_select(0, places[:, j].clamp(min=0)).float()
-        total = total + torch.where(places[:, j, None] >= 0, weights[:, j, None].float() * row, 0.0)
+        row = d.index_select(0, row_of_choice[:, j].clamp(min=0)).float()
+        total = total + torch.where(row_of_choice[:, j, None] >= 0, weights[:, j, None].float() * row, 0.0)
     return total.to(d.dtype)

@@ -1,1 +1,1 @@
-"""The kernel that quantizes activations to e4m3, a scale for each token."""
+"""The quantization of activations to e4m3, with a scale for each token."""

@@ -1,15 +1,17 @@
 """x8[i, :] = e4m3(y[i, :] * (448 / top)), scales[i] = top / 448, top = max of abs(y[i, :]), for 16-bit x (m, columns).
 
-y is x itself; "rms": x / sqrt(mean(x**2) + eps) * weight; "silu_mul": silu(x[:, :k]) * x[:, k:]; the last two in
-float32, rounded once to x's dtype. ``w4gemm.activations`` has the same in PyTorch, in the same order of roundings.
+y by ``front``: "" x itself; "rms" x / sqrt(mean(x**2) + eps) * weight; "silu_mul" silu(x[:, :k]) * x[:, k:]. The last
+two are computed in float32 and rounded once to x's dtype. ``w4gemm.activations`` has the same formulas in PyTorch, in
+the same order of roundings.
 
-A CTA takes one row. A thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart: it requests all of them
-before it uses the first, and keeps y in registers, two columns a word. Bits without their sign are ordered like the
-numbers, infinity above all and NaN above that, so the top of a warp's is one ``redux`` of integers, after maxima of two
-numbers at a time in each thread, and there is one more over the warps' after the row's one barrier. "rms" has another
-barrier before, for the sum of squares, which is added in an order that depends on k alone.
+A CTA quantizes one row. A thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart: it requests all of
+them before it uses the first, and keeps y in registers, two columns per word. Without their sign, the bits of 16-bit
+numbers are ordered like the numbers, infinity above all and NaN above that. So the top of a warp is one ``redux`` of
+integers, after maxima of two numbers at a time in each thread; a second ``redux`` over the warps follows the row's one
+barrier. "rms" has one more barrier before it, for the sum of squares, which is added in an order that depends on k
+alone.
 
-Every access is of eight columns; where k or an address does not allow that (``wide`` False), of one.
+Every access is of eight columns if k and the addresses allow that (``wide``), else of one column.
 
 Programmatic dependent launch, from SM90 on: the norm's weight is requested before ``griddepcontrol.wait``, and the
 product that follows requests its weights meanwhile.
@@ -53,9 +55,13 @@ _MAGNITUDES = 0x7FFF7FFF
 class Quantize:
     """The kernel for x of ``kind`` "f16" or "bf16" and rows of at most 8 * threads * chunks columns.
 
-    ``front``: "", "rms" or "silu_mul". ``staged_bytes``: of shared memory for x's row, of a wide silu_mul.
-    ``largest`` is e4m3's largest number, ``smallest`` what a smaller top counts as.
-    ``dependent_launch``: whether the device has programmatic dependent launch.
+    Args:
+        front: "", "rms" or "silu_mul".
+        wide: True if eight columns are loaded and stored at a time.
+        staged_bytes: shared memory for a row of x, of a wide silu_mul.
+        largest: e4m3's largest number.
+        smallest: smallest top that a row is scaled by.
+        dependent_launch: True if the device has programmatic dependent launch.
     """
 
     kind: str
@@ -77,14 +83,16 @@ class Quantize:
         scales: cute.Tensor,
         eps: Float32,
         stream: Any,
-    ):
-        """x (m, k), of silu_mul (m, 2 k); weight (k), of rms; x8 as bytes (m, k), contiguous; scales float32 (m)."""
+    ) -> None:
+        """x (m, k), for silu_mul (m, 2 k); weight (k,) for rms; x8 as bytes (m, k), contiguous; scales float32 (m,)."""
         self.kernel(x, weight, x8, scales, eps).launch(
             grid=[x8.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.dependent_launch
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, weight: cute.Tensor | None, x8: cute.Tensor, scales: cute.Tensor, eps: Float32):
+    def kernel(
+        self, x: cute.Tensor, weight: cute.Tensor | None, x8: cute.Tensor, scales: cute.Tensor, eps: Float32
+    ) -> None:
         thread, row, k = cute.arch.thread_idx()[0], Int64(cute.arch.block_idx()[0]), x8.shape[1]
         smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout(32))
@@ -117,7 +125,7 @@ class Quantize:
             self.store(target + columns[i], [pack_e4m3(values[:4]), pack_e4m3(values[4:])], columns[i], k)
 
     def load(self, row: Int64, column: Int32, k: Int32) -> list[Int32]:
-        """Eight columns in four words, 0 past the last one."""
+        """Return eight columns in four words, 0 past the last column."""
         address = row + Int64(column) * 2
         if self.wide:
             return load_global(address, 4, column < k)
@@ -125,7 +133,7 @@ class Quantize:
         return [low | (high << 16) for low, high in zip(halves[::2], halves[1::2], strict=True)]
 
     def store(self, address: Int64, words: list[Int32], column: Int32, k: Int32) -> None:
-        """Eight bytes, as far as they exist."""
+        """Store eight bytes, without those past the last column."""
         if self.wide:
             store_global(address, words, column < k)
             return
@@ -133,37 +141,41 @@ class Quantize:
             store_global_byte(address + i, words[i // 4] >> (8 * (i % 4)), column + i < k)
 
     def floats(self, words: Sequence[Int32]) -> list[Float32]:
+        """Widen the two numbers of each word."""
         return [to_float(self.kind, word, high) for word in words for high in (False, True)]
 
     def halves(self, values: list[Float32]) -> list[Int32]:
+        """Round eight numbers to x's dtype, two per word."""
         return [pack_half2(self.kind, values[i], values[i + 1]) for i in range(0, 8, 2)]
 
     def gated_row(self, source: Int64, columns: list[Int32], k: Int32, smem: Any) -> list[list[Int32]]:
-        """Through shared memory, where each thread reads what it copied itself: loads to registers would wait for each
-        other, since ptxas saves registers there."""
+        """Return y of silu_mul. If wide, x passes through shared memory, where each thread reads only what it copied
+        itself: loads to registers would wait for each other, because ptxas saves registers there."""
         up = source + Int64(k) * 2
         if not self.wide:
             return [self.gated(self.load(source, column, k), self.load(up, column, k)) for column in columns]
         words = smem.allocate_array(Int32, self.staged_bytes // 4, byte_alignment=16)
-        place, step = shared_address(words) + cute.arch.thread_idx()[0] * 16, self.threads * 16
+        address, step = shared_address(words) + cute.arch.thread_idx()[0] * 16, self.threads * 16
         for i, column in enumerate(columns):
-            copy_async_if(place + 2 * i * step, source + Int64(column) * 2, column < k)
-            copy_async_if(place + (2 * i + 1) * step, up + Int64(column) * 2, column < k)
+            copy_async_if(address + 2 * i * step, source + Int64(column) * 2, column < k)
+            copy_async_if(address + (2 * i + 1) * step, up + Int64(column) * 2, column < k)
         copies_wait()
-        pairs = [[load_shared(place + (2 * i + j) * step, 4) for j in (0, 1)] for i in range(self.chunks)]
+        pairs = [[load_shared(address + (2 * i + j) * step, 4) for j in (0, 1)] for i in range(self.chunks)]
         return [self.gated(*pair) for pair in pairs]
 
     def gated(self, gates: Sequence[Int32], ups: Sequence[Int32]) -> list[Int32]:
+        """silu(gate) * up of eight columns."""
         pairs = zip(self.floats(gates), self.floats(ups), strict=True)
         return self.halves([silu(gate) * up for gate, up in pairs])
 
     def normed(self, words: list[Int32], scale: Float32, factors: list[Int32]) -> list[Int32]:
+        """x * scale * factor of eight columns."""
         pairs = zip(self.floats(words), self.floats(factors), strict=True)
         return self.halves([(value * scale) * factor for value, factor in pairs])
 
     @cute.jit
-    def sum_of_squares(self, y: list, sums: cute.Tensor, thread: Int32):
-        """Over the CTA, the same bits in every thread."""
+    def sum_of_squares(self, y: list[list[Int32]], sums: cute.Tensor, thread: Int32) -> Float32:
+        """Add up squares over the CTA; every thread gets the same bits."""
         total = Float32(0.0)
         for words in y:
             for value in self.floats(words):
@@ -178,8 +190,8 @@ class Quantize:
         return total
 
     @cute.jit
-    def top(self, y: list, tops: cute.Tensor, thread: Int32):
-        """The largest magnitude of the CTA's, NaN if there is one, in every thread."""
+    def top(self, y: list[list[Int32]], tops: cute.Tensor, thread: Int32) -> Float32:
+        """Largest magnitude of the CTA's numbers, NaN if one is NaN; every thread gets it."""
         both = Int32(0)
         for words in y:
             for word in words:
@@ -195,7 +207,7 @@ class Quantize:
 
 
 def warp_sum(value: Float32) -> Float32:
-    """Over a warp: the same bits in every lane, since addition commutes."""
+    """Add up over a warp; every lane gets the same bits, because addition commutes."""
     for offset in (16, 8, 4, 2, 1):
         value = value + cute.arch.shuffle_sync_bfly(value, offset)
     return value

@@ -1,1 +1,1 @@
-"""The kernel that gathers x's columns for a weight in act-order."""
+"""The gather of x's columns for a weight in act-order."""

@@ -1,10 +1,12 @@
 """out[i, j] = x[i, perm[j]] for 16-bit x (m, k), as fast as the bytes move.
 
-A CTA takes one row, and of its result one of ``parts`` runs of columns (few rows alone would not fill the GPU). One
-bulk copy brings all of x's row into shared memory, where 2-byte reads anywhere are cheap: from global memory each would
-cost a sector. Every thread then reads eight perm entries, gathers, and stores 16 bytes. Two or four rows a CTA, which
-share the perm entries, were no faster (H200, 2026-11-21).
+A CTA gathers one run of columns of one row of the result; ``ctas_per_row`` CTAs share a row, because one CTA per row
+would not fill the GPU if m is small. One bulk copy loads the whole row of x into shared memory, because 2-byte reads at
+random addresses are cheap there and would cost a sector each in global memory. Then every thread reads eight perm
+entries, gathers eight elements and stores 16 bytes. Two or four rows per CTA, which share the perm entries, were no
+faster (H200, 2026-11-21).
 
+Pipeline: one mbarrier, arrive count 1 (thread 0, with 2 k transaction bytes); all threads wait for the row of x.
 Programmatic dependent launch: the first perm entries are read before ``griddepcontrol.wait``, and the product that
 follows requests its weights meanwhile.
 """
@@ -26,29 +28,29 @@ from w4gemm.kernels.device.ptx import (
 )
 
 _THREADS = 256
+_VECTOR = 8  # columns of a thread's store
 
 
 class Gather:
     """The kernel for rows of at most ``capacity`` elements."""
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, perm: cute.Tensor, out: cute.Tensor, parts: Int32, stream: Any):
-        """x and out (m, k), their rows at multiples of 16 bytes, k a multiple of 8; perm int32 (k). parts: CTAs that
-        share a row."""
-        self.kernel(x, perm, out, parts).launch(
-            grid=[x.shape[0] * parts, 1, 1],
+    def __call__(self, x: cute.Tensor, perm: cute.Tensor, out: cute.Tensor, ctas_per_row: Int32, stream: Any) -> None:
+        """x and out (m, k), their rows at multiples of 16 bytes, k a multiple of 8; perm int32 (k,)."""
+        self.kernel(x, perm, out, ctas_per_row).launch(
+            grid=[x.shape[0] * ctas_per_row, 1, 1],
             block=[_THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, perm: cute.Tensor, out: cute.Tensor, parts: Int32):
+    def kernel(self, x: cute.Tensor, perm: cute.Tensor, out: cute.Tensor, ctas_per_row: Int32) -> None:
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        row, part = Int64(cta // parts), cta % parts
+        row, run = Int64(cta // ctas_per_row), cta % ctas_per_row
         smem = cutlass.memory.SmemAllocator()
         s_row = shared_address(smem.allocate_array(Int32, self.capacity // 2, byte_alignment=16))
         full = smem.allocate_array(Int64, 1, byte_alignment=8)
@@ -56,11 +58,11 @@ class Gather:
             cute.arch.mbarrier_init(full, 1)
             cute.arch.mbarrier_init_fence()
         k = x.shape[1]
-        vectors = k // 8  # of eight columns
-        share = cute.ceil_div(vectors, parts)
-        last = cutlass.min(vectors, (part + 1) * share)
-        at = part * share + thread
-        columns = self.read_perm(perm, at, last)
+        vectors = k // _VECTOR
+        vectors_per_run = cute.ceil_div(vectors, ctas_per_row)
+        end = cutlass.min(vectors, (run + 1) * vectors_per_run)
+        vector = run * vectors_per_run + thread
+        columns = self.read_perm(perm, vector, end)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
@@ -68,15 +70,15 @@ class Gather:
             cute.arch.mbarrier_arrive_and_expect_tx(full, k * 2)
             bulk_copy(s_row, x.iterator.toint() + row * x.stride[0] * 2, k * 2, shared_address(full))
         cute.arch.mbarrier_wait(full, 0)
-        while at < last:
-            halves = [load_shared_half(s_row + columns[i] * 2) for i in range(8)]
-            words = [halves[2 * i] | (halves[2 * i + 1] << 16) for i in range(4)]
-            store_global(out.iterator.toint() + (row * out.stride[0] + at * 8) * 2, words, Boolean(True))
-            at += _THREADS
-            columns = self.read_perm(perm, at, last)
+        while vector < end:
+            halves = [load_shared_half(s_row + columns[i] * 2) for i in range(_VECTOR)]
+            words = [halves[2 * i] | (halves[2 * i + 1] << 16) for i in range(_VECTOR // 2)]
+            store_global(out.iterator.toint() + (row * out.stride[0] + vector * _VECTOR) * 2, words, Boolean(True))
+            vector += _THREADS
+            columns = self.read_perm(perm, vector, end)
 
     @cute.jit
-    def read_perm(self, perm: cute.Tensor, at: Int32, last: Int32):
-        """Eight entries; past the end the last ones, which nobody uses."""
-        address = perm.iterator.toint() + Int64(cutlass.min(at, last - 1)) * 32
+    def read_perm(self, perm: cute.Tensor, vector: Int32, end: Int32) -> tuple[Int32, ...]:
+        """Return the eight entries of a vector; past the end those of the last vector, which are not used."""
+        address = perm.iterator.toint() + Int64(cutlass.min(vector, end - 1)) * 32
         return (*load_global_int32x4(address), *load_global_int32x4(address + 16))

@@ -1,1 +1,1 @@
-"""The kernel that adds up the rows of a token, one from each of its experts."""
+"""The weighted sum of the rows of a token, one from each of its experts."""

@@ -1,7 +1,7 @@
-"""out[t, :] = sum over j of weights[t, j] * d[places[t, j], :], for 16-bit d, in float32 and rounded once.
+"""out[t, :] = sum over j of weights[t, j] * d[rows[t, j], :], for 16-bit d, in float32 and rounded once.
 
-The terms are added in the order of j, so that the bits do not depend on anything else; a negative place adds nothing.
-A thread has eight columns of a token: it requests those of all of the token's rows before it adds the first ones.
+The terms are added in the order of j, so the bits of a token depend on nothing else. A negative row adds nothing. A
+thread computes eight columns of one token: it requests those of all of the token's rows before it adds the first.
 """
 
 from __future__ import annotations
@@ -15,40 +15,43 @@ from cutlass import Boolean, Float32, Int32, Int64
 from w4gemm.kernels.device.ptx import load_global, pack_half2, store_global, to_float
 
 _THREADS = 128
+_VECTOR = 8  # columns of a thread
 
 
 class Combine:
-    """The kernel for ``terms`` rows a token of ``kind`` "f16" or "bf16"."""
+    """The kernel for ``terms`` rows per token of ``kind`` "f16" or "bf16"."""
 
-    def __init__(self, kind: str, terms: int):
+    def __init__(self, kind: str, terms: int) -> None:
         self.kind, self.terms = kind, terms
 
     @cute.jit
-    def __call__(self, d: cute.Tensor, places: cute.Tensor, weights: cute.Tensor, out: cute.Tensor, stream: Any):
-        """d (rows, n) and out (tokens, n), n a multiple of 8; places int32 and weights float32 (tokens, terms)."""
-        parts = cute.ceil_div(out.shape[1], 8 * _THREADS)
-        self.kernel(d, places, weights, out, parts).launch(
-            grid=[out.shape[0] * parts, 1, 1], block=[_THREADS, 1, 1], stream=stream, use_pdl=True
+    def __call__(self, d: cute.Tensor, rows: cute.Tensor, weights: cute.Tensor, out: cute.Tensor, stream: Any) -> None:
+        """d (any number, n) and out (tokens, n), n a multiple of 8; rows int32 and weights float32 (tokens, terms)."""
+        ctas_per_token = cute.ceil_div(out.shape[1], _VECTOR * _THREADS)
+        self.kernel(d, rows, weights, out, ctas_per_token).launch(
+            grid=[out.shape[0] * ctas_per_token, 1, 1], block=[_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, d: cute.Tensor, places: cute.Tensor, weights: cute.Tensor, out: cute.Tensor, parts: Int32):
+    def kernel(
+        self, d: cute.Tensor, rows: cute.Tensor, weights: cute.Tensor, out: cute.Tensor, ctas_per_token: Int32
+    ) -> None:
         cta = cute.arch.block_idx()[0]
-        token, part = cta // parts, cta % parts
-        column = (part * _THREADS + cute.arch.thread_idx()[0]) * 8
+        token, run = cta // ctas_per_token, cta % ctas_per_token
+        column = (run * _THREADS + cute.arch.thread_idx()[0]) * _VECTOR
         n = out.shape[1]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if column < n:
-            rows, factors = [], []
+            loaded, factors = [], []
             for j in cutlass.range_constexpr(self.terms):
-                place = places[token, j]
-                address = d.iterator.toint() + (Int64(place) * n + column) * 2
-                rows.append(load_global(address, 4, place >= 0))
+                row = rows[token, j]
+                address = d.iterator.toint() + (Int64(row) * n + column) * 2
+                loaded.append(load_global(address, _VECTOR // 2, row >= 0))
                 factors.append(weights[token, j])
-            sums = [Float32(0.0)] * 8
+            sums = [Float32(0.0)] * _VECTOR
             for j in cutlass.range_constexpr(self.terms):
-                values = [to_float(self.kind, rows[j][i // 2], i % 2 == 1) for i in range(8)]
-                sums = [sums[i] + factors[j] * values[i] for i in range(8)]
-            words = [pack_half2(self.kind, sums[i], sums[i + 1]) for i in range(0, 8, 2)]
+                values = [to_float(self.kind, loaded[j][i // 2], i % 2 == 1) for i in range(_VECTOR)]
+                sums = [sums[i] + factors[j] * values[i] for i in range(_VECTOR)]
+            words = [pack_half2(self.kind, sums[i], sums[i + 1]) for i in range(0, _VECTOR, 2)]
             store_global(out.iterator.toint() + (Int64(token) * n + column) * 2, words, Boolean(True))
