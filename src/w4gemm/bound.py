@@ -103,7 +103,7 @@ def bind(
 # --- calls of the function -------------------------------------------------------------------------------------------
 
 _bound: dict[tuple[Hashable, ...], BoundLinear] = {}
-"""What was bound, by all that the checks and plans of a call depend on but x's rows."""
+"""Bound linears by everything that the checks and plans of a call depend on, except x's rows."""
 _MOST_BOUND = 4096
 
 

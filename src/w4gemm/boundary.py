@@ -35,7 +35,7 @@ class Call(NamedTuple):
     epilogue: Epilogue
     operands: EpilogueOperands
     shape: tuple[int, ...]
-    """Of the result."""
+    """Shape of the result."""
     config: str = ""
     """A forced config, or the empty string."""
     batch_invariant: bool = False

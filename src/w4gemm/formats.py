@@ -1,4 +1,4 @@
-"""What the numbers of a 4-bit weight mean: :class:`WeightFormat`.
+"""The meaning of a 4-bit weight's numbers: :class:`WeightFormat`.
 
 A weight w (n, k) is stored as 4-bit codes u in 0..15, one scale s per output row and group of ``group_size`` elements
 along k, and optionally one zero point per scale. A format is an element, a scale rule and a zero rule:

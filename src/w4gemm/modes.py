@@ -1,4 +1,4 @@
-"""What PyTorch does around a call: plain eager execution, or a compiler, autograd, a mode, a transform."""
+"""PyTorch's mode around a call: plain eager execution, or a compiler, autograd, a mode, a transform."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from w4gemm.packed_shape import PackedShape, packed_shape
 from w4gemm.weight import QuantizedWeight
 
 _OPERANDS = tuple(name for name in EpilogueOperands._fields if name in Epilogue._fields)
-"""What users give; channel_scale is a tensor of the weight."""
+"""Epilogue operands from the user; channel_scale is a tensor of the weight."""
 WEIGHT = {"weight": "Tensor[]", "format": "str", "layout": "str", "n": "int", "k": "int"}
 EPILOGUE = dict.fromkeys(_OPERANDS, "Tensor?") | {
     "alpha_number": "float?",

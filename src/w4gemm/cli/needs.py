@@ -1,4 +1,4 @@
-"""What a model needs compiled: every problem and every helper that the library may launch for its layers."""
+"""The units that a model needs compiled: every problem and helper that the library may launch for its layers."""
 
 from __future__ import annotations
 

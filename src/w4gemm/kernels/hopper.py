@@ -1,4 +1,4 @@
-"""What the Hopper kernels share on the host side: where they run, and how a product is two launches."""
+"""The host side that the Hopper kernels share: where they run, and how a product is two launches."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parent
 _REFERENCE = "nvidia_h200.jsonl"
 """The only GPU whose times are measured; those of others are scaled from them."""
 _UNMEASURED = 1.05
-"""What a config without times takes beside those that stand for it: enough to rank after their own config."""
+"""Time of a config without measurements over that of the configs that stand for it: it ranks after their own config."""
 
 
 class SliceTimes(NamedTuple):
@@ -31,7 +31,7 @@ class SliceTimes(NamedTuple):
     alone: float = 0.0
     """A k-slice of a CTA that has the GPU to itself."""
     shared: float = 0.0
-    """What a k-slice takes besides where CTAs fill the GPU."""
+    """Additional time of a k-slice if CTAs fill the GPU."""
     tile: float = 0.0
     """Storing an output tile."""
 
@@ -40,11 +40,11 @@ class Scale(NamedTuple):
     """Times on a GPU over those on the measured one."""
 
     clock: float = 1.0
-    """What a multiprocessor does by itself."""
+    """Work of one SM alone."""
     memory: float = 1.0
-    """What waits for memory alone."""
+    """Waiting for memory alone."""
     contention: float = 1.0
-    """What the CTAs of a full GPU wait for each other: memory per multiprocessor."""
+    """Waiting of a full GPU's CTAs for each other: memory per SM."""
     mma: float = 1.0
     """A matrix instruction. More than ``clock`` for a GPU whose tensor cores are throttled, such as the H20."""
 

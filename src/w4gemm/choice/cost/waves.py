@@ -105,7 +105,7 @@ def _decode_overhead(kernel: Any, problem: GemmProblem) -> float:
 
 
 def _expert_tiles_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """What sm90_decode takes besides with experts: a CTA has tile after tile, and its pipelines drain while its warps
+    """Additional time of sm90_decode with experts: a CTA has tile after tile, and its pipelines drain while its warps
     add up."""
     tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
     each = reference().models["waves"]["expert_tile_us"] * scale_of(problem.device).clock

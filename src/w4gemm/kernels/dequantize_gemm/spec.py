@@ -32,11 +32,11 @@ _FP8 = torch.float8_e4m3fn
 _LAYOUTS = {torch.float16: "mma16", torch.bfloat16: "mma16", _FP8: "mma8"}
 """By the dtype of x."""
 _TOKENS, _CHUNK_K = 256, 128
-"""What stands in a config for tiles that are cuBLAS's to choose."""
+"""tile_m and tile_k of its config, which stand for the tiles that cuBLAS chooses."""
 _LEAST_FEATURES = 2048
 _CTAS_PER_SM = 16
 _ANYWHERE = Sm80MixedGemm()
-"""Whose GPUs and targets these are, too."""
+"""The kernel with the same GPUs and targets."""
 
 
 class DequantizeGemm:
@@ -90,7 +90,7 @@ class DequantizeGemm:
         return Resources(memory=self._variant(problem).decode_table_bytes)
 
     def _variant(self, problem: GemmProblem) -> Variant:
-        """Of which nothing but the formats of weight and x differs."""
+        """Return the variant, which depends on the formats of weight and x alone."""
         v: Variant = Variant.of(problem, GemmConfig(_TOKENS, BLOCK_N, BLOCK_K))
         return replace(v, epilogue=PLAIN, vector=True)
 
@@ -174,6 +174,6 @@ def _limit() -> int:
 
 
 def dense_bytes(problem: GemmProblem, features: int) -> int:
-    """Of so many features' dense weight, or of all, in whole blocks."""
+    """Bytes of the dense weight of ``features`` features, at most of all, in whole blocks."""
     rows = -(-min(features, problem.n) // BLOCK_N) * BLOCK_N
     return rows * -(-problem.k // BLOCK_K) * BLOCK_K * problem.dtype.itemsize

@@ -45,7 +45,7 @@ class Decoder:
 
     @property
     def _biases(self) -> tuple[float, float]:
-        """What is to be subtracted from the codes of rows g and g + 8, the latter in fp16 after division by 16."""
+        """Numbers to subtract from the codes of rows g and g + 8, the latter in fp16 after division by 16."""
         bias = _BIAS[self.kind]
         return bias, bias / 16 if self.kind == "f16" else bias
 

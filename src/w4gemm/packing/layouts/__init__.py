@@ -13,7 +13,7 @@ from w4gemm.packing.layouts.mma import MmaLayout
 from w4gemm.problem import Device
 
 FP8_LAYOUT = "mma8"
-"""Of weights that meet fp8 activations on a GPU."""
+"""Layout of weights for fp8 activations on a GPU."""
 _FP8_CAPABILITY = (8, 9)
 """From here on GPUs have e4m3."""
 
