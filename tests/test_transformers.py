@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from tiny_model import FFN, HEAD_DIM, HIDDEN, LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, W4Linear, WeightFormat, quantize
+from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.gguf_file import GGUFFile
 from w4gemm.integrations.transformers import dequantize_layers, load, quantize_layers, summarize
 
@@ -172,6 +173,8 @@ def test_a_config_that_transformers_cannot_read(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
     with pytest.raises(FormatError, match="transformers makes no model"):
         load(folder)
+    with pytest.raises(FormatError, match="transformers makes no model"):
+        _ = open_checkpoint(folder).modules
 
 
 def test_wrong_shape(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
-from w4gemm.checkpoints.hugging_face import FILES, SafetensorsFolder, quantization_config
+from w4gemm.checkpoints.hugging_face import FILES, SafetensorsFolder, quantization_config, transformers_errors
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
 from w4gemm.quantization import quantize
@@ -91,7 +91,7 @@ class DenseCheckpoint:
         """The model without numbers."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        with torch.device("meta"):
+        with transformers_errors(self.path), torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path, local_files_only=True))
 
     @functools.cached_property

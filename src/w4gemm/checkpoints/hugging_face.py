@@ -35,6 +35,18 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     return found
 
 
+@contextmanager
+def transformers_errors(path: Path) -> Iterator[None]:
+    """Turn whatever transformers raises for a damaged config or tokenizer into a FormatError that names ``path``."""
+    try:
+        yield
+    except (ImportError, FormatError):
+        raise
+    except Exception as e:
+        reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        raise FormatError(f"{path}: transformers makes no model and tokenizer of it: {reason}") from e
+
+
 class TensorInfo(NamedTuple):
     """Place of a tensor; ``dtype`` is safetensors' name of it, such as "BF16"."""
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from w4gemm.checkpoints import Checkpoint, Module, open_checkpoint
 from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
+from w4gemm.checkpoints.hugging_face import transformers_errors
 from w4gemm.errors import FormatError
 from w4gemm.formats import WeightFormat
 from w4gemm.nn import W4Linear
@@ -145,7 +146,7 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrained
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     folder, options = checkpoint.pretrained()
-    try:
+    with transformers_errors(checkpoint.path):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
         with _ParametersOnMeta():
@@ -153,11 +154,6 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrained
         # with options the config is that of one file, beside which another model's generation config may lie
         if not options and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except ImportError:
-        raise
-    except Exception as e:  # whatever transformers meets in a config that is damaged
-        reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
-        raise FormatError(f"{checkpoint.path}: transformers makes no model and tokenizer of it: {reason}") from e
     return model, tokenizer
 
 
