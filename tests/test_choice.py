@@ -16,10 +16,9 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import UnsupportedError
 from w4gemm.formats import WeightFormat
-from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.kernels import KERNELS, kernel_named, requirements
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.column_gather.spec import ColumnGather
-from w4gemm.kernels.device import requirements
 from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.packed_shape import packed_shape
 from w4gemm.problem import GPUS, H200, Device, GemmProblem

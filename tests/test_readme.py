@@ -102,7 +102,7 @@ def headings(document: Path) -> list[str]:
 
 
 def test_the_version_of_the_dsl_is_said_alike() -> None:
-    from w4gemm.kernels.device.requirements import DSL
+    from w4gemm.kernels.requirements import DSL
 
     assert f'"nvidia-cutlass-dsl=={DSL}"' in (ROOT / "pyproject.toml").read_text()
     assert f"nvidia-cutlass-dsl=={DSL}" in (ROOT / "constraints.txt").read_text()

@@ -16,7 +16,7 @@ from w4gemm.choice import store
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
 from w4gemm.jit import disk
-from w4gemm.kernels.device.requirements import driver_cuda_version
+from w4gemm.kernels.requirements import driver_cuda_version
 from w4gemm.tuning.record import facts
 
 NAME = "info"

@@ -16,7 +16,7 @@ from w4gemm.formats import WeightFormat
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.device.requirements import missing_for_dsl
+from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.packing.block import BLOCK_K, Block
 from w4gemm.packing.codecs import WeightOperand
 from w4gemm.packing.layouts import layout_named

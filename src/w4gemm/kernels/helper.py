@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from w4gemm.jit import Unit, compiled
-from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.gpu import MIN_DRIVER, GpuKernel
+from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.problem import Device
 
 HALF_KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}

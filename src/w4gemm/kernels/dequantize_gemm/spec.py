@@ -21,8 +21,8 @@ from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.device.requirements import missing_for_dsl
 from w4gemm.kernels.gpu import MIN_DRIVER, Variant, refused_groups
+from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.layouts import layout_named
