@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, choice, masked_linear, quantize
+from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, choice, gather, masked_linear, quantize
 from w4gemm.choice.choose import Plan
 from w4gemm.cli.__main__ import main
 from w4gemm.jit import compile as jit
@@ -42,16 +42,18 @@ def fill(tmp_path: Path, device: Device, activations: str | None) -> Path:
 
 
 @pytest.fixture
-def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Hide from a test what this process compiled, loaded or planned, and from other tests what it plans."""
 
     def clear() -> None:
         choice.forget()
         launcher.cache_clear()
+        gather._gather_on.cache_clear()
+        jit._memory.clear()
 
     monkeypatch.setattr(jit, "_memory", {})
     clear()
-    yield
+    yield clear
     clear()
 
 
@@ -123,9 +125,7 @@ def test_a_mixture_of_experts_serves_where_compiling_is_forbidden(tmp_path, monk
     wanted = [run(mixture, layer, tokens, "cuda") for tokens in TOKENS]
     folder = fill(tmp_path, here, activations)
     before = sorted(path.name for path in folder.iterdir())
-    monkeypatch.setattr(jit, "_memory", {})
-    choice.forget()
-    launcher.cache_clear()
+    forget()
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(folder))
     monkeypatch.setenv("W4GEMM_COMPILE", "off")
     for tokens, expected in zip(TOKENS, wanted, strict=True):

@@ -223,6 +223,18 @@ def test_what_a_killed_process_left_is_deleted(folder):
     assert not old.exists() and new.exists()
 
 
+def test_clear_deletes_objects_and_leftovers_of_a_trusted_folder_alone(folder):
+    names = {"x-sm_90a-1-2.o", ".y-sm_90a-1-2.o.abcdefgh", "kept"}
+    for name in names:
+        (folder / name).touch()
+    folder.chmod(0o777)
+    with pytest.raises(trust.Untrusted, match="mode 0777"):
+        disk.clear()
+    assert set(os.listdir(folder)) == names
+    folder.chmod(0o700)
+    assert disk.clear() == 1 and os.listdir(folder) == ["kept"]
+
+
 def test_compiling_processes_import_nothing_of_the_current_folder(folder, tmp_path):
     pytest.importorskip("cutlass")
     (tmp_path / "pickle.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit")

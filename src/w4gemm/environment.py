@@ -2,7 +2,8 @@
 
 ====================  ==================================================================================
 ``W4GEMM_CACHE_DIR``  where compiled kernels and tuned configs are kept; ``off`` keeps none. Default: ``w4gemm`` under
-                      ``XDG_CACHE_HOME``, or under ``~/.cache``.
+                      ``XDG_CACHE_HOME``, or under ``~/.cache``. Used only if no other user can have written it, see
+                      trust.py.
 ``W4GEMM_LOG``        a level such as ``debug`` or ``info``: log to standard error from that level on.
 ``W4GEMM_COMPILE``    ``off`` forbids compiling: what is not in the cache folder raises UnsupportedError.
 ``W4GEMM_NVTX``       ``1`` shows each launch in a profiler as an NVTX range, named by its config.

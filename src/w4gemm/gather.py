@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,14 +25,15 @@ def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
     here = device.type == "cuda" and device.index == torch.cuda.current_device()
     if here and x.shape[0] and ColumnGather.takes(x, perm):
         m, k = x.shape
-        gather = launcher(ColumnGather.of, device, x.dtype, k)
+        gather, sms = _gather_on(device, x.dtype, k)
         if gather is not None:
             out = torch.empty((m, k), dtype=x.dtype, device=device)
-            gather(x, perm, out, ColumnGather.ctas_per_row(m, k, _sms(device)))
+            gather(x, perm, out, ColumnGather.ctas_per_row(m, k, sms))
             return out
     return selected(x, 1, perm)
 
 
 @functools.cache
-def _sms(device: torch.device) -> int:
-    return Device.of(device).sms
+def _gather_on(device: torch.device, dtype: torch.dtype, k: int) -> tuple[Callable[..., Any] | None, int]:
+    """Return the compiled gather, None where it does not run, and the device's multiprocessors: one look-up a call."""
+    return launcher(ColumnGather.of, device, dtype, k), Device.of(device).sms

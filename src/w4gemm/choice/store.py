@@ -240,7 +240,7 @@ def parse_lines(lines: Iterable[str]) -> tuple[list[Record], list[tuple[int, str
         try:
             if line.strip():
                 records.append(Record.parse(line))
-        except (ValueError, TypeError, KeyError) as e:
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             bad.append((number, str(e)))
     return records, bad
 
@@ -301,7 +301,7 @@ def clear() -> int:
         return 0
     with _lock(path):
         count = len(read(path))
-        path.unlink()
+        path.unlink(missing_ok=True)  # another process may have cleared it meanwhile
     return count
 
 

@@ -72,10 +72,7 @@ def is_current(record: store.Record) -> bool:
 
 def _clear(args: argparse.Namespace) -> None:
     if args.only != "tuned":
-        objects = disk.stored()
-        for path in objects:
-            path.unlink(missing_ok=True)
-        say(f"deleted {len(objects)} compiled kernels")
+        say(f"deleted {disk.clear()} compiled kernels")
     if args.only != "compiled":
         say(f"deleted {store.clear()} tuned configs")
 

@@ -30,7 +30,8 @@ from w4gemm.jit.unit import Unit
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SOURCES = ("kernels", "packing", "jit", "formats.py", "epilogue.py")
+_SOURCES = ("kernels", "packing", "jit/compile.py", "formats.py", "epilogue.py")
+"""What of this package decides the code of an object."""
 _DIGEST = hashlib.sha256().digest_size
 # no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
 _ONLY_BY_NAME = {"avx512_vp2intersect", "avx512_fp16"}
@@ -174,3 +175,19 @@ def stored() -> list[Path]:
     """Every object in the cache folder, of whatever version."""
     folder = environment.cache_dir()
     return sorted(folder.glob("*-sm_*-*.o")) if folder is not None else []
+
+
+def clear() -> int:
+    """Delete every object, and what killed processes left behind; return the number of objects.
+
+    Raises:
+        w4gemm.trust.Untrusted: if the folder is not to be trusted: it may stand for another one.
+    """
+    folder = environment.cache_dir()
+    if folder is None or not folder.is_dir():
+        return 0
+    trust.check_folder(folder)
+    objects = stored()
+    for path in (*objects, *folder.glob(".*.o.*")):
+        path.unlink(missing_ok=True)
+    return len(objects)
