@@ -41,32 +41,33 @@ def grouped_linear(
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
 ) -> torch.Tensor:
-    """For every expert e, with its rows r = m_offsets[e] .. m_offsets[e + 1]:
-    act(alpha * token_scale[r] * (x[r] @ w[e].T) + bias[e]) + residual[r], in one launch.
+    """Compute, in one launch, for every expert e and its rows r = m_offsets[e] .. m_offsets[e + 1]:
+    act(alpha * token_scale[r] * (x[r] @ w[e].T) + bias[e]) + residual[r].
 
-    On a GPU ``m_offsets`` is read by the device alone: nothing synchronizes, and a CUDA graph of a call serves any
-    division of the rows. Experts may have no rows, or all of them.
+    On a GPU the device alone reads ``m_offsets``: nothing synchronizes, and a CUDA graph of a call serves any division
+    of the rows. Experts may have no rows, or all of them.
 
     Args:
         x: activations (total_m, k), sorted by expert, of the dtypes that :func:`w4gemm.linear` takes.
         w: the weights of up to 512 experts, see :meth:`QuantizedWeight.stack`; on x's device.
-        m_offsets: int32 (experts + 1) on x's device, ascending from 0 or more to total_m or less. **Not checked**,
-            since that would take a synchronization; others are undefined behaviour.
+        m_offsets: int32 (experts + 1,) on x's device, ascending from 0 or more to total_m or less. **Not checked**,
+            because that would take a synchronization; other values are undefined behaviour.
         bias: (experts, n) of x's dtype, or None.
-        indices: int32 or int64 (total_m), to take row i from x[indices[i]]; x is then (any number, k), and token_scale
-            goes with it. Their values are not checked either. Kernels on a GPU read the rows where they lie, if those
-            and k are multiples of 16 bytes; else x is gathered first.
+        indices: int32 or int64 (total_m,). Row i of the product is computed from x[indices[i]] and
+            token_scale[indices[i]]; x has any number of rows. Values are not checked. A GPU kernel reads the rows in
+            place if x's address, row stride and row length are multiples of 16 bytes and this is predicted to be
+            faster; otherwise the rows are copied first.
         alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`. Without a config
             it is chosen for total_m / experts tokens each.
 
     Returns:
-        (total_m, n), or (total_m, n / 2) with "silu_mul"; ``out`` if given. Rows that no expert has are not written.
+        (total_m, n), or (total_m, n / 2) with "silu_mul"; ``out`` if given. Rows of no expert are not written.
         There are no gradients.
 
     Raises:
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here.
-        NotImplementedError: where a gradient would be needed.
+        NotImplementedError: if a gradient would be needed.
     """
     arguments.check(x, w, grouped=True)
     if x.dim() != 2:
@@ -93,11 +94,11 @@ def masked_linear(
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
 ) -> torch.Tensor:
-    """:func:`grouped_linear` for rows that lie apart: of x (experts, max_m, k) expert e has the first counts[e].
+    """Compute :func:`grouped_linear` for padded rows: expert e has the first counts[e] rows of x[e].
 
     Args:
         x: contiguous (experts, max_m, k).
-        counts: int32 (experts) on x's device, each 0 .. max_m; not checked.
+        counts: int32 (experts,) on x's device, each 0 .. max_m; not checked.
         bias, alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`grouped_linear`.
 
     Returns:

@@ -1,5 +1,5 @@
-"""Layers: :class:`W4Linear`, which takes the place of ``torch.nn.Linear``; :class:`W4Experts`, of a mixture of experts
-behind its router."""
+"""Layers: :class:`W4Linear`, which replaces ``torch.nn.Linear``; :class:`W4Experts`, a mixture of experts behind its
+router."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class W4Linear(torch.nn.Module):
         *,
         activations: str | None = None,
     ) -> W4Linear:
-        """A quantized copy of a dense layer, on its device.
+        """Return a quantized copy of a dense layer, on its device.
 
         Args:
             search: as for :func:`w4gemm.quantize`.
@@ -120,10 +120,10 @@ class W4Linear(torch.nn.Module):
     def from_weight(
         cls, w: QuantizedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> W4Linear:
-        """A layer around ``w``, on its device and with its activations; the bias (n) is taken as it is.
+        """Return a layer with weight ``w``, on its device and with its activations; the bias (n,) is used as it is.
 
         Args:
-            dtype: what to advertise; None for the bias's dtype, or torch's default dtype without a bias.
+            dtype: dtype to advertise; None for the bias's dtype, or torch's default dtype without a bias.
         """
         if not isinstance(w, QuantizedWeight):
             raise TypeError(f"w: wanted a QuantizedWeight, got {type(w).__name__}")
@@ -305,19 +305,19 @@ class W4GroupedLinear(W4Linear):
 
 
 class W4Experts(torch.nn.Module):
-    """The experts of a mixture, each with 4-bit weights: down @ (silu(gate @ x) * (up @ x)), weighted and added up.
+    """The experts of a mixture, each with 4-bit weights: down @ (silu(gate @ x) * (up @ x)), weighted and summed.
 
-    Everything stays on the device and takes the same launches whatever the router chose, so that a CUDA graph may hold
-    it; the terms of a token are added in the order of its choices. Inference only. Where the weights' ``activations``
-    are "fp8", so are those of the product: gate_up and down each say their own, and a state dict keeps it.
+    All data stays on the device, and the launches are the same whatever the router chose, so that a CUDA graph can
+    capture them. A token's terms are added in the order of its choices. Inference only. If a weight's ``activations``
+    is "fp8", its product quantizes x; gate_up and down each say their own, and a state dict keeps it.
 
     Args:
-        gate_up: (2 * hidden, features) of each expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`.
-        down: (features, hidden) of each expert.
-        dtype: what to advertise, as for :meth:`W4Linear.from_weight`.
+        gate_up: (2 * hidden, features) per expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`.
+        down: (features, hidden) per expert.
+        dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`.
 
     Raises:
-        TypeError, ValueError: for weights of one expert, or that do not belong together.
+        TypeError, ValueError: for weights without experts, or of sizes that do not match.
     """
 
     def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight, *, dtype: torch.dtype | None = None) -> None:

@@ -45,11 +45,11 @@ def linear(
     config: GemmConfig | str | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once, without further
-    passes.
+    """Return act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in one launch in float32 and rounded
+    once.
 
-    On a GPU it runs on the current stream of x's device and does not synchronize, but for the first launch of a config
-    with stream-k.
+    On a GPU it runs on the current stream of x's device. It does not synchronize, except in the first launch of a
+    config with stream-k.
 
     Args:
         x: activations (..., k), float16 or bfloat16; on the CPU also float32. Any strides; without tokens the result is
@@ -57,7 +57,7 @@ def linear(
             :func:`w4gemm.quantize_activations`; the result keeps its dtype. x may also be float8_e4m3fn itself, for a
             weight in the mma8 layout and on the CPU.
         w: the weight (n, k), on x's device and in a layout that a kernel reads there: see ``w.repack()``.
-        bias: (n) of x's dtype (beside fp8 x, of the result's 16-bit dtype or bfloat16), or None.
+        bias: (n,) of x's dtype (beside fp8 x, of the result's 16-bit dtype or bfloat16), or None.
         alpha: a number, or a float32 tensor of one element on x's device, which is read when the kernel runs.
         activation: "relu", "silu", "gelu" or "gelu_tanh" as torch has them; or "silu_mul", for a weight whose even rows
             are gates and odd rows up projections (:meth:`QuantizedWeight.interleave`): silu(gate) * up, n / 2 columns.
@@ -68,17 +68,17 @@ def linear(
             other tensors; but it may be the residual itself. Not together with gradients.
         config: forces a kernel's config, as :func:`w4gemm.choice.plan` takes it; for tests and measurements.
         batch_invariant: True if a row of the result must have the same bits whatever the other rows hold and however
-            many there are. One order of additions then serves every m, which costs speed where another is faster (see
-            docs/measured.md). Gradients are computed, but without this guarantee.
+            many there are. One order of additions then serves every m, which costs time if another is faster (see
+            docs/measured/batch_invariant.md). Gradients are computed, but without this guarantee.
 
     Returns:
         (..., n), or (..., n / 2) with "silu_mul"; ``out`` if given. Gradients flow to x, bias, alpha and residual,
-        never to w: where they are needed, PyTorch's operators do what comes after the bias.
+        never to w. If they are needed, PyTorch's operators do what comes after the bias.
 
     Raises:
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; lists each kernel's reason.
-        NotImplementedError: where forward-mode derivatives would be needed, or gradients beside fp8 activations.
+        NotImplementedError: if forward-mode derivatives would be needed, or gradients beside fp8 activations.
     """
     is_simple = alpha is residual is token_scale is out_dtype is out is config is None
     if is_simple and (warm := bound.find(x, w, bias, activation, batch_invariant)) is not None:

@@ -29,7 +29,7 @@ def quantize(
 
     Args:
         weight: floating point (n, k), finite.
-        format: what to quantize to, or its string form.
+        format: the result's format, or its string.
         search: try 24 smaller ranges for each group and keep the one with the least squared error; about 25 times
             slower, never worse.
         progress: called as ``progress(rows done, rows)`` after each block of rows.
@@ -70,18 +70,18 @@ def quantize(
 
 
 def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
-    """A symmetric weight with e4m3 scales and a float32 scale for each output channel: for W4A8 products that multiply
-    codes and group scales in e4m3 (what vLLM's CUTLASS kernel computes). The codes stay as they are.
+    """Turn 16-bit group scales into e4m3 ones with a float32 scale per output channel, for W4A8 products that multiply
+    codes and group scales in e4m3 (as vLLM's CUTLASS kernel does). The codes do not change.
 
-    A channel's scale is its largest group scale / 56, and a group's that of the group in units of it, rounded to e4m3:
-    56 * 8 is 448, the largest e4m3.
+    A channel's scale is its largest group scale / 56, and a group's is its own scale over the channel's, rounded to
+    e4m3: 56 * 8 is 448, the largest e4m3.
 
     Args:
-        w: with 16-bit scales and without zero points, in any layout; of several experts too, one after the other.
+        w: a weight with 16-bit scales and without zero points, in any layout; experts are converted one by one.
 
     Returns:
-        The weight in w's layout if that holds it, else in the canonical one; and its relative error, the root of the
-        mean square of the difference to ``w.dequantize()`` over that of ``w.dequantize()``.
+        (weight, error): the weight in w's layout if that can hold it, else in the canonical one; error is the relative
+        RMS difference to ``w.dequantize()``.
 
     Raises:
         TypeError, ValueError: if w is no such weight.

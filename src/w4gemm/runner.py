@@ -1,9 +1,9 @@
-"""The kernels without the library around them, for engine authors: :class:`MixedGemm`.
+"""The kernels without the rest of the library, for engine authors: :class:`MixedGemm`.
 
-It takes packed tensors, of torch or of any framework that speaks DLPack (``__dlpack__``), such as JAX, CuPy or Paddle.
-On a GPU :meth:`MixedGemm.run` does not synchronize, and allocates nothing but the workspace of configs that have one,
-unless it is given, so it can be captured in a CUDA graph. (dequantize_gemm also copies an x with strides, and the first
-launch with stream-k synchronizes where no workspace is given.)
+It takes packed tensors of torch or of any framework with DLPack (``__dlpack__``), such as JAX, CuPy or Paddle. On a GPU
+:meth:`MixedGemm.run` does not synchronize and allocates only the workspace of configs that have one, if none is given,
+so it can be captured in a CUDA graph. (dequantize_gemm also copies an x with strides. The first launch with stream-k
+synchronizes if no workspace is given.)
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class MixedGemm:
 
     Args:
         format: what the numbers of b mean, or its string.
-        dtype: of a: float16, bfloat16 or float8_e4m3fn, on the CPU also float32.
-        device: where.
-        layout: of b; None for the one that the fastest kernel reads. ``w.repack(layout).tensors`` of a
+        dtype: dtype of a: float16, bfloat16 or float8_e4m3fn, on the CPU also float32.
+        device: device of all tensors.
+        layout: layout of b; None for the one that the fastest kernel reads. ``w.repack(layout).tensors`` of a
             :class:`w4gemm.QuantizedWeight` are such tensors; their shapes are :meth:`weight_shapes`.
-        epilogue: which of alpha, bias, residual, token_scale and activation :meth:`run` is given, and the dtype of d.
+        epilogue: says which of alpha, bias, residual, token_scale and activation :meth:`run` gets, and the dtype of d.
         batch_invariant: as for :func:`w4gemm.linear`.
 
     Raises:
-        TypeError, ValueError: for a format, a layout or an epilogue that there is not.
+        TypeError, ValueError: for an unknown format, layout or epilogue.
     """
 
     format: WeightFormat | str
@@ -64,22 +64,22 @@ class MixedGemm:
         object.__setattr__(self, "layout", layout_named(layout).name)
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
-        """The problem that a config is chosen for at these sizes: m is that of its interval."""
+        """Return the problem that a config is chosen for at these sizes: m is its interval's last."""
         return self._key(self._weight(n, k), m).problem()
 
     def weight_shapes(self, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        """dtype and shape of each tensor of b; all are contiguous."""
+        """Return dtype and shape of each tensor of b; all are contiguous."""
         return self._weight(n, k).tensors
 
     def configs(self, m: int, n: int, k: int) -> list[str]:
-        """Every config that :meth:`run` takes, best guess first; empty if nothing can run this, for which
-        :func:`w4gemm.explain` of :meth:`problem` has the reasons."""
+        """Return every config that :meth:`run` takes, best guess first; empty if nothing can run this, with the reasons
+        in :func:`w4gemm.explain` of :meth:`problem`."""
         return choice.configs(self.problem(m, n, k))
 
     def workspace_bytes(self, m: int, n: int, k: int, config: str) -> int:
-        """Bytes of device memory that a launch needs: what :meth:`run` takes as ``workspace``, or else from PyTorch's
-        allocator, in the order of its stream, and gives back. 0 on a GPU, where sums of split k meet in the cluster's
-        shared memory, but for stream-k and dequantize_gemm."""
+        """Bytes of device memory that a launch needs: the size of ``workspace`` in :meth:`run`. Without one,
+        :meth:`run` allocates them from PyTorch's allocator, in the order of its stream, and frees them. On a GPU 0 but
+        for stream-k and dequantize_gemm, because split-k reduces in the cluster's shared memory."""
         name, _, _ = config.rpartition("/")
         problem = self.problem(m, n, k)
         chosen = choice.explain(problem, config).chosen
@@ -87,7 +87,7 @@ class MixedGemm:
         return kernel_named(name or chosen[0]).workspace_bytes(problem, chosen[1])
 
     def prepare(self, m: int, n: int, k: int, config: str | None = None) -> str:
-        """Compile or load what :meth:`run` needs for m's interval, and give the config that it will use.
+        """Compile or load what :meth:`run` needs for m's interval; return the config that it will use.
 
         Raises:
             UnsupportedError, ValueError: if nothing runs this, or the config is not legal.
@@ -111,22 +111,18 @@ class MixedGemm:
         """Launch once. The first call for an interval of m compiles; :meth:`prepare` does that beforehand.
 
         Args:
-            a: (m, k), columns contiguous, rows at multiples of 16 bytes.
-            b: the packed tensors of a weight (n, k), a sequence.
-            out: (m, n), or (m, n / 2) with silu_mul; contiguous. It may be the residual.
-            alpha: a number or a float32 tensor of one element, as the epilogue says.
-            bias: (n) of a's dtype; beside fp8 a, of out's 16-bit dtype or bfloat16.
-            residual: of out's shape and dtype.
-            token_scale: float32 (m), for fp8 a.
-            config: one of :meth:`configs`; None for the tuned or predicted one.
-            workspace: at least :meth:`workspace_bytes` bytes on the GPU, zero before the first launch that uses them;
-                launches that may run at the same time must not share them. None: a launch looks after itself, as it
-                does on the CPU.
-            stream: a torch stream or the address of a ``CUstream``; None for torch's current one.
+            a: (m, k), columns contiguous, rows at multiples of 16 bytes. b: the packed tensors of a weight (n, k), a
+            sequence. out: (m, n), or (m, n / 2) with silu_mul; contiguous. It may be the residual. alpha: a number or a
+            float32 tensor of one element, as the epilogue says. bias: (n,) of a's dtype; beside fp8 a, of out's 16-bit
+            dtype or bfloat16. residual: of out's shape and dtype. token_scale: float32 (m,), for fp8 a. config: one of
+            :meth:`configs`; None for the tuned or predicted one. workspace: device buffer of at least
+            :meth:`workspace_bytes` bytes, zero-filled before its first use; launches that may overlap need separate
+            buffers. None: each launch allocates what it needs. Ignored on the CPU. stream: a torch stream or the
+            address of a ``CUstream``; None for torch's current one.
 
         Raises:
             TypeError, ValueError: for an argument that does not fit, naming it.
-            UnsupportedError: as :meth:`prepare`.
+            UnsupportedError: if nothing runs this.
         """
         a, out = _tensor("a", a), _tensor("out", out)
         if isinstance(b, QuantizedWeight):

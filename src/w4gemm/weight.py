@@ -23,23 +23,22 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight w (n, k) in 4 bits: packed tensors, and what they mean. Immutable; every method returns a new one.
+    """A weight w (n, k) in 4 bits: packed tensors and what they mean. Immutable; methods return new weights.
 
     Make one with :meth:`from_codes`, :func:`w4gemm.quantize`, :meth:`load` or a loader in ``w4gemm.checkpoints``.
 
     Attributes:
         format: what the numbers mean.
         n, k: output and input features, without any padding of the layout.
-        layout: the name of the order in which the bits of ``tensors`` lie.
+        layout: the name of the order of the bits in ``tensors``.
         tensors: the packed tensors, as ``layout_named(layout).shapes(format, n, k)`` says.
-        experts: 0; or the number of weights of this format, n and k that the tensors hold, each in an entry of a
-            leading dimension: see :meth:`stack` and :func:`w4gemm.grouped_linear`. Such a weight has no perm.
-        perm: int32 (k), the order in which w's columns are packed: packed column j is column perm[j] of w. None for
-            their own order; see :mod:`w4gemm.act_order`.
-        activations: "fp8" if :func:`w4gemm.linear` quantizes x to float8_e4m3fn, with a scale for each token, before it
-            multiplies, on every device; None if x is multiplied as it comes. :meth:`repack` sets it; a file and a
-            layer's state dict keep it.
-        packed: format, layout, n, k and experts as one value, see :mod:`w4gemm.packed_shape`.
+        experts: 0 for one weight; otherwise the number of weights of this format, n and k, along a leading dimension of
+            each tensor: see :meth:`stack` and :func:`w4gemm.grouped_linear`. Such a weight has no perm.
+        perm: int32 (k,), the order in which w's columns are packed: packed column j is column perm[j] of w. None if
+        they are packed in w's order; see :mod:`w4gemm.act_order`. activations: "fp8" if :func:`w4gemm.linear` quantizes
+        x to float8_e4m3fn, with a scale for each token, before it multiplies, on every device; None if x is multiplied
+        as it comes. :meth:`repack` sets it; a file and a layer's state dict keep it. packed: format, layout, n, k and
+        experts as one value, see :mod:`w4gemm.packed_shape`.
 
     Raises:
         ValueError, TypeError: if the tensors do not fit format, layout, n and k.
@@ -76,16 +75,14 @@ class QuantizedWeight:
         g_idx: torch.Tensor | None = None,
         channels: torch.Tensor | None = None,
     ) -> QuantizedWeight:
-        """A weight in the canonical layout from its numbers.
+        """Return a weight in the canonical layout from its numbers.
 
         Args:
-            format: what the numbers mean, or its string.
-            codes: integers 0..15 (n, k), any integer dtype. A symmetric format's signed value v is code v + 8.
-            scales: (n, groups) of ``format.scale_dtype``.
-            zeros: (n, groups) of ``format.zero_dtype``; None for a format without zero points.
-            g_idx: the group of each column, integers (k), as GPTQ with desc_act stores it; None where group j // g
-                holds column j. Groups are full, but for the last one.
-            channels: float32 (n), the scale of each output channel; None for a format without.
+            format: what the numbers mean, or its string. codes: any integer dtype (n, k), 0..15. A symmetric format's
+            signed value v is code v + 8. scales: (n, groups) of ``format.scale_dtype``. zeros: (n, groups) of
+            ``format.zero_dtype``; None for a format without zero points. g_idx: integers (k,), the group of each
+            column, as GPTQ with desc_act stores it; None if column j is in group j // g. Groups are full, but for the
+            last one. channels: float32 (n,), the scale of each output channel; None for a format without.
 
         Raises:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
@@ -121,7 +118,7 @@ class QuantizedWeight:
 
     @classmethod
     def interleave(cls, gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
-        """One weight (2 n, k) of two (n, k), bit for bit: row 2 i is gate's row i, row 2 i + 1 is up's.
+        """Return one weight (2 n, k) from two (n, k), bit for bit: row 2 i is gate's row i, row 2 i + 1 is up's.
 
         ``linear(..., activation="silu_mul")`` takes such a weight. It lies in gate's layout and on its device. To split
         it along n for tensor parallelism gives the same as to split its two halves.
@@ -135,21 +132,21 @@ class QuantizedWeight:
     def stack(
         cls, weights: Iterable[QuantizedWeight], count: int | None = None, layout: str | None = None
     ) -> QuantizedWeight:
-        """One weight of several experts, each repacked as it comes: if a generator makes, loads or moves one after the
-        other, no more than the result and one expert need be in memory.
+        """Return one weight of several experts. Each is repacked as it comes: with a generator that makes, loads or
+        moves one after the other, memory holds no more than the result and one expert.
 
         Args:
             weights: of equal format, n, k, device and activations, without perm and experts.
-            count: how many; may be left out if ``len(weights)`` says it.
+            count: number of weights; may be omitted if ``weights`` has a length.
             layout: as for :meth:`repack`.
 
         Raises:
-            TypeError, ValueError: if they differ, or are not as many.
+            TypeError, ValueError: if weights differ, or their number is not ``count``.
         """
         return weight_experts.stack(cls, weights, count, layout)
 
     def expert(self, index: int) -> QuantizedWeight:
-        """One of the experts, sharing this weight's memory."""
+        """Return one of the experts, sharing this weight's memory."""
         return weight_experts.expert(self, index)
 
     @property
@@ -174,10 +171,10 @@ class QuantizedWeight:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def parts(self) -> Parts:
-        """Codes uint8 (n, k), scales (n, groups), zero points and scales of channels, unpacked from any layout.
+        """Unpack codes uint8 (n, k), scales (n, groups), zero points and channel scales from any layout.
 
-        Columns are in packed order, so that group j // g holds column j: with ``perm``, that is column perm[j] of w.
-        Of experts, with a leading dimension each.
+        Columns are in packed order: packed column j is in group j // format.group_length(k) and, if ``perm`` is set, is
+        column perm[j] of w. If ``experts`` > 0, each tensor has a leading dimension (experts).
         """
         if self.experts:
             each = zip(*(self.expert(e).parts() for e in range(self.experts)), strict=True)
@@ -185,22 +182,22 @@ class QuantizedWeight:
         return layout_named(self.layout).unpack(self.tensors, self.format, self.n, self.k)
 
     def repack(self, layout: str | None = None, *, activations: str | None = "same") -> QuantizedWeight:
-        """The same weight in another layout, bit for bit.
+        """Return the same weight in another layout, bit for bit.
 
         Args:
-            layout: a layout's name; None for the one that the fastest kernel on this weight's device reads, for these
-                activations.
-            activations: "fp8", None, or "same" for those of this weight.
+            layout: a layout's name; None for the one that the fastest kernel for these activations reads on this
+            weight's device. activations: "fp8" to quantize x, None to multiply x as it comes, "same" to keep this
+            weight's.
 
         Raises:
-            ValueError: for a name that there is not, or a layout that cannot hold the format, with the reason.
+            ValueError: for an unknown name, or a layout that cannot hold the format, with the reason.
         """
         return weight_repack.repacked(self, layout, self.activations if activations == "same" else activations)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """w (n, k) in ``dtype``, its columns in their own order whatever ``perm`` is.
+        """Return w (n, k) in ``dtype``, with its columns in their original order whatever ``perm`` is.
 
-        The numbers are as :mod:`w4gemm.formats` says; 16-bit dtypes are rounded once from the exact value.
+        :mod:`w4gemm.formats` defines the numbers; 16-bit dtypes are rounded once from the exact value.
 
         Raises:
             TypeError: for a dtype that is not floating point, of 16 bits or more.
@@ -213,19 +210,19 @@ class QuantizedWeight:
         return w if self.perm is None else in_original_order(w, self.perm)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same weight, in the same layout, on another device."""
+        """Return the same weight, in the same layout, on another device."""
         perm = None if self.perm is None else self.perm.to(device)
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors), perm=perm)
 
     def shard(self, dim: int, index: int, count: int) -> QuantizedWeight:
-        """Part ``index`` of ``count`` equal parts, for tensor parallelism, in this weight's layout.
+        """Return shard ``index`` of ``count`` equal shards, for tensor parallelism, in this weight's layout.
 
         Args:
             dim: 0 splits the output features n (column parallel), 1 the input features k (row parallel).
 
         Raises:
-            ValueError: if the parts would not be equal, or a group of k would straddle two parts; the message says
-                which counts fit. Parts of k of a weight with ``perm``, whose groups lie all over k.
+            ValueError: if shards would not be equal or would divide a group of k; the message says which counts fit.
+            Also if dim is 1 and the weight has a ``perm``, because its groups have columns all over k.
         """
         return weight_shard.shard(self, dim, index, count)
 
