@@ -111,14 +111,18 @@ class MixedGemm:
         """Launch once. The first call for an interval of m compiles; :meth:`prepare` does that beforehand.
 
         Args:
-            a: (m, k), columns contiguous, rows at multiples of 16 bytes. b: the packed tensors of a weight (n, k), a
-            sequence. out: (m, n), or (m, n / 2) with silu_mul; contiguous. It may be the residual. alpha: a number or a
-            float32 tensor of one element, as the epilogue says. bias: (n,) of a's dtype; beside fp8 a, of out's 16-bit
-            dtype or bfloat16. residual: of out's shape and dtype. token_scale: float32 (m,), for fp8 a. config: one of
-            :meth:`configs`; None for the tuned or predicted one. workspace: device buffer of at least
-            :meth:`workspace_bytes` bytes, zero-filled before its first use; launches that may overlap need separate
-            buffers. None: each launch allocates what it needs. Ignored on the CPU. stream: a torch stream or the
-            address of a ``CUstream``; None for torch's current one.
+            a: (m, k), columns contiguous, rows at multiples of 16 bytes.
+            b: the packed tensors of a weight (n, k), a sequence.
+            out: (m, n), or (m, n / 2) with silu_mul; contiguous. It may be the residual.
+            alpha: a number or a float32 tensor of one element, as the epilogue says.
+            bias: (n,) of a's dtype; beside fp8 a, of out's 16-bit dtype or bfloat16.
+            residual: of out's shape and dtype.
+            token_scale: float32 (m,), for fp8 a.
+            config: one of :meth:`configs`; None for the tuned or predicted one.
+            workspace: device buffer of at least :meth:`workspace_bytes` bytes, zero-filled before its first use;
+                launches that may overlap need separate buffers. None: each launch allocates what it needs. Ignored on
+                the CPU.
+            stream: a torch stream or the address of a ``CUstream``; None for torch's current one.
 
         Raises:
             TypeError, ValueError: for an argument that does not fit, naming it.

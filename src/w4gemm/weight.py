@@ -35,10 +35,11 @@ class QuantizedWeight:
         experts: 0 for one weight; otherwise the number of weights of this format, n and k, along a leading dimension of
             each tensor: see :meth:`stack` and :func:`w4gemm.grouped_linear`. Such a weight has no perm.
         perm: int32 (k,), the order in which w's columns are packed: packed column j is column perm[j] of w. None if
-        they are packed in w's order; see :mod:`w4gemm.act_order`. activations: "fp8" if :func:`w4gemm.linear` quantizes
-        x to float8_e4m3fn, with a scale for each token, before it multiplies, on every device; None if x is multiplied
-        as it comes. :meth:`repack` sets it; a file and a layer's state dict keep it. packed: format, layout, n, k and
-        experts as one value, see :mod:`w4gemm.packed_shape`.
+            they are packed in w's order; see :mod:`w4gemm.act_order`.
+        activations: "fp8" if :func:`w4gemm.linear` quantizes x to float8_e4m3fn, with a scale for each token, before it
+            multiplies, on every device; None if x is multiplied as it comes. :meth:`repack` sets it; a file and a
+            layer's state dict keep it.
+        packed: format, layout, n, k and experts as one value, see :mod:`w4gemm.packed_shape`.
 
     Raises:
         ValueError, TypeError: if the tensors do not fit format, layout, n and k.
@@ -78,11 +79,13 @@ class QuantizedWeight:
         """Return a weight in the canonical layout from its numbers.
 
         Args:
-            format: what the numbers mean, or its string. codes: any integer dtype (n, k), 0..15. A symmetric format's
-            signed value v is code v + 8. scales: (n, groups) of ``format.scale_dtype``. zeros: (n, groups) of
-            ``format.zero_dtype``; None for a format without zero points. g_idx: integers (k,), the group of each
-            column, as GPTQ with desc_act stores it; None if column j is in group j // g. Groups are full, but for the
-            last one. channels: float32 (n,), the scale of each output channel; None for a format without.
+            format: what the numbers mean, or its string.
+            codes: any integer dtype (n, k), 0..15. A symmetric format's signed value v is code v + 8.
+            scales: (n, groups) of ``format.scale_dtype``.
+            zeros: (n, groups) of ``format.zero_dtype``; None for a format without zero points.
+            g_idx: integers (k,), the group of each column, as GPTQ with desc_act stores it; None if column j is in
+                group j // g. Groups are full, but for the last one.
+            channels: float32 (n,), the scale of each output channel; None for a format without.
 
         Raises:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
@@ -186,8 +189,8 @@ class QuantizedWeight:
 
         Args:
             layout: a layout's name; None for the one that the fastest kernel for these activations reads on this
-            weight's device. activations: "fp8" to quantize x, None to multiply x as it comes, "same" to keep this
-            weight's.
+                weight's device.
+            activations: "fp8" to quantize x, None to multiply x as it comes, "same" to keep this weight's.
 
         Raises:
             ValueError: for an unknown name, or a layout that cannot hold the format, with the reason.
@@ -222,7 +225,7 @@ class QuantizedWeight:
 
         Raises:
             ValueError: if shards would not be equal or would divide a group of k; the message says which counts fit.
-            Also if dim is 1 and the weight has a ``perm``, because its groups have columns all over k.
+                Also if dim is 1 and the weight has a ``perm``, because its groups have columns all over k.
         """
         return weight_shard.shard(self, dim, index, count)
 
