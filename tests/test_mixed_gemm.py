@@ -31,7 +31,7 @@ def test_sizes_that_follow_from_a_config(format, experts, gathered):
         shares = v.stored_tokens * config.split_k
         assert config.tile_m <= shares < config.tile_m + 8 * config.split_k, "all tokens are stored"
         assert v.shared_bytes <= HOPPER_SHARED_MEMORY
-        assert 64 * v.row_blocks * v.row_groups == config.tile_n and v.warpgroups <= 4
+        assert 64 * v.m64_atoms * v.warpgroups_n == config.tile_n and v.warpgroups <= 4
         if v.consumer_registers:  # else a warpgroup would wait for registers that never come
             launched = 65536 // (v.threads * v.occupancy) // 8 * 8 * v.threads
             assert 128 * (v.warpgroups * v.consumer_registers + v.producer_registers) <= launched

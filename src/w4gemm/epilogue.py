@@ -1,4 +1,4 @@
-"""What is done to x @ w.T before it is stored: :class:`Epilogue`."""
+"""The operations on x @ w.T before it is stored: :class:`Epilogue`, and their operands."""
 
 from __future__ import annotations
 

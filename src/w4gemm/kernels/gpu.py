@@ -68,7 +68,7 @@ class Variant:
 
     @property
     def table_bytes(self) -> int:
-        """Shared memory of the table of experts, see kernels/device/groups.py."""
+        """Shared memory of the table of experts, see kernels/device/expert_tiles.py."""
         return 4 * MAX_EXPERTS if self.grouped else 0
 
     @property

@@ -1,60 +1,88 @@
-"""Which output tiles a CTA works on, in which order, and on which part of k."""
+"""Order of a launch's output tiles, and the work tiles of a CTA under stream-k."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 
-@cute.jit
-def tile_coordinates(tile: Int32, m_tiles: Int32, n_tiles: Int32, group_m: int, short: bool = True):
-    """(m tile, n tile) of the ``tile``-th tile: bands of ``group_m`` token tiles, m fastest inside a band.
+class TileCoord(NamedTuple):
+    """An output tile."""
 
-    CTAs that run side by side then share weights (same n tile) and, ``group_m`` tiles on, activations, so that both
-    come from L2 all but once. With a single token tile there is nothing to divide, which the first copy would wait for:
-    worth the branch where launches are ``short``.
+    m_tile: Int32
+    n_tile: Int32
+
+
+class StreamShare(NamedTuple):
+    """One CTA's share of a stream-k launch: ``whole`` tiles alone, and of the first ``cut`` tiles, taken together, the
+    blocks begin .. end along k."""
+
+    whole: Int32
+    cut: Int32
+    begin: Int32
+    end: Int32
+
+    def cut_work_tiles(self, blocks: Int32) -> Int32:
+        """The number of cut tiles, of ``blocks`` each, that begin .. end meets; 0 if there are no blocks."""
+        return (self.end + blocks - 1) // blocks - self.begin // blocks
+
+    def work_tiles(self, blocks: Int32) -> Int32:
+        """The number of work tiles of the CTA."""
+        return self.whole + self.cut_work_tiles(blocks)
+
+
+class StreamTile(NamedTuple):
+    """A work tile under stream-k: the blocks first .. stop along k of an output tile."""
+
+    tile: Int32
+    first: Int32
+    stop: Int32
+
+
+@cute.jit
+def tile_coordinates(tile: Int32, m_tiles: Int32, n_tiles: Int32, group_m: int, short: bool = True) -> TileCoord:
+    """The ``tile``-th output tile: bands of ``group_m`` m tiles, m fastest inside a band.
+
+    CTAs that run side by side share weights (same n tile) and, ``group_m`` tiles on, activations, so that both come
+    from L2 all but once. With one m tile there is nothing to divide; the branch saves a division before the first copy,
+    which counts if launches are ``short``.
     """
     m_tile, n_tile = Int32(0), tile
     if const_expr(not short) or m_tiles > 1:
         band = tile // (n_tiles * group_m)
-        rest = tile - band * (n_tiles * group_m)
+        in_band = tile - band * (n_tiles * group_m)
         height = cutlass.min(m_tiles - band * group_m, group_m)
-        n_tile = rest // height
-        m_tile = band * group_m + rest - n_tile * height
-    return m_tile, n_tile
+        n_tile = in_band // height
+        m_tile = band * group_m + in_band - n_tile * height
+    return TileCoord(m_tile, n_tile)
 
 
 @cute.jit
-def stream_share(cta: Int32, ctas: Int32, tiles: Int32, blocks: Int32):
-    """How ``tiles`` of ``blocks`` each, along k, are divided so that all CTAs do the same: (whole, rest, begin, end).
+def stream_share(cta: Int32, ctas: Int32, tiles: Int32, blocks: Int32) -> StreamShare:
+    """One CTA's equal share of ``tiles`` tiles of ``blocks`` along k.
 
-    Every CTA takes ``whole`` tiles alone. The first ``rest`` tiles, between one and two for each CTA unless there are
-    fewer, are cut evenly: this CTA's blocks are begin .. end of theirs in a row.
+    Every CTA takes ``whole`` tiles alone. The first ``cut`` tiles, between one and two per CTA unless there are fewer,
+    are divided evenly along k.
     """
     whole = tiles // ctas
     if whole * ctas != tiles and whole > 0:
         whole = whole - 1
-    rest = tiles - whole * ctas
-    return whole, rest, cta * (rest * blocks) // ctas, (cta + 1) * (rest * blocks) // ctas
+    cut = tiles - whole * ctas
+    return StreamShare(whole, cut, cta * (cut * blocks) // ctas, (cta + 1) * (cut * blocks) // ctas)
 
 
 @cute.jit
-def stream_segment(index: Int32, cta: Int32, ctas: Int32, blocks: Int32, share: tuple[Int32, Int32, Int32, Int32]):
-    """The ``index``-th piece of work of a CTA: (tile, its first block, the block behind its last). First come the
-    pieces of cut tiles, so that whoever waits for one does not wait long."""
-    _, rest, begin, end = share
-    tile = begin // blocks + index
-    first = cutlass.max(begin - tile * blocks, 0)
-    stop = cutlass.min(end - tile * blocks, blocks)
-    cut = stream_pieces(begin, end, blocks)
-    if index >= cut:
-        tile = rest + (index - cut) * ctas + cta
+def stream_tile(index: Int32, cta: Int32, ctas: Int32, blocks: Int32, share: StreamShare) -> StreamTile:
+    """The ``index``-th work tile of a CTA. Ranges of cut tiles come first, so that no CTA waits long for one."""
+    tile = share.begin // blocks + index
+    first = cutlass.max(share.begin - tile * blocks, 0)
+    stop = cutlass.min(share.end - tile * blocks, blocks)
+    cut_work_tiles = share.cut_work_tiles(blocks)
+    if index >= cut_work_tiles:
+        tile = share.cut + (index - cut_work_tiles) * ctas + cta
         first = Int32(0)
         stop = blocks
-    return tile, first, stop
-
-
-def stream_pieces(begin: Int32, end: Int32, blocks: Int32) -> Int32:
-    """Pieces of cut tiles among the blocks begin .. end; none if there are no blocks."""
-    return (end + blocks - 1) // blocks - begin // blocks
+    return StreamTile(tile, first, stop)

@@ -1,11 +1,12 @@
-"""The epilogue's staging buffer; host code uses this too, so nothing of the DSL is imported here."""
+"""Sizes of the epilogue's staging buffer. Host code reads them too, so nothing of the DSL is imported here."""
 
 TOKEN_BYTES = 128
-"""Of one token as halves: 64 features of 2 bytes. Its eight 16-byte parts lie in the order part ^ (token % 8), TMA's
-128-byte swizzle, which keeps an 8x8 matrix's rows in different banks."""
+"""Bytes of one token as 16-bit numbers: 64 features. Its eight vectors of 16 bytes lie in the order
+vector ^ (token % 8), TMA's 128-byte swizzle, which keeps the rows of an 8x8 matrix in different banks."""
 
-QUAD_ROW_BYTES = 80
-"""Of one token as quads, in a warp's own part: 16 features of 4 bytes, and 16 bytes that keep eight tokens apart."""
+FLOAT32_ROW_BYTES = 80
+"""Bytes of one token as float32 in a warp's buffer: 16 features, and 16 bytes that keep eight tokens in different
+banks."""
 
-QUADS_BYTES = 4 * 8 * QUAD_ROW_BYTES
-"""Of a warpgroup's buffer for quads."""
+FLOAT32_BYTES = 4 * 8 * FLOAT32_ROW_BYTES
+"""Bytes of a warpgroup's buffer for float32: eight tokens for each of its four warps."""

@@ -30,9 +30,9 @@ the other waits or stores; ``stream`` is stream-k with two CTAs per SM: the tile
 the wave before, are divided along k so that all CTAs have equal work (device/stream_k.py). Only its CTAs loop over
 tiles.
 
-If grouped, every CTA counts all experts' tiles first (device/groups.py) and takes one. The grid has as many CTAs as
-there can be tiles; a CTA without a tile exits. If gathered, a row's index is loaded before each copy of the row: from
-L2 the first time, then from L1, which cp.async bypasses.
+If grouped, every CTA counts all experts' tiles first (device/expert_tiles.py) and takes one. The grid has as many CTAs
+as there can be tiles; a CTA without a tile exits. If gathered, a row's index is loaded before each copy of the row:
+from L2 the first time, then from L1, which cp.async bypasses.
 
 With e4m3 x (variant.kind "e4m3", the kernel sm89_fp8_gemm) the instruction is m16n8k32. A k chunk has 128 columns,
 still 128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. The codes, in the order of the layout
@@ -56,11 +56,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from w4gemm.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decoders import decoder_of
-from w4gemm.kernels.device.formula import Formula, scaled
-from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, scales_of_rows, weight_of
+from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
+from w4gemm.kernels.device.expert_tiles import (
+    ExpertTileMap,
+    ExpertTiles,
+    first_rows,
+    max_m_tiles,
+    operands_of_expert,
+    weight_of_expert,
+    with_indexed_scales,
+)
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import (
     copy_async,
@@ -74,8 +83,8 @@ from w4gemm.kernels.device.ptx import (
     store_shared_f32,
     to_float,
 )
-from w4gemm.kernels.device.scheduler import stream_pieces, stream_segment, stream_share, tile_coordinates
-from w4gemm.kernels.device.stream_k import StreamSum
+from w4gemm.kernels.device.scheduler import stream_share, stream_tile, tile_coordinates
+from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.packing.block import BLOCK_K, HALF_K, LANE_BYTES, STRIP_BYTES
@@ -136,10 +145,10 @@ class MixedGemm:
         self.variant = variant
         config = variant.config
         self.decoder = decoder_of(variant.weight, only_fma=True)
-        self.formula = Formula(
+        self.epilogue_math = EpilogueMath(
             variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.channel_scales
         )
-        self.expert_tiles = Groups(config.tile_m)
+        self.expert_tile_map = ExpertTileMap(config.tile_m)
         # as if of a warpgroup with four accumulators per thread and block of eight tokens
         self.stream_sum = StreamSum(2 * variant.accumulators, 1)
         self.band = max(1, _TOKENS_PER_BAND // config.tile_m)
@@ -153,7 +162,7 @@ class MixedGemm:
         m_tiles, blocks_n = cute.ceil_div(args.out.shape[0], config.tile_m), args.weight.shape[0]
         if const_expr(variant.grouped):
             experts = args.rows.starts.shape[0]
-            m_tiles, blocks_n = most_tiles(args.out.shape[0], experts, config.tile_m), blocks_n // experts
+            m_tiles, blocks_n = max_m_tiles(args.out.shape[0], experts, config.tile_m), blocks_n // experts
         ctas = m_tiles * cute.ceil_div(blocks_n, variant.blocks_n)
         if const_expr(variant.stream):
             ctas = cutlass.min(ctas * cute.ceil_div(args.x.shape[1], config.tile_k), args.max_clusters)
@@ -170,8 +179,7 @@ class MixedGemm:
     def kernel(self, args: Arguments):
         variant, config = self.variant, self.variant.config
         x, weight, out = args.x, args.weight, args.out
-        starts, ends, indices = args.rows
-        extras = args.epilogue._replace(token_scale=scales_of_rows(args.epilogue.token_scale, indices))
+        operands = with_indexed_scales(args.epilogue, args.rows.indices)
         cta = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         words = (variant.stages * variant.stage_bytes + variant.decode_table_bytes) // 4
@@ -180,54 +188,56 @@ class MixedGemm:
         k_slices = cute.ceil_div(x.shape[1], config.tile_k)
         if const_expr(variant.grouped):
             self.begin(pipeline)
-            experts = starts.shape[0]
-            blocks_n = blocks_n // experts
+            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), args.rows)
+            blocks_n = blocks_n // expert_tiles.experts
             n_tiles = cute.ceil_div(blocks_n, variant.blocks_n)
-            table, rows = smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
-                self.expert_tiles.fill(table, rows)
+                self.expert_tile_map.fill(expert_tiles)
             cute.arch.sync_threads()
-            m_tiles = table[experts - 1]
+            m_tiles = expert_tiles.m_tiles
             if cta < m_tiles * n_tiles:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
-                expert, row, end = self.expert_tiles.find(table, rows, m_tile)
-                own, tile = weight_of(weight, expert, blocks_n), WorkTile(row, end, n_tile, Int32(0), k_slices, indices)
+                rows = self.expert_tile_map.find(expert_tiles, m_tile)
+                own = weight_of_expert(weight, rows.expert, blocks_n)
+                tile = WorkTile(rows.first, rows.end, n_tile, Int32(0), k_slices, args.rows.indices)
                 acc = self.multiply(x, own, pipeline, tile)
-                self.store(acc, first_rows(out, end), extras_of(extras, expert, end), pipeline, tile)
+                of_expert = operands_of_expert(operands, rows.expert, rows.end)
+                self.store(acc, first_rows(out, rows.end), of_expert, pipeline, tile)
         else:
             n_tiles = cute.ceil_div(blocks_n, variant.blocks_n)
             if const_expr(variant.stream):
                 self.begin(pipeline)
-                self.run_stream_k(args._replace(epilogue=extras), pipeline, Grid(m_tiles, n_tiles, k_slices))
+                self.run_stream_k(args._replace(epilogue=operands), pipeline, Grid(m_tiles, n_tiles, k_slices))
             else:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 self.load_weights(weight, pipeline, n_tile, Int32(0), Int32(0))
                 self.begin(pipeline)
                 tile = WorkTile(m_tile * config.tile_m, out.shape[0], n_tile, Int32(0), k_slices)
                 acc = self.multiply(x, weight, pipeline, tile, early=1)
-                self.store(acc, out, extras, pipeline, tile)
+                self.store(acc, out, operands, pipeline, tile)
 
     @cute.jit
     def run_stream_k(self, args: Arguments, pipeline: Int32, grid: Grid):
         """Run the work tiles of this CTA: those that it shares with other CTAs, then its own."""
         variant, workspace = self.variant, args.workspace
-        thread, ctas = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
+        ctas = cute.arch.grid_dim()[0]
+        own = WarpgroupThread(0, cute.arch.thread_idx()[0], _STREAM_BARRIER)
         # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
         cta = ctas - 1 - cute.arch.block_idx()[0]
         share = stream_share(cta, ctas, grid.m_tiles * grid.n_tiles, grid.k_slices)
-        for index in cutlass.range(share[0] + stream_pieces(share[2], share[3], grid.k_slices), unroll=1):
-            number, first, stop = stream_segment(index, cta, ctas, grid.k_slices, share)
+        for index in cutlass.range(share.work_tiles(grid.k_slices), unroll=1):
+            number, first, stop = stream_tile(index, cta, ctas, grid.k_slices, share)
             m_tile, n_tile = tile_coordinates(number, grid.m_tiles, grid.n_tiles, self.band)
             tile = WorkTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, first, stop)
             acc = self.multiply(args.x, args.weight, pipeline, tile)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(variant.accumulators))
             if first > 0:
-                self.stream_sum.park(flat, *workspace, cta, (0, thread), _STREAM_BARRIER)
+                self.stream_sum.store_partials(flat, workspace, cta, own)
             else:
                 other = cta + 1
                 if stop < grid.k_slices:  # add what the next CTAs multiplied of this tile
-                    while other * (share[1] * grid.k_slices) // ctas < (number + 1) * grid.k_slices:
-                        self.stream_sum.add(flat, *workspace, other, (0, thread), _STREAM_BARRIER)
+                    while other * (share.cut * grid.k_slices) // ctas < (number + 1) * grid.k_slices:
+                        self.stream_sum.add_partials(flat, workspace, other, own)
                         other += 1
                 self.store(acc, args.out, args.epilogue, pipeline, tile)
             cute.arch.sync_threads()  # the sums have been read
@@ -461,11 +471,11 @@ class MixedGemm:
     # -------------------------------------------------------------------------------------------------- epilogue
 
     @cute.jit
-    def store(self, acc: cute.Tensor, out: cute.Tensor, extras: Any, pipeline: Int32, tile: WorkTile):
+    def store(self, acc: cute.Tensor, out: cute.Tensor, operands: EpilogueOperands, pipeline: Int32, tile: WorkTile):
         """Store a tile of d, through the pipeline's memory."""
         self.store_partials(acc, pipeline)
         cute.arch.sync_threads()
-        self.store_tile(out, extras, pipeline, tile)
+        self.store_tile(out, operands, pipeline, tile)
 
     def store_partials(self, acc: cute.Tensor, pipeline: Int32) -> None:
         """Store this warp's accumulators to the drained pipeline's memory, float32 [k set][token][feature]."""
@@ -480,29 +490,29 @@ class MixedGemm:
                     store_shared_f32(address + offset * 4, acc[i, t, u])
 
     @cute.jit
-    def store_tile(self, out: cute.Tensor, extras: Any, pipeline: Int32, tile: WorkTile):
+    def store_tile(self, out: cute.Tensor, operands: EpilogueOperands, pipeline: Int32, tile: WorkTile):
         """Sum quads, four features of a token, over the k sets, and store them; each thread has some."""
-        variant, config, formula = self.variant, self.variant.config, self.formula
+        variant, config, math = self.variant, self.variant.config, self.epilogue_math
         thread, per_row = cute.arch.thread_idx()[0], config.tile_n // 4
         quads = config.tile_m * per_row
-        alpha = formula.load_alpha(extras)
+        alpha = math.load_alpha(operands)
         together = min(_QUADS_TOGETHER, -(-quads // variant.threads))
         for first in cutlass.range(thread, quads, together * variant.threads, unroll=1):
             coords = []
             for i in cutlass.range_constexpr(together):
                 index = first + i * variant.threads
                 coords.append((index // per_row, index % per_row * 4))
-            addends, factors = [], []
+            quad_operands, factors = [], []
             for token, feature in coords:
                 row, column = tile.row + token, tile.n_tile * config.tile_n + feature
-                biases = [formula.load_bias(extras, column + j) for j in range(4)]
-                addends.append((alpha, biases, formula.load_residual(extras, row, column)))
-                channels = [formula.load_channel(extras, column + j) for j in range(4)]
-                factors.append((formula.load_token_scale(extras, row, out.shape[0]), channels))
-            for (token, feature), added, (scale, channels) in zip(coords, addends, factors, strict=True):
+                biases = [math.load_bias(operands, column + j) for j in range(4)]
+                quad_operands.append(QuadOperands(alpha, biases, math.load_residual(operands, row, column)))
+                channels = [math.load_channel_scale(operands, column + j) for j in range(4)]
+                factors.append((math.load_token_scale(operands, row, out.shape[0]), channels))
+            for (token, feature), added, (scale, channels) in zip(coords, quad_operands, factors, strict=True):
                 sums = [Float32(0.0)] * 4
                 for k_set in range(variant.k_sets):
                     address = pipeline + ((k_set * config.tile_m + token) * variant.sums_row + feature) * 4
                     sums = [y + to_float("f32", word) for y, word in zip(sums, load_shared(address, 4), strict=True)]
                 sums = [scaled(y, scale, channel) for y, channel in zip(sums, channels, strict=True)]
-                formula.store_quad(sums, added, out, tile.row + token, tile.n_tile * config.tile_n + feature)
+                math.store_quad(sums, added, out, tile.row + token, tile.n_tile * config.tile_n + feature)

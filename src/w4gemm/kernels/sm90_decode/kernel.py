@@ -42,11 +42,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from w4gemm.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decoders import decoder_of
-from w4gemm.kernels.device.formula import Formula
-from w4gemm.kernels.device.groups import Groups, extras_of, first_rows, most_tiles, weight_of
+from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands
+from w4gemm.kernels.device.expert_tiles import (
+    ExpertTileMap,
+    ExpertTiles,
+    first_rows,
+    max_m_tiles,
+    operands_of_expert,
+    weight_of_expert,
+)
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import (
     bulk_copy,
@@ -103,8 +111,8 @@ class LoopParams(NamedTuple):
     """Of one tile."""
     blocks_n: Int32
     """Packed blocks along n of one weight."""
-    expert_tiles: tuple[cute.Tensor, Any] | None
-    """What :class:`Groups` finds a tile's expert by; None for a single weight."""
+    expert_tiles: ExpertTiles | None
+    """None for a single weight."""
     indices: cute.Tensor | None
     """int32 (m,): row of x by row of d; None unless gathered."""
 
@@ -133,9 +141,9 @@ class Decode:
         self.dtype = _DTYPES[variant.kind]
         self.decoder = decoder_of(variant.weight)
         self.reader = BlockReader(variant.part)
-        self.expert_tiles = Groups(variant.config.tile_m)
+        self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
-        self.formula = Formula(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
+        self.epilogue_math = EpilogueMath(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
 
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):
@@ -151,7 +159,7 @@ class Decode:
             tma, tma_x = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, shape)
         m_tiles = cute.ceil_div(out.shape[0], variant.tokens)
         if const_expr(variant.grouped):
-            m_tiles = most_tiles(out.shape[0], args.rows.starts.shape[0], variant.tokens)
+            m_tiles = max_m_tiles(out.shape[0], args.rows.starts.shape[0], variant.tokens)
         tiles = m_tiles * cute.ceil_div(self.features(out), config.tile_n)
         self.kernel(tma, tma_x, x_layout, args.behind_tma()).launch(
             grid=[cutlass.min(tiles, args.max_clusters) * config.split_k, 1, 1],
@@ -172,8 +180,7 @@ class Decode:
         args: Arguments,
     ):
         variant, config = self.variant, self.variant.config
-        weight, out, extras = args.weight, args.out, args.epilogue
-        starts, ends, indices = args.rows
+        weight, out, operands = args.weight, args.out, args.epilogue
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.memory.SmemAllocator()
@@ -193,10 +200,10 @@ class Decode:
                 cpasync.prefetch_descriptor(tma)
         expert_tiles = None
         if const_expr(variant.grouped):
-            expert_tiles = (smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), (starts, ends))
+            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), args.rows)
             cute.arch.griddepcontrol_wait()
             if warp == 0:
-                self.expert_tiles.fill(*expert_tiles)
+                self.expert_tile_map.fill(expert_tiles)
             cute.arch.sync_threads()
 
         cta = cute.arch.block_idx()[0]
@@ -206,7 +213,7 @@ class Decode:
         n_tiles = cute.ceil_div(self.features(out), config.tile_n)
         blocks_n = weight.shape[0]
         if const_expr(variant.grouped):
-            m_tiles, blocks_n = expert_tiles[0][starts.shape[0] - 1], blocks_n // starts.shape[0]
+            m_tiles, blocks_n = expert_tiles.m_tiles, blocks_n // expert_tiles.experts
         # this warp's k blocks: first, first + W, ... of the CTA's range
         k_blocks = weight.shape[1]
         begin, end = k_blocks * rank // config.split_k, k_blocks * (rank + 1) // config.split_k
@@ -215,7 +222,9 @@ class Decode:
         tiles = (m_tiles * n_tiles - cluster + clusters - 1) // clusters
         total = k_blocks_per_warp * tiles
         pipeline = Pipeline(full, s_x, shared_address(s_weight) + warp * weight_bytes, warp)
-        params = LoopParams(clusters, m_tiles, n_tiles, first, k_blocks_per_warp, blocks_n, expert_tiles, indices)
+        params = LoopParams(
+            clusters, m_tiles, n_tiles, first, k_blocks_per_warp, blocks_n, expert_tiles, args.rows.indices
+        )
 
         early = cutlass.min(total, variant.stages)
         cursor = self.start_tile(cluster, params)
@@ -250,17 +259,17 @@ class Decode:
                     cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
                 state = state.after(variant.stages)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
-            token0, own_out, own_extras = m_tile * variant.tokens, out, extras
+            token0, own_out, own_operands = m_tile * variant.tokens, out, operands
             if const_expr(variant.grouped):
-                expert, token0, end = self.expert_tiles.find(*expert_tiles, m_tile)
-                own_out, own_extras = first_rows(out, end), extras_of(extras, expert, end)
-            addends = self.load_addends(own_extras, token0, n_tile, rank, thread)
+                expert, token0, end = self.expert_tile_map.find(expert_tiles, m_tile)
+                own_out, own_operands = first_rows(out, end), operands_of_expert(operands, expert, end)
+            quad_operands = self.load_operands(own_operands, token0, n_tile, rank, thread)
             for i in cutlass.range_constexpr(len(variant.warp_reduction_rounds)):
                 self.reduce_warps(acc, shared_address(s_sums), warp, thread % 32, variant.warp_reduction_rounds[i])
             if warp < variant.reduction_warps:
                 self.store_partials(acc, shared_address(s_sums), warp, thread % 32)
             self.tile_barrier()
-            self.store_tile(shared_address(s_sums), own_out, addends, token0, n_tile, rank, thread)
+            self.store_tile(shared_address(s_sums), own_out, quad_operands, token0, n_tile, rank, thread)
             self.tile_barrier()  # the partials have been read, by the CTAs of the cluster too
 
     def features(self, out: cute.Tensor) -> Int32:
@@ -284,7 +293,7 @@ class Decode:
         m_coord, n_tile = tile_coordinates(tile, params.m_tiles, params.n_tiles, 1)
         expert, row = Int32(0), Int32(0)
         if const_expr(self.variant.grouped):
-            expert, m_coord, end = self.expert_tiles.find(*params.expert_tiles, m_coord)
+            expert, m_coord, end = self.expert_tile_map.find(params.expert_tiles, m_coord)
             if const_expr(self.variant.gathered):
                 row = self.row_gather.indices(params.indices, m_coord, end, 0)[0]
         return Cursor(tile, m_coord, n_tile, params.first_k_block, params.k_blocks_per_warp, expert, row)
@@ -321,7 +330,7 @@ class Decode:
     def load_weight(self, weight: cute.Tensor, blocks_n: Int32, pipeline: Pipeline, cursor: Cursor, stage: Int32):
         """Request a stage's weights, and announce its bytes, those of x included, to the full barrier."""
         variant, rows = self.variant, self.variant.config.tile_n
-        own = weight_of(weight, cursor.expert, blocks_n) if const_expr(variant.grouped) else weight
+        own = weight_of_expert(weight, cursor.expert, blocks_n) if const_expr(variant.grouped) else weight
         with cute.arch.elect_one():
             barrier = shared_address(pipeline.full + stage)
             target = pipeline.weights + stage * variant.weight_bytes
@@ -487,15 +496,17 @@ class Decode:
         number = index * self.variant.threads + thread
         return number // (features // 4), rank * features + number % (features // 4) * 4
 
-    def load_addends(self, extras: Any, token0: Int32, n_tile: Int32, rank: Int32, thread: Int32) -> list:
-        """(alpha, biases, residuals) of each of a thread's quads, requested before the reduction."""
-        config, formula = self.variant.config, self.formula
-        alpha, found = formula.load_alpha(extras), []
+    def load_operands(
+        self, operands: EpilogueOperands, token0: Int32, n_tile: Int32, rank: Int32, thread: Int32
+    ) -> list[QuadOperands]:
+        """The operands of each of a thread's quads, requested before the reduction."""
+        config, math = self.variant.config, self.epilogue_math
+        alpha, found = math.load_alpha(operands), []
         for i in range(self.quads_per_thread):
             token, feature = self.quad(i, rank, thread)
             row, feature = token0 + token, n_tile * config.tile_n + feature
-            biases = [formula.load_bias(extras, feature + j) for j in range(4)]
-            found.append((alpha, biases, formula.load_residual(extras, row, feature)))
+            biases = [math.load_bias(operands, feature + j) for j in range(4)]
+            found.append(QuadOperands(alpha, biases, math.load_residual(operands, row, feature)))
         return found
 
     @cute.jit
@@ -503,7 +514,7 @@ class Decode:
         self,
         s_sums: Int32,
         out: cute.Tensor,
-        addends: list,
+        quad_operands: list[QuadOperands],
         token0: Int32,
         n_tile: Int32,
         rank: Int32,
@@ -523,4 +534,4 @@ class Decode:
                         address = base + ((w * config.tile_m + token) * variant.reduction_row + feature) * 4
                         partial = load_shared_cluster(address)
                         sums = [sums[j] + partial[j] for j in range(4)]
-                self.formula.store_quad(sums, addends[i], out, row, column)
+                self.epilogue_math.store_quad(sums, quad_operands[i], out, row, column)

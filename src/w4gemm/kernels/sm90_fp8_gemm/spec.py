@@ -89,15 +89,15 @@ def _fitting(weight: WeightOperand, grouped: bool) -> tuple[GemmConfig, ...]:
         if tile_m > 128 and (tile_k > 128 or (schedule == "pingpong" and split_k > 1)):
             continue
         # more than two units of work in a slot are serialized by ptxas; a share of the sums is of one row block
-        if v.row_blocks > 1 and (tile_k > 128 or split_k > 1):
+        if v.m64_atoms > 1 and (tile_k > 128 or split_k > 1):
             continue
         if v.scales_on_sums and tile_k == 128:  # a slot has a chunk for each of two sets of fragments
             continue
         if tile_m in _BETWEEN and (tile_n != 256 or cluster_n > 1):
             continue
-        if (tile_k == 128 and tile_m < 128 and v.row_blocks == 1) or (tile_n == 192 and tile_m < 64):
+        if (tile_k == 128 and tile_m < 128 and v.m64_atoms == 1) or (tile_n == 192 and tile_m < 64):
             continue  # never the fastest
-        if tile_k > 128 and v.blocks != 2 * v.k_sets:  # two blocks for each set
+        if tile_k > 128 and v.blocks_k != 2 * v.k_sets:  # two blocks for each set
             continue
         if v.scales_on_sums and weight.block.bytes > ONE_GROUP and _spills_with_groups(v):
             continue

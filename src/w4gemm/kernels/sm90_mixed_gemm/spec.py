@@ -53,10 +53,10 @@ class Sm90MixedGemm(HopperKernel):
     """Configs of two launches, for one weight: see parts.py."""
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
-        from w4gemm.kernels.sm90_mixed_gemm.kernel import MixedGemm
-        from w4gemm.kernels.sm90_mixed_gemm.parts import Parts
+        from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90Kernel
+        from w4gemm.kernels.sm90_mixed_gemm.two_launches import TwoLaunches
 
-        return lambda variant: Parts(variant) if variant.config.tail else MixedGemm(variant)
+        return lambda variant: TwoLaunches(variant) if variant.config.tail else Sm90Kernel(variant)
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         # a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster
@@ -102,10 +102,10 @@ def _fitting(block: Block, grouped: bool) -> tuple[GemmConfig, ...]:
         if tile_k > 128 and tile_m > 128:  # ptxas serializes some of these, and none was ever the fastest
             continue
         # smaller steps gain where x fills the stages
-        if tile_k == 64 and ((tile_m < 192 and v.row_blocks == 1) or schedule == "pingpong"):
+        if tile_k == 64 and ((tile_m < 192 and v.m64_atoms == 1) or schedule == "pingpong"):
             continue
         # larger ones have more than two units of work, which ptxas serializes; a share of the sums is of one row block
-        if v.row_blocks > 1 and (tile_k > 64 or split_k > 1):
+        if v.m64_atoms > 1 and (tile_k > 64 or split_k > 1):
             continue
         # streams and split_k want to know the number of tiles beforehand; neighbours along m may be of two experts
         if grouped and (schedule == "stream" or split_k > 1 or cluster_m > 1):
@@ -126,7 +126,7 @@ def _fitting(block: Block, grouped: bool) -> tuple[GemmConfig, ...]:
             continue
         if tile_m > 128 and schedule == "pingpong" and split_k > 1:
             continue
-        if v.blocks > v.k_sets:  # ptxas serializes the WGMMAs of slots with several blocks a set
+        if v.blocks_k > v.k_sets:  # ptxas serializes the WGMMAs of slots with several blocks a set
             continue
         # the scales of many groups spill where two sets share half a multiprocessor
         if schedule == "pingpong" and v.k_sets > 1 and tile_m > 32 and block.bytes > ONE_GROUP:

@@ -1,166 +1,269 @@
-"""What follows from a compiled form of the kernel: sizes, threads, registers."""
+"""Sizes, threads and registers that follow from one compiled variant of the kernel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from w4gemm.config import GemmConfig
 from w4gemm.kernels import gpu
-from w4gemm.kernels.device.staging import QUADS_BYTES, TOKEN_BYTES
-from w4gemm.packing.block import BLOCK_K, Block
+from w4gemm.kernels.device.staging import FLOAT32_BYTES, TOKEN_BYTES
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 
 ONE_GROUP = Block().bytes
 """Bytes of a block with a single group of scales and no zero points."""
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
-"""Besides accumulators: fragments, what is packed, addresses."""
+"""Registers besides the accumulators: fragments, packed words, addresses."""
 _RESERVED = 1024  # shared memory that the system takes for each CTA
+
+
+class Prefetches(NamedTuple):
+    """Operands of the epilogue that are brought into L2 when a tile begins."""
+
+    features: bool
+    """Biases and channel scales."""
+    residuals: bool
 
 
 @dataclass(frozen=True)
 class Variant(gpu.Variant):
-    @property
-    def token_parts(self) -> int:
-        """Parts of the tokens that are multiplied in turn, where scales are applied to sums: two sets of sums of such a
-        part must fit the registers beside the accumulators."""
-        if not self.scales_on_sums:
-            return 1
-        registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
-        room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
-        return next(parts for parts in (1, 2, 4, 8) if self.config.tile_m // parts <= max(room, 8))
-
-    @property
-    def row_blocks(self) -> int:
-        """Blocks of 64 rows that one warpgroup owns: two where four warpgroups would have too few registers each."""
-        return 2 if self.config.tile_n == 256 and self.config.tile_m > 64 else 1
-
-    @property
-    def tile_blocks(self) -> int:
-        """Blocks of 64 rows in a tile of the weight."""
-        return self.config.tile_n // 64
-
-    @property
-    def row_groups(self) -> int:
-        """Consumer warpgroups along the rows of the weight tile."""
-        return self.tile_blocks // self.row_blocks
-
-    @property
-    def k_sets(self) -> int:
-        """Sets of consumer warpgroups that share the k blocks of a slot: as many as there are registers for, since with
-        few tokens one set alone does not keep the tensor cores busy while it decodes."""
-        limit = 4 if self.occupancy == 1 and self.config.tile_m <= 64 else 2
-        if self.kind == "e4m3":  # the two sets of fragment registers take turns within a slot
-            return max(1, min(self.blocks // 2, limit // self.row_groups))
-        return min(self.blocks, max(1, limit // self.row_groups)) if self.config.tile_m <= 128 else 1
-
-    @property
-    def persistent(self) -> bool:
-        """Whether a CTA walks over tiles. It cannot where sums pass through the drained pipeline's memory. A grouped
-        one must, since the host does not know how many tiles there are: its sets add up in memory of their own."""
-        return self.grouped or (self.k_sets == 1 and self.config.split_k == 1)
-
-    @property
-    def fold_bytes(self) -> int:
-        """Memory besides the pipeline in which the sets along k hand over their accumulators."""
-        return (self.k_sets - 1) * self.tile_bytes if self.persistent else 0
-
-    @property
-    def stream(self) -> bool:
-        """Whether CTAs share the k range of tiles, see device/stream_k.py."""
-        return self.config.schedule == "stream"
-
-    @property
-    def warpgroups(self) -> int:
-        """Consumer warpgroups."""
-        return self.row_groups * self.k_sets * self.turns
-
-    @property
-    def staging_buffers(self) -> int:
-        """Warpgroups that store."""
-        return self.row_groups * self.turns
-
-    @property
-    def slot_threads(self) -> int:
-        """Consumer threads that read a slot."""
-        return 128 * self.row_groups * self.k_sets
-
-    @property
-    def sharers(self) -> int:
-        """CTAs of a cluster that share x or weights with one of them, itself included."""
-        return self.config.cluster_m + self.config.cluster_n - 1
+    # --- warps
 
     @staticmethod
     def ctas_per_sm(config: GemmConfig) -> int:
         return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
 
     @property
-    def turns(self) -> int:
-        """Consumer warpgroups of one CTA that take turns at its tiles, so that one multiplies while another stores: the
-        pingpong of tiles that are too large for two CTAs on a multiprocessor."""
+    def m64_atoms(self) -> int:
+        """Number of 64-row blocks of the weight that one warpgroup owns: two if four warpgroups would have too few
+        registers each."""
+        return 2 if self.config.tile_n == 256 and self.config.tile_m > 64 else 1
+
+    @property
+    def blocks_n(self) -> int:
+        """Number of 64-row blocks of the weight in a tile."""
+        return self.config.tile_n // BLOCK_N
+
+    @property
+    def warpgroups_n(self) -> int:
+        """Number of consumer warpgroups along the features of a tile."""
+        return self.blocks_n // self.m64_atoms
+
+    @property
+    def k_sets(self) -> int:
+        """Number of sets of consumer warpgroups that divide the k blocks of a stage: as many as there are registers
+        for, because with few tokens one set cannot keep the tensor cores busy while it decodes."""
+        limit = 4 if self.occupancy == 1 and self.config.tile_m <= 64 else 2
+        if self.kind == "e4m3":  # both fragment buffers are used within a stage
+            return max(1, min(self.blocks_k // 2, limit // self.warpgroups_n))
+        return min(self.blocks_k, max(1, limit // self.warpgroups_n)) if self.config.tile_m <= 128 else 1
+
+    @property
+    def pingpong_warpgroups(self) -> int:
+        """Number of consumer warpgroups of one CTA that alternate between its tiles, so that one multiplies while
+        another stores: two if schedule is pingpong and a tile is too large for two CTAs per multiprocessor."""
         return 2 if self.config.schedule == "pingpong" and self.occupancy == 1 else 1
 
     @property
+    def warpgroups(self) -> int:
+        """Number of consumer warpgroups."""
+        return self.warpgroups_n * self.k_sets * self.pingpong_warpgroups
+
+    @property
     def threads(self) -> int:
+        """Threads per CTA."""
         return 128 * (self.warpgroups + 1)
 
     @property
+    def stage_readers(self) -> int:
+        """Number of consumer threads that read a stage."""
+        return 128 * self.warpgroups_n * self.k_sets
+
+    @property
     def gather_threads(self) -> int:
-        """Threads of the producer that copy x themselves."""
+        """Number of producer threads that copy x by cp.async."""
         return 128 if self.gathered else 0
 
     @property
-    def blocks(self) -> int:
-        """Weight blocks along k in one stage."""
-        return max(1, self.config.tile_k // 128)
+    def multicast_peers(self) -> int:
+        """Number of CTAs of a cluster that share x or weights with one CTA, itself included."""
+        return self.config.cluster_m + self.config.cluster_n - 1
 
     @property
-    def slots_per_step(self) -> int:
-        """Slots that a step of the main loop goes through: two where a slot has one unit of work alone, so that the two
-        sets of fragment registers take turns, and where it takes two to make a block."""
-        return 2 if self.halves or self.config.tile_k * self.row_blocks == self.chunk_k else 1
+    def consumer_registers(self) -> int:
+        """Registers per consumer thread; 0 if an equal share of the register file is enough."""
+        if self.occupancy == 2:
+            return {1: 0, 2: 104}[self.warpgroups]
+        return {1: 0, 2: 232 if self.gathered else 240, 3: 160, 4: 112}[self.warpgroups]
 
     @property
-    def step_blocks(self) -> int:
-        """Weight blocks along k in one step."""
-        return max(1, self.slots_per_step * self.config.tile_k // 128)
+    def producer_registers(self) -> int:
+        """Registers per producer thread; more if it copies x itself, as far as the consumers leave any."""
+        if not self.gathered:
+            return 24
+        return 40 if self.consumer_registers == 232 else 32
+
+    # --- work tiles
 
     @property
-    def halves(self) -> bool:
-        """Whether a stage holds half a block along k: 64 columns, with the scales that they need."""
+    def persistent(self) -> bool:
+        """True if a CTA loops over output tiles.
+
+        A dense CTA cannot if sums pass through the drained pipeline's memory. A grouped CTA must, because the host does
+        not know the number of tiles; its k sets then reduce through memory of their own.
+        """
+        return self.grouped or (self.k_sets == 1 and self.config.split_k == 1)
+
+    @property
+    def stream_k(self) -> bool:
+        """True if CTAs divide tiles along k, see device/stream_k.py."""
+        return self.config.schedule == "stream"
+
+    @property
+    def short(self) -> bool:
+        """True if a launch can be so short that its first microsecond counts."""
+        return self.config.tile_m <= 128 and self.config.cluster_m == 1
+
+    # --- stages
+
+    @property
+    def half_block_stages(self) -> bool:
+        """True if a stage holds half a block along k: 64 columns and their scales."""
         return self.config.tile_k == 64
 
     @property
-    def part(self) -> Block:
-        """The part of a block that a stage holds: all of it or, with ``halves``, its codes and scales of 64 columns."""
+    def stage_block(self) -> Block:
+        """The part of a block that a stage holds: all of it, or half if ``half_block_stages``."""
         return self.block.part(columns=min(self.config.tile_k, BLOCK_K))
 
     @property
+    def blocks_k(self) -> int:
+        """Number of weight blocks along k in a stage."""
+        return max(1, self.config.tile_k // BLOCK_K)
+
+    @property
+    def stages_per_iteration(self) -> int:
+        """Stages per main-loop iteration: 2 if a stage holds half a block (tile_k = 64) or a single MMA batch
+        (tile_k * m64_atoms == chunk_k), so that both fragment buffers are used in turn; else 1."""
+        return 2 if self.half_block_stages or self.config.tile_k * self.m64_atoms == self.chunk_k else 1
+
+    @property
+    def blocks_k_per_iteration(self) -> int:
+        """Number of weight blocks along k in one main-loop iteration."""
+        return max(1, self.stages_per_iteration * self.config.tile_k // BLOCK_K)
+
+    @property
+    def token_splits(self) -> int:
+        """Number of ranges of tokens that are multiplied one after the other if scales are applied to sums: two sets of
+        sums of one range must fit into the registers beside the accumulators."""
+        if not self.scales_on_sums:
+            return 1
+        registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
+        room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
+        return next(splits for splits in (1, 2, 4, 8) if self.config.tile_m // splits <= max(room, 8))
+
+    @property
     def weight_bytes(self) -> int:
-        return self.tile_blocks * self.blocks * self.part.bytes
+        """Bytes of weights per stage."""
+        return self.blocks_n * self.blocks_k * self.stage_block.bytes
 
     @property
     def x_bytes(self) -> int:
+        """Bytes of x per stage."""
         return self.config.tile_m * self.config.tile_k * self.itemsize
 
     @property
+    def stage_bytes(self) -> int:
+        """Bytes per stage."""
+        return self.weight_bytes + self.x_bytes
+
+    @property
     def box_tokens(self) -> int:
-        """Tokens of one TMA box, at most 64, a part of tile_m. Rows past m are slow: 31 of them in a box of 64 make a
-        launch half as long again, eight cost nothing (H200, 2026-11-21). So boxes wholly past m are not fetched, and
-        the last one that is reaches back; only a tile's first box has no room for that. Boxes of 32 cost nothing where
-        a tile has 128 tokens; elsewhere they make full tiles 5 % slower and more."""
+        """Tokens of one TMA box: at most 64, a divisor of tile_m.
+
+        Rows past m are slow: 31 of them in a box of 64 make a launch 59 % longer, eight cost nothing (H200,
+        2026-11-21). So the producer skips boxes wholly past m and moves the last box back; it cannot move a tile's
+        first box. Boxes of 32 cost nothing if tile_m is 128; otherwise they make full tiles 5 % slower or more.
+        """
         if self.config.tile_m == 128:
             return 32
         return next(box for box in range(min(self.config.tile_m, 64), 0, -8) if self.config.tile_m % box == 0)
 
     @property
     def boxes(self) -> int:
-        """TMA boxes along the tokens of a tile."""
+        """Number of TMA boxes along the tokens of a tile."""
         return self.config.tile_m // self.box_tokens
 
+    # --- epilogue
+
     @property
-    def stage_bytes(self) -> int:
-        return self.weight_bytes + self.x_bytes
+    def float32_staging(self) -> bool:
+        """True if d passes the staging buffer as float32, see device/epilogue_store.py."""
+        return self.epilogue.gated or self.epilogue.residual or self.out_kind == "f32"
+
+    @property
+    def boxed(self) -> bool:
+        """True if TMA stores d from one half of the staging buffer while the other is filled: if a tile has much to
+        store, and its CTA nothing else to do meanwhile."""
+        many = self.config.tile_m in (128, 192, 256) and self.config.split_k == self.pingpong_warpgroups == 1
+        return many and self.vector and not self.float32_staging
+
+    @property
+    def staging_buffers(self) -> int:
+        """Number of warpgroups that store."""
+        return self.warpgroups_n * self.pingpong_warpgroups
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens of a tile that one CTA stores: all, or with split_k its share in whole blocks of eight, the last of
+        which can reach past the tile."""
+        return -(-self.config.tile_m // (8 * self.config.split_k)) * 8
+
+    @property
+    def staging_tokens(self) -> int:
+        """Tokens that the staging buffer holds, 16 to 128: as many as do not cost a stage.
+
+        Stages of half a block do better with five of them and a large buffer than with six and a small one. With four
+        warpgroups, long rounds spill.
+        """
+        most = 128 if self.warpgroups < 4 else 56
+        step = 32 if self.boxed else 8
+        sizes = [size for size in range(max(16, step), most + 1, step) if self.stored_tokens % size == 0] or [8]
+        stages = self._stages_beside(sizes[0])
+        if self.half_block_stages:
+            stages = min(stages, 5)
+        return next(size for size in reversed(sizes) if self._stages_beside(size) >= stages)
+
+    @property
+    def tokens_per_round(self) -> int:
+        """Tokens that pass through the staging buffer together."""
+        return self.staging_tokens // 2 if self.boxed else self.staging_tokens
+
+    @property
+    def loads_early(self) -> bool:
+        """True if the epilogue's operands are loaded before the last sums are there. With split_k, where a CTA stores
+        only part of a tile, they would occupy registers meanwhile; with cluster_m > 1 there are no registers left."""
+        return self.config.split_k == 1 and self.config.cluster_m == 1 and not self.stream_k
+
+    @property
+    def prefetches(self) -> Prefetches:
+        """Operands that are brought into L2 when a tile begins. From memory they would take as long as a small tile's
+        last stage. With cluster_m > 1 there are no registers for the features' operands; with split_k a CTA stores only
+        some of the tokens."""
+        features = (self.channel_scales or self.epilogue.bias) and self.config.cluster_m == 1
+        return Prefetches(features, self.epilogue.residual and self.config.split_k == 1)
+
+    @property
+    def residuals_ahead(self) -> int:
+        """Blocks of eight tokens whose residuals are in flight: more if there are registers for them. Otherwise another
+        CTA or more warps hide the latency."""
+        if self.m64_atoms > 1:
+            return 2  # with more some formats spill
+        return 8 if 65536 // (self.threads * self.occupancy) > 128 else 1
+
+    # --- shared memory, in bytes per CTA
 
     @property
     def staging_bytes(self) -> int:
@@ -168,112 +271,40 @@ class Variant(gpu.Variant):
         return self._staging_bytes(self.staging_tokens)
 
     def _staging_bytes(self, staging_tokens: int) -> int:
-        return max(staging_tokens * TOKEN_BYTES, QUADS_BYTES if self.quads else 0)
+        return max(staging_tokens * TOKEN_BYTES, FLOAT32_BYTES if self.float32_staging else 0)
 
     @property
-    def quads(self) -> bool:
-        """Whether d is stored in quads, see kernels/device/epilogue.py."""
-        return self.epilogue.gated or self.epilogue.residual or self.out_kind == "f32"
-
-    @property
-    def boxed(self) -> bool:
-        """Whether d leaves the staging buffer by TMA, a half of the buffer at a time, while the other is filled: worth
-        it where a tile has much to store, and nothing else to do meanwhile."""
-        many = self.config.tile_m in (128, 192, 256) and self.config.split_k == self.turns == 1
-        return many and self.vector and not self.quads
-
-    @property
-    def stored_tokens(self) -> int:
-        """Tokens of a tile that one CTA stores: with split_k its share, in whole blocks of eight, the last perhaps past
-        the tile."""
-        return -(-self.config.tile_m // (8 * self.config.split_k)) * 8
-
-    @property
-    def staging_tokens(self) -> int:
-        """Tokens that pass through the staging buffer at a time, 16 to 128: as many as do not cost a stage. Of halves,
-        five stages and a large buffer do better than six and a small one. With four warpgroups, long rounds spill."""
-        most = 128 if self.warpgroups < 4 else 56
-        step = 32 if self.boxed else 8
-        chunks = [chunk for chunk in range(max(16, step), most + 1, step) if self.stored_tokens % chunk == 0] or [8]
-        stages = self._stages_beside(chunks[0])
-        if self.halves:
-            stages = min(stages, 5)
-        return next(chunk for chunk in reversed(chunks) if self._stages_beside(chunk) >= stages)
-
-    @property
-    def stored_at_once(self) -> int:
-        """Tokens that go the way through the staging buffer together."""
-        return self.staging_tokens // 2 if self.boxed else self.staging_tokens
-
-    @property
-    def short(self) -> bool:
-        """Whether a launch may be so short that its first microsecond counts."""
-        return self.config.tile_m <= 128 and self.config.cluster_m == 1
-
-    @property
-    def loads_early(self) -> bool:
-        """Whether what a tile's sums meet (bias, scales of tokens) is asked for before the last sums are there. Where a
-        CTA stores but a part of them, it would take registers meanwhile; where weights are shared, there are none."""
-        return self.config.split_k == 1 and self.config.cluster_m == 1 and not self.stream
-
-    @property
-    def prefetches(self) -> tuple[bool, bool]:
-        """Whether what a tile's sums meet is brought into L2 when it begins: biases and scales of features, residuals.
-        From memory they would take as long as a small tile's last slot. Where weights are shared, there are no
-        registers to spare for the first; with split_k, a CTA stores but some of the second."""
-        features = (self.channel_scales or self.epilogue.bias) and self.config.cluster_m == 1
-        return features, self.epilogue.residual and self.config.split_k == 1
-
-    @property
-    def residuals_ahead(self) -> int:
-        """Blocks of eight tokens whose residuals are on their way: more where there are registers for them. Elsewhere
-        another CTA or more warps hide the latency."""
-        if self.row_blocks > 1:
-            return 2  # with more some formats spill
-        return 8 if 65536 // (self.threads * self.occupancy) > 128 else 1
-
-    @property
-    def tile_bytes(self) -> int:
+    def accumulator_bytes(self) -> int:
         """The float32 accumulators of a tile."""
         return self.config.tile_m * self.config.tile_n * 4
 
     @property
+    def k_set_bytes(self) -> int:
+        """Memory besides the pipeline through which the k sets reduce."""
+        return (self.k_sets - 1) * self.accumulator_bytes if self.persistent else 0
+
+    @property
     def reduction_bytes(self) -> int:
-        """Accumulators that lie over the drained pipeline: those that the k sets but the first hand to it, and those
-        that a CTA parks for its cluster."""
+        """Accumulators in the drained pipeline's memory: those of all k sets but the first, and with split_k those that
+        a CTA stores for its cluster."""
         if self.persistent:
             return 0
-        return (self.k_sets - 1 + (self.config.split_k > 1)) * self.tile_bytes
+        return (self.k_sets - 1 + (self.config.split_k > 1)) * self.accumulator_bytes
 
     @property
     def stages(self) -> int:
+        """Number of stages: as many as there is room for, at most eight."""
         return self._stages_beside(self.staging_tokens)
 
     def _stages_beside(self, staging_tokens: int) -> int:
-        """As many as there is room for, at most eight."""
         room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
-        room -= self.staging_buffers * self._staging_bytes(staging_tokens) + self.fold_bytes + self.table_bytes
+        room -= self.staging_buffers * self._staging_bytes(staging_tokens) + self.k_set_bytes + self.table_bytes
         room -= self.decode_table_bytes
         return min(8, room // self.stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA, alignment included."""
+        """Shared memory per CTA, alignment included."""
         staging = self.staging_buffers * self.staging_bytes
         tables = self.table_bytes + self.decode_table_bytes
-        return self.stages * self.stage_bytes + staging + self.fold_bytes + tables + _BARRIERS_AND_ALIGNMENT
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers a consumer thread asks for, 0 where the launch's own share is enough."""
-        if self.occupancy == 2:
-            return {1: 0, 2: 104}[self.warpgroups]
-        return {1: 0, 2: 232 if self.gathered else 240, 3: 160, 4: 112}[self.warpgroups]
-
-    @property
-    def producer_registers(self) -> int:
-        """Those that a producer thread keeps: more where it copies x itself, what the consumers of a launch's share
-        leave."""
-        if not self.gathered:
-            return 24
-        return 40 if self.consumer_registers == 232 else 32
+        return self.stages * self.stage_bytes + staging + self.k_set_bytes + tables + _BARRIERS_AND_ALIGNMENT

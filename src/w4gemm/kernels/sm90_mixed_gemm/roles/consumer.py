@@ -1,215 +1,284 @@
-"""The consumers: a warpgroup's way through its tiles, from the first slot to the stored result."""
+"""The consumers: a warpgroup's tiles, from the first stage to the stored result."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from w4gemm.kernels.device.epilogue import Epilogue
-from w4gemm.kernels.device.groups import cut_off, extras_of, first_rows
+from w4gemm.epilogue import EpilogueOperands
+from w4gemm.kernels.arguments import StreamWorkspace
+from w4gemm.kernels.device.epilogue_store import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
+from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import load_shared_cluster, shared_address, store_shared_f32x4
-from w4gemm.kernels.device.scheduler import tile_coordinates
+from w4gemm.kernels.device.scheduler import StreamShare, TileCoord
 from w4gemm.kernels.device.split_k import Reduction
-from w4gemm.kernels.device.stream_k import StreamSum
-from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import MainLoop
+from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
+from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import ConsumerCoord, Mainloop, MmaOperands, StageState
+from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline
+from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 
-_EPILOGUE_BARRIER = 2  # named barriers from here on, one per consumer warpgroup
 _CONSUMER_BARRIER = 1
-_TURN_BARRIER = 6  # and 7
+_EPILOGUE_BARRIER = 2  # named barriers from here on, one per consumer warpgroup
+_MMA_ORDER_BARRIER = 6  # and 7
 
 
-class Consumer(MainLoop):
-    epilogue: Epilogue
-    stream_sum: StreamSum
+class ConsumerMemory(NamedTuple):
+    """Shared memory of the consumers besides the pipeline."""
+
+    staging: Int32
+    """Address of all staging buffers."""
+    store: TmaStore | None
+    k_sets: cute.Pointer
+    """Where k sets reduce."""
+    decode_lut: Int32
+    """Address of the fp8 decoder's table."""
+
+
+class Output(NamedTuple):
+    """d and the operands of the epilogue, of the whole problem or of one expert's tile."""
+
+    d: cute.Tensor
+    operands: EpilogueOperands
+
+
+class OutputTile(NamedTuple):
+    """A warpgroup's part of an output tile."""
+
+    output: Output
+    coord: OutputCoord
+
+
+class Consumer:
+    """Multiplies and stores the tiles of one CTA. Run by every consumer warpgroup."""
+
+    def __init__(self, variant: Variant, scheduler: TileScheduler, mainloop: Mainloop, epilogue: EpilogueStore):
+        self.variant, self.scheduler = variant, scheduler
+        self.mainloop, self.epilogue = mainloop, epilogue
+        self.stream_sum = StreamSum(variant.config.tile_m * variant.m64_atoms, variant.warpgroups_n)
 
     @cute.jit
-    def consume(self, mma, ring, work, rank, out, extras, parked, groups, memory):
-        """memory: staging and its boxes, k sets' sums, the decoder's table."""
-        v, c = self.v, self.v.config
-        staging, s_fold, decode_table = memory
-        full, empty, s_x, _ = ring
-        m_tiles, n_tiles, slots = work[2], work[3], work[5]
+    def run(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        params: SchedulerParams,
+        cta_rank: Int32,
+        output: Output,
+        workspace: StreamWorkspace,
+        expert_tiles: ExpertTiles | None,
+        memory: ConsumerMemory,
+    ):
+        """Multiply and store all work tiles."""
+        variant, config = self.variant, self.variant.config
         thread = cute.arch.thread_idx()[0]
-        wg, t = cute.arch.make_warp_uniform(thread // 128 % v.row_groups), thread % 128
-        k_set, turn = cute.arch.make_warp_uniform(thread // (128 * v.row_groups)), Int32(0)
-        if const_expr(v.turns > 1):
-            k_set, turn = Int32(0), k_set
-        thread = thread % (128 * v.row_groups)
+        wg, t = cute.arch.make_warp_uniform(thread // 128 % variant.warpgroups_n), thread % 128
+        k_set, pingpong = cute.arch.make_warp_uniform(thread // (128 * variant.warpgroups_n)), Int32(0)
+        if const_expr(variant.pingpong_warpgroups > 1):
+            k_set, pingpong = Int32(0), k_set
+        thread = thread % (128 * variant.warpgroups_n)
+        consumer = ConsumerCoord(wg, k_set, t, cta_rank)
         thr = mma.get_slice(thread)
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((c.tile_n, c.tile_m)), Float32)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((config.tile_n, config.tile_m)), Float32)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        x_fragments = self.x_operands(mma, thr, s_x)
-        fragment = cute.make_rmem_tensor(thr.partition_shape_A((64 * v.row_groups, 2 * v.chunk_k)), self.dtype)
-        packed = cute.make_rmem_tensor((self.code_words + self.groups * v.block.words_per_scale,), Int32)
+        x_operands = self.mainloop.x_operands(mma, thr, pipeline.x)
+        shape = thr.partition_shape_A((64 * variant.warpgroups_n, 2 * variant.chunk_k))
+        fragment = cute.make_rmem_tensor(shape, mma.op.a_dtype)
+        packed = cute.make_rmem_tensor((self.mainloop.packed_words,), Int32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
-        next = PipelineState.consumer()
-        rank_m, rank_n = self.place_in_cluster(rank)
-        who = (wg, k_set, t, rank)
-        operands = (self.by_row_block(acc, flat), fragment, x_fragments[0], packed, decode_table)
-        if const_expr(v.decode_table_bytes > 0):  # while the first slots are on their way
-            self.decoder.fill_table(decode_table, cute.arch.thread_idx()[0], 128 * v.warpgroups)
+        state = PipelineState.consumer()
+        cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
+        accumulators = flat if variant.scales_on_sums else self.mainloop.by_m64_atom(acc, flat)
+        operands = MmaOperands(accumulators, fragment, x_operands, packed, memory.decode_lut)
+        if const_expr(variant.decode_table_bytes > 0):  # while the first stages are on their way
+            self.mainloop.decoder.fill_table(memory.decode_lut, cute.arch.thread_idx()[0], 128 * variant.warpgroups)
             self.consumer_barrier()
-        sums = []
-        if const_expr(v.scales_on_sums):  # two sets: the sums of a group, and its scales of rows g and g + 8
-            shape = thr.partition_shape_C((c.tile_n, c.tile_m // v.token_parts))
-            sums = [(cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32)) for _ in range(2)]
-            sums.append(cute.make_rmem_tensor((2 * self.groups,), Float32))  # scales of the chunk that was decoded
-            operands = (flat, fragment, x_fragments, packed, decode_table)
-        if const_expr(v.turns > 1):
-            # A warpgroup must not wait for a slot more than one round ahead, whose parity looks like one that is past:
-            # it starts a tile when the other has seen all slots of the tile before.
-            next = next.after_several(turn * slots, v.stages)
-            if turn == 1:
-                cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER, number_of_threads=256)
-        count, stream = self.pieces(work)
-        for index in cutlass.range(turn, count, v.turns, unroll=1):
-            tile, first_slot, slots = self.piece(index, work, stream)
-            m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, self.band, v.short)
-            m_tile, n_tile = m_tile * c.cluster_m + rank_m, n_tile * c.cluster_n + rank_n
+        sums = self.mainloop.group_sums(thr)
+        if const_expr(variant.pingpong_warpgroups > 1):
+            # An mbarrier wait tests one parity bit, so a wait more than one lap of the ring ahead would pass at once on
+            # an old phase. A warpgroup therefore starts a tile only after the other one has waited on every stage of
+            # the previous tile.
+            state = state.after_several(pingpong * params.k_slices, variant.stages)
+            if pingpong == 1:
+                cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER, number_of_threads=256)
+        work_tiles = self.scheduler.work_tiles(params)
+        for index in cutlass.range(pingpong, work_tiles.count, variant.pingpong_warpgroups, unroll=1):
+            work_tile = self.scheduler.work_tile(index, params, work_tiles.share)
+            k_slices = work_tile.k_slices
+            tile = self.scheduler.cta_tile(work_tile.tile, params, cluster_coord)
             acc.fill(0.0)
-            if const_expr(any(v.prefetches)):
-                _, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
-                for own in self.places(place):
-                    self.epilogue.prefetch(own_extras, own, *v.prefetches)
-            if const_expr(v.turns > 1):
-                cute.arch.barrier(barrier_id=_TURN_BARRIER + turn, number_of_threads=256)
-            if slots > 0:
-                self.wait_full(full + next.stage, next.phase)
-                if const_expr(v.scales_on_sums):
-                    self.begin_groups(operands, ring, sums, next.stage, who)
-                else:
-                    self.load_part(packed, ring, next.stage, 0, who)
-            previous = next.stage
-            for i in cutlass.range(slots // self.v.slots_per_step, unroll=1):
-                for part in cutlass.range_constexpr(self.v.slots_per_step):
-                    current, next = next.stage, next.after(v.stages)
-                    done = i * self.v.slots_per_step + part
-                    state = (current, next.stage, next.phase, previous, done > 0, done + 1 < slots)
-                    if const_expr(v.scales_on_sums):
-                        self.multiply_groups(mma, ring, operands, sums, state, who)
+            if const_expr(any(variant.prefetches)):
+                ahead = self.output_tile(tile, consumer, output, expert_tiles)
+                for coord in self.m64_coords(ahead.coord):
+                    self.epilogue.prefetch(ahead.output.operands, coord, *variant.prefetches)
+            if const_expr(variant.pingpong_warpgroups > 1):
+                cute.arch.barrier(barrier_id=_MMA_ORDER_BARRIER + pingpong, number_of_threads=256)
+            if k_slices > 0:
+                self.mainloop.wait_full(pipeline, state)
+                self.mainloop.begin(operands, sums, pipeline, state.stage, consumer)
+            previous = state.stage
+            for i in cutlass.range(k_slices // variant.stages_per_iteration, unroll=1):
+                for number in cutlass.range_constexpr(variant.stages_per_iteration):
+                    current, state = state.stage, state.after(variant.stages)
+                    done = i * variant.stages_per_iteration + number
+                    stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
+                    if const_expr(variant.scales_on_sums):
+                        self.mainloop.multiply_groups(mma, pipeline, operands, sums, stage_state, consumer)
                     else:
-                        self.multiply_slot(mma, ring, operands, state, who, part)
+                        self.mainloop.multiply_stage(mma, pipeline, operands, stage_state, consumer, number)
                     previous = current
-            if const_expr(v.turns > 1):
-                cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - turn, number_of_threads=256)
+            if const_expr(variant.pingpong_warpgroups > 1):
+                cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER + 1 - pingpong, number_of_threads=256)
             loaded = None
-            if const_expr(v.loads_early):
-                own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
-                loaded = self.epilogue.load(own_extras, place, own_out.shape[0])
-            if const_expr(not v.scales_on_sums):
+            if const_expr(variant.loads_early):
+                own = self.output_tile(tile, consumer, output, expert_tiles)
+                loaded = self.epilogue.load(own.output.operands, own.coord, own.output.d.shape[0])
+            if const_expr(not variant.scales_on_sums):
                 warpgroup.wait_group(0)
-                if slots > 0:
-                    self.release(empty, previous, rank)
-            if const_expr(not v.loads_early):
-                own_out, own_extras, place = self.store_place((m_tile, n_tile, wg, t), out, extras, groups)
-            if const_expr(v.k_sets > 1):
-                self.fold(flat, shared_address(s_fold), k_set, thread)
-            if const_expr(c.split_k > 1):
-                self.reduce(flat, place, ring, rank, k_set, thread, own_out, own_extras, staging, wg)
-            elif const_expr(v.stream):
-                if first_slot > 0:
-                    self.stream_sum.park(flat, *parked, work[0], (wg, t), _EPILOGUE_BARRIER + wg)
+                if k_slices > 0:
+                    self.mainloop.release(pipeline, previous, consumer)
+            if const_expr(not variant.loads_early):
+                own = self.output_tile(tile, consumer, output, expert_tiles)
+            if const_expr(variant.k_sets > 1):
+                self.reduce_k_sets(flat, shared_address(memory.k_sets), k_set, thread)
+            if const_expr(config.split_k > 1):
+                self.reduce_split_k(flat, own, pipeline, consumer, thread, memory)
+            elif const_expr(variant.stream_k):
+                warpgroup_thread = WarpgroupThread(wg, t, _EPILOGUE_BARRIER + wg)
+                if work_tile.first_k_slice > 0:
+                    self.stream_sum.store_partials(flat, workspace, params.cluster, warpgroup_thread)
                 else:
-                    if slots < work[5]:
-                        self.gather(flat, tile, work, stream, parked, (wg, t))
-                    self.finish(flat, own_out, own_extras, place, staging, wg)
-            elif const_expr(v.k_sets == 1):
-                self.finish(flat, own_out, own_extras, place, staging, wg + turn, loaded)
-                if const_expr(v.turns > 1):
-                    next = next.after_several(slots, v.stages)
+                    if k_slices < params.k_slices:
+                        self.stream_k_fixup(flat, work_tile.tile, params, work_tiles.share, workspace, warpgroup_thread)
+                    self.store_tile(flat, own, memory, wg)
+            elif const_expr(variant.k_sets == 1):
+                self.store_tile(flat, own, memory, wg + pingpong, loaded)
+                if const_expr(variant.pingpong_warpgroups > 1):
+                    state = state.after_several(k_slices, variant.stages)
             else:
                 if k_set == 0:
-                    self.finish(flat, own_out, own_extras, place, staging, wg, loaded)
+                    self.store_tile(flat, own, memory, wg, loaded)
         self.epilogue.drain()
 
-    def store_place(self, tile, out, extras, groups):
-        """Where a warpgroup's part of a tile goes: out and extras of its expert, and its first token and feature.
-        Grouped, it is found anew when it is needed, since to keep it while the tile is multiplied would take
-        registers."""
-        m_tile, n_tile, wg, t = tile
-        expert, token, end = self.find(m_tile, out.shape[0], groups)
-        place = (token, n_tile * self.v.config.tile_n + wg * (64 * self.v.row_blocks), t)
-        if self.v.grouped:
-            out, extras = first_rows(out, end), extras_of(extras, expert, end)
-        return out, extras, place
+    def output_tile(
+        self, tile: TileCoord, consumer: ConsumerCoord, output: Output, expert_tiles: ExpertTiles | None
+    ) -> OutputTile:
+        """Where a warpgroup's part of a tile goes. A grouped problem computes it anew when it is needed, because to
+        keep it while the tile is multiplied would take registers."""
+        variant = self.variant
+        rows = self.scheduler.rows(tile.m_tile, output.d.shape[0], expert_tiles)
+        feature = tile.n_tile * variant.config.tile_n + consumer.warpgroup * (64 * variant.m64_atoms)
+        if variant.grouped:
+            operands = operands_of_expert(output.operands, rows.expert, rows.end)
+            output = Output(first_rows(output.d, rows.end), operands)
+        return OutputTile(output, OutputCoord(rows.first, feature, consumer.thread))
 
-    def places(self, place):
-        """Of each of a warpgroup's row blocks, (first token, first feature, thread)."""
-        token, feature, t = place
-        return [(token, feature + 64 * r, t) for r in range(self.v.row_blocks)]
+    def m64_coords(self, coord: OutputCoord) -> list[OutputCoord]:
+        """The coordinates of each of a warpgroup's 64-row blocks."""
+        return [coord._replace(feature=coord.feature + 64 * r) for r in range(self.variant.m64_atoms)]
 
     @cute.jit
-    def gather(self, flat, tile, work, stream, parked, place):
-        """Add what the next CTAs multiplied of this tile."""
-        cluster, clusters, slots = work[0], work[1], work[5]
-        blocks = slots // self.v.slots_per_step
-        other, cut = cluster + 1, stream[1] * blocks
-        while other * cut // clusters < (tile + 1) * blocks:
-            self.stream_sum.add(flat, *parked, other, place, _EPILOGUE_BARRIER + place[0])
+    def stream_k_fixup(
+        self,
+        flat: cute.Tensor,
+        tile: Int32,
+        params: SchedulerParams,
+        share: StreamShare,
+        workspace: StreamWorkspace,
+        own: WarpgroupThread,
+    ):
+        """Add the partials that the next CTAs stored for this tile."""
+        blocks = params.k_slices // self.variant.stages_per_iteration
+        other, cut = params.cluster + 1, share.cut * blocks
+        while other * cut // params.clusters < (tile + 1) * blocks:
+            self.stream_sum.add_partials(flat, workspace, other, own)
             other += 1
 
     @cute.jit
-    def fold(self, flat, s_fold, k_set, thread):
-        """All k sets but the first hand their accumulators to it, through memory that nothing else uses until all have
-        come here again: that of the drained pipeline, or, where the next tile is on its way into it, its own."""
-        v = self.v
-        line = v.row_groups * 128 * 16  # bytes of one block of four accumulators, all threads of a set
+    def reduce_k_sets(self, flat: cute.Tensor, s_k_sets: Int32, k_set: Int32, thread: Int32):
+        """Add the accumulators of all k sets into the first one's, through the memory at ``s_k_sets``. Nothing else
+        uses it before all consumers come here again: it is the drained pipeline's or, in a persistent grid, where the
+        next tile is on its way into the pipeline, memory of its own."""
+        variant = self.variant
+        line = variant.warpgroups_n * 128 * 16  # bytes of one block of four accumulators, all threads of a set
         size = cute.size(flat) // 4
         self.consumer_barrier()  # the pipeline is drained, and the last tile's sums have been read
         if k_set > 0:
             for i in cutlass.range_constexpr(size):
-                at = s_fold + ((k_set - 1) * size + i) * line + thread * 16
+                at = s_k_sets + ((k_set - 1) * size + i) * line + thread * 16
                 store_shared_f32x4(at, [flat[4 * i + j] for j in range(4)])
         self.consumer_barrier()
         if k_set == 0:
-            for s in cutlass.range_constexpr(v.k_sets - 1):
+            for s in cutlass.range_constexpr(variant.k_sets - 1):
                 for i in cutlass.range_constexpr(size):
-                    other = load_shared_cluster(s_fold + (s * size + i) * line + thread * 16)
+                    other = load_shared_cluster(s_k_sets + (s * size + i) * line + thread * 16)
                     for j in cutlass.range_constexpr(4):
                         flat[4 * i + j] = flat[4 * i + j] + other[j]
 
     @cute.jit
-    def reduce(self, flat, place, ring, rank, k_set, thread, out, extras, staging, wg):
-        """Sum over the cluster and store this rank's share of the tokens."""
-        v, c = self.v, self.v.config
-        reduction = Reduction(c.tile_m, v.stored_tokens // 8, c.split_k, v.row_groups * 128)
-        if const_expr(v.k_sets == 1):
+    def reduce_split_k(
+        self,
+        flat: cute.Tensor,
+        own: OutputTile,
+        pipeline: Pipeline,
+        consumer: ConsumerCoord,
+        thread: Int32,
+        memory: ConsumerMemory,
+    ):
+        """Sum over the cluster and store this CTA's share of the tokens. thread: number in the k set."""
+        variant, config, coord = self.variant, self.variant.config, own.coord
+        (d, operands), k_set = own.output, consumer.k_set
+        reduction = Reduction(config.tile_m, variant.stored_tokens // 8, config.split_k, variant.warpgroups_n * 128)
+        if const_expr(variant.k_sets == 1):
             self.consumer_barrier()  # the pipeline is drained
-        parked = shared_address(ring[2].iterator) + (v.k_sets - 1) * v.tile_bytes + thread * 16
+        partials = shared_address(pipeline.x.iterator) + (variant.k_sets - 1) * variant.accumulator_bytes + thread * 16
         if k_set == 0:
-            reduction.store_partials(flat, parked)
-        self.cluster_barrier()
-        if const_expr(v.stored_tokens * c.split_k > c.tile_m):  # the last share reaches past the tile
-            end = cutlass.min(place[0] + c.tile_m, out.shape[0])
-            out, extras = first_rows(out, end), cut_off(extras, end)
+            reduction.store_partials(flat, partials)
+        self.scheduler.cluster_barrier()
+        if const_expr(variant.stored_tokens * config.split_k > config.tile_m):  # the last share reaches past the tile
+            end = cutlass.min(coord.token + config.tile_m, d.shape[0])
+            d, operands = first_rows(d, end), operands_until(operands, end)
         if k_set == 0:
-            first, mine = reduction.sum(flat, parked, rank)
+            first, mine = reduction.sum(flat, partials, consumer.cta_rank)
             if mine:
-                share = cute.make_tensor(flat.iterator, cute.make_layout(v.stored_tokens // 2))
-                self.finish(share, out, extras, (place[0] + first, place[1], place[2]), staging, wg)
-        self.cluster_barrier()  # the neighbours have read what this CTA parked
+                share = cute.make_tensor(flat.iterator, cute.make_layout(variant.stored_tokens // 2))
+                tile = OutputTile(Output(d, operands), coord._replace(token=coord.token + first))
+                self.store_tile(share, tile, memory, consumer.warpgroup)
+        self.scheduler.cluster_barrier()  # the other CTAs have read this CTA's partials
 
     @cute.jit
-    def finish(self, flat, out, extras, place, staging, wg, loaded=None):
-        """Store a warpgroup's row blocks. loaded: what the sums of the first meet, if that was asked for before."""
+    def store_tile(
+        self,
+        flat: cute.Tensor,
+        own: OutputTile,
+        memory: ConsumerMemory,
+        buffer: Int32,
+        loaded: LoadedOperands | None = None,
+    ):
+        """Run the epilogue for a warpgroup's 64-row blocks. buffer: number of its staging buffer. loaded: the operands
+        of the first block, if they were loaded before."""
+        variant, epilogue = self.variant, self.epilogue
+        (d, operands), coord = own.output, own.coord
         if const_expr(loaded is None):
-            loaded = self.epilogue.load(extras, place, out.shape[0])
-        alpha, biases, channels, token_scales = loaded
-        features, (address, boxes) = [(biases, channels)], staging
-        memory = (address + wg * self.v.staging_bytes, _EPILOGUE_BARRIER + wg, (*boxes, 2 * wg))
-        places, size = self.places(place), cute.size(flat) // self.v.row_blocks
-        if const_expr(not self.v.quads):  # as quads there are no registers for them yet
-            features += [self.epilogue.load_features(extras, own) for own in places[1:]]
-        for r in cutlass.range_constexpr(self.v.row_blocks):
+            loaded = epilogue.load(operands, coord, d.shape[0])
+        features = [loaded.features]
+        address = memory.staging + buffer * variant.staging_bytes
+        staging = Staging(address, _EPILOGUE_BARRIER + buffer, memory.store, 2 * buffer)
+        coords, size = self.m64_coords(coord), cute.size(flat) // variant.m64_atoms
+        if const_expr(not variant.float32_staging):  # with it there are no registers for them yet
+            features += [epilogue.load_features(operands, other) for other in coords[1:]]
+        for r in cutlass.range_constexpr(variant.m64_atoms):
             if const_expr(r == len(features)):
-                features.append(self.epilogue.load_features(extras, places[r]))
+                features.append(epilogue.load_features(operands, coords[r]))
             sums = cute.make_tensor(flat.iterator + r * size, cute.make_layout(size))
-            self.epilogue.store(sums, out, extras, places[r], (alpha, *features[r], token_scales), memory)
+            epilogue.store(sums, d, operands, coords[r], loaded._replace(features=features[r]), staging)
 
     @cute.jit
     def consumer_barrier(self):
-        cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.v.warpgroups)
+        cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.variant.warpgroups)

@@ -1,16 +1,17 @@
 """The epilogue's arithmetic on float32 sums: see :class:`w4gemm.epilogue.Epilogue`.
 
-Relative errors stay below 1e-6 where the result is not tiny: no step subtracts what nearly cancels.
+Relative errors stay below 1e-6 if the result is not tiny: no step subtracts numbers that nearly cancel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.epilogue import Epilogue
+from w4gemm.epilogue import Epilogue, EpilogueOperands
 from w4gemm.kernels.device.ptx import (
     capped_magnitude,
     exp2,
@@ -43,64 +44,83 @@ _FAR = 20.0
 """The normal distribution's tail from here on is 0 in float32."""
 
 
+class IndexedScales(NamedTuple):
+    """Token scales of a gathered problem: token i has scales[indices[i]]."""
+
+    scales: cute.Tensor
+    indices: cute.Tensor
+
+
+class QuadOperands(NamedTuple):
+    """Operands of four neighbouring features of one token, as bits until they are used."""
+
+    alpha: Float32 | None
+    biases: list[Int32 | None]
+    residual: list[Int32]
+    """Words of one or two columns of d; empty without a residual."""
+
+
 @dataclass(frozen=True)
-class Formula:
-    """The epilogue's arithmetic, its inputs and where results go. No control flow of the device: plain Python.
+class EpilogueMath:
+    """Loads of the epilogue's operands, the arithmetic on sums, and stores of d. No control flow of the device: plain
+    Python.
 
-    ``extras`` are the kernel's arguments (alpha, bias, residual, token scales, channel scales), None where absent. Of
-    rows that are gathered the token scales are those of all of x, and the indices of the rows.
-    ``channels`` says whether there are scales of output channels. ``kind`` is the dtype of the bias, ``out_kind`` that
-    of d and residual. ``unit``, a power of two, is what a sum of 1.0 stands for. ``vector`` says that every row of d
-    starts at a multiple of 16 bytes and is a multiple of 16 bytes long. A quad is four neighbouring features of one
-    token, the first a multiple of four.
+    A quad is four neighbouring features of one token, the first a multiple of four. Loaded values stay bits until they
+    are used, so that no instruction waits for them earlier.
 
-    What is loaded stays bits until it is used, so that nothing waits for it before.
+    Args:
+        epilogue: the operations.
+        bias_kind: "f16" or "bf16", dtype of the bias.
+        out_kind: "f16", "bf16" or "f32", dtype of d and the residual.
+        vector: True if every row of d starts at a multiple of 16 bytes and is a multiple of 16 bytes long.
+        has_channel_scale: True if sums are multiplied by a scale of their feature.
+        sum_scale: the number, a power of two, that a sum of 1.0 stands for.
     """
 
     epilogue: Epilogue
-    kind: str
+    bias_kind: str
     out_kind: str
     vector: bool
-    channels: bool = False
-    unit: float = 1.0
+    has_channel_scale: bool = False
+    sum_scale: float = 1.0
 
-    def load_alpha(self, extras: Any) -> Float32 | None:
-        """Once a thread."""
-        alpha = extras.alpha
+    def load_alpha(self, operands: EpilogueOperands) -> Float32 | None:
+        """Load alpha, once per thread."""
+        alpha = operands.alpha
         if self.epilogue.alpha == "device":
             return to_float("f32", load_global(alpha.iterator.toint(), 1, Boolean(True))[0])
         return alpha
 
-    def load_bias(self, extras: Any, feature: Int32) -> Int32 | None:
-        """The bits of a feature's, 0 past the last one."""
+    def load_bias(self, operands: EpilogueOperands, feature: Int32) -> Int32 | None:
+        """Load the bits of a feature's bias; 0 past the last feature."""
         if not self.epilogue.bias:
             return None
-        bias = extras.bias
+        bias = operands.bias
         return load_global_half(bias.iterator.toint() + Int64(feature) * 2, feature < bias.shape[0])
 
-    def load_token_scale(self, extras: Any, token: Int32, rows: Any) -> Float32 | None:
-        """Load the factor of a token's sums; 0 past the last of ``rows`` tokens."""
+    def load_token_scale(self, operands: EpilogueOperands, token: Int32, rows: Int32) -> Float32 | None:
+        """Load the scale of a token; 0 past the last of ``rows`` tokens."""
         if not self.epilogue.token_scale:
             return None
-        scales, exists = extras.token_scale, token < rows
-        if isinstance(scales, tuple):
+        scales, exists = operands.token_scale, token < rows
+        if isinstance(scales, IndexedScales):
             scales, indices = scales
             token = load_global(indices.iterator.toint() + Int64(token) * 4, 1, exists)[0]
         return to_float("f32", load_global(scales.iterator.toint() + Int64(token) * 4, 1, exists)[0])
 
-    def load_channel(self, extras: Any, feature: Int32) -> Float32 | None:
-        """Load the factor of a feature's sums; 0 past the last feature."""
-        if not self.channels:
+    def load_channel_scale(self, operands: EpilogueOperands, feature: Int32) -> Float32 | None:
+        """Load the scale of a feature; 0 past the last feature."""
+        if not self.has_channel_scale:
             return None
-        channels = extras.channel_scale
-        address = channels.iterator.toint() + Int64(feature) * 4
-        return to_float("f32", load_global(address, 1, feature < channels.shape[0])[0])
+        scales = operands.channel_scale
+        address = scales.iterator.toint() + Int64(feature) * 4
+        return to_float("f32", load_global(address, 1, feature < scales.shape[0])[0])
 
-    def load_residual(self, extras: Any, token: Int32, feature: Int32) -> list[Int32]:
-        """Load the residual of a quad, as words of one or two columns of d; 0 past the last column."""
+    def load_residual(self, operands: EpilogueOperands, token: Int32, feature: Int32) -> list[Int32]:
+        """Load the residual of a quad, as words of one or two columns of d; 0 past the last row or column."""
         if not self.epilogue.residual:
             return []
-        residual, column, count = extras.residual, self.column(feature), 2 if self.epilogue.gated else 4
+        residual, column, count = operands.residual, self.column(feature), 2 if self.epilogue.gated else 4
         m, columns = residual.shape
         address, per_word = self.address(residual, token, column), 1 if self.out_kind == "f32" else 2
         if self.vector:
@@ -110,24 +130,25 @@ class Formula:
         halves = [load_global_half(address + 2 * i, (token < m) & (column + i < columns)) for i in range(count)]
         return [low | (high << 16) for low, high in zip(halves[::2], halves[1::2], strict=True)]
 
-    def prefetch_residual(self, extras: Any, token: Int32, feature: Int32, features: int) -> None:
-        """Bring ``features`` features of a token's into L2."""
-        residual, column = extras.residual, self.column(feature)
+    def prefetch_residual(self, operands: EpilogueOperands, token: Int32, feature: Int32, features: int) -> None:
+        """Bring the residual of ``features`` features of a token into L2."""
+        residual, column = operands.residual, self.column(feature)
         size = residual.element_type.width // 8
         exists = (token < residual.shape[0]) & (column < residual.shape[1])
         for offset in range(0, self.column(features) * size, 128):
             prefetch_global(self.address(residual, token, column) + offset, exists)
 
-    def prefetch_features(self, extras: Any, feature: Int32, features: int, thread: Int32) -> None:
-        """Bring biases and scales of ``features`` features into L2, by as many threads, or some of them."""
+    def prefetch_features(self, operands: EpilogueOperands, feature: Int32, features: int, thread: Int32) -> None:
+        """Bring biases and channel scales of ``features`` features into L2; called by at least as many threads."""
         own = feature + thread
-        for t, size in ((extras.bias, 2), (extras.channel_scale, 4)):
+        for t, size in ((operands.bias, 2), (operands.channel_scale, 4)):
             if t is not None:
-                # one thread a sector of 32 bytes
+                # one thread per sector of 32 bytes
                 exists = (thread < features) & (thread % (32 // size) == 0) & (own < t.shape[0])
                 prefetch_global(t.iterator.toint() + Int64(own) * size, exists)
 
-    def address(self, t: Any, token: Int32, column: Int32) -> Int64:
+    def address(self, t: cute.Tensor, token: Int32, column: Int32) -> Int64:
+        """The address of an element of d or of the residual."""
         return t.iterator.toint() + (Int64(token) * t.stride[0] + column) * (t.element_type.width // 8)
 
     def column(self, feature: Any) -> Any:
@@ -135,25 +156,27 @@ class Formula:
         return feature >> 1 if self.epilogue.gated else feature
 
     def feature_value(self, value: Float32, alpha: Float32 | None, bias: Int32 | None) -> Float32:
-        """Return the result for one sum, if the epilogue needs no other."""
-        value = self.affine(value, alpha, None if bias is None else to_float(self.kind, bias))
+        """The element of d for one sum, if it depends on no other sum."""
+        value = self.affine(value, alpha, None if bias is None else to_float(self.bias_kind, bias))
         return value if self.epilogue.activation is None else _ACTIVATIONS[self.epilogue.activation](value)
 
     def affine(self, value: Float32, alpha: Float32 | None, bias: Float32 | None) -> Float32:
-        """unit * alpha * value + bias, value times the unit being exact."""
-        if self.unit != 1.0:
-            unit = Float32(self.unit)
-            value, alpha = (value, unit) if alpha is None else (value * unit, alpha)
+        """sum_scale * alpha * value + bias; sum_scale * value is exact."""
+        if self.sum_scale != 1.0:
+            factor = Float32(self.sum_scale)
+            value, alpha = (value, factor) if alpha is None else (value * factor, alpha)
         if bias is None:
             return value if alpha is None else value * alpha
         return value + bias if alpha is None else fma(value, alpha, bias)
 
-    def store_quad(self, sums: Any, addends: Any, out: Any, token: Int32, feature: Int32) -> None:
-        """addends: (alpha, the quad's four biases, its residual)."""
-        alpha, biases, residual = addends
+    def store_quad(
+        self, sums: list[Float32], operands: QuadOperands, out: cute.Tensor, token: Int32, feature: Int32
+    ) -> None:
+        """Store the elements of d that a quad's four sums make."""
+        alpha, biases, residual = operands.alpha, operands.biases, operands.residual
         if self.epilogue.gated:
-            biases = [None if bias is None else to_float(self.kind, bias) for bias in biases]
-            y = [self.affine(value, alpha, bias) for value, bias in zip(sums, biases, strict=True)]
+            values = [None if bias is None else to_float(self.bias_kind, bias) for bias in biases]
+            y = [self.affine(value, alpha, bias) for value, bias in zip(sums, values, strict=True)]
             y = [silu(y[i]) * y[i + 1] for i in (0, 2)]
         else:
             y = [self.feature_value(value, alpha, bias) for value, bias in zip(sums, biases, strict=True)]
@@ -166,8 +189,8 @@ class Formula:
             words = [pack_half2(self.out_kind, y[i], y[i + 1]) for i in range(0, len(y), 2)]
         self.store(words, out, token, self.column(feature))
 
-    def store(self, words: list[Int32], out: Any, token: Int32, column: Int32) -> None:
-        """Neighbouring columns of one token, 1, 2 or 4 words of them, as far as they exist."""
+    def store(self, words: list[Int32], out: cute.Tensor, token: Int32, column: Int32) -> None:
+        """Store neighbouring columns of one token, 1, 2 or 4 words of them, as far as they exist."""
         m, columns = out.shape
         address = self.address(out, token, column)
         if self.vector:
@@ -182,12 +205,14 @@ class Formula:
 
 
 def scaled(value: Float32, *scales: Float32 | None) -> Float32:
+    """``value`` times the scales that are not None."""
     for scale in scales:
         value = value if scale is None else value * scale
     return value
 
 
 def relu(x: Float32) -> Float32:
+    """max(x, 0)."""
     return maximum(x, Float32(0.0))
 
 

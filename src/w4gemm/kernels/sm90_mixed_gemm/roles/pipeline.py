@@ -1,0 +1,34 @@
+"""Values that producer and consumers share: the pipeline's shared memory, and how x gets there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+class Pipeline(NamedTuple):
+    """Shared memory of the pipeline; the arrive counts are in kernel.py."""
+
+    full: cute.Pointer
+    """One mbarrier per stage."""
+    empty: cute.Pointer
+    """One mbarrier per stage."""
+    x: cute.Tensor
+    """x of all stages, as WGMMA reads it."""
+    weights: Int32
+    """Address of the weights of all stages."""
+
+
+class XSource(NamedTuple):
+    """Where the producer reads x."""
+
+    tma: cute.CopyAtom | None
+    """None if gathered."""
+    x: cute.Tensor
+    """(m, k) as TMA sees it; if gathered, x itself."""
+    operand_layout: cute.ComposedLayout
+    """x of all stages, as WGMMA reads it."""
+    box_layout: cute.ComposedLayout
+    """The same memory as boxes."""

@@ -1,0 +1,121 @@
+"""The work tiles of a CTA: output tiles or, under stream-k, k-ranges of them. Producer and consumers agree on them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from w4gemm.kernels.device.expert_tiles import ExpertTileMap, ExpertTiles, TileRows
+from w4gemm.kernels.device.scheduler import StreamShare, TileCoord, stream_share, stream_tile, tile_coordinates
+from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+
+_TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
+
+
+class SchedulerParams(NamedTuple):
+    """Numbers from which a CTA enumerates its work tiles."""
+
+    cluster: Int32
+    """Number of the CTA's cluster in the grid."""
+    clusters: Int32
+    """Clusters of the grid."""
+    m_tiles: Int32
+    """Tiles of the problem along m, each as large as a cluster's."""
+    n_tiles: Int32
+    """Tiles of the problem along n, likewise per cluster."""
+    first_k_slice: Int32
+    k_slices: Int32
+    """K-slices of an output tile that the CTA multiplies: all or, with split_k, its share."""
+
+
+class WorkTiles(NamedTuple):
+    """The work tiles of a cluster."""
+
+    count: Int32 | int
+    share: StreamShare
+    """Under stream-k; else zeros."""
+
+
+class WorkTile(NamedTuple):
+    """The k-slices first_k_slice .. first_k_slice + k_slices - 1 of an output tile."""
+
+    tile: Int32
+    first_k_slice: Int32
+    k_slices: Int32
+
+
+class ClusterCoord(NamedTuple):
+    """A CTA's tile among those of its cluster."""
+
+    m: Int32 | int
+    n: Int32 | int
+
+
+class TileScheduler:
+    """Enumerates the work tiles of a CTA and finds an output tile's place in the problem."""
+
+    def __init__(self, variant: Variant):
+        config = variant.config
+        self.variant = variant
+        self.expert_tile_map = ExpertTileMap(config.tile_m)
+        self.cluster_size = config.cluster_m * config.cluster_n * config.split_k
+        self.band = max(1, _TOKENS_PER_BAND // (config.tile_m * config.cluster_m))
+
+    def tiles(self, m: Int32, n_blocks: Int32) -> TileCoord:
+        """The number of tiles of the problem along m and n, each as large as a cluster's."""
+        config = self.variant.config
+        m_tiles = cute.ceil_div(m, config.tile_m * config.cluster_m)
+        return TileCoord(m_tiles, cute.ceil_div(n_blocks, self.variant.blocks_n * config.cluster_n))
+
+    def cta_coord_in_cluster(self, rank: Int32) -> ClusterCoord:
+        """The place of a CTA's tile in its cluster; (0, 0) with split_k, where all CTAs work on one tile."""
+        config = self.variant.config
+        if config.split_k > 1:
+            return ClusterCoord(0, 0)
+        return ClusterCoord(rank // config.cluster_n, rank % config.cluster_n)
+
+    def cta_tile(self, tile: Int32, params: SchedulerParams, coord: ClusterCoord) -> TileCoord:
+        """The output tile that a CTA computes of its cluster's ``tile``."""
+        config = self.variant.config
+        m_tile, n_tile = tile_coordinates(tile, params.m_tiles, params.n_tiles, self.band, self.variant.short)
+        return TileCoord(m_tile * config.cluster_m + coord.m, n_tile * config.cluster_n + coord.n)
+
+    @cute.jit
+    def rows(self, m_tile: Int32, m: Int32, expert_tiles: ExpertTiles | None) -> TileRows:
+        """The rows of d of an m tile, and whose they are."""
+        rows = TileRows(Int32(0), m_tile * self.variant.config.tile_m, m)
+        if const_expr(self.variant.grouped):
+            rows = self.expert_tile_map.find(expert_tiles, m_tile)
+        return rows
+
+    @cute.jit
+    def work_tiles(self, params: SchedulerParams) -> WorkTiles:
+        """The work tiles of this cluster. If the grid is not persistent their number is the compile-time constant 1,
+        because loop-carried state would take registers."""
+        tiles, share = params.m_tiles * params.n_tiles, StreamShare(Int32(0), Int32(0), Int32(0), Int32(0))
+        count = 1
+        if const_expr(self.variant.stream_k):
+            blocks = params.k_slices // self.variant.stages_per_iteration
+            share = stream_share(params.cluster, params.clusters, tiles, blocks)
+            count = share.work_tiles(blocks)
+        elif const_expr(self.variant.persistent):
+            count = (tiles - params.cluster + params.clusters - 1) // params.clusters
+        return WorkTiles(count, share)
+
+    @cute.jit
+    def work_tile(self, index: Int32, params: SchedulerParams, share: StreamShare) -> WorkTile:
+        """This cluster's ``index``-th work tile."""
+        tile = params.cluster + index * params.clusters
+        first_k_slice, k_slices = params.first_k_slice, params.k_slices
+        if const_expr(self.variant.stream_k):
+            stages = self.variant.stages_per_iteration
+            tile, first, stop = stream_tile(index, params.cluster, params.clusters, k_slices // stages, share)
+            first_k_slice, k_slices = first * stages, (stop - first) * stages
+        return WorkTile(tile, first_k_slice, k_slices)
+
+    @cute.jit
+    def cluster_barrier(self):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
