@@ -59,8 +59,8 @@ class Element:
 
     @property
     def padding_code(self) -> int:
-        """The code that stands for 0: what a layout pads with."""
-        return self.values.index(0)
+        """The code of the value nearest to 0: what a layout pads with."""
+        return min(range(16), key=lambda code: abs(self.values[code]))
 
     @property
     def largest_value(self) -> float:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from w4gemm.kernels.device.decode import Decoder, SubnormalDecoder
 from w4gemm.kernels.device.decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
-from w4gemm.packing.codecs import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16, WeightOperand
-
-_DECODERS_16 = {INT4_MMA16: Decoder}
-_DECODERS_8 = {INT4_MMA8: Fp8Decoder, INT4_MMA8_ZEROS: TableDecoder, INT4_MMA8_FOLDED: FoldedDecoder}
+from w4gemm.packing.codecs import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16, Codec, WeightOperand
 
 
 def decoder_of(weight: WeightOperand, only_fma: bool = False, allow_sum_scale: bool = False) -> Decoder | Fp8Decoder:
     """The decoder of a weight's codec. only_fma: see Decoder. allow_sum_scale: True if the kernel multiplies its sums
     by the decoder's ``sum_scale``, which may then be other than 1."""
-    if weight.codec in _DECODERS_8:
-        return _DECODERS_8[weight.codec](weight.scale)
+    return _DECODERS[weight.codec](weight, only_fma, allow_sum_scale)
+
+
+def _int4_mma16(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> Decoder:
     form = weight.kind, weight.scale, weight.zero
-    if weight.codec is INT4_MMA16 and allow_sum_scale and SubnormalDecoder.decodes(*form):
+    if allow_sum_scale and SubnormalDecoder.decodes(*form):
         return SubnormalDecoder(*form)
-    return _DECODERS_16[weight.codec](*form, only_fma)
+    return Decoder(*form, only_fma)
+
+
+def _fp8(decoder: type[Fp8Decoder]) -> Callable[[WeightOperand, bool, bool], Fp8Decoder]:
+    return lambda weight, only_fma, allow_sum_scale: decoder(weight.scale)
+
+
+_DECODERS: dict[Codec, Callable[[WeightOperand, bool, bool], Decoder | Fp8Decoder]] = {
+    INT4_MMA16: _int4_mma16,
+    INT4_MMA8: _fp8(Fp8Decoder),
+    INT4_MMA8_ZEROS: _fp8(TableDecoder),
+    INT4_MMA8_FOLDED: _fp8(FoldedDecoder),
+}
