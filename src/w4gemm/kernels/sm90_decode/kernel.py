@@ -89,7 +89,7 @@ class Pipeline(NamedTuple):
 
 
 class XSource(NamedTuple):
-    """What x is copied from, and to."""
+    """Source and destination of the copies of x."""
 
     tma: cute.CopyAtom | None
     """None if gathered."""
@@ -100,7 +100,7 @@ class XSource(NamedTuple):
 
 
 class LoopParams(NamedTuple):
-    """What a warp's loop over its tiles and k blocks runs over."""
+    """Bounds of a warp's loop over its tiles and k blocks."""
 
     clusters: Int32
     m_tiles: Int32
@@ -108,7 +108,7 @@ class LoopParams(NamedTuple):
     first_k_block: Int32
     """The first of this warp in every tile."""
     k_blocks_per_warp: Int32
-    """Of one tile."""
+    """k blocks of one tile per warp."""
     blocks_n: Int32
     """Packed blocks along n of one weight."""
     expert_tiles: ExpertTiles | None
@@ -127,7 +127,7 @@ class Cursor(NamedTuple):
     n_tile: Int32
     k_block: Int32
     k_blocks_left: Int32
-    """Of the tile, this one included."""
+    """k blocks left in the tile, this one included."""
     expert: Int32
     row: Int32
     """If gathered, the row of x that this lane looked up for the tile."""
