@@ -33,7 +33,7 @@ from w4gemm import WeightFormat, choice  # noqa: E402
 from w4gemm.choice import store  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
 from w4gemm.packing.layouts import native_layout  # noqa: E402
-from w4gemm.problem import H200, GemmProblem  # noqa: E402
+from w4gemm.problem import H200, Device, GemmProblem  # noqa: E402
 
 
 def test_shapes_by_name_and_by_size():
@@ -200,15 +200,18 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, capsys):
     assert kept["experts"] == 8 and kept["us"] == 3.5 and "impl" not in kept
 
 
-def test_a_sweep_goes_on_without_what_cannot_be_compiled(tmp_path, capsys, monkeypatch):
+def test_a_sweep_goes_on_without_what_cannot_be_compiled(capsys, monkeypatch):
     def refuse(*_):
         raise OSError("no more processes")
 
     monkeypatch.setattr("w4gemm.jit.pool._start", refuse)
-    rows = tmp_path / "rows.jsonl"
-    sweep.main(["--shapes", "96x128", "--m", "1", "--configs", "1", "--device", "cpu", "--out", str(rows)])
-    assert "is left out: the compiling process ended (no more processes)" in capsys.readouterr().out
-    assert not rows.read_text()
+    problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
+    on_cpu = replace(problem, layout="cpu", device=Device("cpu"))
+    found = {p: choice.configs(p)[:1] for p in (problem, on_cpu)}
+    assert sweep.prepared(found) == {problem: [], on_cpu: found[on_cpu]}
+    assert (
+        f"{found[problem][0]} is left out: the compiling process ended (no more processes)" in capsys.readouterr().out
+    )
 
 
 def test_a_page_is_of_one_run_at_each_point():
