@@ -112,7 +112,7 @@ def test_large_on_a_gpu(n, k):
 @pytest.mark.parametrize("format", ["int4_g128", "int4_g64_zint_fp16", "int4_g128_e4m3", "int4_col_e4m3"])
 def test_fp8_activations_on_a_gpu(format):
     """Quantized on the way, each token by itself."""
-    w = random_weight(WeightFormat.parse(format), 2048, 2048).to("cuda").repack("mma8")
+    w = random_weight(WeightFormat.parse(format), 2048, 2048).to("cuda").repack(activations="fp8")
     x = randn(w, 3000, torch.bfloat16)
     whole = invariant(x, w)
     for m in (*(m for m in choice.BOUNDS if m < 3000), 3, 21, 100, 777):

@@ -90,6 +90,16 @@ def test_generate_in_another_dtype(tiny: Path, dtype: str, capsys: pytest.Captur
     assert f"{dtype} on the CPU" in capsys.readouterr().err
 
 
+def test_generate_with_fp8_activations(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "hello", "--model", str(tiny), "--max-new-tokens", "2", "--device", "cpu"]
+    assert main([*arguments, "--activations", "fp8"]) == 0
+    assert "prefill ran cpu_mixed_gemm/" in capsys.readouterr().err
+    from w4gemm.integrations.transformers import load
+
+    model, _ = load(tiny, activations="fp8")
+    assert {m.activations for m in model.modules() if isinstance(m, w4gemm.W4Linear)} == {"fp8"}
+
+
 def test_generate_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     try:

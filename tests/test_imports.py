@@ -21,8 +21,8 @@ LEVELS = (
     ("packing",),
     ("packed_shape",),
     (
-        *("act_order", "dequantize", "weight", "weight_experts", "weight_file", "weight_repack", "weight_shard"),
-        *("quantization", "reference"),
+        *("act_order", "dequantize", "weight", "weight_experts", "weight_file", "weight_make", "weight_repack"),
+        *("weight_shard", "quantization", "reference"),
     ),
     ("kernels",),
     ("choice", "gather"),

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import torch
 
-from w4gemm import weight_experts, weight_file, weight_repack, weight_shard
-from w4gemm.act_order import check_perm, in_original_order, sorting_perm
+from w4gemm import weight_experts, weight_file, weight_make, weight_repack, weight_shard
+from w4gemm.act_order import check_perm, in_original_order
 from w4gemm.dequantize import dequantize_parts
-from w4gemm.errors import kind_of
 from w4gemm.formats import WeightFormat
 from w4gemm.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.layouts import Parts, layout_named
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +35,7 @@ class QuantizedWeight:
         perm: int32 (k,), the order in which w's columns are packed: packed column j is column perm[j] of w. None if
             they are packed in w's order; see :mod:`w4gemm.act_order`.
         activations: "fp8" if :func:`w4gemm.linear` quantizes x to float8_e4m3fn, with a scale for each token, before it
-            multiplies, on every device; None if x is multiplied as it comes. :meth:`repack` sets it; a file and a
+            multiplies, on every device; None if it multiplies x as it comes. :meth:`repack` sets it. A file and a
             layer's state dict keep it.
         packed: format, layout, n, k and experts as one value, see :mod:`w4gemm.packed_shape`.
 
@@ -81,8 +79,8 @@ class QuantizedWeight:
         Args:
             format: what the numbers mean, or its string.
             codes: any integer dtype (n, k), 0..15. A symmetric format's signed value v is code v + 8.
-            scales: (n, groups) of ``format.scale_dtype``.
-            zeros: (n, groups) of ``format.zero_dtype``; None for a format without zero points.
+            scales: ``format.scale_dtype`` (n, groups).
+            zeros: ``format.zero_dtype`` (n, groups); None for a format without zero points.
             g_idx: integers (k,), the group of each column, as GPTQ with desc_act stores it; None if column j is in
                 group j // g. Groups are full, but for the last one.
             channels: float32 (n,), the scale of each output channel; None for a format without.
@@ -91,33 +89,7 @@ class QuantizedWeight:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
                 weights would not be finite, in fp16 or beyond 2**31, are refused.
         """
-        format = WeightFormat.of(format)
-        if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS or codes.dim() != 2:
-            raise TypeError(f"codes: wanted integers (n, k), got {kind_of(codes)}")
-        n, k = codes.shape
-        if n < 1 or k < 1:
-            raise ValueError(f"codes: wanted n >= 1 and k >= 1, got shape {(n, k)}")
-        if int(codes.min()) < 0 or int(codes.max()) > 15:
-            raise ValueError(f"codes: wanted 0..15, got {int(codes.min())}..{int(codes.max())}")
-        _check_part("scales", scales, format.scale_dtype, (n, format.groups(k)), codes.device)
-        if format.zero_dtype is None:
-            if zeros is not None:
-                raise ValueError(f"zeros: {format} has none, got a tensor {tuple(zeros.shape)}")
-        elif zeros is None:
-            raise ValueError(f"zeros: {format} wants {format.zero_dtype} {(n, format.groups(k))}, got None")
-        else:
-            _check_part("zeros", zeros, format.zero_dtype, (n, format.groups(k)), codes.device)
-        if channels is not None and format.has_channels:
-            _check_part("channels", channels, torch.float32, (n,), codes.device)
-        elif format.has_channels or channels is not None:
-            wanted = f"wants torch.float32 {(n,)}" if format.has_channels else "has none"
-            raise ValueError(f"channels: {format} {wanted}, got {kind_of(channels)}")
-        _check_range(format, scales, zeros, channels)
-        perm = None if g_idx is None else sorting_perm(g_idx, format, k, codes.device)
-        if perm is not None:
-            codes = codes[:, perm]
-        tensors = layout_named("canonical").pack(Parts(codes.to(torch.uint8), scales, zeros, channels), format)
-        return cls(format, n, k, "canonical", tensors, perm)
+        return weight_make.from_codes(cls, WeightFormat.of(format), codes, scales, zeros, g_idx, channels)
 
     @classmethod
     def interleave(cls, gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
@@ -230,7 +202,7 @@ class QuantizedWeight:
         return weight_shard.shard(self, dim, index, count)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """``codes``, ``scales``, ``zeros``, ``channels`` and ``perm``, as far as there are, of a weight in the
+        """Return ``codes``, ``scales``, ``zeros``, ``channels`` and ``perm``, those that there are, of a weight in the
         canonical layout."""
         assert self.layout == "canonical"
         perm = {} if self.perm is None else {"perm": self.perm}
@@ -252,11 +224,11 @@ class QuantizedWeight:
         return weight_file.load(cls, path, device)
 
     def check_range(self) -> None:
-        """Raise ValueError for scales and zero points that :meth:`from_codes` refuses. Nothing is known of those on the
-        meta device."""
+        """Raise ValueError for scales and zero points that :meth:`from_codes` refuses. On the meta device there are no
+        numbers to check."""
         if self.device.type != "meta":
             for w in [self.expert(e) for e in range(self.experts)] or [self]:
-                _check_range(self.format, *w.parts()[1:])
+                weight_make.check_range(self.format, *w.parts()[1:])
 
     def __repr__(self) -> str:
         experts = f"experts={self.experts}, " if self.experts else ""
@@ -265,44 +237,3 @@ class QuantizedWeight:
             f"{'' if self.activations is None else f'activations={self.activations!r}, '}device={self.device}, "
             f"{'' if self.perm is None else 'act-order, '}{self.nbytes / 2**20:.1f} MiB)"
         )
-
-
-def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(t, torch.Tensor) or t.dtype != dtype:
-        raise TypeError(f"{name}: wanted {dtype}, got {t.dtype if isinstance(t, torch.Tensor) else type(t).__name__}")
-    if tuple(t.shape) != shape:
-        raise ValueError(f"{name}: wanted shape {shape}, got {tuple(t.shape)}")
-    if t.device != device:
-        raise ValueError(f"{name}: wanted device {device} like codes, got {t.device}")
-
-
-def _check_range(
-    format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, channels: torch.Tensor | None
-) -> None:
-    """Refuse numbers whose weights would be NaN, infinite in some kernel, or saturated when they are rounded."""
-    element, largest_scale = format.element_rule, torch.finfo(format.scale_dtype).max
-    if channels is not None:
-        largest_product = largest_scale * (1 if format.scales_in_weights else element.largest_factor)
-        limit = torch.finfo(torch.float32).max / largest_product
-        if not (channels.abs() <= limit).all():
-            raise ValueError(f"channels: wanted at most {limit:.3g} in magnitude, for finite weights, and no NaN")
-        most = largest_scale / element.largest_value if format.scales_in_weights else largest_scale
-        if not (scales.float().abs() <= most).all():
-            why = f", so that {element.largest_value:g} * scale is an e4m3," if format.scales_in_weights else ""
-            raise ValueError(f"scales: wanted at most {most:g} in magnitude{why} and no NaN")
-        return
-    largest = scales.float().abs() * element.largest_factor
-    if format.zero == "float" and zeros is not None:
-        largest = largest + zeros.float().abs()
-    limit = format.largest_weight
-    bad = ~(largest <= limit)  # also true for NaN
-    if bad.any():
-        row, group = (int(i) for i in bad.nonzero()[0])
-        zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
-        raise ValueError(
-            f"scales: the weights of {int(bad.sum())} groups would not be finite ({element.largest_factor:g} * |scale| "
-            f"and |zero point| together must be at most {limit:g}); "
-            f"first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
-        )
-    if format.zero == "int" and zeros is not None and int(zeros.max()) > 15:
-        raise ValueError(f"zeros: wanted 0..15, got up to {int(zeros.max())}")

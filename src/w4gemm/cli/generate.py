@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=WIDE_DTYPES, help="of the activations (default: bfloat16 on cuda, float32 on the CPU)"
     )
     parser.add_argument(
+        "--activations", choices=("fp8",), help="every 4-bit layer quantizes its input, one scale a token (W4A8)"
+    )
+    parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="for a temperature above 0 (default: %(default)s)")
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     with progress_line() as progress:
         progress(0, 0, "reading the tokenizer")
-        model, tokenizer = load(path, device, dtype, progress=progress)
+        model, tokenizer = load(path, device, dtype, activations=args.activations, progress=progress)
     say(f"{path.name}: {summarize(model)}; loaded in {time.perf_counter() - start:.1f} s")
     inputs = encode(tokenizer, args.prompt).to(device)
     phases = {"prefill": inputs.shape[1], "decode": 1}

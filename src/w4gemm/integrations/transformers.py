@@ -60,6 +60,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     *,
     format: WeightFormat | str | None = None,
+    activations: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model with its linear layers in 4 bits, and its tokenizer. Nothing is downloaded.
@@ -70,6 +71,7 @@ def load(
         device, dtype: where the model runs, and the dtype of its activations and dense parameters.
         format: for a dense model: what to quantize to; None for group 128, or the largest smaller group that divides
             a layer's k. A checkpoint in 4 bits keeps its own formats.
+        activations: "fp8" if every 4-bit layer quantizes x (W4A8); None for what the checkpoint says.
         progress: called after each tensor.
 
     Returns:
@@ -86,7 +88,7 @@ def load(
         raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
     checkpoint = open_checkpoint(path, format)
     model, tokenizer = _empty_model(checkpoint, dtype)
-    _Filling(model, checkpoint, device, dtype).run(progress)
+    _Filling(model, checkpoint, device, dtype, activations).run(progress)
     return model.to(device).eval(), tokenizer
 
 
@@ -165,6 +167,8 @@ class _Filling:
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
+    activations: str | None = None
+    """"fp8", or None for those of each weight."""
 
     def run(self, progress: Progress | None) -> None:
         """Place every tensor: 4-bit weights as W4Linear, the others dense.
@@ -210,6 +214,8 @@ class _Filling:
             rows = slice(i, None, len(layers)) if module.interleaved else slice(start, start + layer.out_features)
             start += layer.out_features
             w = (_rows_of(weight, rows) if len(layers) > 1 else weight).to(self.device)
+            if self.activations is not None:
+                w = w.repack(activations=self.activations)
             b = None if bias is None else bias[rows].to(self.device)
             self.model.set_submodule(target, W4Linear.from_weight(w, b, dtype=self.dtype))
             placed |= {f"{target}.weight"} | ({f"{target}.bias", f"{name}.bias"} if module.bias else set())

@@ -1,0 +1,96 @@
+"""A weight from its numbers, and the limits of scales and zero points."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from w4gemm.act_order import sorting_perm
+from w4gemm.errors import kind_of
+from w4gemm.formats import WeightFormat
+from w4gemm.packing.layouts import Parts, layout_named
+
+if TYPE_CHECKING:
+    from w4gemm.weight import QuantizedWeight
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def from_codes(
+    cls: type[QuantizedWeight],
+    format: WeightFormat,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    g_idx: torch.Tensor | None,
+    channels: torch.Tensor | None,
+) -> QuantizedWeight:
+    """See :meth:`w4gemm.QuantizedWeight.from_codes`."""
+    if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS or codes.dim() != 2:
+        raise TypeError(f"codes: wanted integers (n, k), got {kind_of(codes)}")
+    n, k = codes.shape
+    if n < 1 or k < 1:
+        raise ValueError(f"codes: wanted n >= 1 and k >= 1, got shape {(n, k)}")
+    if int(codes.min()) < 0 or int(codes.max()) > 15:
+        raise ValueError(f"codes: wanted 0..15, got {int(codes.min())}..{int(codes.max())}")
+    _check_part("scales", scales, format.scale_dtype, (n, format.groups(k)), codes.device)
+    if format.zero_dtype is None:
+        if zeros is not None:
+            raise ValueError(f"zeros: {format} has none, got a tensor {tuple(zeros.shape)}")
+    elif zeros is None:
+        raise ValueError(f"zeros: {format} wants {format.zero_dtype} {(n, format.groups(k))}, got None")
+    else:
+        _check_part("zeros", zeros, format.zero_dtype, (n, format.groups(k)), codes.device)
+    if channels is not None and format.has_channels:
+        _check_part("channels", channels, torch.float32, (n,), codes.device)
+    elif format.has_channels or channels is not None:
+        wanted = f"wants torch.float32 {(n,)}" if format.has_channels else "has none"
+        raise ValueError(f"channels: {format} {wanted}, got {kind_of(channels)}")
+    check_range(format, scales, zeros, channels)
+    perm = None if g_idx is None else sorting_perm(g_idx, format, k, codes.device)
+    if perm is not None:
+        codes = codes[:, perm]
+    tensors = layout_named("canonical").pack(Parts(codes.to(torch.uint8), scales, zeros, channels), format)
+    return cls(format, n, k, "canonical", tensors, perm)
+
+
+def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(t, torch.Tensor) or t.dtype != dtype:
+        raise TypeError(f"{name}: wanted {dtype}, got {t.dtype if isinstance(t, torch.Tensor) else type(t).__name__}")
+    if tuple(t.shape) != shape:
+        raise ValueError(f"{name}: wanted shape {shape}, got {tuple(t.shape)}")
+    if t.device != device:
+        raise ValueError(f"{name}: wanted device {device} like codes, got {t.device}")
+
+
+def check_range(
+    format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, channels: torch.Tensor | None
+) -> None:
+    """Refuse numbers whose weights would be NaN, infinite in some kernel, or saturated when they are rounded."""
+    element, largest_scale = format.element_rule, torch.finfo(format.scale_dtype).max
+    if channels is not None:
+        largest_product = largest_scale * (1 if format.scales_in_weights else element.largest_factor)
+        limit = torch.finfo(torch.float32).max / largest_product
+        if not (channels.abs() <= limit).all():
+            raise ValueError(f"channels: wanted at most {limit:.3g} in magnitude, for finite weights, and no NaN")
+        most = largest_scale / element.largest_value if format.scales_in_weights else largest_scale
+        if not (scales.float().abs() <= most).all():
+            why = f", so that {element.largest_value:g} * scale is an e4m3," if format.scales_in_weights else ""
+            raise ValueError(f"scales: wanted at most {most:g} in magnitude{why} and no NaN")
+        return
+    largest = scales.float().abs() * element.largest_factor
+    if format.zero == "float" and zeros is not None:
+        largest = largest + zeros.float().abs()
+    limit = format.largest_weight
+    bad = ~(largest <= limit)  # also true for NaN
+    if bad.any():
+        row, group = (int(i) for i in bad.nonzero()[0])
+        zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
+        raise ValueError(
+            f"scales: the weights of {int(bad.sum())} groups would not be finite ({element.largest_factor:g} * |scale| "
+            f"and |zero point| together must be at most {limit:g}); "
+            f"first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
+        )
+    if format.zero == "int" and zeros is not None and int(zeros.max()) > 15:
+        raise ValueError(f"zeros: wanted 0..15, got up to {int(zeros.max())}")
