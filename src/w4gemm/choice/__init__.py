@@ -8,12 +8,14 @@ from w4gemm.choice.choose import Plan, compiled_for, configs, plan, recorded
 from w4gemm.choice.explanation import Explanation, explain
 from w4gemm.choice.intervals import BOUNDS, interval, interval_of, representative, span
 from w4gemm.choice.plan_cache import PlanKey, forget, plan_for, tuning_with
+from w4gemm.choice.verdict import Verdict, why
 
 __all__ = [
     "BOUNDS",
     "Explanation",
     "Plan",
     "PlanKey",
+    "Verdict",
     "compiled_for",
     "configs",
     "explain",
@@ -26,4 +28,5 @@ __all__ = [
     "representative",
     "span",
     "tuning_with",
+    "why",
 ]

@@ -173,4 +173,6 @@ def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, Gemm
         if legal_config == wanted:
             return kernel, wanted
     nearest = difflib.get_close_matches(str(config), legal, n=4, cutoff=0)
-    raise ValueError(f"config: {config} is not legal for {problem}; nearest are {', '.join(nearest)}")
+    reasons = [e for k in candidates if status_of(k, problem) for e in k.exclusions(problem, wanted)[:1]]
+    reason = f" ({reasons[0]})" if len(reasons) == 1 else ""
+    raise ValueError(f"config: {config} is not legal for {problem}{reason}; nearest are {', '.join(nearest)}")

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
     add_device_arguments(parser, simulated=True)
     parser.add_argument("--config", help="as if this one were forced")
+    parser.add_argument("--why", metavar="CONFIG", help="the rules that exclude this config, or where it ranks")
     parser.add_argument("--activation", choices=ACTIVATIONS, help="of the epilogue (default: none)")
     parser.add_argument("--residual", action="store_true", help="a residual is added to the product")
     parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
@@ -46,6 +47,12 @@ def run(args: argparse.Namespace) -> int:
         device,
         args.batch_invariant,
     )
+    if args.why:
+        print(device_line(device))
+        print(problem)
+        for verdict in choice.why(problem, args.why):
+            print(verdict)
+        return 0
     found = choice.explain(problem, args.config)
     print(device_line(device))
     print(found)

@@ -16,6 +16,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
 from w4gemm.jit.unit import Unit
 from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
+from w4gemm.kernels.space import Exclusion
 from w4gemm.problem import GemmProblem
 
 
@@ -93,13 +94,10 @@ class Resources(NamedTuple):
     """Slots of the pipeline."""
 
 
-class Kernel(Protocol):
-    """One way to compute a :class:`GemmProblem`."""
+class Product(Protocol):
+    """What a kernel computes: which problems, with which configs, adding up in which order. Pure; needs no GPU."""
 
     name: str
-    revision: int
-    """Raised with a change after which earlier measured times say little of which config is fastest: tuned records of
-    other revisions are passed over."""
 
     def supports(self, problem: GemmProblem) -> Status:
         """Correctness limits only: what must hold for any config to give the right answer."""
@@ -109,10 +107,22 @@ class Kernel(Protocol):
         """Every legal config; the one statement of legality."""
         ...
 
+    def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
+        """Every rule that excludes ``config``; none if it is one of :meth:`configs`."""
+        ...
+
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """The order in which a result's products are added up, for ``batch_invariant``: configs of equal orders give
         equal bits, for any m and whatever the other rows hold. None if a row's bits depend on the other rows."""
         ...
+
+
+class Kernel(Product, Protocol):
+    """One way to compute a :class:`GemmProblem`. How long it takes is for :mod:`w4gemm.choice.cost` to say."""
+
+    revision: int
+    """Raised with a change after which earlier measured times say little of which config is fastest: tuned records of
+    other revisions are passed over. ``tests/test_revisions.py`` notices a change of the sources that it stands for."""
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Device memory that a launch needs besides its operands. Where the caller brings it, its first

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
+from w4gemm.epilogue import PLAIN, Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.requirements import missing_for_dsl
-from w4gemm.packing.block import BLOCK_K, Block
+from w4gemm.kernels.space import Exclusion, Space
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.packing.codecs import WeightOperand
 from w4gemm.packing.layouts import layout_named
 from w4gemm.problem import Device, GemmProblem
@@ -158,6 +159,8 @@ class GpuKernel(ABC):
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     """Of x."""
     variant: type[Variant]
+    space: Space
+    """Which configs are legal, and why others are not."""
 
     @abstractmethod
     def entry(self) -> Callable[[Any], Callable[..., None]]:
@@ -190,6 +193,17 @@ class GpuKernel(ABC):
             return Status.no(f"takes at most {MAX_EXPERTS} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(MIN_DRIVER)
         return Status.no(reason) if reason else OK
+
+    def like(self, problem: GemmProblem) -> Any:
+        """A variant for the rules of ``space``, whatever its config: legality depends on neither m nor the epilogue."""
+        variant = self.variant.of(problem, GemmConfig(8, BLOCK_N, BLOCK_K))
+        return replace(variant, epilogue=PLAIN, vector=True)
+
+    def configs(self, problem: GemmProblem) -> list[GemmConfig]:
+        return list(self.space.legal(self.like(problem)))
+
+    def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
+        return self.space.exclusions(self.like(problem), config)
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         return self.variant.ctas_per_sm(config)

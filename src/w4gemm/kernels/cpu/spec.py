@@ -21,6 +21,7 @@ from w4gemm.config import GemmConfig
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.cpu import kernel
+from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import CHUNK
 from w4gemm.problem import GemmProblem
@@ -54,6 +55,16 @@ class CpuMixedGemm:
         if problem.layout == "cpu" and kernel.has_code_sums():
             configs.append(GemmConfig(1, CHUNK, _summed_together(problem.format, problem.k)))
         return configs
+
+    def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
+        legal = self.configs(problem)
+        if config in legal:
+            return []
+        if config.tile_m == 1 and len(legal) == 1:
+            reason = "sums of code columns need a weight in the cpu layout, and a PyTorch with FBGEMM"
+            return [Exclusion("impossible", "sum", reason)]
+        sizes = f"not one of the two methods' own sizes, {', '.join(map(str, legal))}"
+        return [Exclusion("pruned", "sizes", sizes)]
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """The method "sum" takes token by token; in a matmul a row's bits depend on where among how many it is."""

@@ -24,6 +24,7 @@ from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.gpu import MIN_DRIVER, Variant, refused_groups
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
+from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.layouts import layout_named
 from w4gemm.problem import GemmProblem
@@ -78,6 +79,15 @@ class DequantizeGemm:
                 break
             features *= 2
         return found
+
+    def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
+        if config in self.configs(problem):
+            return []
+        if dense_bytes(problem, config.tile_n) > _limit():
+            reason = f"the dense weight of {config.tile_n} features needs more than W4GEMM_WORKSPACE_MIB allows"
+            return [Exclusion("impossible", "workspace", reason)]
+        sizes = f"tile_n is {_LEAST_FEATURES} times a power of two, up to n; the other sizes are cuBLAS's to choose"
+        return [Exclusion("pruned", "sizes", sizes)]
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """cuBLAS chooses by m."""

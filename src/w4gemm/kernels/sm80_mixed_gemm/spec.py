@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN
 from w4gemm.jit.unit import Unit
 from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
+from w4gemm.kernels.space import Rule, Space, listed
 from w4gemm.problem import Device, GemmProblem
 
 _log = logging.getLogger("w4gemm")
@@ -55,13 +54,50 @@ the shared memory of other GPUs, and those between. Others, of whole row units a
 well; streams of 128 accumulators spill."""
 
 
+def space_of(tiles: Tiles, *slow: Rule) -> Space:
+    """Configs with these tiles, whose accumulators fit the registers, and whose pipeline, at least two stages, and
+    epilogue fit shared memory."""
+
+    def candidates() -> Iterator[GemmConfig]:
+        for schedule, sizes in tiles.items():
+            for size in sizes:
+                yield GemmConfig(*size, schedule=schedule)
+
+    return Space(
+        candidates,
+        "; ".join(
+            f"{schedule} {listed('x'.join(map(str, size)) for size in sizes)}" for schedule, sizes in tiles.items()
+        ),
+        impossible=(
+            Rule(
+                "experts and stream-k",
+                "stream-k wants to know the number of tiles beforehand",
+                lambda v: v.grouped and v.stream,
+            ),
+            Rule(
+                "shared memory",
+                "there is no room for two stages, or for the sums of all sets of warps in the drained ones",
+                lambda v: v.stages < 2 or v.sums_bytes > v.stages * v.stage_bytes,
+            ),
+        ),
+        slow=(
+            *slow,
+            Rule(
+                "gathered rows and several groups",
+                "indices of rows take registers: beside the sums of 128 tokens scales of several groups would spill",
+                lambda v: v.gathered and v.block.scale_group < 128 and v.config.tile_m == 128 == v.config.tile_n,
+            ),
+        ),
+    )
+
+
 class Sm80MixedGemm(GpuKernel):
     """W4A16 with cp.async and mma.sync, on any GPU from SM80 on: any m, n, k, every format, fp16 and bf16."""
 
     name = "sm80_mixed_gemm"
     revision = 2
     variant = Variant
-    tiles = TILES
+    space = space_of(TILES)
     least = (8, 0)
     """The compute capability from which on there is all that it takes."""
     since = "A100, RTX 30 and later"
@@ -95,10 +131,6 @@ class Sm80MixedGemm(GpuKernel):
             _say_what_is_missing(self.name, problem.device.name)
         return super().unit(problem, config)
 
-    def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        v = Variant.of(problem, GemmConfig(8, 64, 128))
-        return list(_fitting(tuple(self.tiles.items()), replace(v, epilogue=PLAIN, vector=True)))
-
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set of warps on all of k adds up steps of 16 in order: nothing else matters. Several sets take runs of
         columns of each slot; a stream cuts k where the number of tiles says."""
@@ -106,27 +138,6 @@ class Sm80MixedGemm(GpuKernel):
             return None
         sets = Variant.of(problem, config).k_sets
         return self.name, sets, 0 if sets == 1 else config.tile_k
-
-
-@functools.cache
-def _fitting(tiles: tuple[tuple[str, tuple[tuple[int, int, int], ...]], ...], like: Variant) -> tuple[GemmConfig, ...]:
-    """Every config whose accumulators fit the registers, and whose pipeline, at least two deep, and epilogue fit shared
-    memory. like: a variant that differs in the config alone."""
-    found = []
-    for schedule, sizes in tiles:
-        if like.grouped and schedule == "stream":  # it wants to know the number of tiles beforehand
-            continue
-        for size in sizes:
-            v = replace(like, config=GemmConfig(*size, schedule=schedule))
-            # ptxas multiplies all groups of a slot at once, so their sums take registers beside the accumulators
-            if v.scales_on_sums and v.accumulators * v.k_chunks_per_warp > (64 if v.block.scale_group == 128 else 32):
-                continue
-            # indices of rows take registers: beside the sums of 128 tokens those of many groups would spill
-            if v.gathered and v.block.scale_group < 128 and v.config.tile_m == 128 == v.config.tile_n:
-                continue
-            if v.stages >= 2 and v.sums_bytes <= v.stages * v.stage_bytes:
-                found.append(v.config)
-    return tuple(found)
 
 
 @functools.cache

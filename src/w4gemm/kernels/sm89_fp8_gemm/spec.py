@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, Tiles
+from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, Tiles, space_of
+from w4gemm.kernels.space import Rule
 
 _TILES: Tiles = {
     "coop": (
@@ -20,6 +21,13 @@ _TILES: Tiles = {
 accumulators, since those of 128 spill where e4m3 are multiplied as fp16."""
 
 
+_SUMS_OF_GROUPS = Rule(
+    "sums of groups",
+    "ptxas multiplies all groups of a k-slice at once: their sums take registers beside the accumulators",
+    lambda v: v.scales_on_sums and v.accumulators * v.k_chunks_per_warp > (64 if v.block.scale_group == 128 else 32),
+)
+
+
 class Sm89Fp8Gemm(Sm80MixedGemm):
     """W4A8 with cp.async and mma.sync, e4m3 activations, on any GPU from SM89 on: any m, n, k, every format without
     float zero points. Scales are applied to the float32 sums of a group; e4m3 ones to the weights, which are then
@@ -29,7 +37,7 @@ class Sm89Fp8Gemm(Sm80MixedGemm):
     layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     revision = 1
-    tiles = _TILES
+    space = space_of(_TILES, _SUMS_OF_GROUPS)
     least = (8, 9)
     since = "RTX 40, L4, L40S and later, whose tensor cores take e4m3"
     otherwise = "w.repack('mma16') takes 16-bit activations from 8.0 on, w.to('cpu') runs on the CPU"

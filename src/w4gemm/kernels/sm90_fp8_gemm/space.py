@@ -1,0 +1,120 @@
+"""Legal configs of the W4A8 kernel for Hopper."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from w4gemm.config import GemmConfig
+from w4gemm.kernels.sm90_mixed_gemm import space as mixed
+from w4gemm.kernels.sm90_mixed_gemm.space import TILE_M, TILE_N
+from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
+from w4gemm.kernels.space import Rule, Space, listed
+
+_BETWEEN = (96, 112)
+"""tile_m for about as many tokens, with 256 features."""
+_TILE_K = (128, 256, 512)
+_CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
+"""(cluster_m, cluster_n, split_k)."""
+_MAX_TILE_M = {
+    True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
+    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 32}},
+}
+"""Largest tile_m by whether scales are applied to sums (which takes two sets of accumulators besides), schedule and
+tile_n, which fix the number of threads: what the registers have room for."""
+
+
+def _candidates() -> Iterator[GemmConfig]:
+    sizes = itertools.product(("coop", "pingpong"), TILE_N, (*TILE_M, *_BETWEEN), _TILE_K, _CLUSTER_SPLIT_K)
+    for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
+        yield GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
+
+
+def _spills_with_groups(v: Variant) -> bool:
+    """True if the scales and zero points of several groups do not fit beside two sets of accumulators."""
+    half = v.warpgroups == 4 or v.occupancy == 2
+    return (
+        v.scales_on_sums and v.block.bytes > ONE_GROUP and ((half and v.config.tile_m > 16) or v.config.cluster_m > 1)
+    )
+
+
+SPACE = Space(
+    _candidates,
+    f"tile_m {listed(sorted((*TILE_M, *_BETWEEN)))}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; "
+    f"(cluster_m, cluster_n, split_k) {listed(_CLUSTER_SPLIT_K)}; coop and pingpong",
+    impossible=(
+        mixed.GROUPED_CLUSTER,
+        mixed.GATHERED_CLUSTER,
+        mixed.MULTICAST_BLOCKS,
+        mixed.SPLIT_ROW_BLOCKS,
+        mixed.SPLIT_PINGPONG,
+        Rule(
+            "one chunk for two fragment buffers",
+            "with scales on sums a k-slice has a chunk of 128 columns for each of two fragment buffers: tile_k 256",
+            lambda v: v.scales_on_sums and v.config.tile_k == 128,
+        ),
+        Rule(
+            "blocks for each k set",
+            "with tile_k over 128 each set of warpgroups takes two weight blocks of a k-slice",
+            lambda v: v.config.tile_k > 128 and v.blocks_k != 2 * v.k_sets,
+        ),
+        mixed.SHARED_MEMORY,
+    ),
+    slow=(
+        Rule(
+            "registers",
+            "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
+            lambda v: v.config.tile_m > _MAX_TILE_M[v.scales_on_sums][v.config.schedule].get(v.config.tile_n, 0),
+        ),
+        Rule(
+            "long slices of two row blocks",
+            "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 128",
+            lambda v: v.m64_atoms > 1 and v.config.tile_k > 128,
+        ),
+        Rule(
+            "several groups",
+            "scales and zero points of several groups spill beside two sets of accumulators",
+            _spills_with_groups,
+        ),
+        Rule(
+            "experts and registers",
+            "looking for an expert's rows takes registers, which pingpong and four warpgroups lack for 33 to 128",
+            lambda v: (
+                v.grouped
+                and (v.config.schedule == "pingpong" or (v.scales_on_sums and v.warpgroups == 4))
+                and 32 < v.config.tile_m <= 128
+            ),
+        ),
+    ),
+    pruned=(
+        Rule(
+            "experts between",
+            "sizes between the powers of two are not looked at for experts",
+            lambda v: v.grouped and v.config.tile_m in _BETWEEN,
+        ),
+        Rule(
+            "between",
+            "tile_m 96 and 112 are kept with tile_n 256, without a cluster along n",
+            lambda v: v.config.tile_m in _BETWEEN and (v.config.tile_n != 256 or v.config.cluster_n > 1),
+        ),
+        mixed.PINGPONG_CLUSTER,
+        mixed.MULTICAST_TOKENS,
+        Rule(
+            "shared weights of long slices",
+            "weights are worth sharing with tile_m * tile_k up to 32768",
+            lambda v: v.config.cluster_m > 1 and v.config.tile_k * v.config.tile_m > 2**15,
+        ),
+        Rule(
+            "long slices of many tokens",
+            "tile_k over 128 is not looked at with tile_m over 128",
+            lambda v: v.config.tile_m > 128 and v.config.tile_k > 128,
+        ),
+        Rule(
+            "short slices of few tokens",
+            "tile_k 128 was never the fastest with tile_m under 128",
+            lambda v: v.config.tile_k == 128 and v.config.tile_m < 128 and v.m64_atoms == 1,
+        ),
+        mixed.WIDE_FEW,
+    ),
+)
+"""Configs of one launch."""

@@ -1,0 +1,201 @@
+"""Legal configs of the W4A16 kernel for Hopper; the rules that the W4A8 kernel shares are here too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from w4gemm.config import GemmConfig
+from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
+from w4gemm.kernels.space import Rule, Space, listed
+
+TILE_M = (8, 16, 32, 64, 128, 192, 256)
+TILE_N = (64, 128, 192, 256)
+_TILE_K = (64, 128, 256, 512)
+_CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
+"""(cluster_m, cluster_n, split_k)."""
+_MANY = set(itertools.product(("coop",), (64, 128), (128,), (1, 2)))
+_FEW = {("coop", 256, 128, 1), *itertools.product(("coop",), (64, 128), (256,), (1, 2))}
+_STREAM = {("stream", 128, 128, 1)}
+_BETWEEN = {
+    24: _FEW | {("coop", 64, 512, 1), ("coop", 64, 512, 2)},
+    **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
+    **dict.fromkeys((80, 96, 112), _MANY | _STREAM | {("coop", 64, 256, 1), ("coop", 192, 128, 2)}),
+    **dict.fromkeys((160, 224), _MANY),
+}
+"""tile_m between the powers of two, for about as many tokens: what was the fastest of its neighbours somewhere, as
+(schedule, tile_n, tile_k, split_k). Tokens past m cost time, so a tile of 48 is better for 48 tokens than one of 64."""
+_MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
+"""Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
+
+
+def _candidates() -> Iterator[GemmConfig]:
+    sizes = itertools.product(("coop", "pingpong", "stream"), TILE_N, (*TILE_M, *_BETWEEN), _TILE_K, _CLUSTER_SPLIT_K)
+    for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
+        yield GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
+
+
+def fits(v: Variant) -> bool:
+    """True if shared memory holds two stages, and the sums that lie over the drained pipeline."""
+    return v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes
+
+
+def is_between(v: Variant, chosen: dict[int, set[tuple[str, int, int, int]]]) -> bool:
+    """True if tile_m is one of ``chosen`` and the other sizes are not among those that it was chosen with."""
+    c = v.config
+    if c.tile_m not in chosen:
+        return False
+    return c.cluster_m * c.cluster_n > 1 or (c.schedule, c.tile_n, c.tile_k, c.split_k) not in chosen[c.tile_m]
+
+
+GROUPED_CLUSTER = Rule(
+    "experts and clusters along m",
+    "neighbouring tiles along m may be of two experts, and split_k wants to know the number of tiles beforehand",
+    lambda v: v.grouped and (v.config.split_k > 1 or v.config.cluster_m > 1),
+)
+GATHERED_CLUSTER = Rule(
+    "gathered rows and clusters along n",
+    "a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster",
+    lambda v: v.gathered and v.config.cluster_n > 1,
+)
+MULTICAST_BLOCKS = Rule(
+    "shared weights",
+    "with cluster_m 2 each of two CTAs fetches one of two row blocks, so tile_n must be 128",
+    lambda v: v.config.cluster_m > 1 and v.config.tile_n != 128,
+)
+SPLIT_ROW_BLOCKS = Rule(
+    "split_k of two row blocks",
+    "the CTAs of a split hand over shares of one row block per warpgroup, here each has two",
+    lambda v: v.m64_atoms > 1 and v.config.split_k > 1,
+)
+SPLIT_PINGPONG = Rule(
+    "split_k of pingpong",
+    "two warpgroups in turn walk over output tiles, split_k gives a CTA one tile",
+    lambda v: v.config.tile_m > 128 and v.config.schedule == "pingpong" and v.config.split_k > 1,
+)
+SHARED_MEMORY = Rule(
+    "shared memory",
+    "there is no room for two stages, or for the sums that warpgroups and CTAs hand over in the drained stages",
+    lambda v: not fits(v),
+)
+PINGPONG_CLUSTER = Rule(
+    "pingpong and clusters",
+    "with two CTAs on a multiprocessor a cluster of two along n is not looked at",
+    lambda v: v.config.schedule == "pingpong" and v.config.tile_m <= 128 and v.config.cluster_n > 1,
+)
+MULTICAST_TOKENS = Rule(
+    "shared weights of few tokens",
+    "weights are worth sharing where many tokens meet them: tile_m 128 and more, coop",
+    lambda v: v.config.cluster_m > 1 and (v.config.tile_m < 128 or v.config.schedule != "coop"),
+)
+WIDE_FEW = Rule(
+    "192 features of few tokens",
+    "tile_n 192 was never the fastest with tile_m under 64",
+    lambda v: v.config.tile_n == 192 and v.config.tile_m < 64,
+)
+
+
+def _many_groups(v: Variant) -> bool:
+    return v.block.bytes > ONE_GROUP
+
+
+def _large(v: Variant) -> bool:
+    c = v.config
+    return (c.tile_m, c.schedule) == (128, "pingpong") or (c.tile_m, c.tile_n) == (256, 128)
+
+
+SPACE = Space(
+    _candidates,
+    f"tile_m {listed(sorted((*TILE_M, *_BETWEEN)))}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; "
+    f"(cluster_m, cluster_n, split_k) {listed(_CLUSTER_SPLIT_K)}",
+    impossible=(
+        Rule(
+            "experts and stream-k",
+            "stream-k wants to know the number of tiles beforehand",
+            lambda v: v.grouped and v.stream_k,
+        ),
+        GROUPED_CLUSTER,
+        GATHERED_CLUSTER,
+        MULTICAST_BLOCKS,
+        SPLIT_ROW_BLOCKS,
+        SPLIT_PINGPONG,
+        Rule(
+            "stream-k and other sums",
+            "a CTA of stream-k walks over parts of tiles, which other sums through the drained stages do not allow: "
+            "tile_k 128 at most, no split_k, no cluster along n",
+            lambda v: v.stream_k and (v.config.tile_k > 128 or v.config.cluster_n * v.config.split_k > 1),
+        ),
+        SHARED_MEMORY,
+    ),
+    slow=(
+        Rule(
+            "registers",
+            "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
+            lambda v: v.config.tile_m > _MAX_TILE_M[v.config.schedule].get(v.config.tile_n, 0),
+        ),
+        Rule(
+            "long slices of many tokens",
+            "ptxas serializes some configs with tile_k and tile_m over 128, and none was ever the fastest",
+            lambda v: v.config.tile_k > 128 and v.config.tile_m > 128,
+        ),
+        Rule(
+            "long slices of two row blocks",
+            "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 64",
+            lambda v: v.m64_atoms > 1 and v.config.tile_k > 64,
+        ),
+        Rule(
+            "several blocks for a k set",
+            "ptxas serializes the WGMMAs of k-slices with several weight blocks for each set of warpgroups",
+            lambda v: v.blocks_k > v.k_sets,
+        ),
+        Rule(
+            "experts, many groups, large tiles",
+            "looking for an expert's rows takes registers: the scales of several groups would spill",
+            lambda v: (
+                v.grouped and _many_groups(v) and (_large(v) or (v.config.tile_k, v.config.cluster_n) == (512, 2))
+            ),
+        ),
+        Rule(
+            "pingpong, many groups, two k sets",
+            "the scales of several groups spill where two sets share half a multiprocessor",
+            lambda v: v.config.schedule == "pingpong" and v.k_sets > 1 and v.config.tile_m > 32 and _many_groups(v),
+        ),
+    ),
+    pruned=(
+        Rule(
+            "experts between",
+            "sizes between the powers of two are not looked at for experts",
+            lambda v: v.grouped and v.config.tile_m in _BETWEEN,
+        ),
+        Rule(
+            "between",
+            "a tile_m between the powers of two is kept with the sizes that were the fastest somewhere",
+            lambda v: is_between(v, _BETWEEN),
+        ),
+        PINGPONG_CLUSTER,
+        Rule(
+            "short slices",
+            "tile_k 64 gains where x fills the stages: tile_m 192 and more, or two row blocks, and not in pingpong",
+            lambda v: (
+                v.config.tile_k == 64
+                and ((v.config.tile_m < 192 and v.m64_atoms == 1) or v.config.schedule == "pingpong")
+            ),
+        ),
+        WIDE_FEW,
+        MULTICAST_TOKENS,
+        Rule(
+            "tile_m of stream-k",
+            "stream-k with 8, 16 or 192 tokens was never the fastest",
+            lambda v: v.stream_k and v.config.tile_m in (8, 16, 192),
+        ),
+        Rule(
+            "longest slices",
+            "only four k sets gain by tile_k 512: tile_n 64, tile_m up to 32, not in pingpong",
+            lambda v: (
+                v.config.tile_k == 512
+                and (v.config.tile_n > 64 or v.config.tile_m > 32 or v.config.schedule == "pingpong")
+            ),
+        ),
+    ),
+)
+"""Configs of one launch."""

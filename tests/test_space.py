@@ -1,0 +1,179 @@
+"""Legality: rules with reasons, which leave the configs that they left, and of which none overruns a device."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from w4gemm import choice
+from w4gemm.cli.__main__ import main
+from w4gemm.config import GemmConfig
+from w4gemm.epilogue import Epilogue
+from w4gemm.formats import WeightFormat
+from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.kernels.gpu import GpuKernel
+from w4gemm.kernels.space import KINDS
+from w4gemm.problem import GPUS, H200, Device, GemmProblem
+
+GPU_KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, GpuKernel)]
+PROBLEM = GemmProblem(64, 4096, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
+EPILOGUES = (
+    Epilogue(),
+    Epilogue("silu_mul", residual=True),
+    Epilogue("gelu", "device", True, True, torch.float32),
+    Epilogue(token_scale=True),
+)
+
+# (dense, of experts, gathered rows of experts) on an H200, by format
+COUNTS = {
+    "sm90_decode": {"int4_g128": (32, 32, 32), "int4_g32": (30, 30, 30)},
+    "sm90_mixed_gemm": {"int4_g128": (215, 91, 52), "int4_g32": (213, 82, 48), "int4_g32_zfloat": (213, 82, 48)},
+    "sm90_fp8_gemm": {"int4_g128": (88, 52, 30), "int4_g32_zint": (74, 46, 26), "int4_g128_e4m3": (149, 79, 44)},
+    "sm89_fp8_gemm": {"int4_g128": (21, 16, 16), "int4_g32": (15, 12, 12), "int4_g128_e4m3": (21, 16, 16)},
+    "sm80_mixed_gemm": {"int4_g128": (31, 22, 22), "int4_g32": (31, 22, 19)},
+}
+
+
+def problem_of(kernel: GpuKernel, format: str, **changes) -> GemmProblem:
+    made = replace(PROBLEM, dtype=kernel.dtypes[-1], layout=kernel.layout, format=WeightFormat.parse(format))
+    return replace(made, **changes)
+
+
+def random_problems(count: int) -> list[tuple[GpuKernel, GemmProblem]]:
+    """Problems that the GPU kernels support, over devices, formats, dtypes, epilogues, dense and grouped."""
+    draw, found = random.Random(3), []
+    while len(found) < count:
+        kernel = draw.choice(GPU_KERNELS)
+        format = draw.choice(("int4_g32", "int4_g64", "int4_g96", "int4_g128", "int4_g4064", "int4_col"))
+        format += draw.choice(("", "_zint", "_zfloat", "_fp16", "_e4m3"))
+        experts = draw.choice((0, 0, 8))
+        problem = replace(
+            problem_of(kernel, format, dtype=draw.choice(kernel.dtypes), experts=experts),
+            m=draw.choice((1, 7, 64, 300, 5000)),
+            n=draw.choice((64, 1004, 4096, 28672)),
+            epilogue=draw.choice(EPILOGUES),
+            device=draw.choice([*GPUS.values(), Device("cuda", "NVIDIA L4", (8, 9), 58, 101376)]),
+            gathered=bool(experts) and draw.random() < 0.5,
+        )
+        if kernel.supports(problem):
+            found.append((kernel, problem))
+    return found
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_as_many_configs_as_were_measured(name):
+    """Raise these numbers with the rules; a kernel's revision stays if its old configs keep their times."""
+    kernel = kernel_named(name)
+    for format, wanted in COUNTS[name].items():
+        forms = ({}, {"experts": 8}, {"experts": 8, "gathered": True})
+        found = tuple(len(kernel.configs(problem_of(kernel, format, **form))) for form in forms)
+        assert found == wanted, (name, format)
+
+
+def test_no_legal_variant_overruns_its_device():
+    """Stages, staging buffers, sums that are handed over, whatever the epilogue: a sample of a sweep over all."""
+    seen = 0
+    for kernel, problem in random_problems(120):
+        for config in kernel.configs(problem):
+            for c in (replace(config, tail=None), config.tail) if config.tail else (config,):
+                v = kernel.variant.of(problem, c)
+                held = kernel.ctas_per_sm(c)
+                assert v.shared_bytes <= problem.device.shared_memory, (problem, c)
+                if problem.device == H200:
+                    assert held * (v.shared_bytes + 1024) <= 233472, (problem, c)
+                assert v.stages >= 2 and v.threads * held <= 2048, (problem, c)
+                seen += 1
+    assert seen > 3000
+
+
+def test_a_config_is_legal_if_no_rule_excludes_it():
+    for kernel, problem in random_problems(25):
+        legal = set(kernel.configs(problem))
+        others = GemmConfig(7, 64, 128), GemmConfig(64, 64, 128, 4)
+        near = {*legal, *kernel.space.candidates(), *others, *pairs_of(legal)}
+        for config in random.Random(5).sample(sorted(near, key=str), min(300, len(near))):
+            exclusions = kernel.exclusions(problem, config)
+            assert (not exclusions) == (config in legal), (problem, config)
+            assert all(e.kind in KINDS and e.reason and e.name for e in exclusions)
+
+
+def pairs_of(legal: set[GemmConfig]) -> list[GemmConfig]:
+    single = sorted((c for c in legal if c.tail is None), key=str)[:5]
+    return [replace(a, tail=b) for a in single for b in single]
+
+
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+def test_rules_have_names_of_their_own_and_exclude_something(kernel):
+    """A rule that excludes nothing of any format, dense or of experts, is dead."""
+    rules = [rule for _, rule in kernel.space.rules()]
+    assert len({rule.name for rule in rules}) == len(rules)
+    formats = ("int4_g128", "int4_g32", "int4_g32_zint", "int4_g128_e4m3")
+    forms = ({}, {"experts": 8}, {"experts": 8, "gathered": True})
+    problems = [problem_of(kernel, format, **form) for format in formats for form in forms]
+    problems += [replace(p, device=GPUS["sm_89"]) for p in problems]
+    likes = [kernel.like(problem) for problem in problems if kernel.supports(problem)]
+    candidates = list(kernel.space.candidates())
+    for rule in rules:
+        assert any(rule.excludes(replace(like, config=c)) for like in likes for c in candidates), rule.name
+
+
+@pytest.mark.parametrize(
+    "config, kind, reason",
+    [
+        ("sm90_mixed_gemm/64x64x64_1x1x1_coop", "pruned", "tile_k 64 gains"),
+        ("sm90_mixed_gemm/192x64x256_1x1x1_coop", "slow", "ptxas serializes"),
+        ("sm90_mixed_gemm/128x64x128_2x1x1_coop", "impossible", "tile_n must be 128"),
+        ("sm90_mixed_gemm/60x64x128_1x1x1_coop", "pruned", "not among the sizes"),
+        ("sm90_mixed_gemm/64x64x128_1x1x1_coop+64x64x128_1x1x1_coop", "pruned", "only pairs"),
+        ("dequantize_gemm/256x3000x128_1x1x1_coop", "pruned", "a power of two"),
+    ],
+)
+def test_why_a_config_is_not_legal(config, kind, reason):
+    (verdict,) = choice.why(PROBLEM, config)
+    assert not verdict.legal and (verdict.exclusions[0].kind, verdict.rank) == (kind, 0)
+    assert reason in str(verdict) and KINDS[kind] in str(verdict)
+
+
+def test_where_a_legal_config_ranks():
+    ranking = choice.configs(PROBLEM)
+    for number in (1, 7, len(ranking)):
+        (verdict,) = choice.why(PROBLEM, ranking[number - 1])
+        assert verdict.legal and (verdict.rank, verdict.of) == (number, len(ranking))
+        assert f"number {number} of {len(ranking)}" in str(verdict)
+
+
+def test_why_asks_every_kernel_that_supports_the_problem():
+    config = choice.configs(PROBLEM)[0].partition("/")[2]
+    verdicts = choice.why(PROBLEM, config)
+    assert {v.kernel for v in verdicts} == {k.name for k in KERNELS if k.supports(PROBLEM)}
+    assert verdicts[0].legal and sum(v.legal for v in verdicts) == 1
+
+
+def test_why_a_kernel_cannot_run_it_at_all():
+    (verdict,) = choice.why(PROBLEM, "cpu_mixed_gemm/1x128x32_1x1x1_coop")
+    assert not verdict.legal and "runs on the cpu" in str(verdict)
+    with pytest.raises(ValueError, match="config: wanted <tile_m>"):
+        choice.why(PROBLEM, "fast")
+
+
+def test_why_of_the_order_that_serves_every_m():
+    invariant = replace(PROBLEM, batch_invariant=True)
+    outside = next(c for c in choice.configs(PROBLEM) if c not in choice.configs(invariant))
+    (verdict,) = choice.why(invariant, outside)
+    assert verdict.legal and verdict.rank == 0 and "another order" in str(verdict)
+
+
+def test_a_forced_config_that_is_not_legal_names_the_rule():
+    with pytest.raises(ValueError, match="is not legal for .*tile_k 64 gains .*; nearest are"):
+        choice.plan(PROBLEM, "sm90_mixed_gemm/64x64x64_1x1x1_coop")
+
+
+def test_the_command_says_why(capsys):
+    asked = ["explain", "--m", "64", "--n", "4096", "--k", "4096", "--device", "h200", "--why"]
+    assert main([*asked, "sm90_mixed_gemm/64x64x64_1x1x1_coop"]) == 0
+    assert "not legal" in capsys.readouterr().out
+    assert main([*asked, choice.configs(PROBLEM)[2]]) == 0
+    assert "legal, number 3 of" in capsys.readouterr().out
