@@ -182,23 +182,23 @@ def test_transposed_codes_and_scales(format, n, k):
 
 
 @pytest.mark.parametrize(
-    "slot_bits, group, zero, bits",
+    "scale_bits, group, zero, bits",
     [(16, 128, False, 4.125), (16, 32, True, 5.0), (16, 16, False, 5.0), (8, 32, False, 4.25), (8, 16, False, 4.5)],
 )
-def test_bits_of_a_weight(slot_bits, group, zero, bits):
+def test_bits_of_a_weight(scale_bits, group, zero, bits):
     """MXFP4's e8m0 for each 32 takes 4.25 bits a weight, NVFP4's e4m3 for each 16 takes 4.5."""
-    block = Block(group, zero, slot_bits)
+    block = Block(group, zero, scale_bits)
     assert block.bytes * 8 / (BLOCK_N * BLOCK_K) == bits
     assert block.words * 4 == block.bytes and block.code_bytes == 4 * CODE_WORDS
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
-@pytest.mark.parametrize("slot_bits, zero", [(16, False), (16, True), (8, False)])
+@pytest.mark.parametrize("scale_bits, zero", [(16, False), (16, True), (8, False)])
 @pytest.mark.parametrize("rows, columns", [(64, 128), (64, 64), (32, 128), (16, 128)])
-def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, slot_bits, zero, rows, columns):
+def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, scale_bits, zero, rows, columns):
     """Each lane's codes and each pair of rows' scales, found in the part, are those found in the whole block."""
-    whole = Block(group, zero, slot_bits)
-    part, strips = whole.part(rows, columns), range(rows // STRIP_N)
+    whole = Block(group, zero, scale_bits)
+    part, strips = whole.sub_block(rows, columns), range(rows // STRIP_N)
     for half, row in itertools.product(range(2 * HALF_K // columns), range(0, BLOCK_N, rows)):
         source_of = {}
         for copy in part.copies(half, row):
@@ -217,15 +217,15 @@ def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, slot_bits, 
 
 @pytest.mark.parametrize("name", ["int4_g16_e4m3_row", "int4_g32_e8m0", "int4_g128_e8m0", "int4_col_e8m0"])
 @pytest.mark.parametrize("n, k", [(64, 128), (70, 300), (5, 16)])
-def test_slots_of_8_bits(monkeypatch, name, n, k):
-    """A block with 8-bit slots holds scales of 8 bits, two groups in a word; no kernel decodes them yet."""
+def test_scales_of_8_bits(monkeypatch, name, n, k):
+    """A block with 8-bit fields holds scales of 8 bits, two groups in a word; no kernel decodes them yet."""
     format = WeightFormat.parse(name)
-    codec = dataclasses.replace(INT4_MMA16, name="int4_8bit_slots", scales=(format.scale,), slot_bits=8)
+    codec = dataclasses.replace(INT4_MMA16, name="int4_8bit_scales", scales=(format.scale,), scale_bits=8)
     monkeypatch.setattr(codecs, "CODECS", (codec,))
     parts = random_parts(format, n, k)
     layout = layout_named("mma16")
     blocks, *_ = layout.pack(parts, format)
-    assert blocks.shape[2] == Block.of(format, slot_bits=8).words
+    assert blocks.shape[2] == Block.of(format, scale_bits=8).words
     assert_same(layout.unpack(layout.pack(parts, format), format, n, k), parts)
     word, c = CODE_WORDS + (0 if format.group_size != 16 else 2 * 32), 80 if format.group_size == 16 else 0
     if c < k:

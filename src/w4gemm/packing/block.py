@@ -5,9 +5,9 @@ A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 
     codes   [half: 2][strip of 16 rows: 4][lane: 32][word: 4]
     scales  [run: 128 / scale_group / groups per word][strip: 4][row pair: 8][scale word, zero word if any]
 
-A code word holds eight codes of one lane; which ones, and as which bits, is the codec's business. A scale word holds
-the slots of rows g and g + 8 of a strip: of one group of columns with 16-bit slots, of two with 8-bit slots (then group
-2 i in the low byte of each half, group 2 i + 1 in the high byte).
+A code word holds eight codes of one lane; the codec says which ones, and as which bits. A scale word holds the fields
+of rows g and g + 8 of a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in the low
+byte of each half, group 2 i + 1 in the high byte).
 
 An offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
 """
@@ -49,30 +49,30 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Sizes and offsets, in bytes, of a block, or of the part of one that a stage or a warp holds.
+    """Sizes and offsets, in bytes, of a block, or of the sub-block that a stage or a warp holds.
 
     Args:
         scale_group: columns that share a scale inside the block: 16, 32, 64 or 128.
         has_zero: True if a zero word follows each scale word.
-        slot_bits: bits of a scale or zero point: 16 or 8.
-        rows: 64, or 16 or 32 for a part.
+        scale_bits: bits of a scale or zero point: 16 or 8.
+        rows: 64, or 16 or 32 for a sub-block.
         columns: 128, or 64 for half a block.
     """
 
     scale_group: int = BLOCK_K
     has_zero: bool = False
-    slot_bits: int = 16
+    scale_bits: int = 16
     rows: int = BLOCK_N
     columns: int = BLOCK_K
 
     @classmethod
-    def of(cls, format: WeightFormat, slot_bits: int = 16) -> Block:
+    def of(cls, format: WeightFormat, scale_bits: int = 16) -> Block:
         """The block of a format. A group of more than 128 columns, or all of k, repeats its scale in each block."""
         group = BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
-        return cls(group, format.has_zero, slot_bits)
+        return cls(group, format.has_zero, scale_bits)
 
-    def part(self, rows: int = BLOCK_N, columns: int = BLOCK_K) -> Block:
-        """The part of a whole block with so many rows and columns, packed without gaps."""
+    def sub_block(self, rows: int = BLOCK_N, columns: int = BLOCK_K) -> Block:
+        """The sub-block of so many rows and columns, packed without gaps."""
         return replace(self, rows=rows, columns=columns)
 
     # --- codes
@@ -91,7 +91,7 @@ class Block:
 
     @property
     def groups(self) -> int:
-        """Groups of columns in the part; 1 if its columns are part of a group."""
+        """Groups of columns; 1 if a group has more columns than the sub-block."""
         return max(1, self.columns // self.scale_group)
 
     @property
@@ -101,8 +101,8 @@ class Block:
 
     @property
     def groups_per_word(self) -> int:
-        """Groups of columns whose slots share a scale word."""
-        return 16 // self.slot_bits
+        """Groups of columns whose fields share a scale word."""
+        return 16 // self.scale_bits
 
     @property
     def runs(self) -> int:
@@ -141,29 +141,29 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the part."""
+        """Bytes of codes and scales."""
         return self.code_bytes + self.scale_bytes
 
     @property
     def words(self) -> int:
-        """int32 words of the part."""
+        """int32 words of codes and scales."""
         return self.bytes // 4
 
     def copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
-        """The fewest runs of bytes of a whole block that make this part. half: the half of a part of 64 columns. row:
-        the first of fewer than 64 rows, a multiple of 16."""
-        return [Copy(0, 0, 0, self.bytes)] if self == self.part() else self.pieces(half, row)
+        """The fewest runs of bytes of a whole block that make this sub-block. half: the half of the block that a
+        sub-block of 64 columns is. row: the first of fewer than 64 rows, a multiple of 16."""
+        return [Copy(0, 0, 0, self.bytes)] if self == self.sub_block() else self.separate_copies(half, row)
 
-    def pieces(self, half: Any = 0, row: Any = 0) -> list[Copy]:
+    def separate_copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
         """The same as :meth:`copies`, but codes and scales always in runs of their own, the codes first."""
-        whole = self.part()
+        whole = self.sub_block()
         half_of_scales = half * self.scale_bytes if self.runs < whole.runs else 0
         if self.rows == BLOCK_N:
             return [
                 Copy(0, 0, half * whole.half_bytes, self.code_bytes),
                 Copy(self.code_bytes, whole.code_bytes, half_of_scales, self.scale_bytes),
             ]
-        assert self.columns == BLOCK_K, "a part of the rows has all columns"
+        assert self.columns == BLOCK_K, "fewer rows have all columns"
         codes = [
             Copy(h * self.half_bytes, h * whole.half_bytes, row * (HALF_K // 2), self.half_bytes)
             for h in range(self.columns // HALF_K)

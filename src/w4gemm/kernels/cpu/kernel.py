@@ -26,7 +26,7 @@ from w4gemm.dequantize import dequantize_parts, rounded_sum
 from w4gemm.epilogue import PLAIN
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
 from w4gemm.packing.layouts import layout_named
-from w4gemm.packing.layouts.cpu import CHUNK, ROW_BYTES
+from w4gemm.packing.layouts.cpu import ROW_BYTES, TABLE_N
 from w4gemm.problem import GemmProblem
 
 
@@ -36,7 +36,7 @@ def common_part(length: int) -> int:
 
 
 def code_sums(rows: torch.Tensor, starts: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
-    """Sums of the table's rows from each start to the next, row i times x[i], as float32 (len(starts), CHUNK).
+    """Sums of the table's rows from each start to the next, row i times x[i], as float32 (len(starts), TABLE_N).
 
     rows uint8 (r, ROW_BYTES); starts int32, ascending from 0; x float32 (r) or None for ones. The operator reads x
     as it lies in memory, whatever its strides, so x must be contiguous.
@@ -51,9 +51,9 @@ def code_sums(rows: torch.Tensor, starts: torch.Tensor, x: torch.Tensor | None) 
 @functools.cache
 def has_code_sums() -> bool:
     """Whether this build of PyTorch can do :func:`code_sums` (x86 builds with FBGEMM can)."""
-    rows = torch.arange(2 * CHUNK // 2, dtype=torch.uint8).view(2, -1)
+    rows = torch.arange(2 * TABLE_N // 2, dtype=torch.uint8).view(2, -1)
     trailer = torch.tensor([1, -8], dtype=torch.float16).view(torch.uint8).expand(2, 4)
-    codes = torch.stack((rows & 0xF, rows >> 4), dim=-1).view(2, CHUNK).to(torch.float32)
+    codes = torch.stack((rows & 0xF, rows >> 4), dim=-1).view(2, TABLE_N).to(torch.float32)
     x = torch.tensor([1, 2], dtype=torch.float32)
     try:
         got = code_sums(torch.cat((rows, trailer), 1), torch.tensor([0], dtype=torch.int32), x)
@@ -78,7 +78,7 @@ def sum_linear(
         starts = torch.arange(0, chunks * k, part, dtype=torch.int32)
     x = x[0].float()
     sums = code_sums(table.view(-1, ROW_BYTES), starts.view(-1), x.repeat(chunks))
-    sums = sums.view(chunks, parts, CHUNK)
+    sums = sums.view(chunks, parts, TABLE_N)
     if parts != scales.shape[1]:  # parts of a group share its scale
         group = torch.arange(parts) * part // problem.format.group_length(k)
         scales, zeros = scales[:, group], [z[:, group] for z in zeros]
@@ -108,7 +108,7 @@ def dense_linear(
     for first in range(0, problem.n, config.tile_n):
         last = min(first + config.tile_n, problem.n)
         if problem.layout == "cpu":
-            block = tuple(t[first // CHUNK : -(-last // CHUNK)] for t in weight)
+            block = tuple(t[first // TABLE_N : -(-last // TABLE_N)] for t in weight)
         else:
             block = tuple(t[first:last] for t in weight)
         out[:, first:last] = _block_linear(x, block, problem, last - first, dtype)
@@ -119,7 +119,7 @@ def _block_linear(
     x: torch.Tensor, block: tuple[torch.Tensor, ...], problem: GemmProblem, n: int, dtype: torch.dtype
 ) -> torch.Tensor:
     if problem.layout == "cpu" and has_code_sums():
-        w = _dequantized_chunks(block, problem.format, x.dtype)  # (chunks, k, CHUNK)
+        w = _dequantized_chunks(block, problem.format, x.dtype)  # (chunks, k, TABLE_N)
         d = torch.matmul(x.to(dtype), w.to(dtype))
         return d.transpose(0, 1).reshape(x.shape[0], -1)[:, :n]
     parts = layout_named(problem.layout).unpack(block, problem.format, n, problem.k)
@@ -128,12 +128,12 @@ def _block_linear(
 
 
 def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    """w.T (chunks, k, CHUNK) in ``dtype``; in place, since fresh pages cost as much as the arithmetic."""
+    """w.T (chunks, k, TABLE_N) in ``dtype``; in place, since fresh pages cost as much as the arithmetic."""
     table, scales, *zeros = block
     chunks, k, _ = table.shape
     length = format.group_length(k)
     starts = torch.arange(chunks * k, dtype=torch.int32)
-    w = code_sums(table.reshape(-1, ROW_BYTES), starts, None).view(chunks, k, CHUNK)
+    w = code_sums(table.reshape(-1, ROW_BYTES), starts, None).view(chunks, k, TABLE_N)
     s = scales.float()[:, :, None]
     z = zeros[0].float()[:, :, None] if zeros else None
     round_once = (
@@ -145,7 +145,7 @@ def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, d
         if first == last:
             continue
         groups = slice(first // length, -(-last // length))
-        c = w[:, first:last].view(chunks, -1, min(length, last - first), CHUNK)
+        c = w[:, first:last].view(chunks, -1, min(length, last - first), TABLE_N)
         if z is None:
             c.mul_(s[:, groups])
         elif format.zero == "int":
@@ -154,7 +154,7 @@ def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, d
             c.add_(SYMMETRIC_ZERO).mul_(s[:, groups])
             if round_once:
                 values = rounded_sum(c, z[:, groups].expand_as(c), dtype)
-                result[:, first:last] = values.view(chunks, last - first, CHUNK)
+                result[:, first:last] = values.view(chunks, last - first, TABLE_N)
             else:
                 c.add_(z[:, groups])
     return result.to(dtype)

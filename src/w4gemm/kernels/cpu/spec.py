@@ -23,7 +23,7 @@ from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.cpu import kernel
 from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.layouts import layout_named
-from w4gemm.packing.layouts.cpu import CHUNK
+from w4gemm.packing.layouts.cpu import TABLE_N
 from w4gemm.problem import GemmProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
@@ -50,10 +50,10 @@ class CpuMixedGemm:
         return OK
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        dense_n = max(CHUNK, _DENSE_ELEMENTS // problem.k // CHUNK * CHUNK)
+        dense_n = max(TABLE_N, _DENSE_ELEMENTS // problem.k // TABLE_N * TABLE_N)
         configs = [GemmConfig(_DENSE_TOKENS, dense_n, problem.k)]
         if problem.layout == "cpu" and kernel.has_code_sums():
-            configs.append(GemmConfig(1, CHUNK, _summed_together(problem.format, problem.k)))
+            configs.append(GemmConfig(1, TABLE_N, _summed_together(problem.format, problem.k)))
         return configs
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
@@ -72,7 +72,7 @@ class CpuMixedGemm:
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         if config.tile_m == 1:
-            return 4 * problem.n * -(-problem.k // config.tile_k) + 8 * problem.k * -(-problem.n // CHUNK)
+            return 4 * problem.n * -(-problem.k // config.tile_k) + 8 * problem.k * -(-problem.n // TABLE_N)
         return 8 * min(problem.n, config.tile_n) * problem.k
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:

@@ -1,4 +1,4 @@
-"""Loads from a packed block of the weight, or a part of one, in shared memory: :class:`BlockReader`."""
+"""Loads from a packed block of the weight in shared memory: :class:`BlockReader`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from w4gemm.packing.block import LANE_BYTES, STRIP_BYTES, STRIP_N, Block
 
 @dataclass(frozen=True)
 class BlockReader:
-    """Addresses that one lane loads from in a block or half a block (see :mod:`w4gemm.packing.block`)."""
+    """Loads of one lane from a block or a sub-block in shared memory (see :mod:`w4gemm.packing.block`)."""
 
     block: Block
 

@@ -152,8 +152,8 @@ class MixedGemm:
         # as if of a warpgroup with four accumulators per thread and block of eight tokens
         self.stream_sum = StreamSum(2 * variant.accumulators, 1)
         self.band = max(1, _TOKENS_PER_BAND // config.tile_m)
-        self.reader = BlockReader(variant.part)
-        self.groups_per_chunk = variant.block.part(columns=variant.chunk_k).groups
+        self.reader = BlockReader(variant.stage_block)
+        self.groups_per_chunk = variant.block.sub_block(columns=variant.chunk_k).groups
 
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):
@@ -342,7 +342,7 @@ class MixedGemm:
         variant = self.variant
         half = k_slice % 2 if const_expr(variant.half_block_stages) else 0
         target = pipeline + stage * variant.stage_bytes + variant.x_bytes
-        for run in variant.part.pieces(half):
+        for run in variant.stage_block.separate_copies(half):
             self.load_runs(weight, n_tile, k_slice, target + run.target, run.source + run.offset, run.size // 16)
 
     @cute.jit
@@ -364,7 +364,7 @@ class MixedGemm:
                 k_block = k_slice * variant.blocks_k + block % variant.blocks_k
             index = row * weight.shape[1] + cutlass.min(k_block, weight.shape[1] - 1)
             source = weight.iterator.toint() + Int64(index) * variant.block.bytes + (start + at)
-            to = target + block * variant.part.bytes + at
+            to = target + block * variant.stage_block.bytes + at
             if const_expr((i + 1) * threads <= total):
                 copy_async(to, source, Int32(16))
             else:
@@ -389,13 +389,14 @@ class MixedGemm:
             block, half = (chunk, 0) if halves == 2 else (chunk // 2, chunk % 2)
         atom = coord.n * variant.m16_atoms_per_warp
         base = pipeline + stage * variant.stage_bytes + variant.x_bytes
-        base += (atom // 4 * variant.blocks_k + block) * variant.part.bytes
-        codes = base + half * variant.part.half_bytes + atom % 4 * STRIP_BYTES + coord.lane * LANE_BYTES
+        base += (atom // 4 * variant.blocks_k + block) * variant.stage_block.bytes
+        codes = base + half * variant.stage_block.half_bytes + atom % 4 * STRIP_BYTES + coord.lane * LANE_BYTES
         atoms = range(variant.m16_atoms_per_warp)
         words = [sum((self.reader.codes(codes, i, u) for i in range(halves)), ()) for u in atoms]
-        scales = base + variant.part.code_bytes + (atom % 4 * 8 + coord.lane // 4) * variant.part.pair_bytes
+        held = variant.stage_block
+        scales = base + held.code_bytes + (atom % 4 * 8 + coord.lane // 4) * held.pair_bytes
         if variant.block.scale_group < BLOCK_K:
-            scales += variant.part.run(half * self.groups_per_chunk) * variant.part.pair_bytes
+            scales += held.run(half * self.groups_per_chunk) * held.pair_bytes
 
         def read_scales(group: int) -> list[tuple[Int32, ...]]:
             return [self.reader.scales(scales, group, u) for u in atoms]

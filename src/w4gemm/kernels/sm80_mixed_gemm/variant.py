@@ -109,14 +109,14 @@ class Variant(gpu.Variant):
         return self.config.tile_k == 64
 
     @property
-    def part(self) -> Block:
+    def stage_block(self) -> Block:
         """The part of a block that a stage holds: all of it, or its codes and scales of 64 columns."""
-        return self.block.part(columns=min(self.config.tile_k, BLOCK_K))
+        return self.block.sub_block(columns=min(self.config.tile_k, BLOCK_K))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights per stage."""
-        return self.blocks_n * self.blocks_k * self.part.bytes
+        return self.blocks_n * self.blocks_k * self.stage_block.bytes
 
     @property
     def x_bytes(self) -> int:

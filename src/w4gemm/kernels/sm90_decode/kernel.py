@@ -140,7 +140,7 @@ class Decode:
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = decoder_of(variant.weight)
-        self.reader = BlockReader(variant.part)
+        self.reader = BlockReader(variant.stage_block)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
         self.epilogue_math = EpilogueMath(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
@@ -339,8 +339,8 @@ class Decode:
                 # a tile may reach past the last block: it takes that one again, and rows past n are not stored
                 block = cutlass.min(cursor.n_tile * rows // 64 + b, own.shape[0] - 1)
                 source = own.iterator.toint() + (Int64(block) * weight.shape[1] + cursor.k_block) * variant.block.bytes
-                own_target = target + b * variant.part.bytes
-                for copy in variant.part.copies(row=cursor.n_tile * rows % BLOCK_N):
+                own_target = target + b * variant.stage_block.bytes
+                for copy in variant.stage_block.copies(row=cursor.n_tile * rows % BLOCK_N):
                     bulk_copy(own_target + copy.target, source + copy.source + copy.offset, Int32(copy.size), barrier)
 
     @cute.jit
@@ -383,14 +383,14 @@ class Decode:
         """Code words [m16 atom][8 steps] of a stage's ``block``-th 64-row block, and a function of m16 atom and group
         that gives the scale words."""
         variant = self.variant
-        address = pipeline.weights + stage * variant.weight_bytes + block * variant.part.bytes
+        address = pipeline.weights + stage * variant.weight_bytes + block * variant.stage_block.bytes
         words = []
-        for atom in range(variant.part.rows // STRIP_N):
+        for atom in range(variant.stage_block.rows // STRIP_N):
             halves = [self.reader.codes(address, half, atom, lane) for half in range(2)]
             words.append(halves[0] + halves[1])
 
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
-            return self.reader.scales(address + variant.part.code_bytes, g, atom, lane // 4)
+            return self.reader.scales(address + variant.stage_block.code_bytes, g, atom, lane // 4)
 
         if not variant.scales_in_registers:
             return words, load_scale

@@ -62,14 +62,14 @@ class Variant(gpu.Variant):
         return self.config.tile_m // 8
 
     @property
-    def part(self) -> Block:
+    def stage_block(self) -> Block:
         """The rows of a packed block that a tile has: all 64, or tile_n."""
-        return self.block.part(rows=min(self.config.tile_n, BLOCK_N))
+        return self.block.sub_block(rows=min(self.config.tile_n, BLOCK_N))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights per stage: tile_n rows x 128 columns."""
-        return self.blocks_n * self.part.bytes
+        return self.blocks_n * self.stage_block.bytes
 
     @property
     def x_bytes(self) -> int:

@@ -136,7 +136,7 @@ class Variant(gpu.Variant):
     @property
     def stage_block(self) -> Block:
         """The part of a block that a stage holds: all of it, or half if ``half_block_stages``."""
-        return self.block.part(columns=min(self.config.tile_k, BLOCK_K))
+        return self.block.sub_block(columns=min(self.config.tile_k, BLOCK_K))
 
     @property
     def blocks_k(self) -> int:

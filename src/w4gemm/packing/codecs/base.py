@@ -80,7 +80,7 @@ class Codec:
         element, scales, zeros: the formats it holds: their element, and names of scale rules and zero rules.
         stored: what a word holds for each code 0..15.
         bits: where it lies.
-        slot_bits: bits of a stored scale.
+        scale_bits: bits of a stored scale.
         scale_step, zero_step: what the bits of a scale, and a zero point, are multiplied by when they are stored: the
             bytes of a row of the decoder's table. zero_step 0: a zero point is stored as a number of the scale dtype.
         table_rows: rows of the decoder's table in shared memory, 16 bytes each; 0 without one.
@@ -94,7 +94,7 @@ class Codec:
     zeros: tuple[str, ...]
     stored: tuple[int, ...]
     bits: tuple[Bits, ...]
-    slot_bits: int = 16
+    scale_bits: int = 16
     scale_step: int = 1
     zero_step: int = 0
     table_rows: int = 0
@@ -111,7 +111,7 @@ class Codec:
 
     def block(self, format: WeightFormat) -> Block:
         """The geometry of the format's blocks."""
-        return Block.of(format, self.slot_bits)
+        return Block.of(format, self.scale_bits)
 
     @property
     def table_bytes(self) -> int:
@@ -141,29 +141,29 @@ class Codec:
             codes = torch.tensor(inverse, dtype=torch.uint8, device=words.device)[codes.int()]
         return codes
 
-    # --- slots of scales and zero points
+    # --- fields of scales and zero points
 
-    def scale_slots(self, scales: torch.Tensor) -> torch.Tensor:
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """int16: the bits of scales, as they are stored."""
         scales = scales.contiguous()
         if scales.dtype.itemsize == 2:
             return scales.view(torch.int16)
         return scales.view(torch.uint8).short() * self.scale_step
 
-    def scales_of(self, slots: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        """The inverse of :meth:`scale_slots`."""
+    def scales_from(self, fields: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        """The inverse of :meth:`stored_scales`."""
         if format.scale_dtype.itemsize == 2:
-            return slots.view(format.scale_dtype)
-        return (slots // self.scale_step).to(torch.uint8).view(format.scale_dtype)
+            return fields.view(format.scale_dtype)
+        return (fields // self.scale_step).to(torch.uint8).view(format.scale_dtype)
 
-    def zero_slots(self, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    def stored_zeros(self, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
         """int16: zero points, as they are stored."""
         if self.zero_step:
             return zeros.short() * self.zero_step
         return zeros.to(format.scale_dtype).view(torch.int16)
 
-    def zeros_of(self, slots: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        """The inverse of :meth:`zero_slots`."""
+    def zeros_from(self, fields: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        """The inverse of :meth:`stored_zeros`."""
         if self.zero_step:
-            return (slots // self.zero_step).to(torch.uint8)
-        return slots.view(format.scale_dtype).to(format.zero_dtype)
+            return (fields // self.zero_step).to(torch.uint8)
+        return fields.view(format.scale_dtype).to(format.zero_dtype)

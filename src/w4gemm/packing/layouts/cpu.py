@@ -16,10 +16,10 @@ import torch
 from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
 from w4gemm.packing.layouts.base import Parts
 
-CHUNK = 128
+TABLE_N = 128
 """Output features in one row of the table. Wider is up to 10 % faster, but small n are padded to it."""
 
-ROW_BYTES = CHUNK // 2 + 4
+ROW_BYTES = TABLE_N // 2 + 4
 
 
 class CpuLayout:
@@ -34,8 +34,8 @@ class CpuLayout:
         return "" if counts else f"its sums of codes are of counting codes, {format.element} has others"
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        chunks = -(-n // CHUNK)
-        groups = (chunks, format.groups(k), CHUNK)
+        chunks = -(-n // TABLE_N)
+        groups = (chunks, format.groups(k), TABLE_N)
         shapes = [(torch.uint8, (chunks, k, ROW_BYTES)), (format.scale_dtype, groups)]
         if format.zero_dtype is not None:
             shapes.append((format.zero_dtype, groups))
@@ -50,14 +50,14 @@ class CpuLayout:
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
         rows, *scales = tensors
-        packed = rows[..., : CHUNK // 2]
+        packed = rows[..., : TABLE_N // 2]
         codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
         first, second, *third = (t.transpose(1, 2).flatten(0, 1)[:n].contiguous() for t in (codes, *scales))
         return Parts(first, second, third[0] if third else None)
 
 
 def _chunked(t: torch.Tensor) -> torch.Tensor:
-    """(n, columns) to (chunks, columns, CHUNK), filled up with zeros."""
+    """(n, columns) to (chunks, columns, TABLE_N), filled up with zeros."""
     n, columns = t.shape
-    padded = torch.nn.functional.pad(t, (0, 0, 0, -n % CHUNK))
-    return padded.view(-1, CHUNK, columns).transpose(1, 2).contiguous()
+    padded = torch.nn.functional.pad(t, (0, 0, 0, -n % TABLE_N))
+    return padded.view(-1, TABLE_N, columns).transpose(1, 2).contiguous()

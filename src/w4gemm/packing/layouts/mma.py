@@ -15,9 +15,9 @@ A word of mma8 holds one row for m64nNk32 (or m16n8k32):
 
     row 16 * strip + 8 * row8 + g,  columns 32 * step + 16 * col16 + 4 * q + {0 .. 3}: register row8 + 2 * col16
 
-The format's codec says which bits of the word they are, and how a scale's slot is filled. A scale word holds the slots
-of rows g (low halfword) and g + 8. A group of more than 128 columns repeats its scale in each block, and so does a
-per-column scale. Rows past n and groups past k have slots 0, so their weight is 0; columns past k in the last group
+The format's codec says which bits of the word they are, and how a scale's field is filled. A scale word holds the
+fields of rows g (low halfword) and g + 8. A group of more than 128 columns repeats its scale in each block, and so does
+a per-column scale. Rows past n and groups past k have fields 0, so their weight is 0; columns past k in the last group
 have the code of 0, and need activations of 0 there.
 """
 
@@ -64,10 +64,10 @@ class MmaLayout:
         pad = (0, shape[1] * BLOCK_K - k, 0, shape[0] * BLOCK_N - n)
         codes = torch.nn.functional.pad(parts.codes, pad, value=format.element_rule.padding_code)
         blocks[:, :, :CODE_WORDS] = codec.code_words(codes)
-        slots = [codec.scale_slots(parts.scales)]
+        fields = [codec.stored_scales(parts.scales)]
         if parts.zeros is not None:
-            slots.append(codec.zero_slots(parts.zeros, format))
-        words = [_packed_slots(s, block, format, k, shape[0], shape[1]) for s in slots]
+            fields.append(codec.stored_zeros(parts.zeros, format))
+        words = [_scale_words(s, block, format, k, shape[0], shape[1]) for s in fields]
         blocks[:, :, CODE_WORDS:] = torch.stack(words, dim=-1).flatten(2)
         return (blocks,) if parts.channels is None else (blocks, parts.channels.contiguous())
 
@@ -76,39 +76,39 @@ class MmaLayout:
         codec, block = self.codec(format), self.codec(format).block(format)
         codes = codec.codes_of(blocks[:, :, :CODE_WORDS])[:n, :k].contiguous()
         words = blocks[:, :, CODE_WORDS:].unflatten(2, (-1, block.words_per_scale))
-        slots = [_unpacked_slots(words[..., i], block, format, n, k) for i in range(block.words_per_scale)]
-        zeros = codec.zeros_of(slots[1], format) if format.has_zero else None
-        return Parts(codes, codec.scales_of(slots[0], format), zeros, channels[0] if channels else None)
+        fields = [_from_scale_words(words[..., i], block, format, n, k) for i in range(block.words_per_scale)]
+        zeros = codec.zeros_from(fields[1], format) if format.has_zero else None
+        return Parts(codes, codec.scales_from(fields[0], format), zeros, channels[0] if channels else None)
 
 
-def _packed_slots(
-    slots: torch.Tensor, block: Block, format: WeightFormat, k: int, n_blocks: int, k_blocks: int
+def _scale_words(
+    fields: torch.Tensor, block: Block, format: WeightFormat, k: int, n_blocks: int, k_blocks: int
 ) -> torch.Tensor:
-    """Words (n_blocks, k_blocks, runs * 32) of slots int16 (n, groups)."""
+    """Words (n_blocks, k_blocks, runs * 32) of fields int16 (n, groups)."""
     step, shared = block.scale_group, block.groups_per_word
-    columns = torch.arange(0, k_blocks * BLOCK_K, step, device=slots.device)
-    source = (columns // format.group_length(k)).clamp(max=slots.shape[1] - 1)
-    expanded = torch.where(columns < k, slots[:, source], 0)  # a step wholly past k gets 0
-    expanded = torch.nn.functional.pad(expanded, (0, 0, 0, n_blocks * BLOCK_N - slots.shape[0]))
-    bits = expanded.int() & (1 << block.slot_bits) - 1
+    columns = torch.arange(0, k_blocks * BLOCK_K, step, device=fields.device)
+    source = (columns // format.group_length(k)).clamp(max=fields.shape[1] - 1)
+    expanded = torch.where(columns < k, fields[:, source], 0)  # a step wholly past k gets 0
+    expanded = torch.nn.functional.pad(expanded, (0, 0, 0, n_blocks * BLOCK_N - fields.shape[0]))
+    bits = expanded.int() & (1 << block.scale_bits) - 1
     bits = bits.view(n_blocks * BLOCK_N, k_blocks, block.groups)
     bits = torch.nn.functional.pad(bits, (0, block.runs * shared - block.groups))
     bits = bits.view(n_blocks, 4, 2, 8, k_blocks, block.runs, shared)  # nb strip row8 g kb run group
-    words = torch.zeros(n_blocks, 4, 8, k_blocks, block.runs, dtype=torch.int32, device=slots.device)
+    words = torch.zeros(n_blocks, 4, 8, k_blocks, block.runs, dtype=torch.int32, device=fields.device)
     for row8 in range(2):
         for group in range(shared):
-            words |= bits[:, :, row8, ..., group] << 16 * row8 + block.slot_bits * group
+            words |= bits[:, :, row8, ..., group] << 16 * row8 + block.scale_bits * group
     return words.permute(0, 3, 4, 1, 2).reshape(n_blocks, k_blocks, -1)
 
 
-def _unpacked_slots(words: torch.Tensor, block: Block, format: WeightFormat, n: int, k: int) -> torch.Tensor:
-    """The inverse of :func:`_packed_slots`: int16 (n, groups)."""
+def _from_scale_words(words: torch.Tensor, block: Block, format: WeightFormat, n: int, k: int) -> torch.Tensor:
+    """The inverse of :func:`_scale_words`: int16 (n, groups)."""
     n_blocks, k_blocks = words.shape[:2]
     words = words.reshape(n_blocks, k_blocks, block.runs, 4, 8).permute(0, 3, 4, 1, 2)  # nb strip g kb run
-    mask = (1 << block.slot_bits) - 1
+    mask = (1 << block.scale_bits) - 1
     rows = []
     for row8 in range(2):
-        shifts = [16 * row8 + block.slot_bits * group for group in range(block.groups_per_word)]
+        shifts = [16 * row8 + block.scale_bits * group for group in range(block.groups_per_word)]
         rows.append(torch.stack([(words >> shift) & mask for shift in shifts], dim=-1))
     bits = torch.stack(rows, dim=2)  # nb strip row8 g kb run group
     bits = bits.reshape(n_blocks * BLOCK_N, k_blocks, -1)[:, :, : block.groups].flatten(1)
