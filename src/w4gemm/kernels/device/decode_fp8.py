@@ -71,7 +71,8 @@ class TableDecoder(Fp8Decoder):
         for first in cutlass.range_constexpr(0, words, threads):
             index = first + thread
             if index < words:
-                store_shared(table + index * 4, self._entry(index // 4, index % 4))
+                row, word = index // 4, index % 4
+                store_shared(table + index * 4, self._entry(row, word))
 
     def _entry(self, row: Int32, word: Int32) -> Int32:
         """A word of the table."""

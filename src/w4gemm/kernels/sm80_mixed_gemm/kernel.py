@@ -226,17 +226,17 @@ class MixedGemm:
         cta = ctas - 1 - cute.arch.block_idx()[0]
         share = stream_share(cta, ctas, grid.m_tiles * grid.n_tiles, grid.k_slices)
         for index in cutlass.range(share.work_tiles(grid.k_slices), unroll=1):
-            number, first, stop = stream_tile(index, cta, ctas, grid.k_slices, share)
-            m_tile, n_tile = tile_coordinates(number, grid.m_tiles, grid.n_tiles, self.band)
-            tile = WorkTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, first, stop)
+            part = stream_tile(index, cta, ctas, grid.k_slices, share)
+            m_tile, n_tile = tile_coordinates(part.tile, grid.m_tiles, grid.n_tiles, self.band)
+            tile = WorkTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, part.first, part.stop)
             acc = self.multiply(args.x, args.weight, pipeline, tile)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(variant.accumulators))
-            if first > 0:
+            if part.first > 0:
                 self.stream_sum.store_partials(flat, workspace, cta, own)
             else:
                 other = cta + 1
-                if stop < grid.k_slices:  # add what the next CTAs multiplied of this tile
-                    while other * (share.cut * grid.k_slices) // ctas < (number + 1) * grid.k_slices:
+                if part.stop < grid.k_slices:  # add what the next CTAs multiplied of this tile
+                    while other * (share.cut * grid.k_slices) // ctas < (part.tile + 1) * grid.k_slices:
                         self.stream_sum.add_partials(flat, workspace, other, own)
                         other += 1
                 self.store(acc, args.out, args.epilogue, pipeline, tile)

@@ -77,10 +77,10 @@ _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 
 
 class Pipeline(NamedTuple):
-    """One warp's stages in shared memory."""
+    """Stages of one warp, in shared memory."""
 
     full: cute.Pointer
-    """mbarrier of the warp's first stage."""
+    """mbarrier of the warp's first stage; one per stage follows."""
     x: cute.Tensor
     """x of all warps' stages."""
     weights: Int32
@@ -118,8 +118,8 @@ class LoopParams(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """The k block that a warp requests next. It runs ahead of the multiplication by the pipeline's depth, and is
-    stepped, not computed: integer divisions in the loop would cost a tenth of its instructions."""
+    """The k block that a warp requests next, as many stages ahead of the multiplication as the pipeline has. It is
+    stepped, not computed, because integer divisions in the loop would cost a tenth of its instructions."""
 
     tile: Int32
     m_coord: Int32
@@ -261,8 +261,9 @@ class Decode:
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
             token0, own_out, own_operands = m_tile * variant.tokens, out, operands
             if const_expr(variant.grouped):
-                expert, token0, end = self.expert_tile_map.find(expert_tiles, m_tile)
-                own_out, own_operands = first_rows(out, end), operands_of_expert(operands, expert, end)
+                rows = self.expert_tile_map.find(expert_tiles, m_tile)
+                token0, own_out = rows.first, first_rows(out, rows.end)
+                own_operands = operands_of_expert(operands, rows.expert, rows.end)
             quad_operands = self.load_operands(own_operands, token0, n_tile, rank, thread)
             for i in cutlass.range_constexpr(len(variant.warp_reduction_rounds)):
                 self.reduce_warps(acc, shared_address(s_sums), warp, thread % 32, variant.warp_reduction_rounds[i])
@@ -293,9 +294,10 @@ class Decode:
         m_coord, n_tile = tile_coordinates(tile, params.m_tiles, params.n_tiles, 1)
         expert, row = Int32(0), Int32(0)
         if const_expr(self.variant.grouped):
-            expert, m_coord, end = self.expert_tile_map.find(params.expert_tiles, m_coord)
+            rows = self.expert_tile_map.find(params.expert_tiles, m_coord)
+            expert, m_coord = rows.expert, rows.first
             if const_expr(self.variant.gathered):
-                row = self.row_gather.indices(params.indices, m_coord, end, 0)[0]
+                row = self.row_gather.indices(params.indices, m_coord, rows.end, 0)[0]
         return Cursor(tile, m_coord, n_tile, params.first_k_block, params.k_blocks_per_warp, expert, row)
 
     @cute.jit
