@@ -42,7 +42,7 @@ def fill(tmp_path: Path, device: Device, activations: str | None) -> Path:
 
 
 @pytest.fixture
-def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Hide from a test what this process compiled, loaded or planned, and from other tests what it plans."""
 
     def clear() -> None:
@@ -51,6 +51,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
         gather._gather_on.cache_clear()
         jit._memory.clear()
 
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "before"))  # the command sets another one
     monkeypatch.setattr(jit, "_memory", {})
     clear()
     yield clear

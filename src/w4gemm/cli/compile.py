@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from w4gemm.console.devices import device_line
 from w4gemm.console.options import DTYPES, parse_tokens, positive
 from w4gemm.console.progress import progress_bar, say
 from w4gemm.epilogue import ACTIVATIONS
-from w4gemm.jit import disk
+from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
 from w4gemm.problem import GPUS
 
@@ -99,14 +100,8 @@ def run(args: argparse.Namespace) -> int:
     units, records = chosen(wanted, args.top)
     for use in uses:
         units |= dict.fromkeys(unit for layer in layers for unit in helpers_of(layer, use))
-    environment.set_cache_dir(args.output)
-    trust.make_folder(args.output, 0o755)
     started = time.perf_counter()
-    size = 0
-    with CompilePool(args.workers) as pool, progress_bar() as progress:
-        for done, future in enumerate(pool.submit(units)):
-            progress(done, len(units), "compiling")
-            size += len(future.result())
+    size = fill(args.output, units, args.workers)
     if records:
         store.replace_table(args.output / store.USER_FILE, records)
     for path in disk.stored():  # for whoever runs them, who may be another user
@@ -117,6 +112,26 @@ def run(args: argparse.Namespace) -> int:
         f"{args.output}: {len(units)} kernels, {size / 2**20:.1f} MiB, in {seconds:.1f} s; {len(records)} tuned configs"
     )
     return 0
+
+
+def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> int:
+    """Compile units into a folder, which becomes the cache folder of this process; return their bytes.
+
+    Raises:
+        OSError: if they cannot be stored, or if others could change what is in the folder.
+        RuntimeError: if the compiler fails.
+    """
+    environment.set_cache_dir(folder)
+    trust.make_folder(folder, 0o755)
+    size = 0
+    with CompilePool(workers) as pool, progress_bar() as progress:
+        for done, future in enumerate(pool.submit(units)):
+            progress(done, len(units), "compiling")
+            size += len(future.result())
+    missing = [unit for unit in units if disk.read(disk.entry_name(unit)) is None]
+    if missing:
+        raise OSError(f"{folder}: {len(missing)} of {len(units)} kernels could not be stored")
+    return size
 
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -31,7 +31,7 @@ from w4gemm.jit.unit import Unit
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SOURCES = ("kernels", "packing", "jit/compile.py", "formats.py", "epilogue.py")
-"""What of this package decides the code of an object."""
+"""Files and folders of this package that decide the code of an object."""
 _DIGEST = hashlib.sha256().digest_size
 # no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
 _ONLY_BY_NAME = {"avx512_vp2intersect", "avx512_fp16"}
