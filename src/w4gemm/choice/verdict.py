@@ -14,7 +14,7 @@ from w4gemm.problem import GemmProblem
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one kernel says of a config for a problem. ``str`` gives it in a line for each reason."""
+    """One kernel's answer about a config for a problem. ``str`` gives a line per reason."""
 
     kernel: str
     config: GemmConfig
@@ -48,7 +48,7 @@ class Verdict:
 
 
 def why(problem: GemmProblem, config: GemmConfig | str) -> list[Verdict]:
-    """What each kernel says of ``config``: the rules that exclude it, or where it ranks.
+    """Return each kernel's answer about ``config``: the rules that exclude it, or its rank.
 
     Args:
         config: a config, its string, or ``"<kernel>/<config>"`` to ask one kernel only.

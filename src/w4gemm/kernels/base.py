@@ -95,7 +95,7 @@ class Resources(NamedTuple):
 
 
 class Product(Protocol):
-    """What a kernel computes: which problems, with which configs, adding up in which order. Pure; needs no GPU."""
+    """The computation of a kernel: which problems, with which configs, adding in which order. Pure; needs no GPU."""
 
     name: str
 

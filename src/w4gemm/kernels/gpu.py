@@ -1,4 +1,4 @@
-"""What the kernels in CuTe DSL share on the host side: their operands, their limits, their launch."""
+"""The host side that the kernels in CuTe DSL share: their operands, their limits, their launch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOPPER_SHARED_MEMORY = 232448
 """Bytes that one CTA may use on SM90."""
 
 MAX_EXPERTS = 512
-"""Of a grouped product: a power of two, whose table of tiles stays small beside the pipeline."""
+"""Most experts of a grouped product: a power of two, whose expert map stays small beside the pipeline."""
 
 _OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _MIN_SCALE_GROUP = 32
@@ -157,7 +157,7 @@ class GpuKernel(ABC):
     name: str
     layout = "mma16"
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
-    """Of x."""
+    """dtypes of x."""
     variant: type[Variant]
     space: Space
     """Which configs are legal, and why others are not."""
@@ -209,7 +209,7 @@ class GpuKernel(ABC):
         return self.variant.ctas_per_sm(config)
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
-        """Of a stream, flags, and the accumulators that every CTA may have to park."""
+        """Bytes of flags and of the partials that every CTA may have to store under stream-k."""
         if config.schedule != "stream":
             return 0
         ctas = self.ctas_per_sm(config) * problem.device.sms

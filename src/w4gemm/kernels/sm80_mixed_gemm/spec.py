@@ -28,7 +28,7 @@ TARGETS = {
     (12, 0): "sm_120a",
     (12, 1): "sm_121a",
 }
-"""What CuTe DSL compiles for, by compute capability."""
+"""Targets of CuTe DSL by compute capability."""
 
 Tiles = dict[str, tuple[tuple[int, int, int], ...]]
 
