@@ -88,7 +88,7 @@ def draw(variant_seed: int, problem_seed: int, device: str) -> Case:
         kind,
         format,
         dtype,
-        fp8 and device == "cuda" and v.random() < 0.4,
+        fp8 and v.random() < 0.4,
         v.choice((None, None, torch.float32, torch.bfloat16, torch.float16)),
         activation,
         v.choice((None, None, None, "host", "device")),
@@ -320,8 +320,8 @@ def check(case: Case, device: str) -> str | None:
     """
     made, r = Numbers(case, device), random.Random(f"r{case.problem_seed}")
     weights = [made.weight() for _ in range(max(1, case.experts))]
-    layout = "mma8" if case.dtype == FP8 and device == "cuda" else None
-    packed = [w.to(device).repack(layout) for w, _ in weights]
+    activations = "fp8" if case.dtype == FP8 and (device == "cuda" or case.quantized) else None
+    packed = [w.to(device).repack(activations=activations) for w, _ in weights]
     w = packed[0] if case.kind == "dense" else w4gemm.QuantizedWeight.stack(packed, len(packed), packed[0].layout)
     rows = rows_of(case, r)
     given = operands_of(case, made, rows, r)
