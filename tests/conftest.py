@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+
+from w4gemm import trust
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/tests.jsonl"
@@ -32,7 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests leave the user's cache alone, and keep compiled kernels for the next run
     if getattr(config, "cache", None) is not None:
         kernels = config.cache.mkdir("kernels")
-        kernels.chmod(0o700)  # or, with a umask of 002, nothing in it would be taken
+        with contextlib.suppress(PermissionError):
+            kernels.chmod(0o700)  # or, with a umask of 002, nothing in it would be taken
+        if trust.refusal(kernels):  # in a container the checkout may belong to another user
+            kernels = Path(tempfile.gettempdir()) / f"w4gemm-tests-{os.getuid()}"
+            trust.make_folder(kernels)
         os.environ.setdefault("W4GEMM_CACHE_DIR", str(kernels))
 
 

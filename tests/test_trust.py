@@ -13,6 +13,7 @@ import pytest
 from tiny_kernel import tiny
 from w4gemm import UnsupportedError, trust
 from w4gemm.choice import store
+from w4gemm.cli.__main__ import main
 from w4gemm.jit import compile as jit
 from w4gemm.jit import compiled, disk
 
@@ -221,6 +222,13 @@ def test_what_a_killed_process_left_is_deleted(folder):
     disk._delete_abandoned.cache_clear()
     disk.write("z-sm_90a-1-2.o", b"code")
     assert not old.exists() and new.exists()
+
+
+def test_info_says_why_a_folder_is_not_used(folder, capsys):
+    assert main(["info"]) == 0 and "is not used" not in capsys.readouterr().out
+    folder.chmod(0o777)
+    assert main(["info"]) == 0
+    assert f"{folder} is not used, because users other than" in capsys.readouterr().out
 
 
 def test_clear_deletes_objects_and_leftovers_of_a_trusted_folder_alone(folder):

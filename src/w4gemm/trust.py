@@ -44,6 +44,17 @@ def check_folder(folder: Path) -> None:
     _check_owned(real, about, folder)
 
 
+def refusal(folder: Path) -> str:
+    """Return why files in ``folder`` are not used, or the empty string; also if there is no such folder yet."""
+    try:
+        check_folder(folder)
+    except FileNotFoundError:
+        return ""
+    except OSError as e:
+        return str(e)
+    return ""
+
+
 def opener(path: str, flags: int) -> int:
     """For ``open(path, mode, opener=opener)``: a descriptor of a trusted regular file, made with mode 0600 if needed.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import w4gemm
-from w4gemm import choice, environment
+from w4gemm import choice, environment, trust
 from w4gemm.choice import store
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
@@ -65,6 +65,7 @@ def as_text(found: dict[str, Any]) -> str:
         packages,
         f"NVIDIA driver: {found['driver'] or 'none'}{cuda}",
         f"compiled kernels: {found['objects']} in {found['cache']}" if found["cache"] else "compiled kernels: not kept",
+        *([found["cache_refused"]] if found["cache_refused"] else ()),
         f"tuned configs: {', '.join(tables) or 'none'}",
         *(f"{name}={value}" for name, value in found["environment"].items()),
     ]
@@ -85,7 +86,12 @@ def _cache() -> dict[str, Any]:
         stale = sum(not is_current(record) for record in records)
         name = "tuned" if path == user else f"shipped for {path.stem}"
         tables.append({"name": name, "file": str(path), "records": len(records), "stale": stale})
-    return {"cache": str(folder) if folder else "", "objects": len(disk.stored()), "tables": tables}
+    return {
+        "cache": str(folder) if folder else "",
+        "cache_refused": trust.refusal(folder) if folder else "",
+        "objects": len(disk.stored()),
+        "tables": tables,
+    }
 
 
 def _device(name: str) -> dict[str, Any]:
