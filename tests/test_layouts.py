@@ -173,7 +173,7 @@ def test_sizes():
 @pytest.mark.parametrize("format", ["int4_g32", "int4_g32_zint", "int4_g32_e4m3"])
 @pytest.mark.parametrize("n, k", [(6, 64), (6, 63), (1, 32), (64, 1)])
 def test_transposed_codes_and_scales(format, n, k):
-    """As a checkpoint may hold them: along n first."""
+    """Checkpoints may hold them along n first."""
     parts = random_parts(WeightFormat.parse(format), n, k)
     across = [None if t is None else t.t().contiguous().t() for t in parts[:3]]
     w = QuantizedWeight.from_codes(format, *across, channels=parts.channels)

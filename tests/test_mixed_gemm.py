@@ -1,4 +1,4 @@
-"""What holds of the Hopper kernel's configs before anything is compiled."""
+"""Properties of the Hopper kernel's configs before anything is compiled."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from w4gemm import FormatError, QuantizedWeight
 
 
 def test_flipped_bits_of_the_header(tmp_path: Path) -> None:
-    """Of a weight in act-order with zero points, which has every kind of tensor but channels."""
+    """A weight in act-order with zero points has every kind of tensor but channels."""
     random = torch.Generator().manual_seed(0)
     codes, zeros = (torch.randint(16, size, generator=random) for size in ((8, 64), (8, 2)))
     g_idx = (torch.randperm(64, generator=random) // 32).int()
