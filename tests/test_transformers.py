@@ -197,9 +197,9 @@ def test_wrong_paths(tmp_path: Path) -> None:
 
 def test_quantized_folder_is_refused(tmp_path: Path) -> None:
     config = json.loads((write_dense(tmp_path) / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "hqq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match="quantized by 'gptq', which cannot be loaded yet"):
+    with pytest.raises(FormatError, match="quantized by 'hqq', which cannot be loaded yet"):
         load(tmp_path)
 
 

@@ -208,8 +208,8 @@ class _Filling:
         layers = self.layers_of(name, module)
         if not layers:
             return set()
+        bias = self.bias_of(name, module, layers)
         weight, placed, start = self.checkpoint.weight(name), set(), 0
-        bias = self.checkpoint.dense(f"{name}.bias", self.dtype) if module.bias else None
         for i, (target, layer) in enumerate(layers.items()):
             rows = slice(i, None, len(layers)) if module.interleaved else slice(start, start + layer.out_features)
             start += layer.out_features
@@ -236,12 +236,21 @@ class _Filling:
                 f"{self.checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants "
                 f"({' + '.join(map(str, sizes))}, {k})"
             )
+        return layers
+
+    def bias_of(self, name: str, module: Module, layers: dict[str, nn.Linear]) -> torch.Tensor | None:
+        """Bias (n) of a module in the dtype of the model; None if there is none, or if it is all zeros and no layer
+        of the model has one: old GPTQ files have such a bias for every layer."""
+        stored = f"{name}.bias"
         if others := [n for n, layer in layers.items() if (layer.bias is not None) != module.bias]:
+            unused = stored in self.checkpoint.tensors and len(others) == len(layers)
+            if unused and not self.checkpoint.dense(stored).any():
+                return None
             has, wanted = ("a", "none") if module.bias else ("no", "one")
             raise FormatError(
                 f"{self.checkpoint.path}: {name} has {has} bias, its config wants {wanted} of {_listed(others)}"
             )
-        return layers
+        return self.checkpoint.dense(stored, self.dtype) if module.bias else None
 
     def place_dense(self, name: str) -> set[str]:
         """Put a dense tensor into the parameter or buffer of its name; return that name, or none if there is none."""

@@ -1,0 +1,183 @@
+"""Hugging Face folders whose 4-bit modules are several tensors each: common part of GPTQ, AWQ and compressed-tensors.
+
+:class:`QuantizedFolder` finds the modules. What their tensors mean is a :class:`Packing`, one a format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo, quantization_config
+from w4gemm.errors import FormatError
+from w4gemm.formats import WeightFormat
+from w4gemm.weight import QuantizedWeight
+
+SCALES = {"F16": "fp16", "BF16": "bf16"}
+"""Scale rules by safetensors' name of the scales' dtype."""
+SYMMETRIC = 8
+"""Integer zero point of a symmetric weight."""
+_IGNORED = ".rotary_emb.inv_freq"
+"""End of the names of tensors that models computed and saved before 2023; they hold nothing of their own."""
+
+
+class Packing(Protocol):
+    """The meaning of a quantized module's tensors. Methods raise ValueError; the caller adds folder and name."""
+
+    @property
+    def marks(self) -> Collection[str]:
+        """Last parts of names by which a quantized module is known; none of a dense module's."""
+        ...
+
+    @property
+    def others(self) -> Collection[str]:
+        """Last parts of the names of its other tensors, without the bias."""
+        ...
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        """Return what headers say of a module: ``stored`` holds its tensors by the last parts of their names."""
+        ...
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """Return the weight of what :meth:`module` returned."""
+        ...
+
+
+class QuantizedFolder:
+    """A folder with a quantized model as a :class:`w4gemm.checkpoints.base.Checkpoint`.
+
+    Raises:
+        FormatError: if a file is missing or cut short, or a module has tensors that its packing does not know.
+    """
+
+    def __init__(self, path: Path, packing: Packing) -> None:
+        self.path, self._packing = path, packing
+        self._stored = SafetensorsFolder(path)
+        owners = [_Name.of(name) for name in self._stored.tensors]
+        quantized = {name.owner for name in owners if name.leaf in packing.marks}
+        known = {*packing.marks, *packing.others}
+        self._parts: dict[str, dict[str, TensorInfo]] = {owner: {} for owner in quantized}
+        self.tensors: dict[str, tuple[int, ...]] = {}
+        for (owner, leaf), (name, info) in zip(owners, self._stored.tensors.items(), strict=True):
+            if owner in quantized and (leaf in known or leaf == "bias"):
+                self._parts[owner][leaf] = info
+            if (owner not in quantized or leaf not in known) and not name.endswith(_IGNORED):
+                self.tensors[name] = info.shape
+        self.modules = {name: self._module(name, self._parts[name]) for name in sorted(quantized)}
+
+    def weight(self, name: str) -> QuantizedWeight:
+        if name not in self.modules:
+            raise FormatError(f"{self.path}: no 4-bit module {name!r} among its {len(self.modules)}")
+        tensors = {leaf: self._stored.tensor(f"{name}.{leaf}") for leaf in self._parts[name] if leaf != "bias"}
+        try:
+            return self._packing.weight(self.modules[name], tensors)
+        except (TypeError, ValueError) as e:
+            raise FormatError(f"{self.path}: {name}: {e}") from e
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if name not in self.tensors:
+            raise FormatError(f"{self.path}: no dense tensor {name!r} among its {len(self.tensors)}")
+        return self._stored.tensor(name).to(dtype)
+
+    def pretrained(self) -> Pretrained:
+        return Pretrained(self.path)
+
+    def _module(self, name: str, parts: Mapping[str, TensorInfo]) -> Module:
+        try:
+            return self._packing.module(name, parts)
+        except (TypeError, ValueError, AttributeError, re.error) as e:
+            raise FormatError(f"{self.path}: {name}: {e}") from e
+
+
+class _Name(NamedTuple):
+    owner: str
+    leaf: str
+
+    @classmethod
+    def of(cls, name: str) -> _Name:
+        owner, _, leaf = name.rpartition(".")
+        return cls(owner, leaf)
+
+
+def folder_format(method: str, contents: str, packing: Callable[[Mapping[str, Any]], Packing]) -> CheckpointFormat:
+    """Return the format of folders that say they are quantized by ``method``.
+
+    Args:
+        packing: makes a Packing of the folder's quantization_config; raises ValueError for one that it cannot.
+    """
+
+    def find(path: Path) -> Path | None:
+        return path if method_of(quantization_config(path) or {}) == method else None
+
+    def open(path: Path, format: WeightFormat | None) -> QuantizedFolder:
+        try:
+            meaning = packing(quantization_config(path) or {})
+        except (TypeError, ValueError, KeyError, AttributeError) as e:
+            raise FormatError(f"{path}: quantization_config of config.json: {e}") from e
+        return QuantizedFolder(path, meaning)
+
+    return CheckpointFormat(method, contents, find, open)
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """Name of the method that a quantization_config names; for AutoRound, of the method whose packing it uses."""
+    method = config.get("quant_method", config.get("method"))
+    if method not in ("auto-round", "auto_round", "intel/auto-round"):
+        return method
+    packing = config.get("packing_format", "auto_round:auto_gptq")
+    return {"auto_round:auto_awq": "awq", "auto_round:awq": "awq"}.get(
+        packing, "gptq" if packing in GPTQ_ZEROS else method
+    )
+
+
+GPTQ_ZEROS = {"auto_round:auto_gptq": -1, "auto_round:gptq": -1, "auto": -1, "auto_round": 0, "auto_round:gptqmodel": 0}
+"""The number that AutoRound's GPTQ packings add to a zero point before they store it."""
+
+
+def check_tensor(
+    stored: Mapping[str, TensorInfo], leaf: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Return the shape of one of a module's tensors; raise ValueError if it is missing or another than wanted.
+
+    Args:
+        dtypes: safetensors' names of those that are legal.
+        shape: None for any matrix.
+    """
+    if leaf not in stored:
+        raise ValueError(f"there is no {leaf} beside its {', '.join(sorted(stored))}")
+    info = stored[leaf]
+    if info.dtype not in dtypes:
+        raise ValueError(f"{leaf} is {info.dtype}, wanted {' or '.join(dtypes)}")
+    if (len(info.shape) != 2 or 0 in info.shape) if shape is None else info.shape != shape:
+        raise ValueError(f"{leaf} has shape {info.shape}, wanted {'a matrix' if shape is None else shape}")
+    return info.shape
+
+
+def unpack_int4(packed: torch.Tensor, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return the nibbles of int32 (..., words) as uint8 (..., 8 * words), lowest first.
+
+    Args:
+        order: which nibble of a word is its first, second, ... number; None for lowest first.
+    """
+    pairs = packed.contiguous().view(torch.uint8)  # little-endian
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+    return codes if order is None else codes.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
+
+
+def check_bits(bits: Any) -> None:
+    if bits != 4:
+        raise ValueError(f"its weight has {bits!r} bits, wanted 4")
+
+
+def check_symmetric(zeros: torch.Tensor) -> None:
+    """Raise ValueError unless all integer zero points are :data:`SYMMETRIC`."""
+    if not (zeros == SYMMETRIC).all():
+        raise ValueError(
+            f"config.json says that it is symmetric, but its zero points are {int(zeros.min())} to "
+            f"{int(zeros.max())} instead of {SYMMETRIC}"
+        )

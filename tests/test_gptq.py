@@ -1,0 +1,168 @@
+"""Folders quantized by GPTQ or AutoRound hold the producer's numbers bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, write_model
+from tiny_model import LAYERS
+from w4gemm import FormatError
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.integrations.transformers import load
+
+CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def writer(added: int, group_size: int = 32, g_idx: bool = True, **numbers: Any) -> Writer:
+    """Pack modules as GPTQ does; ``added`` to a zero point before it is stored."""
+
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        found = Numbers.random(n, k, group_size, **numbers)
+        parts = {
+            "qweight": pack(found.codes.T, axis=0),
+            "qzeros": pack(found.zeros.T + added, axis=1),
+            "scales": found.scales.T,
+        }
+        return parts | ({"g_idx": torch.from_numpy(found.groups).int()} if g_idx else {}), found.weight
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("config", "write", "format"),
+    [
+        ({}, writer(-1), "int4_g32_fp16"),
+        ({"checkpoint_format": "gptq_v2"}, writer(0), "int4_g32_fp16"),
+        ({"checkpoint_format": "gptq_v2"}, writer(-1), "int4_g32_fp16"),  # mislabelled
+        ({"sym": False}, writer(-1, zeros=(1, 15)), "int4_g32_zint_fp16"),
+        ({"sym": False, "format": "gptq_v2"}, writer(0, zeros=(0, 15)), "int4_g32_zint_fp16"),
+        ({"desc_act": True, "sym": False}, writer(-1, zeros=(1, 15), act_order=True), "int4_g32_zint_fp16"),
+        ({"group_size": -1}, writer(-1, -1, g_idx=False, dtype=torch.bfloat16), "int4_col"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, writer(-1), "int4_g32_fp16"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel", "sym": False},
+            writer(0, zeros=(0, 15), g_idx=False),
+            "int4_g32_zint_fp16",
+        ),
+    ],
+    ids=["v1", "v2", "mislabelled", "v1-asym", "v2-asym", "act-order", "col-bf16", "auto-round", "auto-round-v2"],
+)
+def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Writer, format: str) -> None:
+    wanted = write_model(tmp_path, CONFIG | config, write)
+    model = assert_loads(tmp_path, wanted, {format: 7 * LAYERS})
+    biases = [layer.self_attn.q_proj.bias for layer in model.model.layers]
+    assert all(bias is not None and bias.any() for bias in biases)
+    scattered = config.get("desc_act", False)
+    assert (model.model.layers[0].mlp.down_proj.weight.perm is not None) == scattered
+
+
+def test_lm_head_and_layers_that_were_not_converted(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, CONFIG, writer(-1), dense=("k_proj", "0.mlp.up_proj"))
+    assert "lm_head" in wanted
+    assert_loads(tmp_path, wanted, {"int4_g32_fp16": 7 * LAYERS + 1 - 3})
+
+
+def test_layers_with_their_own_settings(tmp_path: Path) -> None:
+    coarse = writer(-1, 64)
+
+    def write(name: str, n: int, k: int) -> Any:
+        return (coarse if name.endswith("q_proj") else writer(-1))(name, n, k)
+
+    wanted = write_model(
+        tmp_path, CONFIG | {"dynamic": {"-:.*lm_head": {}, r"+:.*\.q_proj$": {"group_size": 64}}}, write
+    )
+    formats = {"int4_g32_fp16": 6 * LAYERS, "int4_g64_fp16": LAYERS}
+    assert_loads(tmp_path, wanted, dict(sorted(formats.items(), reverse=True)))
+    configure(tmp_path, dynamic=None, extra_config={".*q_proj": {"group_size": 64}, DOWN: {"sym": True}})
+    assert_loads(tmp_path, wanted, formats)
+    configure(tmp_path, dynamic={f"-:{DOWN}": {}})
+    with pytest.raises(FormatError, match=f"{DOWN}: config.json says by '-:{DOWN}' that it is dense"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_bias_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, CONFIG, writer(-1))
+    change(tmp_path, lambda tensors: tensors.update({f"{DOWN}.bias": torch.zeros(64)}))
+    model = assert_loads(tmp_path, wanted, {"int4_g32_fp16": 7 * LAYERS})
+    assert model.get_submodule(DOWN).bias is None
+    change(tmp_path, lambda tensors: tensors.update({f"{DOWN}.bias": torch.ones(64)}))
+    with pytest.raises(FormatError, match="down_proj has a bias, its config wants none"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 3}, "its weight has 3 bits, wanted 4"),
+        ({"bits": 8}, "its weight has 8 bits, wanted 4"),
+        ({"group_size": 20}, "group_size: wanted a positive multiple of 16"),
+        ({"group_size": 64}, r"scales has shape \(\d, \d+\), wanted \(\d, \d+\)"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', whose packing is not known; wanted gptq or"),
+        ({"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p', whose packing is not known"),
+        ({"pack_dtype": "int16"}, "pack_dtype is 'int16', wanted 'int32'"),
+        ({"dynamic": {"(": {}}}, "q_proj|k_proj|down_proj.*unterminated"),
+        ({"quant_method": "hqq"}, "quantized by 'hqq', which cannot be loaded yet; what can be loaded.*GPTQ"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "'auto-round', which cannot be loaded"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    write_model(tmp_path, CONFIG, writer(-1))
+    configure(tmp_path, **settings)
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIG, writer(-1))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+
+    def refused(message: str, changed: Any) -> None:
+        (tmp_path / "model.safetensors").write_bytes(whole)
+        change(tmp_path, changed)
+        with pytest.raises(FormatError, match=message):
+            load(tmp_path)
+
+    refused(f"{DOWN}: there is no qweight beside its g_idx, qzeros, scales", lambda t: t.pop(f"{DOWN}.qweight"))
+    refused(f"{DOWN}: there is no scales", lambda t: t.pop(f"{DOWN}.scales"))
+    refused(
+        f"no tensor for {DOWN}.weight",
+        lambda t: [t.pop(f"{DOWN}.{x}") for x in ("qweight", "qzeros", "scales", "g_idx")],
+    )
+    refused(f"{DOWN}: scales is F32, wanted F16 or BF16", lambda t: t.update({f"{DOWN}.scales": torch.ones(3, 64)}))
+    refused(f"{DOWN}: qzeros has shape", lambda t: t.update({f"{DOWN}.qzeros": torch.ones(2, 8).int()}))
+    refused(f"{DOWN}: g_idx: group 0 wants 32", lambda t: t.update({f"{DOWN}.g_idx": torch.ones(96).int()}))
+    refused(
+        f"{DOWN}: scales: the weights of 192 groups would not be finite",
+        lambda t: t[f"{DOWN}.scales"].fill_(float("nan")),
+    )
+    refused(f"{DOWN}: config.json says that it is symmetric, but", lambda t: t[f"{DOWN}.qzeros"][0].fill_(0x77777776))
+    refused(
+        f"weight of {DOWN} has shape",
+        lambda t: t.update(
+            {
+                f"{DOWN}.{x}": t[f"model.layers.1.mlp.up_proj.{x}"].clone()
+                for x in ("qweight", "qzeros", "scales", "g_idx")
+            }
+        ),
+    )
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(FormatError, match="is not a whole safetensors file"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FormatError, match="there is no model.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_zero_points_that_cannot_be_told(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIG | {"sym": False}, writer(-1, zeros=(16, 16)))
+    with pytest.raises(
+        FormatError, match="zero points are stored as 15, which in version 1 of the format means 0 or 16"
+    ):
+        open_checkpoint(tmp_path).weight(DOWN)
