@@ -309,7 +309,7 @@ def test_activations_are_a_fact_of_the_weight(tmp_path):
     assert plain.activations is None and plain.layout == "cpu" and plain.repack() is plain
     with pytest.raises(ValueError, match=r"activations: wanted one of \('fp8', None\), got 'int8'"):
         w.repack(activations="int8")
-    with pytest.raises(ValueError, match="activations"):
+    with pytest.raises(ValueError, match="wanted 2 like the first, .*activations='fp8'.*got as number 2"):
         QuantizedWeight.stack([w, plain])
 
 

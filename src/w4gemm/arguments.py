@@ -117,7 +117,8 @@ def checked_epilogue(
         token_scale = _checked_token_scale(token_scale, x)
     if out_dtype == default_out_dtype(x.dtype):
         out_dtype = None
-    operands = EpilogueOperands(alpha, bias, residual, token_scale)
+    is_same = alpha is given.alpha and token_scale is given.token_scale
+    operands = given if is_same else EpilogueOperands(alpha, bias, residual, token_scale)
     epilogue = Epilogue.of(operands, activation, out_dtype)
     if residual is not None:
         result, wanted = epilogue.result_dtype(x.dtype), (*shape, epilogue.columns(w.n))
@@ -164,10 +165,10 @@ def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 
-def checked_config(config: GemmConfig | str | None) -> str:
-    """Return a forced config as a string, the empty one for None."""
-    if config is None or isinstance(config, str):
-        return config or ""
+def checked_config(config: GemmConfig | str) -> str:
+    """Return a forced config as a string."""
+    if isinstance(config, str):
+        return config
     if not isinstance(config, GemmConfig):
         raise TypeError(f"config: wanted a GemmConfig, its string or None, got {type(config).__name__} {config!r}")
     return str(config)

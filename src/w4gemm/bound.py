@@ -53,7 +53,7 @@ class BoundLinear:
             operands = EpilogueOperands(None, bias, None, token_scale)
         if w.perm is not None:
             rows = gather_columns(rows, w.perm)
-        m = rows.shape[0]
+        m = shape[0] if flat else rows.shape[0]
         # plain numbers take two thirds of the time of a tuple with a dtype
         alike, columns = x.dtype is self.dtype, self.columns
         d = x.new_empty(m, columns) if alike else x.new_empty((m, columns), dtype=self.dtype)

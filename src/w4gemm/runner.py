@@ -25,6 +25,7 @@ from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import QuantizedWeight
 
 _ALIGNMENT = 16
+_B = tuple(f"b[{i}]" for i in range(4))
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class MixedGemm:
         a, out = _tensor("a", a), _tensor("out", out)
         if isinstance(b, QuantizedWeight):
             raise TypeError("b: wanted the packed tensors, w.tensors, got the weight itself")
-        tensors = tuple(_tensor(f"b[{i}]", t) for i, t in enumerate(b))
+        tensors = tuple([_tensor("b", t) for t in b])
         given = EpilogueOperands(
             _tensor("alpha", alpha),
             _tensor("bias", bias),
@@ -178,15 +179,15 @@ class MixedGemm:
         """Check everything that a kernel takes for granted, and return the weight's shape."""
         a, out, epilogue, device = operands.x, operands.out, self.epilogue, self.device
         assert isinstance(device, torch.device)
-        for name, t in (("a", a), ("out", out)):
-            if not isinstance(t, torch.Tensor) or t.dim() != 2:
-                raise ValueError(f"{name}: wanted a matrix, got {kind_of(t)}")
-        if a.shape[0] != out.shape[0]:
+        if not isinstance(a, torch.Tensor) or not isinstance(out, torch.Tensor):
+            raise TypeError(f"a, out: wanted tensors, got {kind_of(a)} and {kind_of(out)}")
+        if a.dim() != 2 or out.dim() != 2 or a.shape[0] != out.shape[0]:
             raise ValueError(f"a, out: wanted (m, k) and (m, n), got {tuple(a.shape)} and {tuple(out.shape)}")
         (m, k), columns = a.shape, out.shape[1]
         require_tensor("a", a, self.dtype, (m, k), device, contiguous=False)
         check_alignment("a", a, _ALIGNMENT)
-        if a.numel() and (a.stride(1) != 1 or a.stride(0) * a.itemsize % _ALIGNMENT or a.stride(0) < k):
+        row, column = a.stride()
+        if (column != 1 or row * a.itemsize % _ALIGNMENT or row < k) and a.numel():
             raise ValueError(f"a: wanted rows at multiples of {_ALIGNMENT} bytes, got strides {a.stride()}")
         require_tensor("out", out, epilogue.result_dtype(self.dtype), (m, columns), device)
         check_alignment("out", out, _ALIGNMENT)
@@ -195,9 +196,9 @@ class MixedGemm:
             raise ValueError(
                 f"b: wanted {len(weight.tensors)} tensors in the {self.layout} layout, got {len(operands.weight)}"
             )
-        for i, (t, (dtype, shape)) in enumerate(zip(operands.weight, weight.tensors, strict=True)):
-            require_tensor(f"b[{i}]", t, dtype, shape, device)
-            check_alignment(f"b[{i}]", t, _ALIGNMENT)
+        for name, t, (dtype, shape) in zip(_B, operands.weight, weight.tensors, strict=False):
+            require_tensor(name, t, dtype, shape, device)
+            check_alignment(name, t, _ALIGNMENT)
         self._check_epilogue(operands.epilogue, (m, columns), weight.n)
         return weight
 

@@ -39,7 +39,7 @@ def stack(
             target = packed_shape(w.format, target_layout(w, layout, w.activations), w.n, w.k, count)
             tensors = target.empty(w.device)
         if facts != common or found == count:
-            raise ValueError(f"weights: wanted {count} like the first, {common}, got as number {found + 1} {w!r}")
+            raise ValueError(f"weights: wanted {count} like the first, {first!r}, got as number {found + 1} {w!r}")
         repack_into(w, target.layout, tuple(t[found] for t in tensors))
         found += 1
     if first is None or found < count:
