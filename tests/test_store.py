@@ -15,6 +15,7 @@ import torch
 
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.cli.__main__ import main
 from w4gemm.epilogue import Epilogue
 from w4gemm.formats import WeightFormat
 from w4gemm.kernels import kernel_named
@@ -157,6 +158,46 @@ def test_unreadable_lines_are_skipped_with_one_warning(folder, caplog):
     assert caplog.text.count("skipped 5 unreadable lines; line 1") == 1
     store.add([record(nth=2)])
     assert chosen() == (record(nth=2).choice, "tuned"), "a line that was cut short does not swallow the next"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        json.dumps({"config": "+".join(["64x64x64_1x1x1_coop"] * 1000)}),
+        json.dumps({"us": 10**400}),
+        json.dumps({"device": "\ud800"}),
+        json.dumps({"date": "\x1b[2J"}),
+        '{"n": ' + "9" * 5000 + "}",
+    ],
+    ids=["brackets", "braces", "tails", "long", "surrogate", "escape", "digits"],
+)
+def test_no_line_breaks_more_than_itself(folder, caplog, capsys, bad):
+    """Neither a call, nor the commands that list, export and clear the table."""
+    if bad.startswith('{"') and bad.endswith("}") and '"n"' not in bad:
+        bad = json.dumps(json.loads(record().line()) | json.loads(bad))
+    folder.mkdir(mode=0o700)
+    (folder / store.USER_FILE).write_text(f"{bad}\n{record().line()}")
+    (folder / store.USER_FILE).chmod(0o600)
+    assert chosen() == (record().choice, "tuned")
+    assert main(["cache", "list"]) == main(["cache", "export"]) == main(["info"]) == 0
+    capsys.readouterr().out.encode()
+    assert caplog.text.count("skipped 1 unreadable lines; line 1") == 1
+    assert main(["cache", "clear", "--only", "tuned"]) == 0 and not (folder / store.USER_FILE).exists()
+
+
+def test_many_processes_clear_at_once(folder):
+    script = f"""
+import sys; sys.path[:] = {sys.path!r}
+from test_store import record
+from w4gemm.choice import store
+for i in range(40):
+    store.add([record()])
+    store.clear()
+"""
+    children = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(4)]
+    assert [child.wait() for child in children] == [0] * 4
 
 
 @pytest.mark.parametrize(

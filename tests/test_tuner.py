@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,7 +118,46 @@ def test_autotune_tunes_inside_and_only_there(favourite, folder):
     assert record.choice == favourite and record.m == (5, 8)
     assert torch.equal(inside, after)
     assert torch.allclose(before, after, atol=1e-4)
-    assert choice.plan_cache._tuner is None
+    assert not choice.plan_cache._tuners.get() and not choice.plan_cache._open_tuners
+
+
+def test_overlapping_threads_leave_no_tuner_behind(folder):
+    """A enters, B enters, A leaves, B leaves; another thread's calls are tuned by neither."""
+    w = w4gemm.quantize(torch.randn(96, 64), CPU.format).repack()
+    layer = w4gemm.W4Linear.from_weight(w)
+    seen: dict[str, list[int]] = {"a": [], "b": []}
+    turns = [threading.Event() for _ in range(4)]
+
+    def run(name: str, enter: int, leave: int) -> None:
+        turns[enter].wait(30)
+        with choice.tuning_with(lambda problem: seen[name].append(problem.m)):
+            turns[enter + 1].set()
+            turns[leave].wait(30)
+            w4gemm.linear(torch.randn(2 if name == "a" else 1, 64), w)
+            layer(torch.randn(16, 64))
+        turns[min(leave + 1, 3)].set()
+
+    threads = [threading.Thread(target=run, args=args) for args in (("a", 0, 2), ("b", 1, 3))]
+    for thread in threads:
+        thread.start()
+    turns[0].set()
+    turns[1].wait(30)
+    w4gemm.linear(torch.randn(3, 64), w)
+    layer(torch.randn(16, 64)), layer(torch.randn(16, 64))
+    for thread in threads:
+        thread.join(60)
+    assert seen["a"] == [2, 16] and seen["b"][0] == 1 and 4 not in seen["a"] + seen["b"]
+    w4gemm.linear(torch.randn(24, 64), w)
+    assert 24 not in seen["a"] + seen["b"], "nothing is tuned unasked"
+    assert not choice.plan_cache._open_tuners and not choice.plan_cache._beside
+
+
+def test_blocks_that_end_in_another_order_leave_no_tuner_behind():
+    """As generators of one thread may."""
+    first, second = (choice.tuning_with(lambda problem: None) for _ in range(2))
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None), second.__exit__(None, None, None)
+    assert not choice.plan_cache._tuners.get() and not choice.plan_cache._open_tuners
 
 
 def test_a_warm_call_looks_nothing_up(monkeypatch):

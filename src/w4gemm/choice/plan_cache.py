@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,9 @@ from w4gemm.problem import Device, GemmProblem
 from w4gemm.weight import QuantizedWeight
 
 _log = logging.getLogger("w4gemm")
+
+Tuner = Callable[[GemmProblem], None]
+"""Called with a problem before a plan is chosen for it; may store a record for it."""
 
 
 class PlanKey(NamedTuple):
@@ -76,7 +81,13 @@ class PlanKey(NamedTuple):
 
 
 _plans: dict[PlanKey, Plan] = {}
-_tuner: Callable[[GemmProblem], None] | None = None
+_beside: dict[PlanKey, Plan] = {}
+"""Plans that were chosen without a tuner while another thread has one, which must find these problems undecided."""
+_tuners: ContextVar[tuple[Tuner, ...]] = ContextVar("w4gemm_tuners", default=())
+"""Tuners of this thread or task, the innermost last."""
+_open_tuners = 0
+"""Number of :func:`tuning_with` blocks in all threads."""
+_lock = threading.Lock()
 generation = 0
 """Number of times that plans were forgotten: what keeps a plan by itself drops it when this has changed."""
 
@@ -84,33 +95,55 @@ generation = 0
 def plan_for(key: PlanKey) -> Plan:
     """The plan for every problem of ``key``; resolved once. Errors as :func:`w4gemm.choice.plan`."""
     found = _plans.get(key)
-    if found is None:
-        problem = key.problem()
-        if _tuner is not None and not key.config and not key.weight.experts:
-            _tuner(problem)
-        started = time.perf_counter()
-        found = _plans[key] = plan(problem, key.config or None)
-        ms = 1e3 * (time.perf_counter() - started)
-        _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, found, found.source, problem.m, ms)
+    return _resolved(key) if found is None else found
+
+
+def _resolved(key: PlanKey) -> Plan:
+    tuners = _tuners.get()
+    beside = _open_tuners > 0 and not tuners
+    if beside and (found := _beside.get(key)) is not None:
+        return found
+    problem = key.problem()
+    if tuners and not key.config and not key.weight.experts:
+        tuners[-1](problem)
+    started = time.perf_counter()
+    found = plan(problem, key.config or None)
+    (_beside if beside else _plans)[key] = found
+    if beside:
+        _outdate()
+    ms = 1e3 * (time.perf_counter() - started)
+    _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, found, found.source, problem.m, ms)
     return found
 
 
 def forget(n: int | None = None, k: int | None = None) -> None:
     """Choose anew from now on, for weights (n, k) or for all: the tables have changed."""
-    global generation
-    generation += 1
+    _outdate()
     for key in list(_plans):
         if n is None or (key.weight.n, key.weight.k) == (n, k):
             _plans.pop(key, None)
 
 
+def _outdate() -> None:
+    global generation
+    generation += 1
+
+
 @contextmanager
-def tuning_with(tuner: Callable[[GemmProblem], None]) -> Iterator[None]:
-    """Inside, ``tuner`` sees every problem that a plan is chosen for, before; plans so far are chosen anew."""
-    global _tuner
-    before, _tuner = _tuner, tuner
+def tuning_with(tuner: Tuner) -> Iterator[None]:
+    """Inside, ``tuner`` sees every problem before a plan is chosen for it in this thread, or task; plans so far are
+    chosen anew. Other threads tune nothing. Blocks of several threads may overlap in any order."""
+    global _open_tuners
+    _tuners.set((*_tuners.get(), tuner))
+    with _lock:
+        _open_tuners += 1
     forget()
     try:
         yield
     finally:
-        _tuner = before
+        _tuners.set(tuple(other for other in _tuners.get() if other is not tuner))
+        with _lock:
+            _open_tuners -= 1
+            if not _open_tuners:
+                _beside.clear()
+        _outdate()

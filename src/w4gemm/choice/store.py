@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import re
 import tempfile
@@ -91,7 +90,7 @@ class Record:
             raise ValueError(f"wanted an object with {', '.join(wanted)}")
         for name, (kind, fits) in _FITS.items():
             if not fits(row[name]):
-                raise ValueError(f"{name}: wanted {kind}, got {row[name]!r}")
+                raise ValueError(f"{name}: wanted {kind}, got {row[name]!r:.80}")
         first, last = row["m"]
         GemmConfig.parse(row["config"])
         row["layout"] = RENAMED.get(row["layout"], row["layout"])
@@ -112,19 +111,26 @@ def _is_interval(value: object) -> bool:
     return value[1] is None or _is_count(value[1], value[0])
 
 
+_LONGEST_US = 1e12
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
 def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LONGEST_US
 
 
 _FITS: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(
         ("device", "format", "dtype", "layout", "epilogue", "kernel", "config", "date"),
-        ("a string", lambda value: isinstance(value, str)),
+        ("a string that can be printed", _is_text),
     ),
     **dict.fromkeys(("sms", "n", "k"), ("an int from 1 on", _is_count)),
     "revision": ("an int from 0 on", lambda value: _is_count(value, 0)),
     "m": ("[first, last or null], ints from 1 on", _is_interval),
-    "us": ("a finite number from 0 on", _is_time),
+    "us": (f"a number from 0 to {_LONGEST_US:.0e}", _is_time),
     "batch_invariant": ("a bool", lambda value: isinstance(value, bool)),
 }
 """Legal values of each field of a line, in words and as a check."""
@@ -240,7 +246,7 @@ def parse_lines(lines: Iterable[str]) -> tuple[list[Record], list[tuple[int, str
         try:
             if line.strip():
                 records.append(Record.parse(line))
-        except (ValueError, TypeError, KeyError, RecursionError) as e:
+        except Exception as e:  # whatever a line holds, it must cost no more than itself
             bad.append((number, str(e)))
     return records, bad
 
