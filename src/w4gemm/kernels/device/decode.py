@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
@@ -19,6 +20,16 @@ from w4gemm.kernels.device.ptx import asm, broadcast_half, half_to_float, pack_h
 
 _BIAS = {"f16": 1024.0, "bf16": 128.0}
 _SUBNORMAL, _SCALE_UP = 2.0**-133, 2.0**100  # the smallest bf16, and what scales are multiplied by beside it
+
+
+class PreparedRow(NamedTuple):
+    """Operands that turn the codes of one row and group into weights: float32, or pairs of equal 16-bit numbers."""
+
+    offset: Int32
+    """Addend that makes the exact integer u - 8 or u - z (u with a float zero point) of bias + u."""
+    scale: Int32 | Float32
+    zero: Int32 | Float32 | None
+    """Float zero point, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +90,22 @@ class Decoder:
             rows.append((half_to_float(self.scale_kind, words[0], high), zero))
         return tuple(rows)
 
-    def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple:
-        """Once per group: what :meth:`decode` needs, (offset, scale, float zero point or None) of rows g and g + 8."""
+    def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple[PreparedRow, ...]:
+        """Once per group: what :meth:`decode` needs of rows g and g + 8."""
         offsets = self.offsets(words)
         if self.mixed:
-            return tuple(
-                (offset, *values) for offset, values in zip(offsets, self.scales_and_zeros(words), strict=True)
-            )
+            values = self.scales_and_zeros(words)
+            return tuple(PreparedRow(offset, *value) for offset, value in zip(offsets, values, strict=True))
         rows = []
         for offset, high in zip(offsets, (False, True), strict=True):
             zero = broadcast_half(words[1], high) if self.zero == "float" else None
-            rows.append((offset, broadcast_half(words[0], high), zero))
+            rows.append(PreparedRow(offset, broadcast_half(words[0], high), zero))
         return tuple(rows)
 
-    def decode(self, words: tuple[Int32, ...], prepared: tuple) -> tuple[Int32, ...]:
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[PreparedRow, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights, rounded once to ``kind``."""
-        exact = self.decode_exact(words[0], (prepared[0][0], prepared[1][0]))
-        return tuple(self._scaled(e, *prepared[i % 2][1:]) for i, e in enumerate(exact))
+        exact = self.decode_exact(words[0], tuple(row.offset for row in prepared))
+        return tuple(self._scaled(e, prepared[i % 2].scale, prepared[i % 2].zero) for i, e in enumerate(exact))
 
     def _biased(self, word: Int32) -> tuple[Int32, ...]:
         """bias + u, two codes a register; in fp16 bias + 16 * u in every second one."""
@@ -145,7 +155,7 @@ class SubnormalDecoder(Decoder):
     def decodes(kind: str, scale_kind: str, zero: str) -> bool:
         return kind == "bf16" and (scale_kind == "bf16" or zero != "float")
 
-    def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple:
+    def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple[tuple[list[Int32], Int32], ...]:
         """For rows g and g + 8: the parts of the scale, and the addend of the code or, in one fma, of the product."""
         if self.zero == "int":
             zeros = pack_half2("bf16", *self._floats(words[1])) if self.mixed else words[1]
@@ -175,7 +185,7 @@ class SubnormalDecoder(Decoder):
         low_bits = [value - half_to_float("bf16", nearest, bool(h)) for h, value in enumerate(values)]
         return [nearest, pack_half2("bf16", *low_bits)]
 
-    def decode(self, words: tuple[Int32, ...], prepared: tuple) -> tuple[Int32, ...]:
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[list[Int32], Int32], ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights / sum_scale, rounded once."""
         return tuple(self._weight(code, *prepared[i % 2]) for i, code in enumerate(_codes(words[0])))
 
