@@ -38,13 +38,13 @@ class Explanation:
     ranking: tuple[tuple[float, str, GemmConfig], ...]
     """(predicted microseconds, kernel, config) of all that can run it, best guess first."""
     candidates: tuple[Candidate, ...] = ()
-    """The same, with what each takes of the device."""
+    """The same configs with the resources of each."""
     chosen: tuple[str, GemmConfig] | None = None
     """(kernel, config) that runs; None if nothing can."""
     source: str = ""
     """Where the choice came from: forced, tuned, shipped or heuristic."""
     copied: bool = False
-    """Whether rows of x that were to be gathered on load are gathered before."""
+    """True if rows of x that the kernel was to gather are copied first."""
 
     def __str__(self) -> str:
         lines = [str(self.problem)]

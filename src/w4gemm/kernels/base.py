@@ -22,7 +22,7 @@ from w4gemm.problem import GemmProblem
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a kernel can run a problem, and if not, why and what would help."""
+    """True if a kernel can run a problem; if not, why and what would help."""
 
     ok: bool
     reason: str = ""
@@ -47,19 +47,19 @@ class Operands(NamedTuple):
     """
 
     x: torch.Tensor
-    """(m, k), its last dimension contiguous."""
+    """(m, k), last dimension contiguous."""
     weight: tuple[torch.Tensor, ...]
     """The packed tensors, see the weight's layout."""
     out: torch.Tensor
     """(m, columns), contiguous."""
     epilogue: EpilogueOperands = NO_OPERANDS
-    """Exactly those that the problem's epilogue asks for."""
+    """Exactly the tensors that the problem's epilogue names."""
     rows: ExpertRows = NO_ROWS
     workspace: torch.Tensor | None = None
-    """``workspace_bytes`` of the caller's, see there; None for memory that the launch takes itself."""
+    """Buffer of ``workspace_bytes`` from the caller; None if the launch allocates it."""
 
     def gathered_first(self) -> Operands:
-        """The same without indices: x and its scales gathered beforehand, by PyTorch."""
+        """Return the same operands without indices: PyTorch copies the rows of x and their scales first."""
         indices = self.rows.indices
         if indices is None:
             return self
@@ -71,7 +71,7 @@ class Operands(NamedTuple):
 
 
 def selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """``x.index_select(dim, index)``, for fp8 x too."""
+    """Return ``x.index_select(dim, index)``, for fp8 x too."""
     if x.dtype != torch.float8_e4m3fn:
         return x.index_select(dim, index)
     return x.view(torch.uint8).index_select(dim, index).view(x.dtype)
@@ -81,17 +81,17 @@ class Resources(NamedTuple):
     """Resources of a launch, for display; None if a field does not apply."""
 
     memory: int
-    """Bytes of shared memory a CTA; on the CPU of temporary memory."""
+    """Bytes of shared memory per CTA; on the CPU bytes of temporary memory."""
     ctas: int | None = None
-    """Tiles times split_k: the CTAs of the launch, or, of a persistent one, their tiles."""
+    """Output tiles x split_k: the CTAs of the launch, or the tiles of a persistent one."""
     waves: float | None = None
-    """CTAs over those that the device holds at once."""
+    """CTAs / those that the device holds at once."""
     threads: int | None = None
     """Threads per CTA."""
     registers: int | None = None
-    """That each thread of a math warp may use."""
+    """Registers that a consumer thread may use."""
     stages: int | None = None
-    """Slots of the pipeline."""
+    """Stages of the pipeline."""
 
 
 class Product(Protocol):
@@ -100,20 +100,20 @@ class Product(Protocol):
     name: str
 
     def supports(self, problem: GemmProblem) -> Status:
-        """Correctness limits only: what must hold for any config to give the right answer."""
+        """Return the correctness limits: what must hold for any config to give the right result."""
         ...
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        """Every legal config; the one statement of legality."""
+        """Return every legal config; the one statement of legality."""
         ...
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
-        """Every rule that excludes ``config``; none if it is one of :meth:`configs`."""
+        """Return every rule that excludes ``config``; none if it is one of :meth:`configs`."""
         ...
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
-        """The order in which a result's products are added up, for ``batch_invariant``: configs of equal orders give
-        equal bits, for any m and whatever the other rows hold. None if a row's bits depend on the other rows."""
+        """Return the order in which a result's products are added, for ``batch_invariant``: configs of equal orders
+        give equal bits, for any m and whatever the other rows hold. None if a row's bits depend on the other rows."""
         ...
 
 
@@ -125,8 +125,8 @@ class Kernel(Product, Protocol):
     other revisions are passed over. ``tests/test_revisions.py`` notices a change of the sources that it stands for."""
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
-        """Device memory that a launch needs besides its operands. Where the caller brings it, its first
-        ``workspace.FLAG_BYTES`` are zero before the first launch, and again after each."""
+        """Bytes of device memory that a launch needs besides its operands. The first ``workspace.FLAG_BYTES`` of a
+        caller's buffer are zero before the first launch, and again after each."""
         ...
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:

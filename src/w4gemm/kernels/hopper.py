@@ -12,13 +12,13 @@ from w4gemm.problem import Device, GemmProblem
 
 
 def whole_columns(m_tiles: Any, n_tiles: Any, ctas: Any) -> Any:
-    """Columns of tiles that fill whole waves of so many CTAs: host and device count them alike."""
+    """Number of n tiles that fill whole waves of CTAs; host and device compute it alike."""
     return m_tiles * n_tiles // ctas * ctas // m_tiles
 
 
 def split(problem: GemmProblem, config: GemmConfig) -> tuple[GemmProblem, GemmProblem]:
-    """The features that fill whole waves of a config's tiles, one CTA a multiprocessor, or all where no wave is full;
-    and those that are left. Each is a problem of its own, the latter perhaps with n 0."""
+    """Return two problems: the features that fill whole waves of a config's tiles, one CTA per SM (all features if no
+    wave is full), and the other features, perhaps n 0."""
     m_tiles, n_tiles = -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
     whole = whole_columns(m_tiles, n_tiles, problem.device.sms)
     n = min(whole * config.tile_n, problem.n) or problem.n
