@@ -67,7 +67,7 @@ class Bits(NamedTuple):
     """Bits to the left, from there to the word's."""
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(frozen=True, repr=False)
 class Codec:
     """How the numbers of some formats lie in packed blocks, for operand A of one kind of matrix instruction.
 
