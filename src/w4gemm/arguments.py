@@ -106,7 +106,7 @@ def checked_epilogue(
         given: alpha, bias, residual and token_scale as they came.
         shape: the result's, without its last dimension.
     """
-    alpha, bias, residual, token_scale = given.alpha, given.bias, given.residual, given.token_scale
+    alpha, bias, residual, token_scale = given[:4]  # the others need no more than ``Epilogue.wanted`` says
     check_activation(activation, w.n)
     require_out_dtype(out_dtype)
     if bias is not None:
@@ -118,8 +118,13 @@ def checked_epilogue(
     if out_dtype == default_out_dtype(x.dtype):
         out_dtype = None
     is_same = alpha is given.alpha and token_scale is given.token_scale
-    operands = given if is_same else EpilogueOperands(alpha, bias, residual, token_scale)
+    operands = given if is_same else EpilogueOperands(alpha, bias, residual, token_scale, *given[4:])
     epilogue = Epilogue.of(operands, activation, out_dtype)
+    if any(t is not None for t in given[4:]):
+        asked = epilogue.wanted(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
+        for name in given._fields[4:]:
+            if name in asked:
+                require_tensor(name, getattr(given, name), *asked[name], x.device)
     if residual is not None:
         result, wanted = epilogue.result_dtype(x.dtype), (*shape, epilogue.columns(w.n))
         like = "like the result"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,10 +52,15 @@ class EpilogueOperands(NamedTuple):
     token_scale: Any = None
     """float32 (m,), or one for each row of x if rows of x are gathered."""
     channel_scale: Any = None
-    """float32 (n,), or (experts, n): filled in by the launch if the weight has one."""
+    """float32 (n,), or (experts, n): the last one, filled in by the launch if the weight has one."""
 
     def with_channel_scale(self, channel_scale: Any) -> EpilogueOperands:
-        return EpilogueOperands(self.alpha, self.bias, self.residual, self.token_scale, channel_scale)
+        return EpilogueOperands(*self[:-1], channel_scale)
+
+    def of_expert(self, take: Callable[[Any], Any]) -> EpilogueOperands:
+        """The operands of one expert: ``take`` of each tensor of :data:`PER_EXPERT`."""
+        given = ((name, getattr(self, name)) for name in PER_EXPERT)
+        return self._replace(**{name: take(t) for name, t in given if t is not None})
 
     def of_rows(self, rows: slice) -> EpilogueOperands:
         """The operands of these rows of d."""
@@ -62,6 +68,8 @@ class EpilogueOperands(NamedTuple):
         return self._replace(residual=residual, token_scale=scale)
 
 
+PER_EXPERT = ("bias", "channel_scale")
+"""Operands that have a leading dimension (experts) if the weight has experts."""
 NO_OPERANDS = EpilogueOperands()
 
 
@@ -92,7 +100,7 @@ class Epilogue(NamedTuple):
         cls, operands: EpilogueOperands, activation: str | None = None, out_dtype: torch.dtype | None = None
     ) -> Epilogue:
         """The epilogue that asks for exactly ``operands``."""
-        alpha, bias, residual, token_scale, _ = operands
+        alpha, bias, residual, token_scale = operands[:4]
         kind = None if alpha is None else "device" if isinstance(alpha, torch.Tensor) else "host"
         return cls(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
 
@@ -128,16 +136,18 @@ class Epilogue(NamedTuple):
         return n // 2 if self.gated else n
 
     def wanted(
-        self, dtype: torch.dtype, shape: tuple[int, int], n: int
-    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        self, dtype: torch.dtype, shape: tuple[Any, ...], n: Any, experts: Any = 0, x_rows: Any = None
+    ) -> dict[str, tuple[torch.dtype, tuple[Any, ...]]]:
         """Return dtype and shape of each tensor that is asked for, by its name in :class:`EpilogueOperands`.
 
         Args:
             dtype: that of x.
             shape: (m, columns), that of d.
-            n: rows of a weight without experts.
+            n: rows of the weight, of one expert if it has some.
+            experts: number of them; 0 for a single weight.
+            x_rows: rows of x if it is gathered; None for m.
         """
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        found: dict[str, tuple[torch.dtype, tuple[Any, ...]]] = {}
         if self.alpha == "device":
             found["alpha"] = torch.float32, (1,)
         if self.bias:
@@ -145,13 +155,15 @@ class Epilogue(NamedTuple):
         if self.residual:
             found["residual"] = self.result_dtype(dtype), shape
         if self.token_scale:
-            found["token_scale"] = torch.float32, shape[:1]
-        return found
+            found["token_scale"] = torch.float32, shape[:1] if x_rows is None else (x_rows,)
+        if experts == 0:
+            return found
+        return {name: (t, (experts, *size) if name in PER_EXPERT else size) for name, (t, size) in found.items()}
 
     def apply(self, sums: torch.Tensor, operands: EpilogueOperands) -> torch.Tensor:
         """Return d (m, columns) for ``sums``, x @ w.T (m, n), in its dtype: the formula in PyTorch. A weight's channel
         scale is part of the weight here, so ``operands`` have none."""
-        alpha, bias, residual, token_scale, _ = operands
+        alpha, bias, residual, token_scale = operands[:4]
         d = sums if token_scale is None else sums * token_scale.to(sums.dtype)[:, None]
         d = d if alpha is None else d * alpha
         d = d if bias is None else d + bias.to(d.dtype)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
 
 Tensor = Any
@@ -93,25 +95,22 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
+    kinds = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
     dtypes = {
-        "f16": cutlass.Float16,
-        "bf16": cutlass.BFloat16,
-        "f32": cutlass.Float32,
-        "e4m3": cutlass.Float8E4M3FN,
+        torch.float16: cutlass.Float16,
+        torch.bfloat16: cutlass.BFloat16,
+        torch.float32: cutlass.Float32,
+        torch.float8_e4m3fn: cutlass.Float8E4M3FN,
     }
-    asked, dtype, out_dtype = variant.epilogue, dtypes[variant.kind], dtypes[variant.out_kind]
+    asked, x_dtype = variant.epilogue, kinds[variant.kind]
+    dtype, out_dtype = dtypes[x_dtype], dtypes[asked.out_dtype]
     m, n, k, experts = (cute.sym_int() for _ in range(4))
     x_rows = cute.sym_int() if variant.gathered else m
     columns = cute.sym_int() if asked.gated else n
 
-    def vector(dtype: Any, size: Any) -> Any:
-        return make_fake_compact_tensor(dtype, (size,), assumed_align=dtype.width // 8)
-
-    def by_feature(dtype: Any) -> Any:
-        """(n,), or (experts, n)."""
-        if not variant.grouped:
-            return vector(dtype, n)
-        return make_fake_compact_tensor(dtype, (experts, n), stride_order=(1, 0), assumed_align=dtype.width // 8)
+    def compact(dtype: Any, *shape: Any) -> Any:
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=dtype.width // 8)
 
     def result() -> Any:
         """d, or a residual."""
@@ -121,26 +120,27 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
         return make_fake_tensor(out_dtype, (m, columns), strides, assumed_align=size * wide)
 
     blocks = (cute.sym_int(), cute.sym_int(), variant.block.words)
-    alpha = {None: None, "host": cutlass.Float32(1.0), "device": vector(cutlass.Float32, 1)}[asked.alpha]
+    wanted = asked.wanted(x_dtype, (m, columns), n, experts if variant.grouped else 0, x_rows)
+    operands = {name: compact(dtypes[t], *shape) for name, (t, shape) in wanted.items() if name != "residual"}
+    if asked.alpha == "host":
+        operands["alpha"] = cutlass.Float32(1.0)
+    if asked.residual:
+        operands["residual"] = result()
+    if variant.channel_scales:
+        operands["channel_scale"] = compact(cutlass.Float32, *((experts, n) if variant.grouped else (n,)))
     return Arguments(
         make_fake_tensor(dtype, (x_rows, k), (cute.sym_int64(divisibility=128 // dtype.width), 1), assumed_align=16),
         make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16),
         result(),
-        EpilogueOperands(
-            alpha=alpha,
-            bias=by_feature(dtypes[variant.bias_kind]) if asked.bias else None,
-            residual=result() if asked.residual else None,
-            token_scale=vector(cutlass.Float32, x_rows) if asked.token_scale else None,
-            channel_scale=by_feature(cutlass.Float32) if variant.channel_scales else None,
-        ),
+        EpilogueOperands(**operands),
         ExpertRows(
-            starts=vector(cutlass.Int32, experts) if variant.grouped else None,
-            ends=vector(cutlass.Int32, experts) if variant.grouped else None,
-            indices=vector(cutlass.Int32, m) if variant.gathered else None,
+            starts=compact(cutlass.Int32, experts) if variant.grouped else None,
+            ends=compact(cutlass.Int32, experts) if variant.grouped else None,
+            indices=compact(cutlass.Int32, m) if variant.gathered else None,
         ),
         StreamWorkspace(
             partials=make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),), assumed_align=16),
-            flags=vector(cutlass.Int32, cute.sym_int()),
+            flags=compact(cutlass.Int32, cute.sym_int()),
         )
         if workspace
         else NO_WORKSPACE,

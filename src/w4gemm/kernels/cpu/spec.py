@@ -12,6 +12,7 @@ PyTorch's ``_weight_int4pack_mm_for_cpu`` was tried first: its float32 and float
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -94,8 +95,7 @@ class CpuMixedGemm:
         bounds = zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
         for e, (first, last) in enumerate(bounds):
             r = slice(first, last)
-            given = epilogue.of_rows(r)
-            given = given if given.bias is None else given._replace(bias=given.bias[e])
+            given = epilogue.of_rows(r).of_expert(operator.itemgetter(e))
             self._multiply(problem, config, Operands(x[r], tuple(t[e] for t in weight), out[r], given))
 
     def _multiply(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:

@@ -113,8 +113,7 @@ def first_rows(t: cute.Tensor, end: Int32) -> cute.Tensor:
 
 def operands_of_expert(operands: EpilogueOperands, expert: Int32, end: Int32) -> EpilogueOperands:
     """The operands of one expert's tile: its own row of (experts, n) tensors, the residual cut off at row ``end``."""
-    bias, channel_scale = row_of(operands.bias, expert), row_of(operands.channel_scale, expert)
-    return operands_until(operands._replace(bias=bias, channel_scale=channel_scale), end)
+    return operands_until(operands.of_expert(lambda t: row_of(t, expert)), end)
 
 
 def operands_until(operands: EpilogueOperands, end: Int32) -> EpilogueOperands:
@@ -131,11 +130,9 @@ def with_indexed_scales(operands: EpilogueOperands, indices: cute.Tensor | None)
     return operands._replace(token_scale=IndexedScales(operands.token_scale, indices))
 
 
-def row_of(t: cute.Tensor | None, index: Int32) -> cute.Tensor | None:
-    """Row ``index`` of a contiguous matrix; None for None."""
-    if t is None:
-        return None
-    n = t.shape[1]
+def row_of(t: cute.Tensor, index: Int32) -> cute.Tensor:
+    """Row ``index`` of a contiguous matrix, or element ``index`` of a vector, as a vector."""
+    n = t.shape[1] if cute.rank(t) > 1 else 1
     return cute.make_tensor(t.iterator + index * n, cute.make_layout((n,)))
 
 
