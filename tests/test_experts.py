@@ -7,6 +7,7 @@ import torch
 
 import w4gemm
 from w4gemm import QuantizedWeight, W4Experts, combine, quantize, route
+from w4gemm.reference import grouped_reference
 
 E, HIDDEN, FEATURES = 4, 96, 64
 
@@ -60,6 +61,39 @@ def test_grouped_linear_refuses():
         w4gemm.linear(x, w)
     with pytest.raises(NotImplementedError, match="gradients"):
         w4gemm.grouped_linear(x.requires_grad_(), w, offsets)
+
+
+@pytest.mark.parametrize("fused", [{}, {"alpha": 0.5, "activation": "silu_mul", "bias": True}], ids=["alone", "fused"])
+def test_a_scale_for_each_expert(fused):
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(6, 64)
+    offsets, scale = torch.tensor([0, 1, 1, 3, 6], dtype=torch.int32), torch.tensor([2.0, -1.0, 0.5, 3.0])
+    fused = fused | ({"bias": torch.randn(4, 32)} if fused else {})
+    d = w4gemm.grouped_linear(x, w, offsets, expert_scale=scale, **fused)
+    wanted = grouped_reference(x, w, offsets, expert_scale=scale, **fused)
+    torch.testing.assert_close(d.double(), wanted, rtol=1e-5, atol=1e-5)
+    function = torch.compile(
+        lambda x, s: w4gemm.grouped_linear(x, w, offsets, expert_scale=s, **fused), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(function(x, scale), d)
+
+
+def test_a_scale_for_each_expert_of_padded_rows():
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(4, 3, 64)
+    counts, scale = torch.tensor([1, 0, 3, 2], dtype=torch.int32), torch.tensor([2.0, -1.0, 0.5, 3.0])
+    d, plain = (w4gemm.masked_linear(x, w, counts, expert_scale=s) for s in (scale, None))
+    for e, count in enumerate(counts.tolist()):
+        torch.testing.assert_close(d[e, :count], plain[e, :count] * scale[e])
+
+
+def test_a_scale_for_each_expert_is_checked():
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(6, 64)
+    offsets = torch.tensor([0, 1, 2, 3, 6], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"expert_scale: wanted shape \(4,\), got \(3,\)"):
+        w4gemm.grouped_linear(x, w, offsets, expert_scale=torch.ones(3))
+    with pytest.raises(TypeError, match="expert_scale: wanted torch.float32, got torch.float16"):
+        w4gemm.grouped_linear(x, w, offsets, expert_scale=torch.ones(4).half())
+    with pytest.raises(ValueError, match="epilogue: wanted one without expert_scale"):
+        w4gemm.MixedGemm("int4_g128", torch.float32, "cpu", epilogue=w4gemm.Epilogue(expert_scale=True))
 
 
 def test_under_torch_compile():

@@ -284,3 +284,14 @@ def line(instruction: str) -> str:
 def test_the_checks_refuse(lines, stack, message):
     with pytest.raises(AssertionError, match=message):
         check(Sass("".join(map(line, lines)), 96, stack), "HGMMA")
+
+
+@pytest.mark.parametrize("name", ["sm90_mixed_gemm", "sm90_fp8_gemm", "sm90_decode", "sm80_mixed_gemm"])
+def test_kernels_compile_with_a_scale_for_each_expert(name):
+    kernel = kernel_named(name)
+    epilogue = Epilogue("gelu", alpha="device", bias=True, expert_scale=True)
+    format = WeightFormat.parse("int4_g128")
+    problem = GemmProblem(16, 512, 512, kernel.dtypes[-1], format, kernel.layout, epilogue, H200, experts=4)
+    config = kernel.configs(problem)[0]
+    code = object_code(kernel.unit(problem, config))
+    assert disassemble(code).stack == 0

@@ -51,6 +51,8 @@ class EpilogueOperands(NamedTuple):
     """(m, columns), contiguous: the memory of d or apart from it."""
     token_scale: Any = None
     """float32 (m,), or one for each row of x if rows of x are gathered."""
+    expert_scale: Any = None
+    """float32 (experts,): the products of each expert are multiplied by it."""
     channel_scale: Any = None
     """float32 (n,), or (experts, n): the last one, filled in by the launch if the weight has one."""
 
@@ -68,7 +70,7 @@ class EpilogueOperands(NamedTuple):
         return self._replace(residual=residual, token_scale=scale)
 
 
-PER_EXPERT = ("bias", "channel_scale")
+PER_EXPERT = ("bias", "expert_scale", "channel_scale")
 """Operands that have a leading dimension (experts) if the weight has experts."""
 NO_OPERANDS = EpilogueOperands()
 
@@ -94,15 +96,18 @@ class Epilogue(NamedTuple):
     """dtype of d; None for that of x, bfloat16 for fp8 x."""
     token_scale: bool = False
     """True if each row of fp8 x has a float32 that its products are multiplied by: (m)."""
+    expert_scale: bool = False
+    """True if each expert has a float32 that its products are multiplied by: (experts)."""
 
     @classmethod
     def of(
         cls, operands: EpilogueOperands, activation: str | None = None, out_dtype: torch.dtype | None = None
     ) -> Epilogue:
         """The epilogue that asks for exactly ``operands``."""
-        alpha, bias, residual, token_scale = operands[:4]
+        alpha, bias, residual, token_scale, expert_scale, _ = operands
         kind = None if alpha is None else "device" if isinstance(alpha, torch.Tensor) else "host"
-        return cls(activation, kind, bias is not None, residual is not None, out_dtype, token_scale is not None)
+        scales = token_scale is not None, expert_scale is not None
+        return cls(activation, kind, bias is not None, residual is not None, out_dtype, *scales)
 
     def of_quantized(self, dtype: torch.dtype) -> Epilogue:
         """The epilogue beside x of ``dtype`` that is quantized to fp8 on the way: d keeps the dtype."""
@@ -129,7 +134,8 @@ class Epilogue(NamedTuple):
     @property
     def linear(self) -> bool:
         """True if there is at most a bias, so that the gradients are those of a plain linear layer."""
-        return self.activation is None and self.alpha is None and not self.residual and not self.token_scale
+        scaled = self.alpha is not None or self.token_scale or self.expert_scale
+        return self.activation is None and not self.residual and not scaled
 
     def columns(self, n: int) -> int:
         """Number of columns of d for a weight of n rows."""
@@ -156,6 +162,8 @@ class Epilogue(NamedTuple):
             found["residual"] = self.result_dtype(dtype), shape
         if self.token_scale:
             found["token_scale"] = torch.float32, shape[:1] if x_rows is None else (x_rows,)
+        if self.expert_scale:
+            found["expert_scale"] = torch.float32, ()
         if experts == 0:
             return found
         return {name: (t, (experts, *size) if name in PER_EXPERT else size) for name, (t, size) in found.items()}
@@ -163,8 +171,9 @@ class Epilogue(NamedTuple):
     def apply(self, sums: torch.Tensor, operands: EpilogueOperands) -> torch.Tensor:
         """Return d (m, columns) for ``sums``, x @ w.T (m, n), in its dtype: the formula in PyTorch. A weight's channel
         scale is part of the weight here, so ``operands`` have none."""
-        alpha, bias, residual, token_scale = operands[:4]
+        alpha, bias, residual, token_scale, expert_scale, _ = operands
         d = sums if token_scale is None else sums * token_scale.to(sums.dtype)[:, None]
+        d = d if expert_scale is None else d * expert_scale.to(d.dtype)
         d = d if alpha is None else d * alpha
         d = d if bias is None else d + bias.to(d.dtype)
         d = _activated(self.activation, d)
@@ -172,6 +181,7 @@ class Epilogue(NamedTuple):
 
     def __str__(self) -> str:
         factors = ("alpha * " if self.alpha else "") + ("token_scale * " if self.token_scale else "")
+        factors = ("expert_scale * " if self.expert_scale else "") + factors
         text = f"{factors}x @ w.T" + (" + bias" if self.bias else "")
         text = f"{self.activation}({text})" if self.activation else text
         text += " + residual" if self.residual else ""

@@ -37,12 +37,13 @@ def grouped_linear(
     activation: str | None = None,
     residual: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
 ) -> torch.Tensor:
     """Compute, in one launch, for every expert e and its rows r = m_offsets[e] .. m_offsets[e + 1]:
-    act(alpha * token_scale[r] * (x[r] @ w[e].T) + bias[e]) + residual[r].
+    act(alpha * expert_scale[e] * token_scale[r] * (x[r] @ w[e].T) + bias[e]) + residual[r].
 
     On a GPU the device alone reads ``m_offsets``: nothing synchronizes, and a CUDA graph of a call serves any division
     of the rows. Experts may have no rows, or all of them.
@@ -57,6 +58,7 @@ def grouped_linear(
             token_scale[indices[i]]; x has any number of rows. Values are not checked. A GPU kernel reads the rows in
             place if x's address, row stride and row length are multiples of 16 bytes and this is predicted to be
             faster; otherwise the rows are copied first.
+        expert_scale: float32 (experts,), or None; for weights whose tensors have a scale each.
         alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`. Without a config
             it is chosen for total_m / experts tokens each.
 
@@ -76,7 +78,7 @@ def grouped_linear(
     if indices is not None:
         indices = arguments.checked_indices(indices, x)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices)
-    given = EpilogueOperands(alpha, bias, residual, token_scale)
+    given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=rows), out)
 
 
@@ -90,6 +92,7 @@ def masked_linear(
     activation: str | None = None,
     residual: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
@@ -99,7 +102,8 @@ def masked_linear(
     Args:
         x: contiguous (experts, max_m, k).
         counts: int32 (experts,) on x's device, each 0 .. max_m; not checked.
-        bias, alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`grouped_linear`.
+        bias, alpha, activation, residual, token_scale, expert_scale, out_dtype, out, config: as for
+            :func:`grouped_linear`.
 
     Returns:
         (experts, max_m, n), or n / 2; rows from counts[e] on are not written.
@@ -112,7 +116,7 @@ def masked_linear(
     arguments.check_counts("counts", counts, w.experts, x)
     rows = max(1, x.shape[1])  # arange wants a step
     starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
-    given = EpilogueOperands(alpha, bias, residual, token_scale)
+    given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     apart = ExpertRows(starts, starts + counts)
     return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=apart), out)
 

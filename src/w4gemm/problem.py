@@ -121,6 +121,8 @@ class GemmProblem:
         if not isinstance(self.epilogue, Epilogue):
             raise TypeError(f"epilogue: wanted an Epilogue, got {type(self.epilogue).__name__}")
         self.epilogue.check()
+        if self.epilogue.expert_scale and not self.experts:
+            raise ValueError("epilogue: wanted one without expert_scale for a single weight, got one with; use alpha")
         if self.epilogue.gated and self.n % 2:
             raise ValueError(f"n: silu_mul wants an even one, pairs of gate and up rows, got {self.n}")
 

@@ -36,6 +36,7 @@ def grouped_reference(
     activation: str | None = None,
     residual: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``linear_reference`` of each expert's rows; rows past the last offset are NaN."""
     ends = m_offsets.tolist()
@@ -43,7 +44,7 @@ def grouped_reference(
     for e, (first, last) in enumerate(itertools.pairwise(ends)):
         rows, own = slice(first, last), None if bias is None else bias[e]
         added, scale = (None if t is None else t[rows] for t in (residual, token_scale))
-        d[rows] = linear_reference(
-            x[rows], w.expert(e), own, alpha=alpha, activation=activation, residual=added, token_scale=scale
-        )
+        sums = linear_reference(x[rows], w.expert(e))
+        given = EpilogueOperands(alpha, own, added, scale, None if expert_scale is None else expert_scale[e])
+        d[rows] = Epilogue(activation).apply(sums, given)
     return d

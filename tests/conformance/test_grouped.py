@@ -133,6 +133,7 @@ def test_epilogue(target, activation):
     columns = N // 2 if activation == "silu_mul" else N
     residual = target.randn(sum(COUNTS), columns, seed=6, dtype=target.out_dtype)
     fused = {"alpha": 0.5, "activation": activation, "residual": residual}
+    fused["expert_scale"] = target.randn(len(COUNTS), seed=9, dtype=torch.float32)
     if target.dtype == FP8:
         fused["token_scale"] = target.randn(sum(COUNTS), seed=7, dtype=torch.float32)
     d = poisoned(x, w, offsets, bias, **fused, config=usual(target))

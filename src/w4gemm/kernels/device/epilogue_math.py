@@ -85,11 +85,18 @@ class EpilogueMath:
     sum_scale: float = 1.0
 
     def load_alpha(self, operands: EpilogueOperands) -> Float32 | None:
-        """Load alpha, once per thread."""
-        alpha = operands.alpha
-        if self.epilogue.alpha == "device":
-            return to_float("f32", load_global(alpha.iterator.toint(), 1, Boolean(True))[0])
-        return alpha
+        """Load alpha times the expert's scale, once per thread and tile."""
+        factors = []
+        if self.epilogue.alpha == "host":
+            factors.append(operands.alpha)
+        loaded = (
+            (self.epilogue.alpha == "device", operands.alpha),
+            (self.epilogue.expert_scale, operands.expert_scale),
+        )
+        for asked, number in loaded:
+            if asked:
+                factors.append(to_float("f32", load_global(number.iterator.toint(), 1, Boolean(True))[0]))
+        return scaled(*factors) if factors else None
 
     def load_bias(self, operands: EpilogueOperands, feature: Int32) -> Int32 | None:
         """Load the bits of a feature's bias; 0 past the last feature."""
