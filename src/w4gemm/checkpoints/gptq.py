@@ -24,6 +24,7 @@ from w4gemm.checkpoints.quantized_folder import (
     GPTQ_ZEROS,
     SCALES,
     SYMMETRIC,
+    auto_round_override,
     check_bits,
     check_symmetric,
     check_tensor,
@@ -104,14 +105,6 @@ class GPTQPacking:
                     raise ValueError(f"config.json says by {pattern!r} that it is dense, but it has GPTQ's tensors")
                 return {**self.config, **override}
         return {**self.config, **auto_round_override(self.config, name)}
-
-
-def auto_round_override(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the settings of one module in AutoRound's extra_config, by its name or else by the first pattern."""
-    overrides = config.get("extra_config") or {}
-    if name in overrides:
-        return overrides[name]
-    return next((found for pattern, found in overrides.items() if re.search(pattern, name)), {})
 
 
 FORMAT = folder_format(

@@ -139,6 +139,14 @@ GPTQ_ZEROS = {"auto_round:auto_gptq": -1, "auto_round:gptq": -1, "auto": -1, "au
 """The number that AutoRound's GPTQ packings add to a zero point before they store it."""
 
 
+def auto_round_override(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the settings of one module in AutoRound's extra_config, by its name or else by the first pattern."""
+    overrides = config.get("extra_config") or {}
+    if name in overrides:
+        return overrides[name]
+    return next((found for pattern, found in overrides.items() if re.search(pattern, name)), {})
+
+
 def check_tensor(
     stored: Mapping[str, TensorInfo], leaf: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:

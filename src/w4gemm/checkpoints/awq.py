@@ -1,0 +1,74 @@
+"""Folders quantized by AWQ in its "gemm" packing, or by AutoRound in that packing.
+
+A module is ``qweight`` int32 (k, n / 8) and ``qzeros`` int32 (groups, n / 8), with the numbers of eight output features
+a word, in the order that :data:`ORDER` undoes; and ``scales`` (groups, n). w = (u - z) * s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.quantized_folder import (
+    SCALES,
+    auto_round_override,
+    check_bits,
+    check_symmetric,
+    check_tensor,
+    folder_format,
+    unpack_int4,
+)
+from w4gemm.formats import WeightFormat
+from w4gemm.weight import QuantizedWeight
+
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibble of a word that holds its first, second, ... number."""
+
+
+@dataclass(frozen=True)
+class AWQPacking:
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
+
+    config: Mapping[str, Any]
+    marks = ("qweight", "qzeros", "scales")
+    others = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> AWQPacking:
+        version = str(config.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ValueError(
+                f"version is {version!r}, which packs in another order; wanted 'gemm': quantize the dense model again "
+                "with version='gemm'"
+            )
+        return cls(config)
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        settings = {**self.config, **auto_round_override(self.config, name)}
+        check_bits(settings.get("bits", settings.get("w_bit")))
+        k, words = check_tensor(stored, "qweight", ("I32",))
+        check_tensor(stored, "scales", SCALES)
+        n, symmetric = 8 * words, settings.get("sym", not settings.get("zero_point", True))
+        group_size = settings.get("group_size", settings.get("q_group_size", 128))
+        format = WeightFormat(group_size, "none" if symmetric else "int", SCALES[stored["scales"].dtype])
+        groups = format.groups(k)
+        check_tensor(stored, "scales", SCALES, (groups, n))
+        if "qzeros" in stored or not symmetric:
+            check_tensor(stored, "qzeros", ("I32",), (groups, words))
+        return Module(n, k, format, "bias" in stored)
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        codes, scales = unpack_int4(tensors["qweight"], ORDER).T, tensors["scales"].T.contiguous()
+        zeros = unpack_int4(tensors["qzeros"], ORDER).T.contiguous() if "qzeros" in tensors else None
+        if not module.format.has_zero and zeros is not None:
+            check_symmetric(zeros)
+            zeros = None
+        return QuantizedWeight.from_codes(module.format, codes, scales, zeros)
+
+
+FORMAT = folder_format("awq", "a folder with a model quantized by AWQ (gemm packing)", AWQPacking.of)
