@@ -86,6 +86,22 @@ def test_bench_stands_beside_the_commands():
     assert files and not [f.name for f in files if "cli" in imported_units(f)]
 
 
+def private_uses(file: Path) -> list[str]:
+    """Private names of another module of the package that a file imports, or reads from a module that it imports."""
+    tree = ast.parse(file.read_text())
+    froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("w4gemm")]
+    modules = {alias.asname or alias.name for n in froms for alias in n.names if alias.name.islower()}
+    used = [alias.name for n in froms for alias in n.names if alias.name.startswith("_")]
+    attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    read = [n.attr for n in attributes if n.value.id in modules and n.attr.startswith("_") and n.attr[1] != "_"]
+    return used + [name for name in read if name not in ("_asdict", "_fields", "_make", "_replace")]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(PACKAGE).as_posix())
+def test_private_names_stay_in_their_module(file):
+    assert not private_uses(file)
+
+
 def test_environment_is_read_in_one_file():
     readers = [f.name for f in FILES if any(s in f.read_text() for s in ("os.environ", "getenv"))]
     assert readers == ["environment.py"]

@@ -267,6 +267,8 @@ def test_a_saved_layer_for_fp8_loads_as_one(device):
     again = w4gemm.W4Experts(experts.repack(activations=None), model.down.weight)
     again.load_state_dict(model.state_dict())
     assert again.gate_up.activations == "fp8" and again.down.activations is None
+    both = w4gemm.W4Experts(experts, model.down.weight, activations="fp8")
+    assert both.gate_up.activations == both.down.activations == "fp8"
     with pytest.raises(ValueError, match="activations: wanted one of"):
         W4Linear(64, 64, activations="int8")
 

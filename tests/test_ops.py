@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from w4gemm.formats import WeightFormat
 from w4gemm.operator_arguments import flat_epilogue, flat_weight
 from w4gemm.problem import Device, GemmProblem
 
+ROOT = Path(__file__).resolve().parent.parent
 N, K = 130, 96
 FORMAT = WeightFormat.parse("int4_g32_zint_fp16")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -505,6 +511,15 @@ def test_looks_are_not_kept_without_end(w, monkeypatch):
     for kind in itertools.product((None, "relu", "gelu", "silu"), (torch.bfloat16, torch.float16)):
         linear(x.to(kind[1]), w, activation=kind[0])
     assert len(bound._bound) == 4
+
+
+def test_the_time_of_warm_calls_can_be_measured():
+    command = [sys.executable, "-m", "bench.warm_call", "--device", "cpu", "--calls", "1", "--rounds", "1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {"linear", "layer", "layer fp8", "grouped_linear"} <= {row["case"] for row in rows}, run.stderr
+    assert all(row["kind"] == "warm_call" and row["us_min"] > 0 for row in rows)
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ class W4Linear(torch.nn.Module):
 
     Args:
         in_features, out_features: k and n, the weight's columns and rows.
-        bias: whether to add a bias (n); it starts at zero, without requires_grad.
+        bias: True for a bias (n,), which starts at zero, without requires_grad.
         format: of the weight, which starts at zero: load a state dict, or use :meth:`from_linear` or
             :meth:`from_weight`.
         dtype: of the bias and of the activations to expect; ``dtype`` advertises it to frameworks.
@@ -315,12 +315,20 @@ class W4Experts(torch.nn.Module):
         gate_up: (2 * hidden, features) per expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`.
         down: (features, hidden) per expert.
         dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`.
+        activations: "fp8" or None for both products; "same" for what each weight says.
 
     Raises:
         TypeError, ValueError: for weights without experts, or of sizes that do not match.
     """
 
-    def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        *,
+        dtype: torch.dtype | None = None,
+        activations: str | None = "same",
+    ) -> None:
         super().__init__()
         self.gate_up = W4GroupedLinear.from_weight(gate_up, dtype=dtype)
         self.down = W4GroupedLinear.from_weight(down, dtype=dtype)
@@ -330,6 +338,8 @@ class W4Experts(torch.nn.Module):
                 f"got {down!r}"
             )
         self.gate_up.activation = "silu_mul"
+        if activations != "same":
+            self.gate_up.activations = self.down.activations = activations
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         """x (tokens, features); expert_ids int32 or int64 and expert_weights floating point (tokens, top k), what the
