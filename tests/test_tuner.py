@@ -153,7 +153,7 @@ def test_overlapping_threads_leave_no_tuner_behind(folder):
 
 
 def test_blocks_that_end_in_another_order_leave_no_tuner_behind():
-    """As generators of one thread may."""
+    """Generators of one thread may overlap so."""
     first, second = (choice.tuning_with(lambda problem: None) for _ in range(2))
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None), second.__exit__(None, None, None)
