@@ -1,0 +1,82 @@
+"""Record what each kernel's ``revision`` stands for: ``python tests/revisions.py`` writes tests/revisions.json.
+
+A revision says that measured times still tell which config is fastest. Its file has a hash of the device sources that
+were there when somebody last said so; tests/test_revisions.py compares. Comments and docstrings do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import tokenize
+from pathlib import Path
+
+from w4gemm.kernels import KERNELS
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDED = ROOT / "tests/revisions.json"
+_SOURCE = ROOT / "src"
+_KERNELS = _SOURCE / "w4gemm/kernels"
+_DEVICE_CODE_OF = {"sm90_fp8_gemm": "sm90_mixed_gemm", "sm89_fp8_gemm": "sm80_mixed_gemm", "cpu_mixed_gemm": "cpu"}
+"""Folder with a kernel's device code, if it is not called like the kernel."""
+_HOST = {"spec.py", "space.py"}
+"""Files of a kernel's folder that choose configs and launch: what they decide is tested elsewhere."""
+
+
+def sources(kernel: str) -> list[Path]:
+    """Files that a kernel's device code is made of: its folder, and what that imports of the code kernels share."""
+    folder = _KERNELS / _DEVICE_CODE_OF.get(kernel, kernel)
+    todo = [path for path in sorted(folder.rglob("*.py")) if path.name not in _HOST]
+    found: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            todo += [p for p in imported(path) if p.is_relative_to(_KERNELS / "device")]
+    return sorted(found)
+
+
+def imported(path: Path) -> list[Path]:
+    """Files of the package that a file imports by ``from w4gemm... import``."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("w4gemm"):
+            module = _SOURCE / Path(*(node.module or "").split("."))
+            for place in (module.with_suffix(".py"), *(module / f"{alias.name}.py" for alias in node.names)):
+                if place.is_file():
+                    found.append(place)
+    return found
+
+
+def code(path: Path) -> str:
+    """A file's lines without comments, docstrings and blank lines."""
+    text = path.read_text()
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                lines[row - 1] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def source_hash(kernel: str) -> str:
+    digest = hashlib.sha256()
+    for path in sources(kernel):
+        digest.update(f"{path.relative_to(_KERNELS).as_posix()}\0{code(path)}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def current() -> dict[str, dict[str, object]]:
+    """Revision and hash of every kernel as it is now."""
+    return {kernel.name: {"revision": kernel.revision, "sources": source_hash(kernel.name)} for kernel in KERNELS}
+
+
+if __name__ == "__main__":
+    RECORDED.write_text(json.dumps(current(), indent=2) + "\n")
+    print(f"wrote {RECORDED.relative_to(ROOT)}")
