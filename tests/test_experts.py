@@ -6,7 +6,11 @@ import pytest
 import torch
 
 import w4gemm
+from sass import disassemble
 from w4gemm import QuantizedWeight, W4Experts, combine, quantize, route
+from w4gemm.jit import object_code
+from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.problem import H200
 from w4gemm.reference import grouped_reference
 
 E, HIDDEN, FEATURES = 4, 96, 64
@@ -237,3 +241,14 @@ def test_route_takes_ids_of_any_strides(dtype):
             assert got.is_contiguous() and torch.equal(got, expected)
     assert route(ids[:, :1].expand(3, 2), 4).row_of_choice.shape == (3, 2)
     assert route(torch.zeros(2, 0, dtype=dtype).t(), 4).tokens.shape == (0,)
+
+
+@pytest.mark.parametrize("terms", [1, 16])
+def test_combine_compiles(terms):
+    """The rows of a token are requested before the first is added, and none spills."""
+    pytest.importorskip("cutlass")
+    combined = RowCombine.of(H200, torch.bfloat16, terms)
+    assert combined is not None and RowCombine.of(H200, torch.bfloat16, 17) is None
+    sass = disassemble(object_code(combined.unit()))
+    assert sass.count("LDL") == sass.count("STL") == sass.stack == 0
+    assert sass.count("STG") == 1 and sass.count("LDG.E.128") == terms

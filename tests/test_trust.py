@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -258,3 +260,32 @@ with CompilePool(workers=1) as pool:
     run = subprocess.run([sys.executable, tmp_path / "bin/script.py"], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0 and int(run.stdout) > 1000, run.stderr
     assert not (tmp_path / "ran").exists()
+
+
+@as_root
+def test_what_root_compiled_another_user_may_load_and_not_change():
+    """As in a container: the folder is filled as root and used by a user without rights."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        os.chmod(above, 0o755)
+        path = Path(above) / "kernels" / "f"
+        trust.make_folder(path.parent, 0o755)
+        path.write_bytes(b"code")
+        path.chmod(0o644)
+        child = os.fork()
+        if not child:
+            code = 1
+            with contextlib.suppress(BaseException):
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+                code = 0 if not refused(path) and path.read_bytes() == b"code" and not may_write(path) else 2
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def may_write(path: Path) -> bool:
+    try:
+        with open(path, "ab", opener=trust.opener):
+            return True
+    except PermissionError:
+        return False
