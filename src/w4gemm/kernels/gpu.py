@@ -38,16 +38,15 @@ MIN_DRIVER = (12, 0)
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled form of a kernel: compile-time facts. Equal variants share one compiled object, which is right for
-    all m, n and k.
+    """All compile-time parameters of a kernel. Equal variants share one compiled object, which serves all m, n and k.
 
     Args:
         config: tile, cluster, schedule, split_k, tail.
-        weight: what is known of the weight's format: codec, dtypes, geometry of a packed block.
-        epilogue: what is done to the sums, its out_dtype given.
-        vector: whether rows of d can be stored 16 bytes at a time.
-        grouped: whether there are several weights, experts, each for some of x's rows.
-        gathered: whether a row of d is made of the row of x that an index says.
+        weight: facts of the weight's format: codec, dtypes, geometry of a packed block.
+        epilogue: the operations on the sums, with out_dtype given.
+        vector: True if rows of d can be stored 16 bytes at a time.
+        grouped: True if there are several weights, experts, each for some rows of x.
+        gathered: True if a row of d is computed from the row of x that an index says.
     """
 
     config: GemmConfig
@@ -59,7 +58,7 @@ class Variant:
 
     @staticmethod
     def ctas_per_sm(config: GemmConfig) -> int:
-        """CTAs of a launch that one multiprocessor holds at once."""
+        """Number of CTAs of a launch that one multiprocessor holds at once."""
         return 1
 
     @property
@@ -68,8 +67,8 @@ class Variant:
         return self.ctas_per_sm(self.config)
 
     @property
-    def table_bytes(self) -> int:
-        """Shared memory of the table of experts, see kernels/device/expert_tiles.py."""
+    def expert_map_bytes(self) -> int:
+        """Bytes of shared memory of the experts' tiles, see kernels/device/expert_tiles.py."""
         return 4 * MAX_EXPERTS if self.grouped else 0
 
     @property
@@ -94,7 +93,7 @@ class Variant:
 
     @property
     def chunk_k(self) -> int:
-        """Elements along k of 128 bytes of x: what is decoded and multiplied at a time."""
+        """Columns of a k chunk, 128 bytes of x: what is decoded at a time."""
         return 128 // self.itemsize
 
     @property
@@ -121,7 +120,7 @@ class Variant:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers a consumer thread asks for, 0 where the launch's own share is enough."""
+        """Registers per consumer thread; 0 if an equal share of the register file is enough."""
         return 0
 
     @classmethod
@@ -137,7 +136,7 @@ class Variant:
 
 
 def refused_groups(format: WeightFormat) -> str:
-    """Why no GPU kernel decodes the format's groups, or the empty string."""
+    """Return why no GPU kernel decodes the format's groups; the empty string if one does."""
     group = Block.of(format).scale_group
     if group % _MIN_SCALE_GROUP == 0:
         return ""
@@ -146,7 +145,7 @@ def refused_groups(format: WeightFormat) -> str:
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> int:
-    """Token tiles. Of a grouped product: as if every expert had as many tokens."""
+    """Return the number of m tiles; of a grouped problem as if every expert had equally many tokens."""
     experts = min(max(1, problem.experts), problem.m)
     return experts * -(-problem.m // (experts * tile_m))
 
@@ -164,15 +163,15 @@ class GpuKernel(ABC):
 
     @abstractmethod
     def entry(self) -> Callable[[Any], Callable[..., None]]:
-        """Makes what ``cute.compile`` is given from a variant: the device class, mostly. Imports the DSL."""
+        """Return a function from a variant to what launches it, given (Arguments, stream). Imports the DSL."""
 
     @abstractmethod
     def refusal(self, device: Device) -> str:
-        """Why the kernel cannot run on a device, and what could, or the empty string."""
+        """Return why the kernel cannot run on a device, and what could; the empty string if it can."""
 
     @abstractmethod
     def arch(self, device: Device) -> str:
-        """The target that a device's code is compiled for."""
+        """Return the target that a device's code is compiled for, such as ``"sm_90a"``."""
 
     def supports(self, problem: GemmProblem) -> Status:
         if reason := self.refusal(problem.device):
@@ -271,11 +270,11 @@ class GpuKernel(ABC):
 
 
 def takes_rows(x: torch.Tensor) -> bool:
-    """Whether a kernel can gather rows of x itself, 16 bytes at a time."""
+    """True if a kernel can gather rows of x itself, 16 bytes at a time."""
     return x.stride(0) * x.itemsize % 16 == x.shape[1] * x.itemsize % 16 == x.data_ptr() % 16 == 0
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x, k padded with zeros, that TMA can read: with rows at multiples of 16 bytes."""
+    """Return a copy of x that TMA can read: k padded with zeros, rows at multiples of 16 bytes."""
     bits = x.view(torch.uint8) if x.itemsize == 1 else x  # fp8 cannot be padded
     return torch.nn.functional.pad(bits, (0, -x.shape[1] % (16 // x.itemsize))).contiguous().view(x.dtype)

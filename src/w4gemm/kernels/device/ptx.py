@@ -46,7 +46,7 @@ def shared_address(pointer: Any) -> Int32:
 
 
 def load_shared(address: Int32, words: int) -> tuple[Int32, ...]:
-    """1, 2 or 4 consecutive 32-bit words."""
+    """Load 1, 2 or 4 consecutive 32-bit words."""
     if words == 1:
         return asm("ld.shared.b32 $0, [$1];", [Int32], [address])
     registers = ", ".join(f"${i}" for i in range(words))
@@ -54,7 +54,7 @@ def load_shared(address: Int32, words: int) -> tuple[Int32, ...]:
 
 
 def load_shared_cluster(address: Int32) -> tuple[Float32, ...]:
-    """Four consecutive float32 from an address of any CTA of the cluster."""
+    """Load four consecutive float32 from an address of any CTA of the cluster."""
     return asm("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])
 
 
@@ -68,17 +68,17 @@ def store_shared_f32x4(address: Int32, values: Sequence[Float32]) -> None:
 
 
 def load_shared_half(address: Int32) -> Int32:
-    """16 bits, the upper half zero."""
+    """Load 16 bits; the upper half is zero."""
     return asm("{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }", [Int32], [address])[0]
 
 
 def load_global_int32x4(address: Int64) -> tuple[Int32, ...]:
-    """Four consecutive words that nothing writes while the kernel runs."""
+    """Load four consecutive words that nothing writes while the kernel runs."""
     return asm("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", [Int32] * 4, [address])
 
 
 def load_global_f32x4(address: Int64) -> tuple[Float32, ...]:
-    """Four consecutive float32 as L2 has them, which another CTA may have written."""
+    """Load four consecutive float32 from L2, which another CTA may have written."""
     return asm("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])
 
 
@@ -87,12 +87,12 @@ def store_global_f32x4(address: Int64, values: Sequence[Float32]) -> None:
 
 
 def load_acquire(address: Int64) -> Int32:
-    """A word; what was written before the ``store_release`` that it comes from can then be read."""
+    """Load a word; writes before the ``store_release`` that stored it are then visible."""
     return asm("ld.acquire.gpu.global.b32 $0, [$1];", [Int32], [address])[0]
 
 
 def store_release(address: Int64, value: Int32) -> None:
-    """After all that this thread, and those it met at a barrier, wrote before."""
+    """Store a word after all writes of this thread, and of the threads that it met at a barrier."""
     asm("fence.acq_rel.gpu; st.release.gpu.global.b32 [$0], $1;", [], [address, value])
 
 
@@ -104,7 +104,7 @@ def store_matrix_transposed(address: Int32, registers: Sequence[Int32]) -> None:
 
 
 def store_global(address: Int64, words: Sequence[Int32], exists: Boolean) -> None:
-    """1, 2 or 4 consecutive 32-bit words, where they exist."""
+    """Store 1, 2 or 4 consecutive 32-bit words if they exist."""
     count = len(words)
     vector = "" if count == 1 else f".v{count}"
     registers = ", ".join(f"${i + 2}" for i in range(count))
@@ -113,17 +113,17 @@ def store_global(address: Int64, words: Sequence[Int32], exists: Boolean) -> Non
 
 
 def store_global_half(address: Int64, word: Int32, exists: Boolean) -> None:
-    """The low 16 bits of ``word``, where they exist."""
+    """Store the low 16 bits of ``word`` if they exist."""
     asm("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.u16 [$0], $1; }", [], [address, word, Int32(exists)])
 
 
 def store_global_byte(address: Int64, word: Int32, exists: Boolean) -> None:
-    """The low 8 bits of ``word``, where they exist."""
+    """Store the low 8 bits of ``word`` if they exist."""
     asm("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.u8 [$0], $1; }", [], [address, word, Int32(exists)])
 
 
 def load_global(address: Int64, count: int, exists: Boolean) -> list[Int32]:
-    """1, 2 or 4 consecutive 32-bit words; 0, without an access, where they do not exist."""
+    """Load 1, 2 or 4 consecutive 32-bit words; 0, without an access, if they do not exist."""
     vector = "" if count == 1 else f".v{count}"
     registers = [f"${i}" for i in range(count)]
     zeros = " ".join(f"mov.b32 {r}, 0;" for r in registers)
@@ -165,7 +165,7 @@ def divide(x: Float32, y: Float32) -> Float32:
 
 
 def square_root(x: Float32) -> Float32:
-    """Rounded once."""
+    """sqrt(x), rounded once."""
     return asm("sqrt.rn.f32 $0, $1;", [Float32], [x], pure=True)[0]
 
 
@@ -175,7 +175,7 @@ def maximum_halves(kind: str, x: Int32, y: Int32) -> Int32:
 
 
 def warp_maximum(x: Int32) -> Int32:
-    """The largest of a warp's, as unsigned integers, in every lane."""
+    """The maximum over a warp, of unsigned integers, in every lane."""
     return asm("redux.sync.max.u32 $0, $1, 0xFFFFFFFF;", [Int32], [x])[0]
 
 
@@ -190,7 +190,7 @@ def capped_magnitude(x: Float32, limit: Float32) -> Float32:
 
 
 def copy_async(destination: Int32, source: Int64, size: Int32) -> None:
-    """``cp.async`` of 16 bytes from global to shared memory: ``size`` of them, the rest zeros, which are not read."""
+    """``cp.async`` of 16 bytes from global to shared memory: ``size`` bytes are read, the others are zeros."""
     asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [destination, source, size])
 
 
@@ -219,25 +219,24 @@ def bulk_copy_multicast(destination: Int32, source: Int64, size: Int32, barrier:
 
 
 def copy_async_if(destination: Int32, source: Int64, exists: Boolean) -> None:
-    """``cp.async`` of 16 bytes from global to shared memory, zeros where they do not exist; see ``copies_wait``."""
+    """``cp.async`` of 16 bytes from global to shared memory, of zeros if they do not exist; see ``copies_wait``."""
     text = "{ .reg .b32 n; selp.b32 n, 16, 0, p; cp.async.cg.shared.global [$0], [$1], 16, n; }"
     asm(f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; {text} }}", [], [destination, source, Int32(exists)])
 
 
 def load_row_index(address: Int64, exists: Boolean) -> Int32:
-    """A word; -1, without an access, where it does not exist."""
+    """Load a word; -1, without an access, if it does not exist."""
     text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
     return asm(text, [Int32], [address, Int32(exists)], early=True)[0]
 
 
 def fence_proxy_async() -> None:
-    """Between shared memory that was written by ordinary stores or cp.async and what the async proxy (WGMMA, bulk
-    copies) reads of it."""
+    """Make shared memory that ordinary stores or cp.async wrote visible to the async proxy (WGMMA, bulk copies)."""
     asm("fence.proxy.async.shared::cta;")
 
 
 def copies_wait() -> None:
-    """Until this thread's ``cp.async`` are done, for this thread."""
+    """Wait until this thread's ``cp.async`` are done, as this thread sees it."""
     asm("cp.async.wait_all;")
 
 

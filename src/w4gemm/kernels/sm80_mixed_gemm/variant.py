@@ -132,7 +132,7 @@ class Variant(gpu.Variant):
     def stages(self) -> int:
         """Stages of the pipeline: as many as shared memory holds, up to eight."""
         room = (self.shared_memory + _RESERVED) // self.occupancy - _RESERVED - _ALIGNMENT
-        room -= self.table_bytes + self.decode_table_bytes
+        room -= self.expert_map_bytes + self.decode_table_bytes
         return min(_MAX_STAGES, room // self.stage_bytes)
 
     @property
@@ -149,4 +149,4 @@ class Variant(gpu.Variant):
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory per CTA, alignment included."""
-        return self.stages * self.stage_bytes + self.table_bytes + self.decode_table_bytes + _ALIGNMENT
+        return self.stages * self.stage_bytes + self.expert_map_bytes + self.decode_table_bytes + _ALIGNMENT

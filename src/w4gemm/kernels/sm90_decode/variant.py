@@ -116,7 +116,7 @@ class Variant(gpu.Variant):
     def _warps(self) -> Warps:
         """The largest number of warps whose pipelines fit shared memory; none if fewer than four fit."""
         room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
-        room -= self.table_bytes
+        room -= self.expert_map_bytes
         pipeline = self.stages * (self.weight_bytes + self.x_bytes)
         # two CTAs of eight warps leave 128 registers per thread, too few for the x fragments of 16 tokens
         for count in (4,) if self.occupancy == 2 and self.config.tile_m > 8 else (8, 4):
@@ -163,4 +163,4 @@ class Variant(gpu.Variant):
     def shared_bytes(self) -> int:
         """Bytes of shared memory per CTA, alignment included."""
         pipelines = self.warps * self.stages * (self.weight_bytes + self.x_bytes)
-        return pipelines + self.reduction_bytes + self.table_bytes + _BARRIERS_AND_ALIGNMENT
+        return pipelines + self.reduction_bytes + self.expert_map_bytes + _BARRIERS_AND_ALIGNMENT

@@ -298,7 +298,7 @@ class Variant(gpu.Variant):
 
     def _stages_beside(self, staging_tokens: int) -> int:
         room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
-        room -= self.staging_buffers * self._staging_bytes(staging_tokens) + self.k_set_bytes + self.table_bytes
+        room -= self.staging_buffers * self._staging_bytes(staging_tokens) + self.k_set_bytes + self.expert_map_bytes
         room -= self.decode_table_bytes
         return min(8, room // self.stage_bytes)
 
@@ -306,5 +306,5 @@ class Variant(gpu.Variant):
     def shared_bytes(self) -> int:
         """Shared memory per CTA, alignment included."""
         staging = self.staging_buffers * self.staging_bytes
-        tables = self.table_bytes + self.decode_table_bytes
+        tables = self.expert_map_bytes + self.decode_table_bytes
         return self.stages * self.stage_bytes + staging + self.k_set_bytes + tables + _BARRIERS_AND_ALIGNMENT
