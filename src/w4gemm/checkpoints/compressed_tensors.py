@@ -1,0 +1,161 @@
+"""Folders in compressed-tensors (llm-compressor): 4-bit integers in the formats pack-quantized and int-quantized.
+
+A module of pack-quantized is ``weight_packed`` int32 (n, k / 8), eight codes of a row a word, with q + 8 as code of q;
+one of int-quantized is ``weight`` int8 (n, k), which holds q itself. Both have ``weight_scale`` (n, groups). Asymmetric
+ones have ``weight_zero_point``, q's zero point, int32 (n / 8, groups) with eight of a column a word, or int8 (n,
+groups). Older files in act-order have ``weight_g_idx`` int32 (k), the group of each column. w = (q - z) * s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.quantized_folder import (
+    SCALES,
+    check_bits,
+    check_symmetric,
+    check_tensor,
+    folder_format,
+    unpack_int4,
+)
+from w4gemm.formats import PER_COLUMN, WeightFormat
+from w4gemm.weight import QuantizedWeight
+
+FORMATS = ("pack-quantized", "int-quantized")
+_CODE_OF_ZERO = 8
+_FP8_PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+"""The only ``input_activations`` that are not left as they come."""
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
+
+    config: Mapping[str, Any]
+    marks = (
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_g_idx",
+        "weight_shape",
+        "weight_global_scale",
+    )
+    others = ("weight",)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
+        if config.get("transform_config"):
+            raise ValueError("transform_config rotates activations while the model runs, which cannot be done")
+        if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            raise ValueError("sparsity_config says that weights are sparse, wanted dense ones")
+        return cls(config)
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        scheme = self._scheme(name)
+        weights, packing = scheme["weights"], scheme.get("format") or self.config.get("format")
+        if packing not in FORMATS:
+            raise ValueError(f"its format is {packing!r}, wanted {' or '.join(FORMATS)}")
+        check_bits(weights.get("num_bits"))
+        if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
+            kind = f"{weights.get('type')} with a scale for each {weights.get('strategy')}"
+            raise ValueError(f"its weight is {kind}, wanted int with a scale for each group or channel")
+        if packing == "pack-quantized":
+            n, words = check_tensor(stored, "weight_packed", ("I32",))
+            k = 8 * words
+        else:
+            n, k = check_tensor(stored, "weight", ("I8",))
+        if more := stored.keys() & {
+            "weight_global_scale",
+            "weight" if packing == "pack-quantized" else "weight_packed",
+        }:
+            raise ValueError(f"{min(more)} is no tensor of {packing}")
+        check_tensor(stored, "weight_scale", SCALES)
+        zero = "none" if weights.get("symmetric", True) else "int"
+        group_size = weights["group_size"] if weights["strategy"] == "group" else PER_COLUMN
+        format = WeightFormat(group_size, zero, SCALES[stored["weight_scale"].dtype])
+        groups = format.groups(k)
+        check_tensor(stored, "weight_scale", SCALES, (n, groups))
+        if "weight_zero_point" in stored or format.has_zero:
+            packed = "weight_zero_point" in stored and stored["weight_zero_point"].dtype == "I32"
+            check_tensor(stored, "weight_zero_point", ("I32", "I8"), (-(-n // 8) if packed else n, groups))
+        if "weight_g_idx" in stored:
+            check_tensor(stored, "weight_g_idx", ("I32", "I64"), (k,))
+        return Module(n, k, format, "bias" in stored, activations=_activations(scheme))
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        shape = tensors.get("weight_shape", torch.tensor((module.n, module.k))).tolist()
+        if shape != [module.n, module.k]:
+            raise ValueError(f"weight_shape is {shape}, but its tensors have shape {[module.n, module.k]}")
+        if "weight_packed" in tensors:
+            codes = unpack_int4(tensors["weight_packed"])
+        else:
+            codes = tensors["weight"].short() + _CODE_OF_ZERO
+        zeros, g_idx = _zero_codes(tensors.get("weight_zero_point"), module.n), tensors.get("weight_g_idx")
+        if not module.format.has_zero and zeros is not None:
+            check_symmetric(zeros)
+            zeros = None
+        if g_idx is not None and (g_idx == -1).any():
+            g_idx = None  # it was allocated, and not used
+        w = QuantizedWeight.from_codes(module.format, codes, tensors["weight_scale"], zeros, g_idx)
+        return replace(w, activations=module.activations)
+
+    def _scheme(self, name: str) -> Mapping[str, Any]:
+        """The config group of a module: the one that names it, else with a pattern for it, else all linear layers."""
+        if _named(name, self.config.get("ignore") or ()):
+            raise ValueError("config.json ignores it, but it has quantized tensors")
+        groups = self.config["config_groups"].values()
+        for wanted in (
+            lambda targets: name in targets,
+            lambda targets: _named(name, targets),
+            lambda targets: "Linear" in targets,
+        ):
+            for group in groups:
+                if wanted(group["targets"]) and group.get("weights"):
+                    return group
+        raise ValueError("no config group has it among its targets")
+
+
+def _named(name: str, patterns: Iterable[str]) -> bool:
+    """True if a module is among names and ``re:`` patterns."""
+    return any(re.match(p[3:], name) if p.startswith("re:") else p == name for p in patterns)
+
+
+def _activations(scheme: Mapping[str, Any]) -> str | None:
+    """Return :attr:`Module.activations` of a config group."""
+    found = scheme.get("input_activations")
+    if not found:
+        return None
+    if {key: found.get(key) for key in _FP8_PER_TOKEN} != _FP8_PER_TOKEN:
+        dynamic = "dynamic" if found.get("dynamic") is True else "static"
+        came = (
+            f"{found.get('num_bits')}-bit {found.get('type')}, {dynamic}, with a scale for each {found.get('strategy')}"
+        )
+        raise ValueError(
+            f"its activations are {came}; wanted 8-bit float, dynamic, with a scale for each token, or none"
+        )
+    return "fp8"
+
+
+def _zero_codes(stored: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    """Codes uint8 (n, groups) of the zero points, of either kind of ``weight_zero_point``."""
+    if stored is None:
+        return None
+    if stored.dtype == torch.int32:
+        return unpack_int4(stored.T).T[:n].contiguous()
+    if int(stored.min()) < -_CODE_OF_ZERO or int(stored.max()) >= _CODE_OF_ZERO:
+        raise ValueError(f"weight_zero_point: wanted -8 to 7, got {int(stored.min())} to {int(stored.max())}")
+    return (stored + _CODE_OF_ZERO).to(torch.uint8)
+
+
+FORMAT = folder_format(
+    "compressed-tensors",
+    "a folder with a model in compressed-tensors (pack-quantized or int-quantized, 4 bits)",
+    CompressedTensors.of,
+)

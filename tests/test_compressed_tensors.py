@@ -1,0 +1,186 @@
+"""Folders in compressed-tensors hold the producer's numbers bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, write_model
+from tiny_model import LAYERS
+from w4gemm import FormatError
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.integrations.transformers import load
+
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def config(
+    weights: dict[str, Any] | None = None,
+    packing: str = "pack-quantized",
+    ignore: tuple[str, ...] = ("lm_head",),
+    **rest: Any,
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": WEIGHTS | (weights or {}), "input_activations": None} | rest
+    return {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+    }
+
+
+def writer(
+    group_size: int = 32, packed: bool = True, zero_point: bool = False, g_idx: Any = None, **numbers: Any
+) -> Writer:
+    """Pack modules as compressed-tensors does.
+
+    Args:
+        zero_point: whether zero points are stored.
+        g_idx: "groups" to store the group of each column, "unused" to store -1.
+    """
+
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        found = Numbers.random(n, k, group_size, **{"dtype": torch.bfloat16} | numbers)
+        parts = {"weight_scale": found.scales}
+        if packed:
+            parts |= {"weight_packed": pack(found.codes, 1), "weight_shape": torch.tensor([n, k])}
+        else:
+            parts["weight"] = torch.from_numpy(found.codes - 8).to(torch.int8)
+        if zero_point:
+            q = torch.from_numpy(found.zeros - 8).to(torch.int8)
+            parts["weight_zero_point"] = pack(found.zeros, 0) if packed else q
+        if g_idx is not None:
+            parts["weight_g_idx"] = torch.from_numpy(found.groups).int() if g_idx == "groups" else -torch.ones(k).int()
+        return parts, found.weight
+
+    return write
+
+
+ASYMMETRIC: dict[str, Any] = {"zero_point": True, "zeros": (0, 15)}
+
+
+@pytest.mark.parametrize(
+    ("config", "write", "format"),
+    [
+        (config(), writer(), "int4_g32"),
+        (config(), writer(dtype=torch.float16, g_idx="unused", zero_point=True), "int4_g32_fp16"),
+        (config({"symmetric": False}), writer(**ASYMMETRIC), "int4_g32_zint"),
+        (config({"strategy": "channel", "group_size": None}), writer(-1), "int4_col"),
+        (config({"strategy": "channel", "symmetric": False}), writer(-1, **ASYMMETRIC), "int4_col_zint"),
+        (config({"actorder": "group"}), writer(g_idx="groups", act_order=True), "int4_g32"),
+        (config({"actorder": "weight"}, ignore=("re:.*lm_head",)), writer(), "int4_g32"),
+        (config(packing="mixed-precision", format="int-quantized"), writer(packed=False), "int4_g32"),
+        (config({"symmetric": False}, "int-quantized"), writer(packed=False, **ASYMMETRIC), "int4_g32_zint"),
+    ],
+    ids=["sym", "fp16", "asym", "col", "col-asym", "act-order", "static-order", "int", "int-asym"],
+)
+def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Writer, format: str) -> None:
+    assert_loads(tmp_path, write_model(tmp_path, config, write), {format: 7 * LAYERS})
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "int8"])
+def test_w4afp8_quantizes_activations(tmp_path: Path, packed: bool) -> None:
+    packing = "pack-quantized" if packed else "int-quantized"
+    wanted = write_model(tmp_path, config(packing=packing, input_activations=FP8), writer(packed=packed))
+    checkpoint = open_checkpoint(tmp_path)
+    assert {module.activations for module in checkpoint.modules.values()} == {"fp8"}
+    for name, weight in wanted.items():
+        assert torch.equal(checkpoint.weight(name).dequantize(), weight), name
+    model, tokenizer = load(tmp_path)
+    layer = model.get_submodule(DOWN)
+    assert layer.weight.activations == "fp8"
+    ids = tokenizer("hello there", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        assert model(ids).logits.isfinite().all()
+
+
+def test_targets_choose_the_group(tmp_path: Path) -> None:
+    """A name goes before a pattern, a pattern before the class; what is ignored stays dense."""
+    fine, coarse = writer(), writer(64)
+
+    def write(name: str, n: int, k: int) -> Any:
+        return (coarse if name.endswith("q_proj") and not name.startswith("model.layers.0") else fine)(name, n, k)
+
+    settings = config(ignore=("re:.*k_proj$",))
+    groups = settings["config_groups"]
+    groups["group_1"] = {"targets": ["re:.*q_proj"], "weights": WEIGHTS | {"group_size": 64}}
+    groups["group_2"] = {"targets": ["model.layers.0.self_attn.q_proj"], "weights": WEIGHTS}
+    wanted = write_model(tmp_path, settings, write, dense=("k_proj",), architecture="llama")
+    assert "lm_head" in wanted
+    assert_loads(tmp_path, wanted, {"int4_g32": 6 * LAYERS, "int4_g64": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (config({"num_bits": 3}), "its weight has 3 bits, wanted 4"),
+        (config({"num_bits": 8}), "its weight has 8 bits, wanted 4"),
+        (config({"strategy": "tensor"}), "int with a scale for each tensor, wanted int with a scale for each group or"),
+        (config({"group_size": 64}), r"weight_scale has shape \(\d+, \d\), wanted \(\d+, \d\)"),
+        (config(packing="nvfp4-pack-quantized"), "its format is 'nvfp4-pack-quantized', wanted pack-quantized or"),
+        (config(packing="mxfp4-pack-quantized"), "its format is 'mxfp4-pack-quantized', wanted pack-quantized or"),
+        (config(packing="int-quantized"), "there is no weight beside its"),
+        (config({"symmetric": False}), "there is no weight_zero_point beside its"),
+        (config(ignore=("re:.*mlp",)), "config.json ignores it, but it has quantized tensors"),
+        (config(targets=["re:.*q_proj"]), "no config group has it among its targets"),
+        (
+            config(input_activations=FP8 | {"type": "int"}),
+            "its activations are 8-bit int, dynamic, .*wanted 8-bit float",
+        ),
+        (config(input_activations=FP8 | {"dynamic": False}), "its activations are 8-bit float, static"),
+        (config() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config rotates activations"),
+        (
+            config() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config says that weights are sparse",
+        ),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    write_model(tmp_path, config(), writer())
+    configure(tmp_path, **settings)
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    write_model(tmp_path, config(), writer())
+    whole = (tmp_path / "model.safetensors").read_bytes()
+
+    def refused(message: str, changed: Any) -> None:
+        (tmp_path / "model.safetensors").write_bytes(whole)
+        change(tmp_path, changed)
+        with pytest.raises(FormatError, match=message):
+            load(tmp_path)
+
+    parts = ("weight_packed", "weight_scale", "weight_shape")
+    refused(f"{DOWN}: there is no weight_packed beside its weight_s", lambda t: t.pop(f"{DOWN}.weight_packed"))
+    refused(f"{DOWN}: there is no weight_scale", lambda t: t.pop(f"{DOWN}.weight_scale"))
+    refused(f"no tensor for {DOWN}.weight", lambda t: [t.pop(f"{DOWN}.{x}") for x in parts])
+    refused(f"{DOWN}: weight_shape is", lambda t: t.update({f"{DOWN}.weight_shape": torch.tensor([64, 95])}))
+    refused(f"{DOWN}: weight_zero_point has", lambda t: t.update({f"{DOWN}.weight_zero_point": torch.ones(8).int()}))
+    for extra in ("weight", "weight_global_scale"):
+        stray = {f"{DOWN}.{extra}": torch.ones(1)}
+        refused(f"{DOWN}: {extra} is no tensor of pack-quantized", lambda t, stray=stray: t.update(stray))
+    ones = torch.ones(64, 3).to(torch.int8)
+    refused(
+        f"{DOWN}: config.json says that it is symmetric, but its zero points are 9 to 9",
+        lambda t: t.update({f"{DOWN}.weight_zero_point": ones}),
+    )
+    refused("no place for .*down_proj.input_scale", lambda t: t.update({f"{DOWN}.input_scale": torch.ones(1)}))
+
+
+def test_numbers_out_of_range(tmp_path: Path) -> None:
+    write_model(tmp_path, config({"symmetric": False}, "int-quantized"), writer(packed=False, **ASYMMETRIC))
+    change(tmp_path, lambda t: t[f"{DOWN}.weight"][0].fill_(8))
+    with pytest.raises(FormatError, match=f"{DOWN}: codes: wanted 0..15, got 0..16"):
+        open_checkpoint(tmp_path).weight(DOWN)
+    change(tmp_path, lambda t: [t[f"{DOWN}.weight"][0].fill_(7), t[f"{DOWN}.weight_zero_point"].fill_(8)])
+    with pytest.raises(FormatError, match=f"{DOWN}: weight_zero_point: wanted -8 to 7, got 8 to 8"):
+        open_checkpoint(tmp_path).weight(DOWN)
