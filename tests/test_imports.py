@@ -33,7 +33,7 @@ LEVELS = (
     ("boundary",),
     ("bound", "operator_arguments"),
     ("ops", "grouped", "runner"),
-    ("nn", "checkpoints"),
+    ("nn", "experts", "checkpoints"),
     ("integrations",),
     ("cli",),
 )

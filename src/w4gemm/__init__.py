@@ -8,9 +8,10 @@ from w4gemm.config import GemmConfig
 from w4gemm.environment import configure_logging
 from w4gemm.epilogue import Epilogue
 from w4gemm.errors import FormatError, UnsupportedError
+from w4gemm.experts import W4Experts
 from w4gemm.formats import WeightFormat
 from w4gemm.grouped import grouped_linear, masked_linear
-from w4gemm.nn import W4Experts, W4Linear
+from w4gemm.nn import W4Linear
 from w4gemm.ops import linear
 from w4gemm.problem import Device, GemmProblem
 from w4gemm.quantization import fold_scales, quantize

@@ -11,6 +11,8 @@ from torch.compiler import is_compiling
 from w4gemm.epilogue import EpilogueOperands
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""dtypes that autocast casts; it leaves float64 as it is."""
 
 
 def is_plain(t: object) -> bool:
@@ -46,7 +48,12 @@ def is_watched() -> bool:
 
 def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
     """True if x or an operand of the epilogue requires a gradient."""
-    return x.requires_grad or any(isinstance(t, torch.Tensor) and t.requires_grad for t in operands)
+    if x.requires_grad:
+        return True
+    for t in operands:  # noqa: SIM110 (a generator takes twice the time, at every call)
+        if t is not None and getattr(t, "requires_grad", False):
+            return True
+    return False
 
 
 def refuse_duals(x: torch.Tensor, operands: EpilogueOperands) -> None:
@@ -65,3 +72,15 @@ def is_dual(t: object) -> bool:
     return (
         forward_ad._current_level >= 0 and isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
     )
+
+
+def autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return x and a bias, under ``torch.autocast`` on a CPU or GPU both in its dtype, as
+    torch.nn.functional.linear takes them."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in _CAST:
+        return x, bias
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else ""  # x.device.type takes ten times as long
+    if not kind or not torch.is_autocast_enabled(kind):
+        return x, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), None if bias is None else bias.to(dtype)
