@@ -264,7 +264,7 @@ with CompilePool(workers=1) as pool:
 
 @as_root
 def test_what_root_compiled_another_user_may_load_and_not_change():
-    """As in a container: the folder is filled as root and used by a user without rights."""
+    """A container does this: the folder is filled as root and used by a user without rights."""
     with tempfile.TemporaryDirectory(dir="/tmp") as above:
         os.chmod(above, 0o755)
         path = Path(above) / "kernels" / "f"
