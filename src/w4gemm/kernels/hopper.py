@@ -11,7 +11,7 @@ from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY, GpuKernel
 from w4gemm.problem import Device, GemmProblem
 
 
-def whole_columns(m_tiles: Any, n_tiles: Any, ctas: Any) -> Any:
+def full_wave_n_tiles(m_tiles: Any, n_tiles: Any, ctas: Any) -> Any:
     """Number of n tiles that fill whole waves of CTAs; host and device compute it alike."""
     return m_tiles * n_tiles // ctas * ctas // m_tiles
 
@@ -20,7 +20,7 @@ def split(problem: GemmProblem, config: GemmConfig) -> tuple[GemmProblem, GemmPr
     """Return two problems: the features that fill whole waves of a config's tiles, one CTA per SM (all features if no
     wave is full), and the other features, perhaps n 0."""
     m_tiles, n_tiles = -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
-    whole = whole_columns(m_tiles, n_tiles, problem.device.sms)
+    whole = full_wave_n_tiles(m_tiles, n_tiles, problem.device.sms)
     n = min(whole * config.tile_n, problem.n) or problem.n
     return replace(problem, n=n), replace(problem, n=problem.n - n)
 

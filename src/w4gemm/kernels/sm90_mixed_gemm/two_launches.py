@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from w4gemm.kernels.arguments import Arguments
-from w4gemm.kernels.hopper import whole_columns
+from w4gemm.kernels.hopper import full_wave_n_tiles
 from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90Kernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.packing.block import BLOCK_N
@@ -38,7 +38,7 @@ class TwoLaunches:
         """Launch both kernels; if no wave is full, the first one for all features."""
         n_blocks = args.weight.shape[0]
         tiles = self.waves.scheduler.tiles(args.out.shape[0], n_blocks)
-        whole = whole_columns(tiles.m_tile, tiles.n_tile, args.max_clusters)
+        whole = full_wave_n_tiles(tiles.m_tile, tiles.n_tile, args.max_clusters)
         blocks = cutlass.min(whole * (self.waves.variant.config.tile_n // BLOCK_N), n_blocks)
         if blocks == 0:
             blocks = n_blocks
