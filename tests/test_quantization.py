@@ -145,3 +145,9 @@ def test_e4m3_scales_are_those_of_fold_scales(name):
     a, b = quantize(w, name), fold_scales(quantize(w, name.removesuffix("_e4m3")))[0]
     for x, y in zip(a.parts(), b.parts(), strict=True):
         assert (x is None and y is None) or torch.equal(x.float(), y.float())
+
+
+@pytest.mark.parametrize("name", ["int4_g32_e8m0", "int4_g32_e4m3", "int4_g32_zint"])
+def test_fold_scales_wants_scales_of_16_bits(name):
+    with pytest.raises(ValueError, match="w: wanted a format without zero points and with 16-bit scales"):
+        fold_scales(quantize(torch.randn(4, 64), name))

@@ -88,7 +88,7 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
     """
     if not isinstance(w, QuantizedWeight):
         raise TypeError(f"w: wanted a QuantizedWeight, got {kind_of(w)}")
-    if w.format.has_zero or w.format.has_channels:
+    if w.format.has_zero or w.format.scale_dtype.itemsize < 2:
         raise ValueError(f"w: wanted a format without zero points and with 16-bit scales, got {w.format}")
     format = replace(w.format, scale="e4m3")
     layout = "canonical" if layout_named(w.layout).supports(format) else w.layout
