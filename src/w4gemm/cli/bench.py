@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
     what = {
         "run": "measure layers with every implementation in one process",
-        "grouped": "measure mixtures of experts likewise, with several routings",
+        "grouped": "measure mixtures of experts beside other implementations, with several routings",
         "sweep": "time many configs of many products, for the model and the shipped table",
         "report": "make docs/benchmarks*.md, the plots and docs/benchmarks.html from a run's rows",
         "tune": "make the shipped table of this GPU, and record what it brings",
