@@ -13,7 +13,8 @@ from w4gemm.kernels.arguments import Arguments, nested
 
 @dataclass(frozen=True)
 class FlatEntry:
-    """Takes the values of ``Arguments`` without the nesting, then the stream."""
+    """Takes the values of ``Arguments`` without the nesting, then the stream: one nested argument does not compile with
+    a number in it (CuTe DSL 4.8.1)."""
 
     launch: Callable[[Arguments, Any], None]
 

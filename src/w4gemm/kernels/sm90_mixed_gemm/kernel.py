@@ -6,19 +6,19 @@ tile_n features. This file launches; ``roles`` has the code of the warps.
 
 Warp roles, in warpgroups of 128 threads:
 
-    0 .. W - 1   consumers, W = v.warpgroups_n * v.k_sets * v.pingpong_warpgroups; each owns v.m64_atoms blocks of 64
-                 features and all tile_m tokens of a tile
+    0 .. W - 1   consumers, W = variant.warpgroups_n * variant.k_sets * variant.pingpong_warpgroups; each owns
+                 variant.m64_atoms blocks of 64 features and all tile_m tokens of a tile
     W            producer: one warp issues all copies, three are idle; if gathered, all four copy
 
-v.m64_atoms is 2 if tile_n is 256 and tile_m > 64, because four consumers would have 112 registers per thread.
+variant.m64_atoms is 2 if tile_n is 256 and tile_m > 64, because four consumers would have 112 registers per thread.
 
-Pipeline of v.stages stages, each with a full and an empty mbarrier:
+Pipeline of variant.stages stages, each with a full and an empty mbarrier:
 
     full    arrive count 1 (the producer's arrive_and_expect_tx), 1 + 128 if gathered (each producer thread, when its
             cp.async copies are done). Transaction bytes: the tile_n / 64 x tile_k / 128 weight blocks (bulk copy) and
-            the TMA boxes of x (128-byte swizzle), v.boxes per 128 bytes of k, less those wholly past m
-    empty   arrive count v.stage_readers * v.multicast_peers: one per consumer thread that reads the stage, in every CTA
-            that shares its x or weights
+            the TMA boxes of x (128-byte swizzle), variant.boxes per 128 bytes of k, less those wholly past m
+    empty   arrive count variant.stage_readers * variant.multicast_peers: one per consumer thread that reads the stage,
+            in every CTA that shares its x or weights
 
 Timeline of a consumer warpgroup, by MMA batch: one k chunk (128 bytes of x) of one 64-row block. f0 and f1 are the two
 fragment buffers:
@@ -43,25 +43,27 @@ other is stored: two CTAs per multiprocessor or, if tile_m > 128, two consumer w
 all CTAs have equal work (device/stream_k.py). If a stage has several weight blocks along k and few tokens, the
 consumers form two or four k sets, which divide the blocks of a stage; at the end of a tile the first set adds up.
 
-The grid is persistent (a CTA loops over tiles) except with split_k or several k sets: a cluster then has one tile,
-because its sums pass through the drained pipeline. Programmatic dependent launch: the weights of the first stage are
+A dense grid is persistent (a CTA loops over tiles) except with split_k or several k sets: a cluster then has one tile,
+because its sums pass through the drained pipeline. A grouped grid always is; its k sets reduce through memory of their
+own. Programmatic dependent launch: the weights of the first stage are
 requested before ``griddepcontrol.wait``. So nothing earlier in the stream may still be writing them; this holds
 because this kernel lets its successor start only after its own wait.
 
-With fp8 activations (v.kind "e4m3", the kernel sm90_fp8_gemm) a k chunk is 128 columns, still 128 bytes of x, and the
-codes become e4m3. If v.scales_on_sums, the scales multiply the float32 sums of each group: ``multiply_groups`` takes
-the place of ``multiply_stage``, with two sets of sums of a range of tokens beside the accumulators.
+With fp8 activations (variant.kind "e4m3", the kernel sm90_fp8_gemm) a k chunk is 128 columns, still 128 bytes of x, and
+the codes become e4m3. If variant.scales_on_sums, the scales multiply the float32 sums of each group:
+``multiply_groups`` takes the place of ``multiply_stage``, with two sets of sums of a range of tokens beside the
+accumulators.
 
-If grouped (v.grouped), there are several weights, experts, each for some rows of x that only the device knows: a warp
-of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2 fetches
-weights. The boxes of x then start at any row; rows past the expert's last row are multiplied and not stored.
+If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a
+warp of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2
+fetches weights. The boxes of x then start at any row; rows past the expert's last row are multiplied and not stored.
 
-If gathered (v.gathered, of a grouped problem), the producer's four warps copy x by cp.async (device/row_gather.py);
-each thread arrives at the full barrier when its copies are done. A consumer fences behind its wait, so that its WGMMAs
-see these writes.
+If gathered (variant.gathered, of a grouped problem), the producer's four warps copy x by cp.async
+(device/row_gather.py); each thread arrives at the full barrier when its copies are done. A consumer fences behind its
+wait, so that its WGMMAs see these writes.
 
 Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 per producer thread, up
-to 40 if gathered; per consumer thread v.m64_atoms * tile_m / 2 accumulators, 32 of fragments, about 40 more.
+to 40 if gathered; per consumer thread variant.m64_atoms * tile_m / 2 accumulators, 32 of fragments, about 40 more.
 """
 
 from __future__ import annotations
