@@ -35,10 +35,8 @@ class Explanation:
     """The problem as it runs, see :func:`w4gemm.choice.choose.resolve_gather`."""
     status: dict[str, Status]
     """Every kernel's answer."""
-    ranking: tuple[tuple[float, str, GemmConfig], ...]
-    """(predicted microseconds, kernel, config) of all that can run it, best guess first."""
     candidates: tuple[Candidate, ...] = ()
-    """The same configs with the resources of each."""
+    """Every config that can run it, best guess first."""
     chosen: tuple[str, GemmConfig] | None = None
     """(kernel, config) that runs; None if nothing can."""
     source: str = ""
@@ -46,10 +44,15 @@ class Explanation:
     copied: bool = False
     """True if rows of x that the kernel was to gather are copied first."""
 
+    @property
+    def ranking(self) -> tuple[tuple[float, str, GemmConfig], ...]:
+        """(predicted us, kernel, config) of each of the candidates."""
+        return tuple((c.us, c.kernel, c.config) for c in self.candidates)
+
     def __str__(self) -> str:
         lines = [str(self.problem)]
         for name, status in self.status.items():
-            count = sum(kernel == name for _, kernel, _ in self.ranking)
+            count = sum(candidate.kernel == name for candidate in self.candidates)
             configs = f"{count} config" if count == 1 else f"{count} configs"
             lines.append(f"  {name}: {configs if status else status.reason}")
         if self.chosen is not None:
@@ -92,14 +95,13 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
     status = {kernel.name: status_of(kernel, problem) for kernel in KERNELS}
     ranked_configs = legal_ranked(KERNELS, problem)
     candidates = tuple(Candidate(us, k.name, c, k.resources(problem, c)) for us, k, c in ranked_configs)
-    ranking = tuple((us, k.name, c) for us, k, c in ranked_configs)
     if config is not None:
         kernel, forced = choose.forced(problem, config)
-        return Explanation(problem, status, ranking, candidates, (kernel.name, forced), "forced")
-    if not ranking:
-        return Explanation(problem, status, ranking, candidates)
+        return Explanation(problem, status, candidates, (kernel.name, forced), "forced")
+    if not candidates:
+        return Explanation(problem, status)
     kernel, chosen, source = choose.chosen(problem, ranked_configs)
-    return Explanation(problem, status, ranking, candidates, (kernel.name, chosen), source, asked != problem)
+    return Explanation(problem, status, candidates, (kernel.name, chosen), source, asked != problem)
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> str:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from w4gemm.packing.layouts import layout_named
 from w4gemm.problem import GemmProblem
 
-RATES: dict[str, tuple[float, float, float]] = {"NVIDIA H200": (4.5e6, 790e6, 1550e6)}
-"""(bytes, operations, operations on fp8 activations) a microsecond by device name: what large library matmuls reach
-there (2026-11-21; power-limited, so below the data sheet's)."""
+
+class Rates(NamedTuple):
+    """Rates that large library calls reach on a device, per us. The GPU's power limits them, so they are below those
+    of its data sheet (:mod:`w4gemm.gpu_rates`)."""
+
+    bytes: float
+    operations: float
+    """Of 16-bit operands."""
+    fp8_operations: float
+
+
+RATES = {"NVIDIA H200": Rates(4.5e6, 790e6, 1550e6)}
+"""By device name (2026-11-21)."""
 
 
 @dataclass(frozen=True)
@@ -39,5 +50,5 @@ def roofline_us(problem: GemmProblem) -> float | None:
     rates = RATES.get(problem.device.name)
     if rates is None:
         return None
-    work = Work.of(problem)
-    return max(work.bytes / rates[0], work.operations / rates[2 if problem.dtype.itemsize == 1 else 1])
+    work, fp8 = Work.of(problem), problem.dtype.itemsize == 1
+    return max(work.bytes / rates.bytes, work.operations / (rates.fp8_operations if fp8 else rates.operations))
