@@ -15,7 +15,7 @@ class Rates(NamedTuple):
 
     bytes: float
     operations: float
-    """Of 16-bit operands."""
+    """Operations per microsecond on 16-bit operands."""
     fp8_operations: float
 
 
