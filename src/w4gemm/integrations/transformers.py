@@ -67,7 +67,8 @@ def load(
 
     Args:
         path: a checkpoint of any format that :func:`w4gemm.checkpoints.open_checkpoint` knows: a GGUF file, a folder
-            that holds one, or a folder with a dense Hugging Face model of the Llama family.
+            that holds one, or a Hugging Face folder with a causal language model that is dense or quantized by GPTQ,
+            AWQ or compressed-tensors.
         device, dtype: where the model runs, and the dtype of its activations and dense parameters.
         format: for a dense model: what to quantize to; None for group 128, or the largest smaller group that divides
             a layer's k. A checkpoint in 4 bits keeps its own formats.
@@ -236,6 +237,9 @@ class _Filling:
                 f"{self.checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants "
                 f"({' + '.join(map(str, sizes))}, {k})"
             )
+        embedding = getattr(self.model.get_input_embeddings(), "weight", None)
+        if any(layer.weight is embedding for layer in layers.values()):
+            raise FormatError(f"{self.checkpoint.path}: {name} is in 4 bits, but its config ties it to the embedding")
         return layers
 
     def bias_of(self, name: str, module: Module, layers: dict[str, nn.Linear]) -> torch.Tensor | None:
