@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,7 +62,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = constants.reference().configs
     kept, adjusted = known if args.keep else {}, known if args.adjust else {}
     rows = [json.loads(line) | {"file": str(path)} for path in args.rows for line in path.read_text().splitlines()]
-    measured: dict[str, list[Sample]] = defaultdict(list)
+    timings = collected(rows)
+    times = fitted(timings, kept, adjusted)
+    layers = sorted({(row["n"], row["k"]) for row in rows})
+    tokens = sorted({row["m"] for row in rows})
+    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    source = f"NVIDIA H200, fitted {day}, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
+    before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
+    if adjusted:
+        times = before | times if args.others_stay else carried(before, times)
+    write(constants.FOLDER / "nvidia_h200.jsonl", times, source, timings.fp8, adjust=bool(adjusted))
+    report(timings.points, times)
+
+
+class Timings(NamedTuple):
+    """Rows of the kernels with a constant for each config, in two orders."""
+
+    configs: dict[str, list[Sample]]
+    """By the name that a config is timed as."""
+    points: dict[Point, dict[str, tuple[Launch, float]]]
+    fp8: bool
+    """True if the rows are of fp8 activations."""
+
+
+def collected(rows: list[dict[str, Any]]) -> Timings:
+    """The timings in ``rows``, without those of two launches and of other kernels."""
+    configs: dict[str, list[Sample]] = defaultdict(list)
     points: dict[Point, dict[str, tuple[Launch, float]]] = defaultdict(dict)
     fp8 = False
     for row in rows:
@@ -77,8 +102,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         launch = problem, config, kernel.ctas_per_sm(config)
         named = f"{waves.timed_as(kernel, problem)}/{config}"
         point = row["n"], row["k"], row["m"], experts, row["format"], row["file"]
-        measured[named].append((launch, point, row["us"]))
+        configs[named].append((launch, point, row["us"]))
         points[point][named] = launch, row["us"]
+    return Timings(configs, points, fp8)
+
+
+def fitted(timings: Timings, kept: dict[str, SliceTimes], adjusted: dict[str, SliceTimes]) -> dict[str, SliceTimes]:
+    """Times of every config: those in ``kept`` as they are, those in ``adjusted`` scaled, the others fitted anew; of
+    several rounds the one whose first choices are best."""
+    points = timings.points
     fastest = {point: min(us for _, us in configs.values()) for point, configs in points.items()}
 
     def weight(point: Point, us: float) -> float:
@@ -91,17 +123,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     blame: dict[tuple[str, Point], float] = defaultdict(lambda: 1.0)
     rounds: list[tuple[float, dict[str, SliceTimes]]] = []
     for _ in range(ROUNDS):
-        times = {
-            config: kept.get(config)
-            or fit(
-                [
-                    (launch, us / slower[point], weight(point, us) * blame[config, point])
-                    for launch, point, us in samples
-                ],
-                adjusted.get(config),
-            )
-            for config, samples in sorted(measured.items())
-        }
+        times = {}
+        for config, samples in sorted(timings.configs.items()):
+            weighted = [
+                (launch, us / slower[point], weight(point, us) * blame[config, point]) for launch, point, us in samples
+            ]
+            times[config] = kept.get(config) or fit(weighted, adjusted.get(config))
         for point, configs in points.items():
             logs = [
                 (weight(point, us), math.log(us / waves.launch_us(*launch, times[config])))
@@ -114,16 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if regret > 1.03:
                 blame[chosen, point] *= 3
                 blame[best, point] *= 2
-    times = min(rounds, key=lambda r: r[0])[1]
-    layers = sorted({(row["n"], row["k"]) for row in rows})
-    tokens = sorted({row["m"] for row in rows})
-    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    source = f"NVIDIA H200, fitted {day}, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
-    before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == fp8}
-    if adjusted:
-        times = before | times if args.others_stay else carried(before, times)
-    write(constants.FOLDER / "nvidia_h200.jsonl", times, source, fp8, adjust=bool(adjusted))
-    report(points, times)
+    return min(rounds, key=lambda r: r[0])[1]
 
 
 def carried(before: dict[str, SliceTimes], adjusted: dict[str, SliceTimes]) -> dict[str, SliceTimes]:
