@@ -45,7 +45,7 @@ def main() -> None:
         rows = measure(m, k, front, chunks)
         record.append(args.out, *(common | row | facts for row in rows))
         moved = m * k * (2 * (2 if front == "silu_mul" else 1) + 1) + 4 * m
-        least = moved / RATES["NVIDIA H200"][0]
+        least = moved / RATES["NVIDIA H200"].bytes
         times = ", ".join(f"{row['impl']} {row['config']} {row['us_p50']}" for row in rows)
         print(f"m {m}, k {k}, {front or 'plain'}: bytes {least:.1f} us; {times}", flush=True)
 

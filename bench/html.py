@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from w4gemm.tuning.roofline import Rates
+
 Point = tuple[int, int, int]
 Times = dict[Point, dict[str, float]]
 
@@ -27,7 +29,7 @@ def page(
     times: Times,
     facts: dict[str, Any],
     versions: dict[str, str],
-    rates: tuple[float, float],
+    rates: Rates,
     roofline_us: Callable[[Point], float],
     ratio: Callable[[dict[str, float]], float],
 ) -> str:
@@ -37,7 +39,7 @@ def page(
         times: microseconds by (n, k, m) and implementation.
         facts: a row's facts about the machine.
         versions: version by implementation, in the order to show them in.
-        rates: (bytes, operations) per microsecond that the device reaches.
+        rates: rates that large library calls reach on the device.
         roofline_us: the least microseconds of a point.
         ratio: best peer time / w4gemm time, from a point's times.
     """
@@ -55,7 +57,7 @@ def page(
         "<p>Best peer time / w4gemm time: w4gemm is the fastest where it is green, behind the fastest where red.</p>",
         _heat_map(times, ratio),
         "<h2>Roofline</h2>",
-        f"<p>TFLOP/s against operations per byte. Dashed: {rates[0] / 1e6:.1f} TB/s and {rates[1] / 1e6:.0f}",
+        f"<p>TFLOP/s by operations per byte. Dashed: {rates.bytes / 1e6:.1f} TB/s and {rates.operations / 1e6:.0f}",
         f'TFLOP/s. A dot per layer, m and implementation.</p><p class="legend">{legend}</p>',
         _roofline_plot(times, names, color, rates),
         "<h2>Time over roofline</h2>",
@@ -175,7 +177,7 @@ class _Axes:
         return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>{"".join(lines)}{body}</svg>'
 
 
-def _roofline_plot(times: Times, names: list[str], color: dict[str, str], rates: tuple[float, float]) -> str:
+def _roofline_plot(times: Times, names: list[str], color: dict[str, str], rates: Rates) -> str:
     def intensity(point: Point) -> float:
         n, k, m = point
         return 2 * m * n * k / (n * k / 2 + 2 * n * k / 128 + 2 * m * (n + k))
@@ -183,10 +185,10 @@ def _roofline_plot(times: Times, names: list[str], color: dict[str, str], rates:
     found = [intensity(point) for point in times]
     x = (min(found) / 1.5, max(found) * 1.5)
     reached = [2 * p[0] * p[1] * p[2] / t / 1e6 for p, us in times.items() for t in us.values()]
-    y = (min(reached) / 1.5, rates[1] / 1e6 * 1.4)
+    y = (min(reached) / 1.5, rates.operations / 1e6 * 1.4)
     axes = _Axes(900, 480, x, y)
-    knee = rates[1] / rates[0]
-    roof = [(x[0], max(y[0], x[0] * rates[0] / 1e6)), (knee, rates[1] / 1e6), (x[1], rates[1] / 1e6)]
+    knee = rates.operations / rates.bytes
+    roof = [(x[0], max(y[0], x[0] * rates.bytes / 1e6)), (knee, rates.operations / 1e6), (x[1], rates.operations / 1e6)]
     body = axes.curve(roof, "#555", 1.5, dashed=True)
     for name in sorted(names, key=lambda name: name == "w4gemm"):  # ours on top
         for point, us in times.items():

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
 GROUPED = {"1 to 64": (1, 64), "128 to 1024": (128, 1024)}
 """Ranges of tokens per expert."""
-RATES = roofline.RATES["NVIDIA H200"][:2]
+RATES = roofline.RATES["NVIDIA H200"]
 
 
 class Layer(NamedTuple):
@@ -74,7 +74,7 @@ class Page:
         counts = divide(routing, m, experts) if experts else [m]
         weights = sum(count > 0 for count in counts) * (n * k / 2 + 2 * n * k / 128)
         size = weights + sum(counts) * (2 * n + self.activation_bytes * k)
-        return max(size / RATES[0], 2 * sum(counts) * n * k / self.rate)
+        return max(size / RATES.bytes, 2 * sum(counts) * n * k / self.rate)
 
     def ratio(self, us: dict[str, float]) -> float:
         """The best peer's time over ours."""
@@ -103,7 +103,7 @@ W4A16 = Page(
     ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} machete, marlin: vLLM's. cublas: bf16 weights."),
     "times.jsonl",
     2,
-    RATES[1],
+    RATES.operations,
 )
 W4A8 = Page(
     "benchmarks-w4a8",
@@ -119,7 +119,7 @@ W4A8 = Page(
     ),
     "w4a8.jsonl",
     1,
-    roofline.RATES["NVIDIA H200"][2],
+    RATES.fp8_operations,
     ("cublas",),
 )
 SM80 = Page(
@@ -133,7 +133,7 @@ SM80 = Page(
     ),
     "sm80.jsonl",
     2,
-    RATES[1],
+    RATES.operations,
     ours="sm80_mixed_gemm",
 )
 GROUPED_W4A16 = Page(
@@ -143,7 +143,7 @@ GROUPED_W4A16 = Page(
     ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} vLLM and Quack have no such kernel.", _EXPERTS),
     "grouped.jsonl",
     2,
-    RATES[1],
+    RATES.operations,
     groups=GROUPED,
 )
 GROUPED_W4A8 = Page(
@@ -160,7 +160,7 @@ GROUPED_W4A8 = Page(
     ),
     "grouped.jsonl",
     1,
-    roofline.RATES["NVIDIA H200"][2],
+    RATES.fp8_operations,
     groups=GROUPED,
 )
 
