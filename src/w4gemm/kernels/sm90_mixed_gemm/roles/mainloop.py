@@ -276,12 +276,12 @@ class Mainloop:
         row = (consumer.warpgroup * variant.m64_atoms + atom) * variant.blocks_k
         index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block
         address = pipeline.weights + stage * variant.weight_bytes + index * variant.stage_block.bytes
-        pair = thread // 32 * 8 + thread % 32 // 4
+        pair_offset = (thread // 32 * 8 + thread % 32 // 4) * variant.stage_block.pair_bytes
         words: list[Int32] = []
         for half in range(variant.stage_block.columns // 64):
             words += self.reader.codes(address, half, lane=thread)
         for group in range(self.groups):
-            words += self.reader.scales(address + variant.stage_block.scales_at(group), pair=pair)
+            words += self.reader.scales(address + variant.stage_block.scales_at(group) + pair_offset)
         for i, word in enumerate(words):
             packed[i] = word
 
