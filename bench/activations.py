@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 import w4gemm
-from w4gemm.activations import in_pytorch
+from w4gemm.api.activations import in_pytorch
+from w4gemm.core.problem import Device
 from w4gemm.jit import compiled
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
-from w4gemm.problem import Device
 from w4gemm.tuning import record
 from w4gemm.tuning.roofline import RATES
 from w4gemm.tuning.timing import time_graphs

@@ -17,7 +17,7 @@ from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import choice, linear, quantize
 from w4gemm.choice import store
-from w4gemm.problem import Device
+from w4gemm.core.problem import Device
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_calls
 

@@ -27,12 +27,12 @@ import numpy as np
 
 from w4gemm.choice.cost import constants, waves
 from w4gemm.choice.cost.constants import SliceTimes
-from w4gemm.config import GemmConfig
-from w4gemm.formats import WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.packing.layouts import FP8_LAYOUT, layout_named
-from w4gemm.problem import H200, GemmProblem
 
 HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm")
 FORMATS = tuple(

@@ -29,13 +29,13 @@ from bench.shapes import divide, parse_experts, parse_routings, parse_tokens
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, choice
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.base import selected
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 

@@ -24,7 +24,7 @@ from bench.peers import PEERS, Peer, Prepared, peers_named
 from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import QuantizedWeight, WeightFormat
-from w4gemm.epilogue import default_out_dtype
+from w4gemm.core.epilogue import default_out_dtype
 from w4gemm.tuning import record, workload
 from w4gemm.tuning.timing import time_graphs
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from w4gemm.formats import PER_COLUMN, WeightFormat
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.kernels import KERNELS
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- made by python -m bench.support -->\n", "<!-- end -->\n"

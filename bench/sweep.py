@@ -22,17 +22,17 @@ import torch
 from bench.shapes import parse_layers
 
 from w4gemm import choice
-from w4gemm.config import GemmConfig
 from w4gemm.console.devices import chosen_device
 from w4gemm.console.options import DTYPES, chosen_dtype, parse_tokens, positive
 from w4gemm.console.progress import progress_bar
-from w4gemm.epilogue import Epilogue
-from w4gemm.formats import WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit, adopt
 from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import kernel_named
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import Device, GemmProblem
 from w4gemm.tuning import record
 from w4gemm.tuning.workload import Launch, Workload
 

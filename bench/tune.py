@@ -27,14 +27,15 @@ from typing import Any
 import torch
 from bench.shapes import SETS
 
-from w4gemm import choice, environment
+from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.console.devices import chosen_device
 from w4gemm.console.options import chosen_dtype, parse_tokens
-from w4gemm.formats import WeightFormat
+from w4gemm.core import environment
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import kernel_named
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import H200, GemmProblem
 from w4gemm.tuning import record
 from w4gemm.tuning.workload import Workload
 

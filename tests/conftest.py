@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from w4gemm import trust
+from w4gemm.core import trust
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/tests.jsonl"

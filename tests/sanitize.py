@@ -18,7 +18,7 @@ import torch
 
 import w4gemm
 from w4gemm import WeightFormat
-from w4gemm.reference import grouped_reference, linear_reference
+from w4gemm.weights.reference import grouped_reference, linear_reference
 
 CASES = {
     "sm80_mixed_gemm/8x64x256_1x1x1_coop": (5, 200, 4224),

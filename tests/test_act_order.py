@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from conformance.cases import assert_close, random_weight
 from sass import disassemble
 from w4gemm import FormatError, QuantizedWeight, W4Linear, WeightFormat, linear
-from w4gemm.gather import gather_columns
+from w4gemm.api.gather import gather_columns
+from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.packing.layouts import LAYOUTS
-from w4gemm.problem import H200
 
 N, K = 130, 576
 FORMATS = ["int4_g32", "int4_g64_zint_fp16", "int4_g128_zfloat", "int4_g256_zint"]  # 128 and 256: a short last group
@@ -160,7 +160,7 @@ def test_file_round_trip(tmp_path):
 
 def test_load_refuses_a_perm_that_is_none(tmp_path):
     w, _ = acted()
-    meta = {"kind": "w4gemm.weight", "version": "1", "format": str(w.format), "n": N, "k": K}
+    meta = {"kind": "w4gemm.weights.weight", "version": "1", "format": str(w.format), "n": N, "k": K}
     for perm, message in ((w.perm.clamp(min=1), "each of 0..575 once"), (w.perm.long(), "perm: wanted torch.int32")):
         tensors = {**w.named_tensors(), "perm": perm}
         save_file(tensors, tmp_path / "w", metadata={"w4gemm": json.dumps(meta)})

@@ -9,10 +9,10 @@ import torch
 
 from sass import disassemble
 from w4gemm import quantize_activations
-from w4gemm.activations import in_pytorch
+from w4gemm.api.activations import in_pytorch
+from w4gemm.core.problem import H200, Device
 from w4gemm.jit import object_code
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
-from w4gemm.problem import H200, Device
 
 E4M3 = torch.float8_e4m3fn
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, choice, gather, masked_linear, quantize
+from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, choice, masked_linear, quantize
+from w4gemm.api import gather
 from w4gemm.choice.choose import Plan
 from w4gemm.cli.__main__ import main
+from w4gemm.core.problem import H200, Device
 from w4gemm.jit import compile as jit
 from w4gemm.kernels import HELPERS, launcher
 from w4gemm.kernels.activation_quantize.spec import FRONTS, ActivationQuantize
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.helper import LayerFacts
 from w4gemm.kernels.row_combine.spec import RowCombine
-from w4gemm.problem import H200, Device
 
 pytest.importorskip("cutlass")
 

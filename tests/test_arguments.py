@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from w4gemm.epilogue import EpilogueOperands
+from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments, ExpertRows, StreamWorkspace, flat, nested
 
 

@@ -22,10 +22,10 @@ from conformance.cases import (
     targets,
 )
 from w4gemm import UnsupportedError, W4Linear, WeightFormat, choice
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import KERNELS
-from w4gemm.problem import H200, Device, GemmProblem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 H200_PROBLEM = GemmProblem(16, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200, batch_invariant=True)

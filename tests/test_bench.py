@@ -31,9 +31,9 @@ from bench.shapes import (  # noqa: E402
 import w4gemm  # noqa: E402
 from w4gemm import WeightFormat, choice  # noqa: E402
 from w4gemm.choice import store  # noqa: E402
+from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
 from w4gemm.packing.layouts import native_layout  # noqa: E402
-from w4gemm.problem import H200, Device, GemmProblem  # noqa: E402
 
 
 def test_shapes_by_name_and_by_size():

@@ -13,16 +13,16 @@ import torch
 import w4gemm
 from w4gemm import choice
 from w4gemm.choice.cost import predicted_us, ranked
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
-from w4gemm.errors import UnsupportedError
-from w4gemm.formats import WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.errors import UnsupportedError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named, requirements
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.row_combine.spec import RowCombine
-from w4gemm.packed_shape import packed_shape
-from w4gemm.problem import GPUS, H200, Device, GemmProblem
+from w4gemm.packing.packed_shape import packed_shape
 
 CPU = Device("cpu")
 FORMAT = WeightFormat.parse("int4_g32_zfloat_fp16")

@@ -15,8 +15,8 @@ import w4gemm
 from w4gemm.cli.__main__ import main, make_parser
 from w4gemm.console import progress
 from w4gemm.console.devices import choose_device
+from w4gemm.core.problem import Device
 from w4gemm.integrations.generation import default_model
-from w4gemm.problem import Device
 
 
 @pytest.fixture

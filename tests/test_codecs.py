@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from test_layouts import assert_same, random_parts
-from w4gemm import WeightFormat, formats, linear, quantize
-from w4gemm.formats import ELEMENTS, Element
+from w4gemm import WeightFormat, linear, quantize
+from w4gemm.core import formats
+from w4gemm.core.formats import ELEMENTS, Element
 from w4gemm.packing import codecs
 from w4gemm.packing.codecs import CODECS, INT4_MMA16, MMA8, MMA16, Bits, WeightOperand, codec_for, refusal
 from w4gemm.packing.layouts import layout_named

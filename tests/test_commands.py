@@ -18,11 +18,11 @@ from w4gemm.choice import store
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
 from w4gemm.console.options import parse_tokens
-from w4gemm.epilogue import Epilogue
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.problem import GPUS
 from w4gemm.jit import is_ready
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
-from w4gemm.problem import GPUS
 
 
 @pytest.fixture(autouse=True)

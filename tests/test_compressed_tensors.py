@@ -110,7 +110,7 @@ def test_w4afp8_quantizes_activations(tmp_path: Path, packed: bool) -> None:
 def test_the_package_that_defines_the_format(
     tmp_path: Path, packing: str, group_size: int | None, symmetric: bool
 ) -> None:
-    """What compressed-tensors compresses is read as what it decompresses, in float32."""
+    """A folder that compressed-tensors packed is read as what it decompresses, in float32."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

@@ -63,8 +63,8 @@ def test_every_kernels_configs_round_trip():
     import torch
 
     from w4gemm import WeightFormat
+    from w4gemm.core.problem import GemmProblem
     from w4gemm.kernels import KERNELS
-    from w4gemm.problem import GemmProblem
 
     for kernel, name, m in itertools.product(KERNELS, ("int4_g128", "int4_g32_zfloat", "int4_col"), (1, 64, 4096)):
         problem = GemmProblem(m, 4096, 4096, torch.bfloat16, WeightFormat.parse(name), "mma16")

@@ -13,12 +13,12 @@ import pytest
 from w4gemm.choice import cost
 from w4gemm.choice.cost import constants, predicted_us, ranked
 from w4gemm.choice.cost.constants import Scale
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
-from w4gemm.formats import WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.jit import disk
 from w4gemm.kernels import KERNELS, kernel_named
-from w4gemm.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.tuning import record
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench/results"

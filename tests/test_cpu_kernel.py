@@ -11,11 +11,11 @@ import w4gemm
 from conformance.cases import FEW_FORMATS, assert_close, random_weight
 from w4gemm import choice
 from w4gemm.choice.cost import ranked
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels.cpu import kernel
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.packing.layouts import layout_named
-from w4gemm.problem import Device, GemmProblem
 
 CPU = Device("cpu")
 

@@ -8,10 +8,10 @@ import torch
 import w4gemm
 from sass import disassemble
 from w4gemm import QuantizedWeight, W4Experts, combine, quantize, route
+from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels.row_combine.spec import RowCombine
-from w4gemm.problem import H200
-from w4gemm.reference import grouped_reference
+from w4gemm.weights.reference import grouped_reference
 
 E, HIDDEN, FEATURES = 4, 96, 64
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from w4gemm import WeightFormat
-from w4gemm.formats import PER_COLUMN, Element
+from w4gemm.core.formats import PER_COLUMN, Element
 
 GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
 ALL = [WeightFormat(*parts) for parts in itertools.product(GROUPS, ("none", "int", "float"), ("bf16", "fp16"))]

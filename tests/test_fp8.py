@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm import QuantizedWeight, W4Linear, WeightFormat, boundary, linear
-from w4gemm.reference import grouped_reference, linear_reference
+from w4gemm import QuantizedWeight, W4Linear, WeightFormat, linear
+from w4gemm.api import boundary
+from w4gemm.weights.reference import grouped_reference, linear_reference
 
 N, K = 130, 384
 FP8 = torch.float8_e4m3fn

@@ -13,40 +13,20 @@ import w4gemm
 
 PACKAGE = Path(w4gemm.__file__).parent
 
-# Each may import what stands before it, and what stands beside it on its own line.
-LEVELS = (
-    ("errors", "environment", "trust"),
-    ("jit",),
-    ("formats", "epilogue", "gpu_rates", "problem", "config"),
-    ("packing",),
-    ("packed_shape",),
-    (
-        *("act_order", "dequantize", "weight", "weight_experts", "weight_file", "weight_make", "weight_repack"),
-        *("weight_shard", "quantization", "reference"),
-    ),
-    ("kernels",),
-    ("choice", "gather"),
-    ("tuning", "console"),
-    ("arguments",),
-    ("modes",),
-    ("activations", "routing"),
-    ("boundary",),
-    ("bound", "operator_arguments"),
-    ("ops", "grouped", "runner"),
-    ("nn", "experts", "checkpoints"),
-    ("integrations",),
-    ("cli",),
+ROOMS = (
+    *("core", "jit", "packing", "weights", "kernels", "choice", "tuning", "console"),
+    *("api", "checkpoints", "integrations", "cli"),
 )
-LEVEL = {unit: i for i, units in enumerate(LEVELS) for unit in units}
+"""Folders of the package. Each may import itself and those before it."""
 
 
-def unit_of(file: Path) -> str:
-    """The first part of a file's module name inside the package."""
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def room_of(file: Path) -> str:
+    """The folder of the package that a file lies in."""
+    return file.relative_to(PACKAGE).parts[0]
 
 
-def imported_units(file: Path) -> set[str]:
-    """Units that a file imports, anywhere in it. ``from w4gemm import x`` is the unit x, or the unit x comes from."""
+def imported_rooms(file: Path) -> set[str]:
+    """Rooms that a file imports, anywhere in it. ``from w4gemm import x`` counts as the room that x comes from."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -58,14 +38,11 @@ def imported_units(file: Path) -> set[str]:
         else:
             continue
         for name in names:
-            parts = name.split(".")
-            if parts[0] != "w4gemm" or len(parts) == 1:
+            package, *parts = name.split(".")
+            if package != "w4gemm" or not parts:
                 continue
-            unit = parts[1]
-            if unit not in LEVEL and hasattr(w4gemm, unit):
-                module = getattr(getattr(w4gemm, unit), "__module__", None)
-                unit = module.split(".")[1] if module and "." in module else "__init__"
-            found.add(unit)
+            source = getattr(getattr(w4gemm, parts[0], None), "__module__", f"w4gemm.{parts[0]}")
+            found.add(parts[0] if parts[0] in ROOMS else source.split(".")[1])
     return found
 
 
@@ -74,16 +51,15 @@ FILES = [f for f in sorted(PACKAGE.rglob("*.py")) if f != PACKAGE / "__init__.py
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(PACKAGE).as_posix())
 def test_imports_go_one_way(file):
-    unit = unit_of(file)
-    assert unit in LEVEL, f"{unit}: say in LEVELS where it stands"
-    wrong = {u for u in imported_units(file) if u != "__init__" and LEVEL.get(u, 99) > LEVEL[unit]}
-    assert not wrong, f"{unit} imports {', '.join(sorted(wrong))}, which stands above it"
+    below = ROOMS[: ROOMS.index(room_of(file)) + 1]
+    wrong = imported_rooms(file) - {*below}
+    assert not wrong, f"{room_of(file)} imports {', '.join(sorted(wrong))}, which stands above it"
 
 
 def test_bench_stands_beside_the_commands():
     """``w4gemm bench`` imports bench, so bench may not import the commands."""
     files = [*(PACKAGE.parents[1] / "bench").rglob("*.py")]
-    assert files and not [f.name for f in files if "cli" in imported_units(f)]
+    assert files and not [f.name for f in files if "cli" in imported_rooms(f)]
 
 
 def private_uses(file: Path) -> list[str]:

@@ -20,12 +20,13 @@ import torch
 import w4gemm
 from sass import disassemble
 from tiny_kernel import tiny
-from w4gemm import GemmConfig, WeightFormat, environment
+from w4gemm import GemmConfig, WeightFormat
+from w4gemm.core import environment
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit, adopt, compiled, disk, object_code
 from w4gemm.jit import compile as jit
 from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import kernel_named
-from w4gemm.problem import Device, GemmProblem
 
 pytest.importorskip("cutlass")
 

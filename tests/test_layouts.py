@@ -11,12 +11,12 @@ import torch
 
 from test_formats import ALL, FOLDED
 from w4gemm import GemmProblem, QuantizedWeight, WeightFormat, configs, linear
+from w4gemm.core.problem import H200, Device
 from w4gemm.kernels import KERNELS
 from w4gemm.packing import codecs
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, HALF_K, STRIP_BYTES, STRIP_N, Block
 from w4gemm.packing.codecs import INT4_MMA16
 from w4gemm.packing.layouts import LAYOUTS, Parts, layout_for, layout_named, native_layout
-from w4gemm.problem import H200, Device
 
 SHAPES = [(1, 1), (1, 128), (64, 128), (63, 127), (65, 129), (70, 300), (130, 257), (128, 1024), (5, 32)]
 

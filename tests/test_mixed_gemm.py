@@ -9,11 +9,11 @@ import torch
 
 from w4gemm import GemmConfig, choice
 from w4gemm.choice.cost import ranked
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
-from w4gemm.problem import H200, GemmProblem
 
 KERNEL = kernel_named("sm90_mixed_gemm")
 PROBLEM = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)

@@ -9,9 +9,9 @@ import torch
 import w4gemm
 from conformance.cases import assert_close, random_weight
 from w4gemm import QuantizedWeight, UnsupportedError, W4Linear, linear, quantize
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import native_layout
-from w4gemm.problem import Device
 
 IN, OUT = 333, 130
 FORMATS = ["int4_g32_zfloat_fp16", "int4_g128", "int4_col_zint"]

@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4gemm
 from conformance.cases import assert_close, random_weight
-from w4gemm import arguments, bound, choice, linear
-from w4gemm.epilogue import ACTIVATIONS, Epilogue, EpilogueOperands
-from w4gemm.errors import UnsupportedError
-from w4gemm.formats import WeightFormat
-from w4gemm.operator_arguments import flat_epilogue, flat_weight
-from w4gemm.problem import Device, GemmProblem
+from w4gemm import choice, linear
+from w4gemm.api import arguments, bound
+from w4gemm.api.operator_arguments import flat_epilogue, flat_weight
+from w4gemm.core.epilogue import ACTIVATIONS, Epilogue, EpilogueOperands
+from w4gemm.core.errors import UnsupportedError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 
 ROOT = Path(__file__).resolve().parent.parent
 N, K = 130, 96
@@ -140,7 +141,7 @@ def test_one_column():
 
 def test_config_as_object_and_string(w, x):
     from w4gemm import choice
-    from w4gemm.problem import Device, GemmProblem
+    from w4gemm.core.problem import Device, GemmProblem
 
     problem = GemmProblem(6, N, K, x.dtype, FORMAT, w.layout, device=Device.of(x.device))
     _, kernel, config = choice.explain(problem).ranking[0]

@@ -11,11 +11,11 @@ import torch
 from sass import functions
 from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, linear
 from w4gemm.choice.cost import predicted_us
-from w4gemm.epilogue import Epilogue
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.hopper import split
-from w4gemm.problem import H200, GemmProblem
 
 W4A16 = GemmProblem(256, 28672, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
 W4A8 = replace(W4A16, dtype=torch.float8_e4m3fn, format=WeightFormat.parse("int4_g128_e4m3"), layout="mma8")

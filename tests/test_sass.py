@@ -22,11 +22,11 @@ from sass import Sass, check, disassemble, local_memory
 from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat
 from w4gemm.choice.cost import ranked
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.jit.disk import source_hash
 from w4gemm.kernels import KERNELS, Kernel, kernel_named
-from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
 pytest.importorskip("cutlass")
 

@@ -10,13 +10,13 @@ import torch
 
 from w4gemm import choice
 from w4gemm.cli.__main__ import main
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue
-from w4gemm.formats import WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.space import KINDS
-from w4gemm.problem import GPUS, H200, Device, GemmProblem
 
 GPU_KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, GpuKernel)]
 PROBLEM = GemmProblem(64, 4096, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)

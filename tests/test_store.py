@@ -16,11 +16,11 @@ import torch
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.cli.__main__ import main
-from w4gemm.epilogue import Epilogue
-from w4gemm.formats import WeightFormat
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import kernel_named
 from w4gemm.packing.layouts import RENAMED
-from w4gemm.problem import H200, Device, GemmProblem
 
 PROBLEM = GemmProblem(64, 6144, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tiny_kernel import tiny
-from w4gemm import UnsupportedError, trust
+from w4gemm import UnsupportedError
 from w4gemm.choice import store
 from w4gemm.cli.__main__ import main
+from w4gemm.core import trust
 from w4gemm.jit import compile as jit
 from w4gemm.jit import compiled, disk
 

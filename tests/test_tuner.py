@@ -13,10 +13,10 @@ import torch
 import w4gemm
 from w4gemm import choice
 from w4gemm.choice import store
-from w4gemm.epilogue import Epilogue
-from w4gemm.formats import WeightFormat
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import kernel_named
-from w4gemm.problem import H200, Device, GemmProblem
 from w4gemm.tuning import tuner
 from w4gemm.tuning.roofline import Work, roofline_us
 from w4gemm.tuning.timing import Timing

@@ -158,7 +158,7 @@ def test_load_refuses_what_is_no_whole_file(tmp_path):
             QuantizedWeight.load(path)
 
 
-GOOD = {"kind": "w4gemm.weight", "version": "1", "format": "int4_g128", "n": 96, "k": 512}
+GOOD = {"kind": "w4gemm.weights.weight", "version": "1", "format": "int4_g128", "n": 96, "k": 512}
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ GOOD = {"kind": "w4gemm.weight", "version": "1", "format": "int4_g128", "n": 96,
         ("{", "is not a w4gemm weight"),
         ("[]", "is not a w4gemm weight"),
         ("[" * 100_000, "its metadata are nested too deep"),
-        (GOOD | {"kind": "lora"}, "it holds 'lora' version '1', wanted 'w4gemm.weight' '1'"),
-        (GOOD | {"version": "2"}, "it holds 'w4gemm.weight' version '2'"),
+        (GOOD | {"kind": "lora"}, "it holds 'lora' version '1', wanted 'w4gemm.weights.weight' '1'"),
+        (GOOD | {"version": "2"}, "it holds 'w4gemm.weights.weight' version '2'"),
         (GOOD | {"format": "int3"}, "format: wanted int4_g"),
         (GOOD | {"format": "int4_g64"}, r"tensors\[1\]: canonical int4_g64 .* wants"),
         (GOOD | {"format": "int4_g128_zint"}, "wants tensors codes, scales, zeros, and perm"),

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from bench.peers.base import FP8, Prepared, Tensors, missing_gpu, token_scales
 
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 
 class Cublas:

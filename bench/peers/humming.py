@@ -14,8 +14,8 @@ from bench.peers.base import (
     unsupported,
 )
 
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 
 class Humming:

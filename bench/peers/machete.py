@@ -6,8 +6,8 @@ import torch
 from bench.peers import vllm_ops
 from bench.peers.base import Prepared, Tensors, gptq_words, unsupported
 
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 
 class Machete:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from bench.peers.base import Prepared, Tensors, missing_gpu, unsupported
 
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 INNER_K_TILES = 8
 

@@ -9,11 +9,11 @@ from bench.peers.base import FP8, Prepared, Tensors, missing_gpu, token_scales
 
 import w4gemm
 from w4gemm import choice
-from w4gemm.epilogue import PLAIN
-from w4gemm.formats import WeightFormat
+from w4gemm.core.epilogue import PLAIN
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import Device, GemmProblem
-from w4gemm.weight import QuantizedWeight
+from w4gemm.weights.weight import QuantizedWeight
 
 
 class W4gemm:

@@ -2,23 +2,23 @@
 
 import warnings
 
-from w4gemm.activations import quantize_activations
+from w4gemm.api.activations import quantize_activations
+from w4gemm.api.experts import W4Experts
+from w4gemm.api.grouped import grouped_linear, masked_linear
+from w4gemm.api.nn import W4Linear
+from w4gemm.api.ops import linear
+from w4gemm.api.routing import Routing, combine, route
+from w4gemm.api.runner import MixedGemm
 from w4gemm.choice import configs, explain
-from w4gemm.config import GemmConfig
-from w4gemm.environment import configure_logging
-from w4gemm.epilogue import Epilogue
-from w4gemm.errors import FormatError, UnsupportedError
-from w4gemm.experts import W4Experts
-from w4gemm.formats import WeightFormat
-from w4gemm.grouped import grouped_linear, masked_linear
-from w4gemm.nn import W4Linear
-from w4gemm.ops import linear
-from w4gemm.problem import Device, GemmProblem
-from w4gemm.quantization import fold_scales, quantize
-from w4gemm.routing import Routing, combine, route
-from w4gemm.runner import MixedGemm
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.environment import configure_logging
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.errors import FormatError, UnsupportedError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.tuning.tuner import autotune
-from w4gemm.weight import QuantizedWeight
+from w4gemm.weights.quantization import fold_scales, quantize
+from w4gemm.weights.weight import QuantizedWeight
 
 __version__ = "0.1.0"
 

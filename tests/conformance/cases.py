@@ -14,15 +14,15 @@ import torch
 
 import w4gemm
 from w4gemm.choice.cost import ranked
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue, EpilogueOperands, default_out_dtype
-from w4gemm.formats import WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands, default_out_dtype
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel
 from w4gemm.packing.layouts import LAYOUTS, layout_named
-from w4gemm.problem import H200, Device, GemmProblem
-from w4gemm.reference import linear_reference
-from w4gemm.weight import QuantizedWeight
+from w4gemm.weights.reference import linear_reference
+from w4gemm.weights.weight import QuantizedWeight
 
 FORMATS = [
     WeightFormat(group_size, zero, scale)

@@ -21,7 +21,7 @@ from conformance.cases import (
     supported_here,
     targets,
 )
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.core.epilogue import PLAIN, Epilogue
 
 N, K = 208, 768
 """Small, and with a part of a tile along n; K is a multiple of every group size but 512."""

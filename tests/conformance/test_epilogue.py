@@ -20,11 +20,11 @@ from conformance.cases import (
     supported_here,
     targets,
 )
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue, bias_dtype
-from w4gemm.formats import WeightFormat
-from w4gemm.reference import linear_reference
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue, bias_dtype
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.reference import linear_reference
+from w4gemm.weights.weight import QuantizedWeight
 
 M, N, K = 70, 200, 320
 FORMAT, EXACT_FORMAT = WeightFormat.parse("int4_g64_zint_fp16"), WeightFormat.parse("int4_g64")

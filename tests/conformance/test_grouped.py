@@ -24,10 +24,10 @@ from conformance.cases import (
 )
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.choice.cost import ranked
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import default_out_dtype
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import default_out_dtype
 from w4gemm.kernels.gpu import takes_rows
-from w4gemm.reference import grouped_reference
+from w4gemm.weights.reference import grouped_reference
 
 N, K = 200, 768
 COUNTS = (3, 0, 70, 0, 1, 130, 0)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from w4gemm.checkpoints import awq, compressed_tensors, dense, gguf, gptq
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.hugging_face import quantization_config
-from w4gemm.errors import FormatError
-from w4gemm.formats import WeightFormat
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
 
 FORMATS: tuple[CheckpointFormat, ...] = (gguf.FORMAT, gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, dense.FORMAT)
 """Every format, in the order in which they are asked."""

@@ -23,8 +23,8 @@ from w4gemm.checkpoints.quantized_folder import (
     folder_format,
     unpack_int4,
 )
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds its first, second, ... number."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)

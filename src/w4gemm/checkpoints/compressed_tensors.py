@@ -25,8 +25,8 @@ from w4gemm.checkpoints.quantized_folder import (
     folder_format,
     unpack_int4,
 )
-from w4gemm.formats import PER_COLUMN, WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 FORMATS = ("pack-quantized", "int-quantized")
 _CODE_OF_ZERO = 8

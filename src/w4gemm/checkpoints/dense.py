@@ -13,10 +13,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.hugging_face import FILES, SafetensorsFolder, quantization_config, transformers_errors
-from w4gemm.errors import FormatError
-from w4gemm.formats import WeightFormat
-from w4gemm.quantization import quantize
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.quantization import quantize
+from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,8 @@ import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.gguf_file import MAGIC, GGUFFile
-from w4gemm.errors import FormatError
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.errors import FormatError
+from w4gemm.weights.weight import QuantizedWeight
 
 _PERMUTED: dict[str, dict[str, str]] = {
     "llama": {"attn_q": "head_count", "attn_k": "head_count_kv"},

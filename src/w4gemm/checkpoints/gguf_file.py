@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from w4gemm.errors import FormatError
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 BLOCK = 32
 INT4_FORMATS = {"Q4_0": WeightFormat(BLOCK, "none", "fp16"), "Q4_1": WeightFormat(BLOCK, "float", "fp16")}

@@ -31,8 +31,8 @@ from w4gemm.checkpoints.quantized_folder import (
     folder_format,
     unpack_int4,
 )
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 _STORED_ZERO = {"gptq": -1, "gptq_v2": 0}
 """The number that is added to a zero point before it is stored, by ``checkpoint_format``."""

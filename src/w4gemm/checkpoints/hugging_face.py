@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.errors import FormatError
+from w4gemm.core.errors import FormatError
 
 FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of which a folder has one."""

@@ -14,9 +14,9 @@ import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo, quantization_config
-from w4gemm.errors import FormatError
-from w4gemm.formats import WeightFormat
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 SCALES = {"F16": "fp16", "BF16": "bf16"}
 """Scale rules by safetensors' name of the scales' dtype."""

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from w4gemm import environment
 from w4gemm.choice import store
 from w4gemm.choice.cost import copy_us
 from w4gemm.choice.intervals import interval_of
 from w4gemm.choice.invariance import legal_ranked, status_of
-from w4gemm.config import GemmConfig
-from w4gemm.errors import UnsupportedError
+from w4gemm.core import environment
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.errors import UnsupportedError
+from w4gemm.core.problem import GemmProblem
 from w4gemm.jit import compiled
 from w4gemm.kernels import KERNELS, Kernel, Operands, kernel_named
 from w4gemm.packing.layouts import layout_named, native_layout
-from w4gemm.problem import GemmProblem
 
 
 @dataclass(frozen=True)

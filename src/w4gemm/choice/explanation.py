@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from w4gemm.choice import choose
 from w4gemm.choice.invariance import legal_ranked, status_of
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS, Resources, Status
-from w4gemm.problem import GemmProblem
 
 _COLUMNS = ("#", "us", "score", "kernel/config", "CTAs", "waves", "threads", "registers", "shared", "stages")
 

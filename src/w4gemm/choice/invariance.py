@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from w4gemm.choice.cost import ranked
 from w4gemm.choice.intervals import BOUNDS, FEW, LARGEST
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS, Kernel, Status
-from w4gemm.problem import GemmProblem
 
 
 def legal_ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:

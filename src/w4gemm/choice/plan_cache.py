@@ -14,10 +14,10 @@ import torch
 
 from w4gemm.choice.choose import Plan, plan
 from w4gemm.choice.intervals import interval, last_of
-from w4gemm.epilogue import PLAIN, Epilogue
-from w4gemm.packed_shape import PackedShape
-from w4gemm.problem import Device, GemmProblem
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.packing.packed_shape import PackedShape
+from w4gemm.weights.weight import QuantizedWeight
 
 _log = logging.getLogger("w4gemm")
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm import environment, trust
-from w4gemm.config import GemmConfig
+from w4gemm.core import environment, trust
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import RENAMED
-from w4gemm.problem import Device, GemmProblem
 
 _log = logging.getLogger("w4gemm")
 _TABLES = Path(__file__).resolve().parent / "tables"

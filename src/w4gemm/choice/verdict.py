@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from w4gemm.choice import choose
 from w4gemm.choice.invariance import legal_ranked, status_of
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.space import Exclusion
-from w4gemm.problem import GemmProblem
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import w4gemm
 from w4gemm.cli import bench, cache, compile, explain, gemm, generate, info, tune
-from w4gemm.environment import configure_logging
-from w4gemm.errors import UnsupportedError
+from w4gemm.core.environment import configure_logging
+from w4gemm.core.errors import UnsupportedError
 
 COMMANDS = (generate, explain, gemm, tune, compile, cache, bench, info)
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, UnsupportedError)

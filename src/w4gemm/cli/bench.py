@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from w4gemm.errors import UnsupportedError
+from w4gemm.core.errors import UnsupportedError
 
 NAME = "bench"
 HELP = "measure layers beside other implementations, and report it (in a checkout)"

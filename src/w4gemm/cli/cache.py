@@ -6,9 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from w4gemm import choice, environment
+from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.console.progress import say
+from w4gemm.core import environment
 from w4gemm.jit import disk
 from w4gemm.kernels import kernel_named
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from w4gemm import environment, trust
 from w4gemm.choice import store
 from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
 from w4gemm.cli.problems import add_layer_arguments, parse_layers
 from w4gemm.console.devices import device_line
 from w4gemm.console.options import DTYPES, parse_tokens, positive
 from w4gemm.console.progress import progress_bar, say
-from w4gemm.epilogue import ACTIVATIONS
+from w4gemm.core import environment, trust
+from w4gemm.core.epilogue import ACTIVATIONS
+from w4gemm.core.problem import GPUS
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
-from w4gemm.problem import GPUS
 
 NAME = "compile"
 HELP = "compile ahead of time what a model needs, without a GPU"

@@ -7,10 +7,10 @@ import argparse
 from w4gemm import choice
 from w4gemm.console.devices import described_device, device_line
 from w4gemm.console.options import add_device_arguments, chosen_dtype, positive
-from w4gemm.epilogue import ACTIVATIONS, Epilogue
-from w4gemm.formats import WeightFormat
+from w4gemm.core.epilogue import ACTIVATIONS, Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import GemmProblem
 from w4gemm.tuning.roofline import roofline_us
 
 NAME = "explain"

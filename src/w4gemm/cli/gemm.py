@@ -8,10 +8,10 @@ from w4gemm import choice
 from w4gemm.console.devices import chosen_device, device_line
 from w4gemm.console.options import add_device_arguments, chosen_dtype, positive
 from w4gemm.console.progress import progress_bar
-from w4gemm.formats import WeightFormat
-from w4gemm.packed_shape import packed_shape
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import GemmProblem
+from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.tuning.roofline import Work, roofline_us
 from w4gemm.tuning.tuner import Outcome, tune
 from w4gemm.tuning.workload import Workload

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 import w4gemm
-from w4gemm import choice, environment, trust
+from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
+from w4gemm.core import environment, trust
 from w4gemm.jit import disk
 from w4gemm.kernels.requirements import driver_cuda_version
 from w4gemm.tuning.record import facts

@@ -12,11 +12,11 @@ import torch
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.cli.problems import Layer, problems
-from w4gemm.errors import UnsupportedError
+from w4gemm.core.errors import UnsupportedError
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit
 from w4gemm.kernels import HELPERS, kernel_named
 from w4gemm.kernels.helper import LayerFacts
-from w4gemm.problem import Device, GemmProblem
 
 
 class Use(NamedTuple):

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.epilogue import Epilogue
-from w4gemm.errors import FormatError
-from w4gemm.formats import WeightFormat
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import Device, GemmProblem
 
 _FP8 = torch.float8_e4m3fn
 _SIZE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")

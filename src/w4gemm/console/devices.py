@@ -6,9 +6,9 @@ import torch
 
 from w4gemm import choice
 from w4gemm.console.progress import say
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
-from w4gemm.problem import H200, Device, GemmProblem
 
 SIMULATED = {"h200": H200}
 """Devices that need not be there, for what only chooses and compiles."""

@@ -8,7 +8,7 @@ import re
 import torch
 
 from w4gemm import choice
-from w4gemm.problem import Device
+from w4gemm.core.problem import Device
 
 WIDE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """dtypes of a model's activations, by name."""

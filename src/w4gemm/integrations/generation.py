@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from w4gemm import choice
-from w4gemm.epilogue import Epilogue
-from w4gemm.nn import W4Linear
+from w4gemm.api.nn import W4Linear
+from w4gemm.core.epilogue import Epilogue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

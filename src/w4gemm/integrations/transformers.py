@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, Module, open_checkpoint
 from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
 from w4gemm.checkpoints.hugging_face import transformers_errors
-from w4gemm.errors import FormatError
-from w4gemm.formats import WeightFormat
-from w4gemm.nn import W4Linear
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from w4gemm import environment
-from w4gemm.errors import UnsupportedError
+from w4gemm.core import environment
+from w4gemm.core.errors import UnsupportedError
 from w4gemm.jit import disk
 from w4gemm.jit.unit import Unit
 

@@ -5,10 +5,10 @@ for and the SHA-256 of all that (ELF readers ignore what follows the sections, s
 it is). The DSL compiles host code for the very processor it runs on, AVX-512 and all, while a folder may be filled on
 another machine or shared by several: an object is taken only where its processor can do no more than this one.
 
-Only what :mod:`w4gemm.trust` lets pass is read, because an object is code. The checksum is compared before loading,
-because loading half an object can end the process. Files are written under a temporary name in the cache folder and
-renamed, so readers never see a partial file. Concurrent writers write equal content; the last one wins. Any disk error
-costs a recompilation, never a wrong result.
+Only what :mod:`w4gemm.core.trust` lets pass is read, because an object is code. The checksum is compared before
+loading, because loading half an object can end the process. Files are written under a temporary name in the cache
+folder and renamed, so readers never see a partial file. Concurrent writers write equal content; the last one wins. Any
+disk error costs a recompilation, never a wrong result.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import time
 from collections.abc import Hashable
 from pathlib import Path
 
-from w4gemm import environment, trust
+from w4gemm.core import environment, trust
 from w4gemm.jit.unit import Unit
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SOURCES = ("kernels", "packing", "jit/compile.py", "formats.py", "epilogue.py")
+_SOURCES = ("kernels", "packing", "jit/compile.py", "core/formats.py", "core/epilogue.py")
 """Files and folders of this package that decide the code of an object."""
 _DIGEST = hashlib.sha256().digest_size
 # no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
@@ -181,7 +181,7 @@ def clear() -> int:
     """Delete every object, and what killed processes left behind; return the number of objects.
 
     Raises:
-        w4gemm.trust.Untrusted: if the folder is not to be trusted: it may stand for another one.
+        w4gemm.core.trust.Untrusted: if the folder is not to be trusted: it may stand for another one.
     """
     folder = environment.cache_dir()
     if folder is None or not folder.is_dir():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
+from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
 
 Tensor = Any
 """A torch.Tensor on the host, a cute.Tensor on the device."""

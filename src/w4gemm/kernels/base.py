@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
+from w4gemm.core.problem import GemmProblem
 from w4gemm.jit.unit import Unit
 from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
 from w4gemm.kernels.space import Exclusion
-from w4gemm.problem import GemmProblem
 
 
 @dataclass(frozen=True)

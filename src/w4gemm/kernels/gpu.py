@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue
-from w4gemm.formats import WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
@@ -21,7 +22,6 @@ from w4gemm.kernels.space import Exclusion, Space
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.packing.codecs import WeightOperand
 from w4gemm.packing.layouts import layout_named
-from w4gemm.problem import Device, GemmProblem
 
 HOPPER_SHARED_MEMORY = 232448
 """Bytes that one CTA may use on SM90."""

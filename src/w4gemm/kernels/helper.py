@@ -12,10 +12,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from w4gemm.core.problem import Device
 from w4gemm.jit import Unit, compiled
 from w4gemm.kernels.gpu import MIN_DRIVER, GpuKernel
 from w4gemm.kernels.requirements import missing_for_dsl
-from w4gemm.problem import Device
 
 HALF_KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 """Names in device code of the dtypes that helpers take."""

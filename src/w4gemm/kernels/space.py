@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
 
 
 class Rule(NamedTuple):

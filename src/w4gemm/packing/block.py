@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from w4gemm.formats import PER_COLUMN, WeightFormat
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 
 BLOCK_N, BLOCK_K = 64, 128
 """Rows and columns of a block."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from w4gemm import environment
+from w4gemm.core import environment
 from w4gemm.jit.disk import source_hash
 
 _HERE = Path(__file__).resolve().parent

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_named
-from w4gemm.problem import GemmProblem
 
 
 class Rates(NamedTuple):
     """Rates that large library calls reach on a device, per us. The GPU's power limits them, so they are below those
-    of its data sheet (:mod:`w4gemm.gpu_rates`)."""
+    of its data sheet (:mod:`w4gemm.core.gpu_rates`)."""
 
     bytes: float
     operations: float

@@ -20,11 +20,11 @@ import torch
 
 from w4gemm import choice
 from w4gemm.choice import store
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.jit import Unit, adopt, is_ready
 from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import Kernel, Operands, kernel_named
-from w4gemm.problem import GemmProblem
 from w4gemm.tuning.timing import LONG_CALL_US, Timing
 from w4gemm.tuning.workload import Launch, Workload
 

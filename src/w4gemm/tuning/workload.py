@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from w4gemm.epilogue import EpilogueOperands, bias_dtype
-from w4gemm.formats import WeightFormat
+from w4gemm.core.epilogue import EpilogueOperands, bias_dtype
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Operands
-from w4gemm.problem import GemmProblem
 from w4gemm.tuning.timing import Timing, time_calls, time_graphs
-from w4gemm.weight import QuantizedWeight
+from w4gemm.weights.weight import QuantizedWeight
 
 _ROTATED_BYTES = {"cuda": 400e6, "cpu": 64e6}
 """Bytes of all copies of the weight together, so that no cache holds one."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 from w4gemm.choice.cost import cpu, cublas, mma_sync, waves
 from w4gemm.choice.cost.traffic import copy_us, roofline_us
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Kernel
-from w4gemm.problem import GemmProblem
 
 Model = Callable[[Kernel, GemmProblem, GemmConfig], float]
 

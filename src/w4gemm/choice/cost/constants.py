@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from w4gemm.config import GemmConfig
-from w4gemm.problem import GPUS, Device
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GPUS, Device
 
 FOLDER = Path(__file__).resolve().parent
 _REFERENCE = "nvidia_h200.jsonl"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from w4gemm.config import GemmConfig
-from w4gemm.problem import GemmProblem
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 
 _SUM_TOKENS = 4
 """Largest m that "sum" is ranked first for. Time of "sum" / time of "dense", geometric mean over four sizes of layers,

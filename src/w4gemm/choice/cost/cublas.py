@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from w4gemm.choice.cost.constants import reference, scale_of
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
-from w4gemm.problem import GemmProblem
 
 
 def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:

@@ -12,10 +12,10 @@ import math
 from typing import Any
 
 from w4gemm.choice.cost.constants import reference, scale_of
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.gpu import m_tiles
 from w4gemm.packing.block import Block
-from w4gemm.problem import GemmProblem
 
 _TERMS = ("launch", "slot", "decode", "operations", "read", "sums")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from w4gemm.choice.cost.constants import reference, scale_of
+from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
-from w4gemm.problem import GemmProblem
 
 
 def bytes_us(problem: GemmProblem) -> float:

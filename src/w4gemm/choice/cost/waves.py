@@ -25,10 +25,10 @@ import torch
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, reference, scale_of
 from w4gemm.choice.cost.traffic import bytes_us, roofline_us
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.gpu import m_tiles
 from w4gemm.kernels.hopper import launches
-from w4gemm.problem import GemmProblem
 
 _SHARPNESS = 8
 _DECODE_BOUND_TOKENS = 60

@@ -1,8 +1,8 @@
 """x8[i, :] = e4m3(y[i, :] * (448 / top)), scales[i] = top / 448, top = max of abs(y[i, :]), for 16-bit x (m, columns).
 
 y by ``front``: "" x itself; "rms" x / sqrt(mean(x**2) + eps) * weight; "silu_mul" silu(x[:, :k]) * x[:, k:]. The last
-two are computed in float32 and rounded once to x's dtype. ``w4gemm.activations`` has the same formulas in PyTorch, in
-the same order of roundings.
+two are computed in float32 and rounded once to x's dtype. ``w4gemm.api.activations`` has the same formulas in PyTorch,
+in the same order of roundings.
 
 A CTA quantizes one row. A thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart: it requests all of
 them before it uses the first, and keeps y in registers, two columns per word. Without their sign, the bits of 16-bit

@@ -1,4 +1,4 @@
-"""Host side of the quantization of activations; ``w4gemm.activations`` is its only caller."""
+"""Host side of the quantization of activations; ``w4gemm.api.activations`` is its only caller."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit
 from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
 from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
 from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
-from w4gemm.problem import Device
 
 LARGEST = 448.0
 """Largest number of float8_e4m3fn."""

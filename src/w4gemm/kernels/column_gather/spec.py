@@ -1,4 +1,4 @@
-"""Host side of the gather of columns; ``w4gemm.gather`` is its only caller."""
+"""Host side of the gather of columns; ``w4gemm.api.gather`` is its only caller."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
+from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
-from w4gemm.problem import Device
 
 _BARRIER_BYTES = 64
 _LARGEST = (HOPPER_SHARED_MEMORY - _BARRIER_BYTES) // 2 // 8 * 8

@@ -11,7 +11,7 @@ float32. With a float zero point that holds as long as z + 8 * s is exact too, w
 by a factor of 2**10 or more, and then by the last bit of s.
 
 "dense" dequantizes a block of output features and calls matmul: the same table with bags of a single row where
-possible, else :func:`w4gemm.dequantize.dequantize_parts`.
+possible, else :func:`w4gemm.weights.dequantize.dequantize_parts`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import math
 
 import torch
 
-from w4gemm.config import GemmConfig
-from w4gemm.dequantize import dequantize_parts, rounded_sum
-from w4gemm.epilogue import PLAIN
-from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN
+from w4gemm.core.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import ROW_BYTES, TABLE_N
-from w4gemm.problem import GemmProblem
+from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
 
 
 def common_part(length: int) -> int:

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from w4gemm.config import GemmConfig
-from w4gemm.formats import WeightFormat
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.cpu import kernel
 from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import TABLE_N
-from w4gemm.problem import GemmProblem
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 _LAYOUTS = ("cpu", "canonical")

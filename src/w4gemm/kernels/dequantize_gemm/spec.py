@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from w4gemm import environment
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import PLAIN, Epilogue
+from w4gemm.core import environment
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.problem import GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
@@ -27,7 +28,6 @@ from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.layouts import layout_named
-from w4gemm.problem import GemmProblem
 
 _FP8 = torch.float8_e4m3fn
 _LAYOUTS = {torch.float16: "mma16", torch.bfloat16: "mma16", _FP8: "mma8"}

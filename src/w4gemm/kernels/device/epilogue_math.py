@@ -1,4 +1,4 @@
-"""The epilogue's arithmetic on float32 sums: see :class:`w4gemm.epilogue.Epilogue`.
+"""The epilogue's arithmetic on float32 sums: see :class:`w4gemm.core.epilogue.Epilogue`.
 
 Relative errors stay below 1e-6 if the result is not tiny: no step subtracts numbers that nearly cancel.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.epilogue import Epilogue, EpilogueOperands
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.kernels.device.ptx import (
     capped_magnitude,
     exp2,

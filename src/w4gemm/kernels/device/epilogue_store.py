@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from w4gemm.epilogue import EpilogueOperands
+from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.ptx import (
     fence_proxy_async,

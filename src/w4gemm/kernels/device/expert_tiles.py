@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from w4gemm.epilogue import EpilogueOperands
+from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.kernels.device.epilogue_math import IndexedScales
 

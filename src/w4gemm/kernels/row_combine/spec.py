@@ -1,4 +1,4 @@
-"""Host side of the weighted sum of rows; ``w4gemm.routing`` is its only caller."""
+"""Host side of the weighted sum of rows; ``w4gemm.api.routing`` is its only caller."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import torch
 
+from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit
 from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
-from w4gemm.problem import Device
 
 _MOST_TERMS = 16
 """Terms whose rows fit the registers of a thread."""

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Unit
 from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.kernels.space import Rule, Space, listed
-from w4gemm.problem import Device, GemmProblem
 
 _log = logging.getLogger("w4gemm")
 

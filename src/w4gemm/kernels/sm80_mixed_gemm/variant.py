@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
 from w4gemm.packing.block import BLOCK_K, Block
-from w4gemm.problem import GemmProblem
 
 _E4M3 = ((8, 9), (12, 0), (12, 1))
 """Compute capabilities whose mma.sync takes e4m3. Others from 8.9 on have that instruction in PTX only."""

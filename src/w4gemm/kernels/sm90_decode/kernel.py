@@ -42,7 +42,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from w4gemm.epilogue import EpilogueOperands
+from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decoders import decoder_of

@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.kernels.space import Rule, Space, listed
-from w4gemm.problem import GemmProblem
 
 _TILE_M = (8, 16)
 _TILE_N = (16, 32, 64, 128)

@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
 from w4gemm.packing.block import BLOCK_N, Block
-from w4gemm.problem import GemmProblem
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _RESERVED = 1024  # bytes of shared memory that the system takes per CTA

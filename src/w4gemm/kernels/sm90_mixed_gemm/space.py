@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.kernels.space import Rule, Space, listed
 

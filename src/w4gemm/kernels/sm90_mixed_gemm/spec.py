@@ -6,12 +6,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_mixed_gemm.space import SPACE
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.kernels.space import Exclusion
-from w4gemm.problem import GemmProblem
 
 
 class Sm90MixedGemm(HopperKernel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from w4gemm.config import GemmConfig
+from w4gemm.core.config import GemmConfig
 from w4gemm.kernels import gpu
 from w4gemm.kernels.device.staging import FLOAT32_BYTES, TOKEN_BYTES
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Fragment
 from w4gemm.packing.codecs.int4 import INT4, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, Block
 
 CODES_PER_WORD = 8

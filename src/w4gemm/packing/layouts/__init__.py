@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device
 from w4gemm.packing.codecs import MMA8, MMA16
 from w4gemm.packing.layouts.base import PackLayout, Parts
 from w4gemm.packing.layouts.canonical import CanonicalLayout
 from w4gemm.packing.layouts.cpu import CpuLayout
 from w4gemm.packing.layouts.mma import MmaLayout
-from w4gemm.problem import Device
 
 FP8_LAYOUT = "mma8"
 """Layout of weights for fp8 activations on a GPU."""

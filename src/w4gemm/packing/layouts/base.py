@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
 
 
 class Parts(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts.base import Parts
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.core.formats import SYMMETRIC_ZERO, WeightFormat
 from w4gemm.packing.layouts.base import Parts
 
 TABLE_N = 128

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, Block
 from w4gemm.packing.codecs import Codec, Fragment, codec_for, refusal
 from w4gemm.packing.layouts.base import Parts

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from w4gemm.epilogue import EpilogueOperands
+from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import StreamWorkspace
 from w4gemm.kernels.device.epilogue_store import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until

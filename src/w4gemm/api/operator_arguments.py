@@ -1,7 +1,7 @@
 """Arguments of the registered operators: one list for the schema, for flattening and for gradients by name.
 
-An operator takes flat tensors, numbers and names only. The list follows :class:`w4gemm.epilogue.EpilogueOperands`, so
-that one more operand is in the schema without a change here.
+An operator takes flat tensors, numbers and names only. The list follows
+:class:`w4gemm.core.epilogue.EpilogueOperands`, so that one more operand is in the schema without a change here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from w4gemm.epilogue import Epilogue, EpilogueOperands
-from w4gemm.formats import WeightFormat
-from w4gemm.packed_shape import PackedShape, packed_shape
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
+from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.packed_shape import PackedShape, packed_shape
+from w4gemm.weights.weight import QuantizedWeight
 
 _OPERANDS = tuple(name for name in EpilogueOperands._fields if name in Epilogue._fields)
 """Epilogue operands from the user; channel_scale is a tensor of the weight."""

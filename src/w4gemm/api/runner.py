@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from w4gemm import boundary, choice
-from w4gemm.arguments import check_alignment, require_tensor
-from w4gemm.epilogue import PLAIN, Epilogue, EpilogueOperands
-from w4gemm.errors import kind_of
-from w4gemm.formats import WeightFormat
+from w4gemm import choice
+from w4gemm.api import boundary
+from w4gemm.api.arguments import check_alignment, require_tensor
+from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
+from w4gemm.core.errors import kind_of
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import Operands, kernel_named
-from w4gemm.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.layouts import layout_for, layout_named
-from w4gemm.problem import Device, GemmProblem
-from w4gemm.weight import QuantizedWeight
+from w4gemm.packing.packed_shape import PackedShape, packed_shape
+from w4gemm.weights.weight import QuantizedWeight
 
 _ALIGNMENT = 16
 _B = tuple(f"b[{i}]" for i in range(4))

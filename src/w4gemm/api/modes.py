@@ -8,7 +8,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from w4gemm.epilogue import EpilogueOperands
+from w4gemm.core.epilogue import EpilogueOperands
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CAST = (torch.float32, torch.float16, torch.bfloat16)

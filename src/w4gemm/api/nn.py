@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from w4gemm.act_order import PERM_DTYPE, is_permutation
-from w4gemm.arguments import check, check_activation
-from w4gemm.bound import BoundLinear, argument_facts, bind
-from w4gemm.errors import kind_of
-from w4gemm.formats import WeightFormat
-from w4gemm.modes import autocast, is_eager
-from w4gemm.ops import linear
-from w4gemm.packed_shape import packed_shape
-from w4gemm.quantization import quantize
-from w4gemm.weight import QuantizedWeight
+from w4gemm.api.arguments import check, check_activation
+from w4gemm.api.bound import BoundLinear, argument_facts, bind
+from w4gemm.api.modes import autocast, is_eager
+from w4gemm.api.ops import linear
+from w4gemm.core.errors import kind_of
+from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.weights.act_order import PERM_DTYPE, is_permutation
+from w4gemm.weights.quantization import quantize
+from w4gemm.weights.weight import QuantizedWeight
 
 
 class W4Linear(torch.nn.Module):

@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm import arguments
-from w4gemm.activations import quantize_activations
+from w4gemm.api import arguments
+from w4gemm.api.activations import quantize_activations
+from w4gemm.api.gather import gather_columns
 from w4gemm.choice import PlanKey, plan_for
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue, EpilogueOperands
-from w4gemm.gather import gather_columns
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
 from w4gemm.kernels.gpu import takes_rows
-from w4gemm.packed_shape import PackedShape
-from w4gemm.weight import QuantizedWeight
+from w4gemm.packing.packed_shape import PackedShape
+from w4gemm.weights.weight import QuantizedWeight
 
 
 class Call(NamedTuple):
@@ -62,7 +62,7 @@ def checked(
     batch_invariant: bool = False,
     rows: ExpertRows = NO_ROWS,
 ) -> Call:
-    """Check what a product is made with besides x and w, which :func:`w4gemm.arguments.check` has seen.
+    """Check what a product is made with besides x and w, which :func:`w4gemm.api.arguments.check` has seen.
 
     x of a weight with ``activations="fp8"`` is quantized, unless it is fp8 already; the result keeps its dtype.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import layout_named
 
 

@@ -6,14 +6,10 @@ from typing import Any
 
 import torch
 
-from w4gemm import arguments, boundary
-from w4gemm.boundary import Call
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import Epilogue, EpilogueOperands
-from w4gemm.kernels import Operands
-from w4gemm.kernels.arguments import ExpertRows
-from w4gemm.modes import needs_dispatcher, refuse_duals, requires_grad
-from w4gemm.operator_arguments import (
+from w4gemm.api import arguments, boundary
+from w4gemm.api.boundary import Call
+from w4gemm.api.modes import needs_dispatcher, refuse_duals, requires_grad
+from w4gemm.api.operator_arguments import (
     EPILOGUE,
     WEIGHT,
     flat_epilogue,
@@ -23,7 +19,11 @@ from w4gemm.operator_arguments import (
     nested_weight,
     schema,
 )
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
+from w4gemm.kernels import Operands
+from w4gemm.kernels.arguments import ExpertRows
+from w4gemm.weights.weight import QuantizedWeight
 
 
 def grouped_linear(

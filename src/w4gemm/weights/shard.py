@@ -11,7 +11,7 @@ import torch
 from w4gemm.packing.layouts import Parts, layout_named
 
 if TYPE_CHECKING:
-    from w4gemm.weight import QuantizedWeight
+    from w4gemm.weights.weight import QuantizedWeight
 
 
 def shard(w: QuantizedWeight, dim: int, index: int, count: int) -> QuantizedWeight:

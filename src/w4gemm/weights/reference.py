@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from w4gemm.epilogue import Epilogue, EpilogueOperands
-from w4gemm.weight import QuantizedWeight
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
+from w4gemm.weights.weight import QuantizedWeight
 
 
 def linear_reference(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import Parts
 
 
 def dequantize_parts(parts: Parts, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    """w (n, k) in ``dtype``, as :mod:`w4gemm.formats` says.
+    """w (n, k) in ``dtype``, as :mod:`w4gemm.core.formats` says.
 
     float32: the product, which is exact, then the sum with a float zero point, rounded; with scales of channels the
     product, rounded to e4m3 if the scale rule says so, times the channel's scale, rounded. 16-bit dtypes: the exact

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat
 
 PERM_DTYPE = torch.int32
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from w4gemm.grouped import grouped_linear
-from w4gemm.modes import autocast
-from w4gemm.nn import W4Linear
-from w4gemm.routing import combine, route
-from w4gemm.weight import QuantizedWeight
+from w4gemm.api.grouped import grouped_linear
+from w4gemm.api.modes import autocast
+from w4gemm.api.nn import W4Linear
+from w4gemm.api.routing import combine, route
+from w4gemm.weights.weight import QuantizedWeight
 
 
 class W4GroupedLinear(W4Linear):

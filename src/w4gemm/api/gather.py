@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from w4gemm.core.problem import Device
 from w4gemm.kernels import launcher
 from w4gemm.kernels.base import selected
 from w4gemm.kernels.column_gather.spec import ColumnGather
-from w4gemm.problem import Device
 
 
 def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:

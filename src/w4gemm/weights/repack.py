@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.packed_shape import packed_shape
+from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import layout_for, layout_named
+from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import repack_rows
-from w4gemm.problem import Device
 
 if TYPE_CHECKING:
-    from w4gemm.weight import QuantizedWeight
+    from w4gemm.weights.weight import QuantizedWeight
 
 
 def target_layout(w: QuantizedWeight, layout: str | None, activations: str | None) -> str:

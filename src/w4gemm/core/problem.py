@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from w4gemm.epilogue import PLAIN, Epilogue
-from w4gemm.formats import WeightFormat
-from w4gemm.gpu_rates import rates_of
+from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.gpu_rates import rates_of
 
 
 @dataclass(frozen=True)

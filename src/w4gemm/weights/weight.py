@@ -8,12 +8,16 @@ from pathlib import Path
 
 import torch
 
-from w4gemm import weight_experts, weight_file, weight_make, weight_repack, weight_shard
-from w4gemm.act_order import check_perm, in_original_order
-from w4gemm.dequantize import dequantize_parts
-from w4gemm.formats import WeightFormat
-from w4gemm.packed_shape import PackedShape, packed_shape
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import Parts, layout_named
+from w4gemm.packing.packed_shape import PackedShape, packed_shape
+from w4gemm.weights import experts as weight_experts
+from w4gemm.weights import file as weight_file
+from w4gemm.weights import make as weight_make
+from w4gemm.weights import repack as weight_repack
+from w4gemm.weights import shard as weight_shard
+from w4gemm.weights.act_order import check_perm, in_original_order
+from w4gemm.weights.dequantize import dequantize_parts
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""
@@ -33,11 +37,11 @@ class QuantizedWeight:
         experts: 0 for one weight; otherwise the number of weights of this format, n and k, along a leading dimension of
             each tensor: see :meth:`stack` and :func:`w4gemm.grouped_linear`. Such a weight has no perm.
         perm: int32 (k,), the order in which w's columns are packed: packed column j is column perm[j] of w. None if
-            they are packed in w's order; see :mod:`w4gemm.act_order`.
+            they are packed in w's order; see :mod:`w4gemm.weights.act_order`.
         activations: "fp8" if :func:`w4gemm.linear` quantizes x to float8_e4m3fn, with a scale for each token, before it
             multiplies, on every device; None if it multiplies x as it comes. :meth:`repack` sets it. A file and a
             layer's state dict keep it.
-        packed: format, layout, n, k and experts as one value, see :mod:`w4gemm.packed_shape`.
+        packed: format, layout, n, k and experts as one value, see :mod:`w4gemm.packing.packed_shape`.
 
     Raises:
         ValueError, TypeError: if the tensors do not fit format, layout, n and k.
@@ -172,7 +176,7 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return w (n, k) in ``dtype``, with its columns in their original order whatever ``perm`` is.
 
-        :mod:`w4gemm.formats` defines the numbers; 16-bit dtypes are rounded once from the exact value.
+        :mod:`w4gemm.core.formats` defines the numbers; 16-bit dtypes are rounded once from the exact value.
 
         Raises:
             TypeError: for a dtype that is not floating point, of 16 bits or more.

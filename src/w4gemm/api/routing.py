@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.errors import kind_of
+from w4gemm.api.modes import is_plain, is_watched
+from w4gemm.core.errors import kind_of
 from w4gemm.kernels import launcher
 from w4gemm.kernels.row_combine.spec import RowCombine
-from w4gemm.modes import is_plain, is_watched
 
 
 class Routing(NamedTuple):

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.act_order import sorting_perm
-from w4gemm.errors import kind_of
-from w4gemm.formats import WeightFormat
+from w4gemm.core.errors import kind_of
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import Parts, layout_named
+from w4gemm.weights.act_order import sorting_perm
 
 if TYPE_CHECKING:
-    from w4gemm.weight import QuantizedWeight
+    from w4gemm.weights.weight import QuantizedWeight
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

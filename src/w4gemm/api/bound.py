@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from w4gemm import arguments, boundary
-from w4gemm.activations import quantize_activations
+from w4gemm.api import arguments, boundary
+from w4gemm.api.activations import quantize_activations
+from w4gemm.api.gather import gather_columns
+from w4gemm.api.modes import is_eager
 from w4gemm.choice import BOUNDS, PlanKey, interval, plan_cache, plan_for
-from w4gemm.epilogue import NO_OPERANDS, EpilogueOperands
-from w4gemm.gather import gather_columns
+from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
 from w4gemm.kernels import Operands
-from w4gemm.modes import is_eager
-from w4gemm.weight import QuantizedWeight
+from w4gemm.weights.weight import QuantizedWeight
 
 Launch = Callable[[Operands], None]
 _INTERVALS = len(BOUNDS) + 1
@@ -23,7 +23,7 @@ class BoundLinear:
     """act(x @ w.T + bias) for every w and bias of one kind: shapes, dtypes, devices, activation.
 
     It holds no tensors, and its plans, one for each interval of m, only until they are forgotten: tuning anew or moving
-    a weight leaves nothing stale in it. Call it where :func:`w4gemm.modes.is_eager` holds.
+    a weight leaves nothing stale in it. Call it where :func:`w4gemm.api.modes.is_eager` holds.
     """
 
     __slots__ = ("columns", "device", "dtype", "facts", "generation", "key", "launches", "quantizes")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.config import GemmConfig
-from w4gemm.epilogue import (
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import (
     Epilogue,
     EpilogueOperands,
     bias_dtype,
@@ -14,9 +14,9 @@ from w4gemm.epilogue import (
     require_activation,
     require_out_dtype,
 )
-from w4gemm.errors import kind_of
+from w4gemm.core.errors import kind_of
 from w4gemm.packing.layouts import FP8_LAYOUT
-from w4gemm.weight import QuantizedWeight
+from w4gemm.weights.weight import QuantizedWeight
 
 FP8 = torch.float8_e4m3fn
 _HALVES = (torch.float16, torch.bfloat16)

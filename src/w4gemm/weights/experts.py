@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.errors import kind_of
-from w4gemm.packed_shape import packed_shape
+from w4gemm.core.errors import kind_of
 from w4gemm.packing.layouts import Parts, layout_named
-from w4gemm.weight_repack import repack_into, target_layout
+from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.weights.repack import repack_into, target_layout
 
 if TYPE_CHECKING:
-    from w4gemm.weight import QuantizedWeight
+    from w4gemm.weights.weight import QuantizedWeight
 
 
 def stack(

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.dequantize import rounded_products
-from w4gemm.errors import kind_of
-from w4gemm.formats import WeightFormat
+from w4gemm.core.errors import kind_of
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import Parts, layout_named
-from w4gemm.weight import QuantizedWeight
+from w4gemm.weights.dequantize import rounded_products
+from w4gemm.weights.weight import QuantizedWeight
 
 _SHRINKS = tuple(1 - 0.02 * i for i in range(1, 25))
 """Ranges that a search tries, over the whole range of a group."""

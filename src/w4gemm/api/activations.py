@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from w4gemm.epilogue import NO_OPERANDS
-from w4gemm.errors import kind_of
+from w4gemm.api.modes import is_dual, needs_dispatcher
+from w4gemm.core.epilogue import NO_OPERANDS
+from w4gemm.core.errors import kind_of
 from w4gemm.kernels import launcher
 from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
-from w4gemm.modes import is_dual, needs_dispatcher
 
 _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = {"cpu": (*_HALVES, torch.float32)}

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from w4gemm.act_order import is_permutation
-from w4gemm.errors import FormatError
-from w4gemm.formats import WeightFormat
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.act_order import is_permutation
 
 if TYPE_CHECKING:
-    from w4gemm.weight import QuantizedWeight
+    from w4gemm.weights.weight import QuantizedWeight
 
-_KIND = "w4gemm.weight"
+_KIND = "w4gemm.weights.weight"
 _VERSION = "1"
 
 

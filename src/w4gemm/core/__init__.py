@@ -1,0 +1,1 @@
+"""Values that everything else speaks of: formats, epilogues, problems, configs, devices, errors, the environment."""
