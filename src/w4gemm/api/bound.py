@@ -60,7 +60,8 @@ class BoundLinear:
         if m:
             launches = self.launches if self.generation == plan_cache.generation else self._forget()
             at = interval(m)
-            boundary.launch(launches[at] or self._choose(at), Operands(rows, w.tensors, d, operands), self.device)
+            launch = launches[at] or self._choose(at, launches)
+            boundary.launch(launch, Operands(rows, w.tensors, d, operands), self.device)
         return d if flat else d.view(*shape[:-1], columns)
 
     def _forget(self) -> list[Launch | None]:
@@ -68,9 +69,12 @@ class BoundLinear:
         self.generation = plan_cache.generation
         return self.launches
 
-    def _choose(self, at: int) -> Launch:
-        found = self.launches[at] = plan_for(self.key._replace(interval=at)).launch
-        return found
+    def _choose(self, at: int, launches: list[Launch | None]) -> Launch:
+        key = self.key._replace(interval=at)
+        found = plan_for(key)
+        if plan_cache.stays(key, found):
+            launches[at] = found.launch
+        return found.launch
 
 
 def argument_facts(

@@ -109,11 +109,14 @@ def _resolved(key: PlanKey) -> Plan:
     started = time.perf_counter()
     found = plan(problem, key.config or None)
     (_beside if beside else _plans)[key] = found
-    if beside:
-        _outdate()
     ms = 1e3 * (time.perf_counter() - started)
     _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, found, found.source, problem.m, ms)
     return found
+
+
+def stays(key: PlanKey, found: Plan) -> bool:
+    """True if ``found`` is the plan of ``key`` until plans are forgotten, not only beside another thread's tuner."""
+    return _plans.get(key) is found
 
 
 def forget(n: int | None = None, k: int | None = None) -> None:
