@@ -250,18 +250,20 @@ def main() -> int:
         f"{counts['equal']} equal, {counts['differs']} different, {counts['error']} not compiled, against {commit[:12]}"
     )
     if args.json:
+        sys.path.insert(0, str(ROOT / "src"))
+        from w4gemm.tuning import record
+
+        facts = record.facts()
         row = {
             "kind": "same_code",
+            "run": record.run_name(facts),
             "against": commit[:12],
-            "commit": git("rev-parse", "HEAD")[:12],
-            "dirty": bool(git("status", "--porcelain")),
             "seed": args.seed,
             "variants": len(cases),
             **{name: counts[name] for name in ("equal", "differs", "error")},
             "kernels": dict(Counter(case["config"].split("/")[0] for case in cases)),
         }
-        with args.json.open("a") as f:
-            f.write(json.dumps(row) + "\n")
+        record.append(args.json, row | facts)
     return 0 if counts["equal"] == len(cases) and cases else 1
 
 
