@@ -77,6 +77,16 @@ SPACE = Space(
             _spills_with_groups,
         ),
         Rule(
+            "four groups with zero points",
+            "with token scales, 64 x 192 of tile_k 256 spills 8 bytes beside four scales and zero points",
+            lambda v: (
+                v.scales_on_sums
+                and (v.block.scale_group, v.block.has_zero) == (32, True)
+                and v.config == GemmConfig(64, 192, 256)
+                and not v.grouped
+            ),
+        ),
+        Rule(
             "experts and registers",
             "looking for an expert's rows takes registers, which pingpong and four warpgroups lack for 33 to 128",
             lambda v: (
