@@ -25,8 +25,9 @@ from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.core.epilogue import default_out_dtype
-from w4gemm.tuning import record, workload
+from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
+from w4gemm.weights import random as random_numbers
 
 RESULTS = Path(__file__).parent / "results/times.jsonl"
 _ROTATED_BYTES = 400e6
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def random_weight(n: int, k: int, format: WeightFormat, dtypes: Sequence[torch.dtype]) -> QuantizedWeight:
     """For fp8 activations without the code of -8, which some of the peers cannot hold. For others with it, since
     Humming takes 14 to 34 % longer without."""
-    return workload.random_weight(n, k, format, "cuda", least=int(torch.float8_e4m3fn in dtypes))
+    return random_numbers.random_weight(format, n, k, device="cuda", least_code=int(torch.float8_e4m3fn in dtypes))
 
 
 def prepare(peers: list[Peer], weight: QuantizedWeight, dtype: torch.dtype) -> list[Entry]:

@@ -17,25 +17,18 @@ from w4gemm.packing import codecs
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, HALF_K, STRIP_BYTES, STRIP_N, Block
 from w4gemm.packing.codecs import INT4_MMA16
 from w4gemm.packing.layouts import LAYOUTS, Parts, layout_for, layout_named, native_layout
+from w4gemm.weights.random import random_components
 
 SHAPES = [(1, 1), (1, 128), (64, 128), (63, 127), (65, 129), (70, 300), (130, 257), (128, 1024), (5, 32)]
 
 
 def random_parts(format: WeightFormat, n: int, k: int, seed: int = 0) -> Parts:
-    """Codes of every value, scales of both signs, -0 and subnormals among them; zero points over their range."""
-    g = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
-    shape = (n, format.groups(k))
-    scales = torch.randn(shape, generator=g).to(format.scale_dtype)
-    scales = torch.where(torch.rand(shape, generator=g) < 0.1, -0.0, scales.float()).to(format.scale_dtype)
-    small = torch.tensor(torch.finfo(format.scale_dtype).smallest_normal / 4)
-    scales = torch.where(torch.rand(shape, generator=g) < 0.1, small, scales.float()).to(format.scale_dtype)
-    if format.has_channels:
-        return Parts(codes, scales, None, torch.randn(n, generator=g))
-    if format.zero == "int":
-        return Parts(codes, scales, torch.randint(0, 16, shape, generator=g, dtype=torch.uint8))
-    zeros = torch.randn(shape, generator=g).to(format.scale_dtype) if format.zero == "float" else None
-    return Parts(codes, scales, zeros)
+    """Parts of a random weight; -0 and subnormals are among its scales."""
+    parts = random_components(format, n, k, seed, signed=True)
+    scales, g = parts.scales.float(), torch.Generator().manual_seed(seed)
+    for rare in (-0.0, torch.finfo(format.scale_dtype).smallest_normal / 4):
+        scales = torch.where(torch.rand(scales.shape, generator=g) < 0.1, rare, scales)
+    return parts._replace(scales=scales.to(format.scale_dtype))
 
 
 def bits(t: torch.Tensor | None) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel
 from w4gemm.packing.layouts import LAYOUTS, layout_named
+from w4gemm.weights import random as random_numbers
 from w4gemm.weights.reference import linear_reference
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -153,20 +154,7 @@ def supported_here(target: Target) -> None:
 @functools.lru_cache(maxsize=64)
 def random_weight(format: WeightFormat, n: int, k: int, seed: int = 0) -> QuantizedWeight:
     """A weight with every code, scales of both signs and some 0, and zero points over their whole range."""
-    g = torch.Generator().manual_seed(seed)
-    groups = (n, format.groups(k))
-    codes = torch.randint(0, 16, (n, k), generator=g)
-    scales = (torch.rand(groups, generator=g) + 0.1) * torch.randint(-1, 2, groups, generator=g) / k**0.5 / 8
-    if format.has_channels:
-        units = (scales * 40 * k**0.5 * 8).to(format.scale_dtype)
-        channels = (torch.rand(n, generator=g) + 0.1) / k**0.5 / 320
-        return QuantizedWeight.from_codes(format, codes, units, channels=channels)
-    zeros = None
-    if format.zero == "int":
-        zeros = torch.randint(0, 16, groups, generator=g).to(torch.uint8)
-    elif format.zero == "float":
-        zeros = (torch.randn(groups, generator=g) / k**0.5).to(format.scale_dtype)
-    return QuantizedWeight.from_codes(format, codes, scales.to(format.scale_dtype), zeros)
+    return random_numbers.random_weight(format, n, k, seed, signed=True)
 
 
 def assert_close(

@@ -10,11 +10,10 @@ from dataclasses import replace
 import torch
 
 from w4gemm.core.epilogue import EpilogueOperands, bias_dtype
-from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Operands
 from w4gemm.tuning.timing import Timing, time_calls, time_graphs
-from w4gemm.weights.weight import QuantizedWeight
+from w4gemm.weights.random import random_weight
 
 _ROTATED_BYTES = {"cuda": 400e6, "cpu": 64e6}
 """Bytes of all copies of the weight together, so that no cache holds one."""
@@ -36,7 +35,7 @@ class Workload:
 
     def __init__(self, problem: GemmProblem, device: torch.device) -> None:
         self.problem, self.device = problem, device
-        self.weight = random_weight(problem.n, problem.k, problem.format, device).repack(problem.layout)
+        self.weight = random_weight(problem.format, problem.n, problem.k, device=device).repack(problem.layout)
         size = sum(t.numel() * t.element_size() for t in self.weight.tensors)
         count = max(2, min(_MOST_COPIES[device.type], math.ceil(_ROTATED_BYTES[device.type] / size)))
         self._copies = [self.weight.tensors]
@@ -84,19 +83,3 @@ class Workload:
         """Return microseconds per launch of several launches, interleaved."""
         variants = [[functools.partial(launch, o) for o in operands] for launch in launches]
         return (time_graphs if self.device.type == "cuda" else time_calls)(variants, replays)
-
-
-def random_weight(n: int, k: int, format: WeightFormat, device: torch.device | str, least: int = 0) -> QuantizedWeight:
-    """Return a weight with uniform codes from ``least`` on and scales around 0.01; equal on every call per kind of
-    device."""
-    g = torch.Generator(device=device).manual_seed(1)
-    codes = torch.randint(least, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
-    scales = torch.rand(n, format.groups(k), device=device, generator=g) * 0.01 + 0.005
-    if format.has_channels:
-        channels = scales[:, 0].clone()
-        return QuantizedWeight.from_codes(format, codes, (2000 * scales).to(format.scale_dtype), channels=channels)
-    zeros = None
-    if format.zero_dtype is not None:
-        zeros = torch.rand(scales.shape, device=device, generator=g) * (15 if format.zero == "int" else 0.1)
-        zeros = zeros.to(format.zero_dtype)
-    return QuantizedWeight.from_codes(format, codes, scales.to(format.scale_dtype), zeros)

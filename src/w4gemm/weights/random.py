@@ -1,0 +1,72 @@
+"""Random weights of any format, for tests, tuning and benchmarks: :func:`random_weight`."""
+
+from __future__ import annotations
+
+import torch
+
+from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.layouts import Parts
+from w4gemm.weights.weight import QuantizedWeight
+
+_SPREAD = 0.1, 1.1
+"""Range of a scale's magnitude, relative to the format's unit."""
+_E4M3_WEIGHT = 320
+"""Unit of weights before a channel's factor: 1.1 times it, the largest, is still an e4m3."""
+
+
+def random_weight(
+    format: WeightFormat,
+    n: int,
+    k: int,
+    seed: int = 0,
+    *,
+    device: torch.device | str = "cpu",
+    signed: bool = False,
+    least_code: int = 0,
+) -> QuantizedWeight:
+    """Return a weight of :func:`random_components`, in the canonical layout."""
+    parts = random_components(format, n, k, seed, device=device, signed=signed, least_code=least_code)
+    return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels)
+
+
+def random_components(
+    format: WeightFormat,
+    n: int,
+    k: int,
+    seed: int = 0,
+    *,
+    device: torch.device | str = "cpu",
+    signed: bool = False,
+    least_code: int = 0,
+) -> Parts:
+    """Return uniform codes, scales for weights of about 1 / sqrt(k), and zero points over their whole range.
+
+    Equal on every call with the same arguments, per kind of device. A format's element, scale rule and zero rule say
+    all there is to know, so that a new one needs nothing here.
+
+    Args:
+        signed: True for a third of the scales negative and a third 0, as tests want them, where the scale rule has
+            signs. Else all are positive, as models have them.
+        least_code: smallest code.
+    """
+    g = torch.Generator(device=device).manual_seed(seed)
+    element, rule, groups = format.element_rule, format.scale_rule, (n, format.groups(k))
+
+    def uniform(*shape: int) -> torch.Tensor:
+        low, high = _SPREAD
+        return torch.rand(shape, device=device, generator=g) * (high - low) + low
+
+    codes = torch.randint(least_code, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
+    weight = 1 / k**0.5
+    largest, channels = weight, None
+    if rule.per_channel:
+        largest, channels = _E4M3_WEIGHT, uniform(n) * (weight / _E4M3_WEIGHT)
+    scales = uniform(*groups) * (largest / element.largest_value)
+    if signed and rule.signed:
+        scales *= torch.randint(-1, 2, groups, device=device, generator=g)
+    zeros = None
+    if format.zero == "int":
+        zeros = torch.randint(0, 16, groups, dtype=torch.uint8, device=device, generator=g)
+    elif format.zero == "float":
+        zeros = (torch.randn(groups, device=device, generator=g) * weight).to(rule.dtype)
+    return Parts(codes, scales.to(rule.dtype), zeros, channels)
