@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels.cpu.kernel import _fits_float32
-from w4gemm.packing.layouts import Parts
+from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
 
 DIGITS = {torch.float16: (11, -24), torch.bfloat16: (8, -133), torch.float32: (24, -149)}
@@ -44,7 +44,7 @@ def samples(dtype: torch.dtype, spread: int, count: int = 400) -> tuple[torch.Te
 def test_float_zero_points_are_rounded_once(dtype, scale, spread):
     format = WeightFormat(32, "float", scale)
     u, s, z = samples(format.scale_dtype, spread)
-    got = dequantize_parts(Parts(u.to(torch.uint8)[:, None], s[:, None], z[:, None]), format, dtype)[:, 0]
+    got = dequantize_parts(WeightComponents(u.to(torch.uint8)[:, None], s[:, None], z[:, None]), format, dtype)[:, 0]
     exact = [Fraction(a) * Fraction(b) + Fraction(c) for a, b, c in zip(*(t.tolist() for t in (u, s, z)), strict=True)]
     assert got.tolist() == [rounded(v, dtype) for v in exact]
 
@@ -61,7 +61,7 @@ def test_rounding_twice_would_be_wrong():
 def test_float32_is_product_then_sum():
     u, s, z = samples(torch.float16, 12)
     got = dequantize_parts(
-        Parts(u.byte()[:, None], s[:, None], z[:, None]), WeightFormat(32, "float", "fp16"), torch.float32
+        WeightComponents(u.byte()[:, None], s[:, None], z[:, None]), WeightFormat(32, "float", "fp16"), torch.float32
     )
     assert torch.equal(got[:, 0], u * s.float() + z.float())
 

@@ -16,14 +16,14 @@ from w4gemm.kernels import KERNELS
 from w4gemm.packing import codecs
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, HALF_K, STRIP_BYTES, STRIP_N, Block
 from w4gemm.packing.codecs import INT4_MMA16
-from w4gemm.packing.layouts import LAYOUTS, Parts, layout_for, layout_named, native_layout
+from w4gemm.packing.layouts import LAYOUTS, WeightComponents, layout_for, layout_named, native_layout
 from w4gemm.weights.random import random_components
 
 SHAPES = [(1, 1), (1, 128), (64, 128), (63, 127), (65, 129), (70, 300), (130, 257), (128, 1024), (5, 32)]
 
 
-def random_parts(format: WeightFormat, n: int, k: int, seed: int = 0) -> Parts:
-    """Parts of a random weight; -0 and subnormals are among its scales."""
+def random_parts(format: WeightFormat, n: int, k: int, seed: int = 0) -> WeightComponents:
+    """Components of a random weight; -0 and subnormals are among its scales."""
     parts = random_components(format, n, k, seed, signed=True)
     scales, g = parts.scales.float(), torch.Generator().manual_seed(seed)
     for rare in (-0.0, torch.finfo(format.scale_dtype).smallest_normal / 4):
@@ -36,8 +36,8 @@ def bits(t: torch.Tensor | None) -> torch.Tensor | None:
     return t if t is None else t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.itemsize])
 
 
-def assert_same(a: Parts, b: Parts) -> None:
-    for name, x, y in zip(Parts._fields, a, b, strict=True):
+def assert_same(a: WeightComponents, b: WeightComponents) -> None:
+    for name, x, y in zip(WeightComponents._fields, a, b, strict=True):
         assert (x is None) == (y is None), name
         if x is not None:
             assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y)), name
@@ -58,11 +58,11 @@ def test_round_trip_is_bit_equal(layout, format):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 def test_packing_reads_views(layout):
-    """Parts that are slices of larger tensors pack like their copies."""
+    """Components that are slices of larger tensors pack like their copies."""
     format = WeightFormat(32, "int")
     whole = random_parts(format, 96, 512)
-    view = Parts(whole.codes[16:80, 128:384], whole.scales[16:80, 4:12], whole.zeros[16:80, 4:12])
-    copy = Parts.of(None if t is None else t.contiguous() for t in view)
+    view = WeightComponents(whole.codes[16:80, 128:384], whole.scales[16:80, 4:12], whole.zeros[16:80, 4:12])
+    copy = WeightComponents.of(None if t is None else t.contiguous() for t in view)
     for a, b in zip(layout.pack(view, format), layout.pack(copy, format), strict=True):
         assert torch.equal(a, b)
 
@@ -70,7 +70,7 @@ def test_packing_reads_views(layout):
 def test_canonical_bits():
     format = WeightFormat(32)
     codes, scales = torch.tensor([[1, 2, 3]], dtype=torch.uint8), torch.ones(1, 1, dtype=torch.bfloat16)
-    packed, _ = layout_named("canonical").pack(Parts(codes, scales, None), format)
+    packed, _ = layout_named("canonical").pack(WeightComponents(codes, scales, None), format)
     assert packed.tolist() == [[0x21, 0x03]]
 
 
@@ -117,7 +117,7 @@ def test_mma16_padding_weighs_nothing(format):
     n, k = 70, 200
     parts = random_parts(format, n, k)
     layout = layout_named("mma16")
-    (packed,) = layout.pack(Parts(parts.codes, torch.ones_like(parts.scales), parts.zeros), format)
+    (packed,) = layout.pack(WeightComponents(parts.codes, torch.ones_like(parts.scales), parts.zeros), format)
     step = Block.of(format).scale_group
     words = packed[:, :, CODE_WORDS:].reshape(2, 2, BLOCK_K // step, 4, 8, -1)  # nb kb group warp g part
     halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=4)  # nb kb group warp row8 g part

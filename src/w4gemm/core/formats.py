@@ -199,7 +199,7 @@ class WeightFormat:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of the :class:`w4gemm.packing.layouts.Parts` that there are."""
+        """The names of the :class:`w4gemm.packing.layouts.WeightComponents` that there are."""
         zeros, channels = ("zeros",) if self.has_zero else (), ("channels",) if self.has_channels else ()
         return ("codes", "scales", *zeros, *channels)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts import Parts
+from w4gemm.packing.layouts import WeightComponents
 
 
-def dequantize_parts(parts: Parts, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
     """w (n, k) in ``dtype``, as :mod:`w4gemm.core.formats` says.
 
     float32: the product, which is exact, then the sum with a float zero point, rounded; with scales of channels the

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from w4gemm.core.errors import kind_of
-from w4gemm.packing.layouts import Parts, layout_named
+from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.repack import repack_into, target_layout
 
@@ -68,7 +68,7 @@ def interleave(cls: type[QuantizedWeight], gate: QuantizedWeight, up: QuantizedW
             raise ValueError(f"up: wanted {gate.experts} experts like gate, got {up.experts}")
         each = (interleave(cls, gate.expert(e), up.expert(e)) for e in range(gate.experts))
         return stack(cls, each, gate.experts, gate.layout)
-    pairs = Parts.of(
+    pairs = WeightComponents.of(
         None if a is None or b is None else torch.stack((a, b), dim=1).flatten(0, 1)
         for a, b in zip(gate.parts(), up.parts(), strict=True)
     )

@@ -8,7 +8,7 @@ import torch
 
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts import Parts, layout_named
+from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.act_order import sorting_perm
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def from_codes(
     perm = None if g_idx is None else sorting_perm(g_idx, format, k, codes.device)
     if perm is not None:
         codes = codes[:, perm]
-    tensors = layout_named("canonical").pack(Parts(codes.to(torch.uint8), scales, zeros, channels), format)
+    tensors = layout_named("canonical").pack(WeightComponents(codes.to(torch.uint8), scales, zeros, channels), format)
     return cls(format, n, k, "canonical", tensors, perm)
 
 

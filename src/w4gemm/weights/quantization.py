@@ -10,7 +10,7 @@ import torch
 
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts import Parts, layout_named
+from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.dequantize import rounded_products
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -65,7 +65,7 @@ def quantize(
         blocks.append(_quantize_rows(block, format, search))
         if progress is not None:
             progress(min(start + rows, n), n)
-    parts = Parts.of(None if ts[0] is None else torch.cat(ts) for ts in zip(*blocks, strict=True))
+    parts = WeightComponents.of(None if ts[0] is None else torch.cat(ts) for ts in zip(*blocks, strict=True))
     return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels)
 
 
@@ -107,7 +107,7 @@ def _folded(w: QuantizedWeight, format: WeightFormat, errors: list[tuple[float, 
     codes, scales, *_ = w.parts()
     channels = _channels(scales.float(), format)
     small = (scales.float() / channels[:, None]).to(format.scale_dtype)
-    tensors = layout_named("canonical").pack(Parts(codes, small, None, channels), format)
+    tensors = layout_named("canonical").pack(WeightComponents(codes, small, None, channels), format)
     folded = QuantizedWeight(format, w.n, w.k, "canonical", tensors, w.perm)
     before = w.dequantize()
     errors.append(((folded.dequantize() - before).square().sum().item(), before.square().sum().item()))
@@ -143,7 +143,7 @@ class _Rounded(NamedTuple):
         return _Rounded(*(torch.where(use[..., None] if a.dim() > use.dim() else use, b, a) for a, b in pairs))
 
 
-def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Parts:
+def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> WeightComponents:
     n, k = w.shape
     length, groups = format.group_length(k), format.groups(k)
     # a short last group is filled with its own first element, which keeps its range, and does not count as an error
@@ -179,7 +179,7 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Parts
     codes = best.codes.to(torch.uint8).view(n, -1)[:, :k].contiguous()
     zero_dtype = format.zero_dtype
     zeros = None if zero_dtype is None else best.zeros.to(zero_dtype)
-    return Parts(codes, best.scales.to(format.scale_dtype), zeros, channels)
+    return WeightComponents(codes, best.scales.to(format.scale_dtype), zeros, channels)
 
 
 def _round_groups(

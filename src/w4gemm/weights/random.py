@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts import Parts
+from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.weight import QuantizedWeight
 
 _SPREAD = 0.1, 1.1
@@ -38,7 +38,7 @@ def random_components(
     device: torch.device | str = "cpu",
     signed: bool = False,
     least_code: int = 0,
-) -> Parts:
+) -> WeightComponents:
     """Return uniform codes, scales for weights of about 1 / sqrt(k), and zero points over their whole range.
 
     Equal on every call with the same arguments, per kind of device. A format's element, scale rule and zero rule say
@@ -69,4 +69,4 @@ def random_components(
         zeros = torch.randint(0, 16, groups, dtype=torch.uint8, device=device, generator=g)
     elif format.zero == "float":
         zeros = (torch.randn(groups, device=device, generator=g) * weight).to(rule.dtype)
-    return Parts(codes, scales.to(rule.dtype), zeros, channels)
+    return WeightComponents(codes, scales.to(rule.dtype), zeros, channels)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.packing.layouts import Parts, layout_named
+from w4gemm.packing.layouts import WeightComponents, layout_named
 
 if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
@@ -30,7 +30,7 @@ def shard(w: QuantizedWeight, dim: int, index: int, count: int) -> QuantizedWeig
         view = t[elements] if dim == 0 else t[:, columns]
         return view.clone(memory_format=torch.contiguous_format)  # the view would keep the whole weight's memory
 
-    part = Parts(cut(codes, elements), cut(scales, groups), None if zeros is None else cut(zeros, groups))
+    part = WeightComponents(cut(codes, elements), cut(scales, groups), None if zeros is None else cut(zeros, groups))
     if channels is not None:
         part = part._replace(channels=channels[elements].clone() if dim == 0 else channels)
     n, k = part.codes.shape

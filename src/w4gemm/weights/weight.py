@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts import Parts, layout_named
+from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.weights import experts as weight_experts
 from w4gemm.weights import file as weight_file
@@ -149,7 +149,7 @@ class QuantizedWeight:
         tensors = self.tensors if self.perm is None else (*self.tensors, self.perm)
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def parts(self) -> Parts:
+    def parts(self) -> WeightComponents:
         """Unpack codes uint8 (n, k), scales (n, groups), zero points and channel scales from any layout.
 
         Columns are in packed order: packed column j is in group j // format.group_length(k) and, if ``perm`` is set, is
@@ -157,7 +157,7 @@ class QuantizedWeight:
         """
         if self.experts:
             each = zip(*(self.expert(e).parts() for e in range(self.experts)), strict=True)
-            return Parts.of(None if ts[0] is None else torch.stack(ts) for ts in each)
+            return WeightComponents.of(None if ts[0] is None else torch.stack(ts) for ts in each)
         return layout_named(self.layout).unpack(self.tensors, self.format, self.n, self.k)
 
     def repack(self, layout: str | None = None, *, activations: str | None = "same") -> QuantizedWeight:

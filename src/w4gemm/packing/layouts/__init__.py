@@ -7,7 +7,7 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.codecs import MMA8, MMA16
-from w4gemm.packing.layouts.base import PackLayout, Parts
+from w4gemm.packing.layouts.base import PackLayout, WeightComponents
 from w4gemm.packing.layouts.canonical import CanonicalLayout
 from w4gemm.packing.layouts.cpu import CpuLayout
 from w4gemm.packing.layouts.mma import MmaLayout
@@ -53,4 +53,13 @@ def layout_for(device: Device, format: WeightFormat, dtype: torch.dtype | None =
     return next((name for name in choices if not LAYOUTS[name].supports(format)), "canonical")
 
 
-__all__ = ["FP8_LAYOUT", "LAYOUTS", "RENAMED", "PackLayout", "Parts", "layout_for", "layout_named", "native_layout"]
+__all__ = [
+    "FP8_LAYOUT",
+    "LAYOUTS",
+    "RENAMED",
+    "PackLayout",
+    "WeightComponents",
+    "layout_for",
+    "layout_named",
+    "native_layout",
+]

@@ -10,7 +10,7 @@ import torch
 from w4gemm.core.formats import WeightFormat
 
 
-class Parts(NamedTuple):
+class WeightComponents(NamedTuple):
     """A weight taken apart: what every layout packs from and unpacks to."""
 
     codes: torch.Tensor
@@ -23,7 +23,7 @@ class Parts(NamedTuple):
     """float32 (n), or None for a format without scales of output channels."""
 
     @classmethod
-    def of(cls, parts: Iterable[torch.Tensor | None]) -> Parts:
+    def of(cls, parts: Iterable[torch.Tensor | None]) -> WeightComponents:
         """From all of them in order."""
         codes, scales, zeros, channels = parts
         assert codes is not None and scales is not None
@@ -46,6 +46,6 @@ class PackLayout(Protocol):
         """dtype and shape of each packed tensor."""
         ...
 
-    def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]: ...
+    def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]: ...
 
-    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts: ...
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts.base import Parts
+from w4gemm.packing.layouts.base import WeightComponents
 
 
 class CanonicalLayout:
@@ -30,14 +30,14 @@ class CanonicalLayout:
             shapes.append((torch.float32, (n,)))
         return tuple(shapes)
 
-    def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+    def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
         codes = torch.nn.functional.pad(parts.codes, (0, parts.codes.shape[1] % 2))
         packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
         tensors = (packed, *(t for t in parts[1:] if t is not None))
         return tuple(t.contiguous() for t in tensors)  # what is computed keeps the strides of its operands
 
-    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         packed, *rest = tensors
         codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).reshape(n, -1)[:, :k]
         found = dict(zip(format.part_names, (codes.contiguous(), *rest), strict=True))
-        return Parts.of(found.get(name) for name in Parts._fields)
+        return WeightComponents.of(found.get(name) for name in WeightComponents._fields)

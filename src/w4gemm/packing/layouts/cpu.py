@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.core.formats import SYMMETRIC_ZERO, WeightFormat
-from w4gemm.packing.layouts.base import Parts
+from w4gemm.packing.layouts.base import WeightComponents
 
 TABLE_N = 128
 """Output features in one row of the table. Wider is up to 10 % faster, but small n are padded to it."""
@@ -41,19 +41,19 @@ class CpuLayout:
             shapes.append((format.zero_dtype, groups))
         return tuple(shapes)
 
-    def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+    def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
         codes = _chunked(parts.codes)
         n_chunks, k, _ = codes.shape
         row = torch.tensor([1, -SYMMETRIC_ZERO], dtype=torch.float16, device=codes.device).view(torch.uint8)
         rows = torch.cat((codes[..., 0::2] | (codes[..., 1::2] << 4), row.expand(n_chunks, k, 4)), dim=-1)
         return (rows, *(_chunked(t) for t in (parts.scales, parts.zeros) if t is not None))
 
-    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         rows, *scales = tensors
         packed = rows[..., : TABLE_N // 2]
         codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
         first, second, *third = (t.transpose(1, 2).flatten(0, 1)[:n].contiguous() for t in (codes, *scales))
-        return Parts(first, second, third[0] if third else None)
+        return WeightComponents(first, second, third[0] if third else None)
 
 
 def _chunked(t: torch.Tensor) -> torch.Tensor:

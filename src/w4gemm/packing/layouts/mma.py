@@ -28,7 +28,7 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, Block
 from w4gemm.packing.codecs import Codec, Fragment, codec_for, refusal
-from w4gemm.packing.layouts.base import Parts
+from w4gemm.packing.layouts.base import WeightComponents
 
 
 class MmaLayout:
@@ -56,7 +56,7 @@ class MmaLayout:
         channels = ((torch.float32, (n,)),) if format.has_channels else ()
         return ((torch.int32, blocks), *channels)
 
-    def pack(self, parts: Parts, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+    def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
         n, k = parts.codes.shape
         codec, block = self.codec(format), self.codec(format).block(format)
         (dtype, shape), *_ = self.shapes(format, n, k)
@@ -71,14 +71,14 @@ class MmaLayout:
         blocks[:, :, CODE_WORDS:] = torch.stack(words, dim=-1).flatten(2)
         return (blocks,) if parts.channels is None else (blocks, parts.channels.contiguous())
 
-    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> Parts:
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         blocks, *channels = tensors
         codec, block = self.codec(format), self.codec(format).block(format)
         codes = codec.codes_of(blocks[:, :, :CODE_WORDS])[:n, :k].contiguous()
         words = blocks[:, :, CODE_WORDS:].unflatten(2, (-1, block.words_per_scale))
         fields = [_from_scale_words(words[..., i], block, format, n, k) for i in range(block.words_per_scale)]
         zeros = codec.zeros_from(fields[1], format) if format.has_zero else None
-        return Parts(codes, codec.scales_from(fields[0], format), zeros, channels[0] if channels else None)
+        return WeightComponents(codes, codec.scales_from(fields[0], format), zeros, channels[0] if channels else None)
 
 
 def _scale_words(
