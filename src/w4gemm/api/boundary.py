@@ -16,6 +16,7 @@ import torch
 from w4gemm.api import arguments
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.gather import gather_columns
+from w4gemm.api.modes import current_gpu
 from w4gemm.choice import PlanKey, plan_for
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
@@ -120,8 +121,7 @@ def launch(function: Callable[[Operands], None], operands: Operands, device: tor
     x = operands.x
     if not x.is_contiguous() and not _is_matrix(x):
         operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x))
-    # what torch.cuda.current_device does once CUDA is initialized, as it is where there is a tensor
-    if _several_gpus() and device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+    if _several_gpus() and device.type == "cuda" and device.index != current_gpu():
         with torch.cuda.device(device):
             function(operands)
     else:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from w4gemm.core.epilogue import EpilogueOperands
+
+try:  # private: PyTorch 2.8 to 2.13 have all of them, but none has a public name that is as fast
+    from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+    from torch._C._functorch import peek_interpreter_stack
+    from torch.autograd.forward_ad import _current_level as _  # noqa: F401 (it changes: it is read anew)
+except ImportError:
+
+    def _len_torch_dispatch_stack() -> int:
+        """A mode seems to be on, always: then the dispatcher is taken, which is right in any mode, only slower."""
+        return 1
+
+
+current_gpu = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Index of the current GPU, as torch.cuda.current_device gives it once CUDA is initialized."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,7 +47,8 @@ def needs_dispatcher(x: torch.Tensor, operands: EpilogueOperands) -> bool:
 
 
 def is_watched() -> bool:
-    """True if a compiler, a mode, a transform or a tracer sees or changes what is called."""
+    """True if a compiler, a mode, a transform or a tracer sees or changes what is called, or if this PyTorch does not
+    tell."""
     return (
         is_compiling()
         or _len_torch_dispatch_stack() > 0
@@ -69,9 +82,9 @@ def refuse_duals(x: torch.Tensor, operands: EpilogueOperands) -> None:
 
 def is_dual(t: object) -> bool:
     """True if ``t`` has a tangent of forward-mode differentiation, for which the operator would silently give zeros."""
-    return (
-        forward_ad._current_level >= 0 and isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
-    )
+    if getattr(forward_ad, "_current_level", 0) < 0:  # unpack_dual says the same, but takes longer
+        return False
+    return isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
 
 
 def autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
