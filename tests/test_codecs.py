@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from test_layouts import assert_same, random_parts
-from w4gemm import WeightFormat, linear, quantize
+from w4gemm import QuantizedWeight, WeightFormat, fold_scales, grouped_linear, linear, quantize
 from w4gemm.core import formats
 from w4gemm.core.formats import ELEMENTS, Element
 from w4gemm.packing import codecs
-from w4gemm.packing.codecs import CODECS, INT4_MMA16, MMA8, MMA16, Bits, WeightOperand, codec_for, refusal
+from w4gemm.packing.codecs import CODECS, INT4_MMA16, IQ4_MMA16, MMA8, MMA16, Bits, WeightOperand, codec_for, refusal
 from w4gemm.packing.layouts import layout_named
 
 SQUARES = Element("squares", tuple(float(v * abs(v)) for v in (0, 1, 2, 3, 4, 5, 6, -1, -2, -3, -4, -5, -6, -7, 7, 8)))
@@ -63,6 +63,96 @@ def test_another_element_has_no_zero_points(squares):
     assert "no decoder of squares with bf16 scales" in refusal(squares, MMA8)
     with pytest.raises(ValueError, match="format: there is no decoder of squares"):
         WeightOperand.of(squares, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("element", ELEMENTS.values(), ids=lambda e: e.name)
+def test_values_are_exact_where_they_are_multiplied(element):
+    """In both 16-bit dtypes, and their products with an 11-bit scale in float32: a weight is rounded once."""
+    values = torch.tensor(element.values, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(values.to(dtype).double(), values)
+        assert torch.equal((values * 2047 / 2048).float().double(), values * 2047 / 2048)
+
+
+@pytest.mark.parametrize("name", ["iq4_g32_fp16", "iq4_g128", "iq4_col"])
+def test_codebook(name, tmp_path):
+    """Formula, quantizer, file, shards, experts, interleaving and product of a codebook format."""
+    format = WeightFormat.parse(name)
+    dense = torch.randn(72, 200, generator=torch.Generator().manual_seed(0))
+    w, searched = quantize(dense, format), quantize(dense, format, search=True)
+    codes, scales, *_ = parts = w.parts()
+    table = torch.tensor(format.element_rule.values, dtype=torch.float64)
+    exact = table[codes.int()] * scales.double().repeat_interleave(format.group_length(200), 1)[:, :200]
+    errors = [(q.dequantize() - dense).norm() / dense.norm() for q in (w, searched)]
+    assert errors[1] < errors[0] < 0.13
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(w.dequantize(dtype), exact.to(dtype))
+        assert torch.equal(linear(torch.eye(200, dtype=dtype), w.repack()).T, w.dequantize(dtype))
+    assert_same(w.repack("mma16").parts(), parts)
+    w.save(tmp_path / "w.safetensors")
+    assert_same(QuantizedWeight.load(tmp_path / "w.safetensors").parts(), parts)
+    assert torch.equal(w.shard(0, 1, 2).dequantize(), w.dequantize()[36:])
+    both = QuantizedWeight.interleave(w, searched)
+    assert torch.equal(both.dequantize()[1::2], searched.dequantize())
+    experts = QuantizedWeight.stack([w, searched]).repack()
+    d = grouped_linear(torch.eye(200).repeat(2, 1), experts, torch.tensor([0, 200, 400], dtype=torch.int32))
+    assert torch.equal(d[200:].T, searched.dequantize())
+
+
+def test_codebook_nearest():
+    element = ELEMENTS["iq4"]
+    numbers = torch.linspace(-140, 140, 5601)
+    away = (numbers[:, None] - torch.tensor(element.values)).abs()
+    assert torch.equal(away.gather(1, element.nearest(numbers).long()[:, None])[:, 0], away.amin(1))
+
+
+def run_ptx(text: str, word: int) -> list[int]:
+    """Registers $0 .. $3 after the and, shr, mov, prmt and lop3 of ``text``, whose operand $4 is ``word``."""
+    registers = {"$4": word}
+
+    def value(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    def prmt(a: int, b: int, selector: int) -> int:
+        both = (a | b << 32).to_bytes(8, "little")
+        return int.from_bytes(bytes(both[selector >> 4 * i & 7] for i in range(4)), "little")
+
+    operations = {
+        "and.b32": lambda a, b: a & b,
+        "shr.u32": lambda a, b: a >> b,
+        "mov.b32": lambda a: a,
+        "prmt.b32": prmt,
+        "lop3.b32": lambda a, b, c, table: {0xCA: a & b | ~a & c}[table],
+    }
+    for line in text.strip("{} ").removesuffix(";").split("; ")[1:]:
+        opcode, operands = line.split(" ", 1)
+        to, *rest = operands.split(", ")
+        registers[to] = operations[opcode](*map(value, rest))
+    return [registers[f"${i}"] for i in range(4)]
+
+
+@pytest.mark.parametrize("kind, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_codebook_decoder(monkeypatch, kind, dtype):
+    """The decoder's instructions, run here, give each element of a word its number."""
+    decode_codebook = pytest.importorskip("w4gemm.kernels.device.decode_codebook")
+    monkeypatch.setattr(decode_codebook, "asm", lambda text, _, operands, **__: run_ptx(text, operands[0]))
+    table = torch.tensor(ELEMENTS["iq4"].values)
+    decoder = decode_codebook.CodebookDecoder(kind, kind, "none", values=ELEMENTS["iq4"].values)
+    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    words = IQ4_MMA16.code_words(codes).flatten()
+    elements = MMA16.split(codes).reshape(-1, 2, 2, 2)  # element col8 row8
+    for i in range(0, 1024, 5):
+        registers = decoder.decode_exact(int(words[i]) & 0xFFFFFFFF, decoder.offsets(()))
+        halves = torch.tensor([[r & 0xFFFF, r >> 16] for r in registers], dtype=torch.int32).short().view(dtype)
+        assert torch.equal(halves.float(), table[elements[i].int()].permute(1, 2, 0).reshape(4, 2))
+
+
+def test_codebook_beside_fp8_activations_is_refused():
+    w = quantize(torch.randn(8, 64), "iq4_g32")
+    with pytest.raises(ValueError, match="no decoder of iq4 with bf16 scales for mma8"):
+        w.repack("mma8")
+    with pytest.raises(ValueError, match="w: wanted int4 elements, got iq4_g32: no kernel decodes"):
+        fold_scales(w)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

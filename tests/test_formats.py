@@ -31,6 +31,7 @@ def test_string_form_round_trips_and_is_unique():
         ("int4_col_zint", WeightFormat(PER_COLUMN, "int", "bf16")),
         ("int4_g16_e4m3_row", WeightFormat(16, "none", "e4m3_row")),
         ("int4_g32_e8m0", WeightFormat(32, scale="e8m0", element="int4")),
+        ("iq4_g32_fp16", WeightFormat(32, scale="fp16", element="iq4")),
     ],
 )
 def test_parse(name, format):

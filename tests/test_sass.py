@@ -47,6 +47,7 @@ FP8 = torch.float8_e4m3fn
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
 FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "int4_g32_fp16"]
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
+CODEBOOKS = [("iq4_g32_fp16", torch.float16), ("iq4_g32_fp16", torch.bfloat16), ("iq4_g128", torch.bfloat16)]
 NEEDY = {
     "sm90_fp8_gemm": ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"),
     "sm89_fp8_gemm": ("int4_g32_zint", "int4_g128_e4m3"),
@@ -182,7 +183,7 @@ def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     if kernel in FP8_KERNELS:
         return [(name, FP8) for name in FP8_FORMATS]
     extra = [("int4_g128_e4m3", FP8)] if kernel == "dequantize_gemm" else []
-    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + extra
+    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + CODEBOOKS + extra
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,7 @@ OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
         ("sm80_mixed_gemm", "8x64x256_1x1x1_coop", "int4_g128", torch.bfloat16),
         ("sm80_mixed_gemm", "128x128x64_1x1x1_coop", "int4_g32_zfloat", torch.bfloat16),
         ("sm80_mixed_gemm", "64x128x128_1x1x1_stream", "int4_g64_zint_fp16", torch.float16),
+        ("sm80_mixed_gemm", "64x128x128_1x1x1_stream", "iq4_g32_fp16", torch.bfloat16),
         ("dequantize_gemm", None, "int4_g32_zfloat_fp16", torch.bfloat16),
     ],
 )

@@ -87,7 +87,9 @@ def test_immutable_and_readable():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["int4_g32", "int4_g128_zint", "int4_col_zfloat_fp16", "int4_g64_e4m3"])
+@pytest.mark.parametrize(
+    "name", ["int4_g32", "int4_g128_zint", "int4_col_zfloat_fp16", "int4_g64_e4m3", "iq4_g32_fp16"]
+)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_shards_put_together_are_the_whole(layout, name, count):
     if reason := LAYOUTS[layout].supports(WeightFormat.parse(name)):

@@ -32,6 +32,7 @@ FORMATS = [
     for scale in ("bf16", "fp16")
 ]
 FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128, -1)]
+FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128")]
 FEW_FORMATS = [
     WeightFormat.parse(name)
     for name in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat", "int4_g64_e4m3")

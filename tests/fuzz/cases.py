@@ -73,7 +73,9 @@ def draw(variant_seed: int, problem_seed: int, device: str) -> Case:
         zero = "int" if zero == "float" else zero
         if v.random() < 0.5:
             zero, scale = "none", "e4m3"
-    format = ("int4_col" if group < 0 else f"int4_g{group}") + (f"_z{zero}" if zero != "none" else "")
+    codebook = zero == "none" and scale != "e4m3" and not fp8 and random.Random(f"e{variant_seed}").random() < 0.25
+    element = "iq4" if codebook else "int4"
+    format = (f"{element}_col" if group < 0 else f"{element}_g{group}") + (f"_z{zero}" if zero != "none" else "")
     format += "" if scale == "bf16" else f"_{scale}"
     kind, activation = v.choice(KINDS), v.choice(ACTIVATIONS)
     n = p.choice((1, 2, 3, 7, 16, 31, 64, 65, 100, 128, 130, 192, 200, 257, 320, 500, 513, 1000, 2050))
@@ -137,6 +139,8 @@ class Numbers:
         else:
             scales = sign * (self.uniform(n, groups) + 0.1) * (16 if e4m3 else 1 / k**0.5)
             scales *= self.uniform(n, groups) > 0.05
+        if f.element == "iq4":
+            scales = scales / 16  # whose numbers are about 16 times int4's
         scales = scales.to(f.scale_dtype)
         zeros = channels = None
         if f.zero == "int":
@@ -147,7 +151,7 @@ class Numbers:
         if e4m3:
             channels = torch.exp2(self.integers(-2, 1, n).float()) if self.exact else self.uniform(n) / 16 + 0.01
         w = w4gemm.QuantizedWeight.from_codes(f, codes, scales, zeros, channels=channels)
-        return w, formulas.weight(codes, scales, zeros, channels, f.group_size, f.zero)
+        return w, formulas.weight(codes, scales, zeros, channels, f.group_size, f.zero, f.element)
 
     def x(self, rows: int) -> torch.Tensor:
         """x (rows, k) in the dtype that the caller passes."""

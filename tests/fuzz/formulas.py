@@ -47,6 +47,14 @@ def rounded(values: torch.Tensor, to: NumberType) -> torch.Tensor:
     return torch.where(beyond, limit, near)
 
 
+CODEBOOKS = {
+    "int4": tuple(range(-8, 8)),
+    # IQ4_NL: from the middle outwards the steps grow
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
+"""Numbers of the codes 0..15 of each element, without a zero point."""
+
+
 class Weight(NamedTuple):
     """Exact numbers (n, k) in float64."""
 
@@ -62,17 +70,19 @@ def weight(
     channels: torch.Tensor | None,
     group_size: int,
     zero: str,
+    element: str = "int4",
 ) -> Weight:
     """w from its parts.
 
     codes (n, k) 0..15; scales and zeros (n, groups); channels (n) or None; group_size -1 for one group a row; zero
-    "none": s (u - 8), "int": s (u - z), "float": s u + z. With channels: c * e4m3(s (u - 8)).
+    "none": s * the code's number, "int": s (u - z), "float": s u + z. With channels: c * e4m3(s (u - 8)).
     """
     k = codes.shape[1]
     group = torch.arange(k, device=codes.device) // (k if group_size < 0 else group_size)
     u, s = codes.double(), scales.double()[:, group]
     if zero == "none":
-        w, terms = s * (u - 8), s.abs() * (u + 8)
+        w = s * torch.tensor(CODEBOOKS[element], dtype=torch.float64, device=codes.device)[codes.int()]
+        terms = s.abs() * (u + 8) if element == "int4" else w.abs()
     else:
         assert zeros is not None
         z = zeros.double()[:, group]

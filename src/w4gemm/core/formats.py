@@ -3,7 +3,7 @@
 A weight w (n, k) is stored as 4-bit codes u in 0..15, one scale s per output row and group of ``group_size`` elements
 along k, and optionally one zero point per scale. A format is an element, a scale rule and a zero rule:
 
-* The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``.
+* The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``, one of 16 integers of ``iq4``.
 * The :class:`ScaleRule` says what a scale is stored as, whether a float32 factor per output channel multiplies all
   scales of the row, and whether s * v is rounded before that factor.
 * The zero rule says what a group's zero point is:
@@ -11,7 +11,7 @@ along k, and optionally one zero point per scale. A format is an element, a scal
 ============  ==========================  =========================================
 ``zero``      w                           found in
 ============  ==========================  =========================================
-``"none"``    s * v(u)                    symmetric GPTQ, compressed-tensors, Q4_0
+``"none"``    s * v(u)                    symmetric GPTQ, compressed-tensors, Q4_0, IQ4_NL
 ``"int"``     s * (u - z), z in 0..15     AWQ, asymmetric GPTQ
 ``"float"``   s * u + z                   Q4_1, HQQ (after z = -zero * s)
 ============  ==========================  =========================================
@@ -90,7 +90,10 @@ class ScaleRule:
         return self.dtype != torch.float8_e8m0fnu
 
 
-ELEMENTS = {e.name: e for e in (Element("int4", tuple(range(-8, 8)), counts=True),)}
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+ELEMENTS = {e.name: e for e in (Element("int4", tuple(range(-8, 8)), counts=True), Element("iq4", _IQ4))}
+"""By name, as in a format's string. ``iq4``: the codebook of GGUF's IQ4_NL, in its order. A value needs at most eight
+significant bits, so that it is exact in bf16 and its product with a 16-bit scale in float32."""
 SCALES = {
     rule.name: rule
     for rule in (
@@ -119,7 +122,7 @@ class WeightFormat:
             No GPU kernel takes groups that are no multiple of 32 yet.
         zero: ``"none"``, ``"int"`` or ``"float"``; see the table in the module's docstring.
         scale: name of the scale rule, one of :data:`SCALES`; a float zero point has the dtype of the scales.
-        element: name of the element, one of :data:`ELEMENTS`.
+        element: name of the element, one of :data:`ELEMENTS`; only int4 takes zero points.
 
     Raises:
         ValueError: for any other value, naming the nearest legal one.
@@ -239,7 +242,7 @@ class WeightFormat:
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
-        """Inverse of ``str``: ``int4_g128``, ``int4_col_zint``, ``int4_g32_zfloat_fp16``, ...
+        """Inverse of ``str``: ``int4_g128``, ``int4_col_zint``, ``int4_g32_zfloat_fp16``, ``iq4_g32_fp16``, ...
 
         Raises:
             ValueError: if ``name`` is not such a string.
@@ -248,7 +251,8 @@ class WeightFormat:
         if found is None:
             raise ValueError(
                 f"format: wanted int4_g<group size> or int4_col, then optionally _zint or _zfloat, then optionally one "
-                f"of _{', _'.join(SCALES)} (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), got {name!r}"
+                f"of _{', _'.join(SCALES)} (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), or iq4 for "
+                f"int4, without zero points (iq4_g32_fp16); got {name!r}"
             )
         group = int(found["group"]) if found["group"] else PER_COLUMN
         return cls(group, found["zero"] or "none", found["scale"] or "bf16", found["element"])

@@ -77,7 +77,7 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
     e4m3: 56 * 8 is 448, the largest e4m3.
 
     Args:
-        w: a weight with 16-bit scales and without zero points, in any layout; experts are converted one by one.
+        w: an int4 weight with 16-bit scales and without zero points, in any layout; experts are converted one by one.
 
     Returns:
         (weight, error): the weight in w's layout if that can hold it, else in the canonical one; error is the relative
@@ -90,6 +90,8 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
         raise TypeError(f"w: wanted a QuantizedWeight, got {kind_of(w)}")
     if w.format.has_zero or w.format.scale_dtype.itemsize < 2:
         raise ValueError(f"w: wanted a format without zero points and with 16-bit scales, got {w.format}")
+    if not w.format.element_rule.counts:
+        raise ValueError(f"w: wanted int4 elements, got {w.format}: no kernel decodes others for fp8 activations")
     format = replace(w.format, scale="e4m3")
     layout = "canonical" if layout_named(w.layout).supports(format) else w.layout
     errors: list[tuple[float, float]] = []

@@ -109,7 +109,7 @@ class Decoder:
 
     def _biased(self, word: Int32) -> tuple[Int32, ...]:
         """bias + u, two codes a register; in fp16 bias + 16 * u in every second one."""
-        bias = _bits(self.kind, _BIAS[self.kind]) * 0x10001
+        bias = bits_of(self.kind, _BIAS[self.kind]) * 0x10001
         if self.kind == "f16":
             return _codes(word, bias)
         shifts = "".join(f"shr.u32 t{i}, $4, {4 * i}; " for i in (1, 2, 3))
@@ -210,7 +210,7 @@ def _fma(kind: str, x: Int32, y: Int32, z: Int32) -> Int32:
     return asm(f"fma.rn.{kind}x2 $0, $1, $2, $3;", [Int32], [x, y, z], pure=True)[0]
 
 
-def _bits(kind: str, value: float) -> int:
+def bits_of(kind: str, value: float) -> int:
     """Bits of a number that ``kind`` holds exactly."""
     if kind == "f16":
         return int.from_bytes(struct.pack("<e", value), "little")
@@ -219,7 +219,7 @@ def _bits(kind: str, value: float) -> int:
 
 def _pair(low: float, high: float, kind: str = "bf16") -> Int32:
     """Two numbers that ``kind`` holds exactly, in the halves of a word."""
-    bits = _bits(kind, low) | _bits(kind, high) << 16
+    bits = bits_of(kind, low) | bits_of(kind, high) << 16
     return Int32(bits - 2**32 if bits >= 2**31 else bits)
 
 

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from w4gemm.core.formats import ELEMENTS
 from w4gemm.kernels.device.decode import Decoder, SubnormalDecoder
+from w4gemm.kernels.device.decode_codebook import CodebookDecoder
 from w4gemm.kernels.device.decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
-from w4gemm.packing.codecs import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16, Codec, WeightOperand
+from w4gemm.packing.codecs import (
+    INT4_MMA8,
+    INT4_MMA8_FOLDED,
+    INT4_MMA8_ZEROS,
+    INT4_MMA16,
+    IQ4_MMA16,
+    Codec,
+    WeightOperand,
+)
 
 
 def decoder_of(weight: WeightOperand, only_fma: bool = False, allow_sum_scale: bool = False) -> Decoder | Fp8Decoder:
@@ -22,12 +32,18 @@ def _int4_mma16(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) ->
     return Decoder(*form, only_fma)
 
 
+def _codebook(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> Decoder:
+    values = ELEMENTS[weight.codec.element].values
+    return CodebookDecoder(weight.kind, weight.scale, weight.zero, only_fma, values)
+
+
 def _fp8(decoder: type[Fp8Decoder]) -> Callable[[WeightOperand, bool, bool], Fp8Decoder]:
     return lambda weight, only_fma, allow_sum_scale: decoder(weight.scale)
 
 
 _DECODERS: dict[Codec, Callable[[WeightOperand, bool, bool], Decoder | Fp8Decoder]] = {
     INT4_MMA16: _int4_mma16,
+    IQ4_MMA16: _codebook,
     INT4_MMA8: _fp8(Fp8Decoder),
     INT4_MMA8_ZEROS: _fp8(TableDecoder),
     INT4_MMA8_FOLDED: _fp8(FoldedDecoder),

@@ -9,9 +9,10 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Fragment
+from w4gemm.packing.codecs.codebook import CODEBOOKS, IQ4_MMA16
 from w4gemm.packing.codecs.int4 import INT4, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16
 
-CODECS: tuple[Codec, ...] = INT4
+CODECS: tuple[Codec, ...] = (*INT4, *CODEBOOKS)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 _SCALE_KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
@@ -78,6 +79,7 @@ __all__ = [
     "INT4_MMA8_FOLDED",
     "INT4_MMA8_ZEROS",
     "INT4_MMA16",
+    "IQ4_MMA16",
     "MMA8",
     "MMA16",
     "Bits",
