@@ -3,7 +3,7 @@
 A case is one variant of a kernel. It must use the matrix instruction that the kernel was written for, keep all values
 in registers and, on Hopper, run its WGMMAs asynchronously. The cases are a sample of all variants: every kernel x
 format; of every stratum (dense, grouped or gathered; kernel, schedule, tile_k, cluster) the config with the most
-accumulators, under an epilogue that takes many registers; and some more at random, drawn anew whenever the kernels'
+accumulators, with an epilogue that takes many registers; and some more at random, drawn anew whenever the kernels'
 sources change. ``--every-variant`` takes all configs, which takes half an hour on two cores.
 """
 
@@ -67,8 +67,8 @@ EPILOGUES = {
     "experts": (Epilogue("silu_mul"), 8192),
 }
 """Epilogues, and n: rows of d that are no multiple of 16 bytes take more registers."""
-HEAVY = {"dense": ("all", "gated", "bias"), "grouped": ("experts", "plain"), "gathered": ("experts", "plain")}
-"""By mode, the epilogues of the largest tiles. With every operand, the largest grouped ones spill up to 16 bytes."""
+HEAVY = ("all", "gated", "bias")
+"""Epilogues of the largest tiles."""
 DRAWN = 64
 """Random cases besides those of the strata."""
 
@@ -144,19 +144,30 @@ def stratum(case: Case) -> Hashable:
     return case.mode, case.kernel, c.schedule, c.tile_k, c.split_k > 1, c.cluster_m * c.cluster_n > 1
 
 
+def legal(case: Case) -> bool:
+    return case.config in kernel_named(case.kernel).configs(case.problem)
+
+
 def largest() -> list[Case]:
-    """The case of each stratum with the most accumulators; the needier format, if both have it. Its epilogue is one of
-    the mode's heavy ones in turn."""
-    found: dict[Hashable, Case] = {}
+    """The cases of each stratum with the most accumulators; the needier format, if both have them. The epilogues are
+    the heavy ones in turn; if the largest config is not legal with one, it has that of experts, and the largest that is
+    legal comes besides."""
+    strata: dict[Hashable, list[Case]] = {}
     for case in variants():
-        have = found.setdefault(stratum(case), case).config
-        if case.config.tile_m * case.config.tile_n > have.tile_m * have.tile_n:
-            found[stratum(case)] = case
-    turns = {mode: itertools.cycle(names) for mode, names in HEAVY.items()}
-    return [
-        case if case.kernel == "dequantize_gemm" else case._replace(epilogue=next(turns[case.mode]))
-        for case in found.values()
-    ]
+        strata.setdefault(stratum(case), []).append(case)
+    turns = {mode: itertools.cycle(HEAVY) for mode in MODES}
+    found = []
+    for cases in strata.values():
+        cases.sort(key=lambda case: -case.config.tile_m * case.config.tile_n)
+        if cases[0].kernel == "dequantize_gemm":
+            found.append(cases[0])
+            continue
+        epilogue = next(turns[cases[0].mode])
+        heavy = next(filter(legal, (case._replace(epilogue=epilogue) for case in cases)))
+        if heavy.config != cases[0].config:
+            found.append(cases[0]._replace(epilogue="experts"))
+        found.append(heavy)
+    return found
 
 
 def drawn() -> list[Case]:

@@ -114,10 +114,46 @@ def test_rules_have_names_of_their_own_and_exclude_something(kernel):
     forms = ({}, {"experts": 8}, {"experts": 8, "gathered": True})
     problems = [problem_of(kernel, format, **form) for format in formats for form in forms]
     problems += [replace(p, device=GPUS["sm_89"]) for p in problems]
+    problems += [replace(p, n=4092, epilogue=Epilogue("gelu", residual=True)) for p in problems]
     likes = [kernel.like(problem) for problem in problems if kernel.supports(problem)]
     candidates = list(kernel.space.candidates())
     for rule in rules:
         assert any(rule.excludes(replace(like, config=c)) for like in likes for c in candidates), rule.name
+
+
+SPILLING_EPILOGUES = [
+    ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue(residual=True)}, 10, 5),
+    ("sm90_mixed_gemm", {"epilogue": Epilogue(residual=True, out_dtype=torch.float32)}, 5, 0),
+    ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue("gelu", "device", bias=True)}, 0, 0),
+    ("sm90_mixed_gemm", {"epilogue": Epilogue("silu_mul", "device", True, True)}, 0, 0),
+    ("sm90_fp8_gemm", {"n": 4092, "epilogue": Epilogue(residual=True, token_scale=True)}, 6, 3),
+    ("sm90_fp8_gemm", {"epilogue": Epilogue("gelu", token_scale=True)}, 2, 0),
+    ("sm90_fp8_gemm", {"epilogue": Epilogue("silu_mul", bias=True, token_scale=True)}, 0, 0),
+]
+"""(kernel, problem, configs that it loses against a plain one: of experts, of gathered rows)."""
+
+
+@pytest.mark.parametrize("name, changes, grouped, gathered", SPILLING_EPILOGUES)
+def test_epilogues_that_spill_take_large_tiles_from_experts(name, changes, grouped, gathered):
+    kernel = kernel_named(name)
+    format = "int4_g128_e4m3" if name == "sm90_fp8_gemm" else "int4_g128"
+    for form, wanted in (({}, 0), ({"experts": 8}, grouped), ({"experts": 8, "gathered": True}, gathered)):
+        asked = problem_of(kernel, format, **form, **changes)
+        plain = kernel.configs(replace(asked, n=4096, epilogue=Epilogue()))
+        legal = kernel.configs(asked)
+        lost = [c for c in plain if c not in legal]
+        assert (len(lost), len(plain) - len(legal)) == (wanted, wanted) and all(c.tile_m == 256 for c in lost)
+
+
+def test_a_problem_with_a_spilling_epilogue_takes_the_next_best_tile():
+    """Experts with many tokens: the tile that a plain problem takes is refused with the reason, the next is run."""
+    kernel = kernel_named("sm90_fp8_gemm")
+    asked = problem_of(kernel, "int4_g128_e4m3", experts=8, m=16384, epilogue=Epilogue(token_scale=True))
+    spilling = replace(asked, n=4092, epilogue=Epilogue(residual=True, token_scale=True))
+    ranking = choice.configs(replace(asked, n=4092))
+    refused = [name for name in ranking if "experts, 256 tokens and a residual" in str(choice.why(spilling, name)[0])]
+    assert refused and all("/256x" in name for name in refused)
+    assert choice.configs(spilling)[0] == next(name for name in ranking if name not in refused)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
@@ -194,9 +194,8 @@ class GpuKernel(ABC):
         return Status.no(reason) if reason else OK
 
     def like(self, problem: GemmProblem) -> Any:
-        """A variant for the rules of ``space``, whatever its config: legality depends on neither m nor the epilogue."""
-        variant = self.variant.of(problem, GemmConfig(8, BLOCK_N, BLOCK_K))
-        return replace(variant, epilogue=PLAIN, vector=True)
+        """A variant for the rules of ``space``, whatever its config: legality does not depend on m."""
+        return self.variant.of(problem, GemmConfig(8, BLOCK_N, BLOCK_K))
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         return list(self.space.legal(self.like(problem)))

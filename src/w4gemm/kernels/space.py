@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN
 
 
 class Rule(NamedTuple):
@@ -21,6 +22,9 @@ class Rule(NamedTuple):
     reason: str
     excludes: Callable[[Any], bool]
     """Called with the kernel's Variant of the config; for a kernel without variants, see its spec.py."""
+    of_epilogue: bool = False
+    """True if the rule looks at the problem's epilogue. Others are shown a plain one, whatever the problem's, so that
+    the memory that an epilogue takes does not decide."""
 
 
 class Exclusion(NamedTuple):
@@ -70,16 +74,30 @@ class Space:
         """Every rule that excludes ``config``; none if it is legal. like: a variant; its config does not matter."""
         if config not in _candidates(self):
             return [Exclusion("pruned", "sizes", f"not among the sizes that are looked at, {self.sizes}")]
-        variant = replace(like, config=config)
-        return [Exclusion(kind, rule.name, rule.reason) for kind, rule in self.rules() if rule.excludes(variant)]
+        plain, whole = _plain(like, config), replace(like, config=config)
+        excluding = ((kind, r) for kind, r in self.rules() if r.excludes(whole if r.of_epilogue else plain))
+        return [Exclusion(kind, rule.name, rule.reason) for kind, rule in excluding]
 
 
 _ANY = GemmConfig(8, 64, 128)
 
 
+def _plain(like: Any, config: GemmConfig) -> Any:
+    """The variant that is shown to rules that do not look at the epilogue."""
+    return replace(like, config=config, epilogue=PLAIN, vector=True)
+
+
 @functools.cache
 def _legal(space: Space, like: Any) -> tuple[GemmConfig, ...]:
-    rules = [rule for _, rule in space.rules()]
+    rules = [rule for _, rule in space.rules() if rule.of_epilogue]
+    variants = [replace(like, config=config) for config in _legal_if_plain(space, _plain(like, _ANY))]
+    return tuple(v.config for v in variants if not any(rule.excludes(v) for rule in rules))
+
+
+@functools.cache
+def _legal_if_plain(space: Space, like: Any) -> tuple[GemmConfig, ...]:
+    """The configs that no rule excludes whatever the epilogue. like: a variant with a plain one."""
+    rules = [rule for _, rule in space.rules() if not rule.of_epilogue]
     variants = (replace(like, config=config) for config in space.candidates())
     return tuple(v.config for v in variants if not any(rule.excludes(v) for rule in rules))
 

@@ -38,6 +38,13 @@ def _spills_with_groups(v: Variant) -> bool:
     )
 
 
+def _spills_with_activation(v: Variant) -> bool:
+    """True if an activation of each feature does not fit beside the accumulators of 256 tokens; where rows
+    are gathered it does."""
+    large = (v.config.schedule, v.config.tile_m) == ("pingpong", 256)
+    return v.grouped and not v.gathered and large and v.epilogue.activation is not None and not v.epilogue.gated
+
+
 SPACE = Space(
     _candidates,
     f"tile_m {listed(sorted((*TILE_M, *_BETWEEN)))}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; "
@@ -94,6 +101,13 @@ SPACE = Space(
                 and (v.config.schedule == "pingpong" or (v.scales_on_sums and v.warpgroups == 4))
                 and 32 < v.config.tile_m <= 128
             ),
+        ),
+        mixed.GROUPED_RESIDUAL,
+        Rule(
+            "experts, pingpong and an activation",
+            "looking for an expert's rows takes registers: with 256 tokens an activation of each feature would spill",
+            _spills_with_activation,
+            of_epilogue=True,
         ),
     ),
     pruned=(

@@ -78,6 +78,18 @@ SHARED_MEMORY = Rule(
     "there is no room for two stages, or for the sums that warpgroups and CTAs hand over in the drained stages",
     lambda v: not fits(v),
 )
+GROUPED_RESIDUAL = Rule(
+    "experts, 256 tokens and a residual",
+    "looking for an expert's rows takes registers: with 256 tokens, a residual in rows that are no multiple of 16 "
+    "bytes would spill, and in a cluster along n one in float32",
+    lambda v: (
+        v.grouped
+        and v.config.tile_m == 256
+        and v.epilogue.residual
+        and (not v.vector or (v.out_kind == "f32" and v.config.cluster_n > 1))
+    ),
+    of_epilogue=True,
+)
 PINGPONG_CLUSTER = Rule(
     "pingpong and clusters",
     "with two CTAs on a multiprocessor a cluster of two along n is not looked at",
@@ -155,6 +167,7 @@ SPACE = Space(
                 v.grouped and _many_groups(v) and (_large(v) or (v.config.tile_k, v.config.cluster_n) == (512, 2))
             ),
         ),
+        GROUPED_RESIDUAL,
         Rule(
             "pingpong, many groups, two k sets",
             "the scales of several groups spill where two sets share half a multiprocessor",
