@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, choice, masked_linear, quantize
+from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, WeightFormat, choice, masked_linear, quantize
 from w4gemm.api import gather
 from w4gemm.choice.choose import Plan
 from w4gemm.cli.__main__ import main
+from w4gemm.cli.needs import Use, chosen, problems_of
+from w4gemm.cli.problems import Layer
 from w4gemm.core.problem import H200, Device
 from w4gemm.jit import compile as jit
 from w4gemm.kernels import HELPERS, launcher
@@ -134,6 +136,17 @@ def test_a_mixture_of_experts_serves_where_compiling_is_forbidden(tmp_path, monk
         for got, want in zip(run(mixture, layer, tokens, "cuda"), expected, strict=True):
             assert torch.equal(got, want)
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_scales_of_experts_are_compiled_where_they_are_asked_for():
+    experts, single = Layer(128, 256, WeightFormat(64), experts=EXPERTS), Layer(128, 256, WeightFormat(64))
+    use = Use(H200, torch.bfloat16)
+    for layer, wanted in ((experts, {False, True}), (single, {False})):
+        assert {p.epilogue.expert_scale for p in problems_of(layer, [4], use)} == {False}
+        found = list(problems_of(layer, [4], use._replace(expert_scale=True)))
+        assert {p.epilogue.expert_scale for p in found} == wanted
+    units, _ = chosen(problems_of(experts, [4], use._replace(expert_scale=True)))
+    assert len(units) == 2 * len(chosen(problems_of(experts, [4], use))[0])
 
 
 def test_a_helper_says_what_a_layer_needs():

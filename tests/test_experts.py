@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 
@@ -14,6 +17,8 @@ from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.weights.reference import grouped_reference
 
 E, HIDDEN, FEATURES = 4, 96, 64
+SIZES = (2 * HIDDEN, FEATURES), (FEATURES, HIDDEN)
+"""n and k of gate_up and down."""
 
 
 def several(n: int, k: int, seed: int = 0) -> list[QuantizedWeight]:
@@ -217,6 +222,67 @@ def test_a_whole_layer(device, routing):
     again = W4Experts(QuantizedWeight.stack(down_like(pairs)), QuantizedWeight.stack(down_like(down)), dtype=dtype)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again.to(device).down.weight.dequantize(), layer.down.weight.dequantize())
+
+
+def scaled_layer() -> tuple[W4Experts, torch.Tensor, torch.Tensor]:
+    gate_up, down = (QuantizedWeight.stack(several(*size)) for size in SIZES)
+    scales = torch.tensor([2.0, -1.0, 0.5, 1e-6]), torch.tensor([1.0, 3.0, -0.25, 1 / 3])
+    return W4Experts(gate_up, down, dtype=torch.float32, gate_up_scale=scales[0], down_scale=scales[1]), *scales
+
+
+def test_a_layer_with_scales_of_experts():
+    layer, first, second = scaled_layer()
+    x, offsets = torch.randn(9, FEATURES), torch.tensor([0, 2, 2, 5, 9], dtype=torch.int32)
+    hidden = layer.gate_up(x, offsets)
+    fused = {"activation": "silu_mul", "expert_scale": first}
+    wanted = grouped_reference(x, layer.gate_up.weight, offsets, **fused)
+    torch.testing.assert_close(hidden.double(), wanted, rtol=1e-5, atol=1e-5)
+    wanted = grouped_reference(hidden, layer.down.weight, offsets, expert_scale=second)
+    torch.testing.assert_close(layer.down(hidden, offsets).double(), wanted, rtol=1e-5, atol=1e-5)
+    assert "expert_scale=True" in repr(layer.down)
+    function = torch.compile(layer.down, fullgraph=True, backend="aot_eager")
+    assert torch.equal(function(hidden, offsets), layer.down(hidden, offsets))
+    ids, weights = torch.tensor([[0, 3], [2, 1], [1, 1]]), torch.rand(3, 2)
+    routing = route(ids, E)
+    rows = layer.down(layer.gate_up(x[:3], routing.m_offsets, routing.tokens), routing.m_offsets)
+    assert torch.equal(layer(x[:3], ids, weights), combine(rows, routing.row_of_choice, weights))
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.double])
+def test_scales_of_experts_keep_their_bits(convert):
+    layer, first, second = scaled_layer()
+    convert(layer)
+    for product, scale in ((layer.gate_up, first), (layer.down, second)):
+        assert product.expert_scale.dtype == torch.float32 and torch.equal(product.expert_scale, scale)
+    assert copy.deepcopy(layer).to("meta").down.expert_scale.device.type == "meta"
+
+
+def test_scales_of_experts_are_saved():
+    layer, first, second = scaled_layer()
+    state = layer.state_dict()
+    assert torch.equal(state["down.expert_scale"], second)
+    plain = W4Experts(*(QuantizedWeight.stack(down_like(several(*size))) for size in SIZES))
+    assert not [key for key in plain.state_dict() if "expert_scale" in key]
+    for assign in (False, True):
+        for other in (copy.deepcopy(plain), copy.deepcopy(plain).to("meta"), scaled_layer()[0].to("meta")):
+            other.load_state_dict(state, assign=assign)
+            assert torch.equal(other.gate_up.expert_scale, first) and torch.equal(other.down.expert_scale, second)
+    with pytest.raises(RuntimeError, match=r"Missing key.*expert_scale"):
+        layer.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch for down.expert_scale"):
+        plain.load_state_dict(state | {"down.expert_scale": torch.ones(E + 1)})
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False).down.expert_scale, second)
+
+
+def test_scales_of_experts_are_checked():
+    gate_up, down = (QuantizedWeight.stack(several(*size)) for size in SIZES)
+    with pytest.raises(TypeError, match="expert_scale: wanted torch.float32"):
+        W4Experts(gate_up, down, down_scale=torch.ones(E).half())
+    with pytest.raises(ValueError, match=r"expert_scale: wanted shape \(4,\) on w's device cpu, got \(5,\) on cpu"):
+        W4Experts(gate_up, down, gate_up_scale=torch.ones(E + 1))
 
 
 def down_like(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:

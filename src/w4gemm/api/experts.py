@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,23 +11,73 @@ from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.routing import combine, route
+from w4gemm.core.errors import kind_of
 from w4gemm.weights.weight import QuantizedWeight
 
 
 class W4GroupedLinear(W4Linear):
     """:func:`w4gemm.grouped_linear` as a layer: x (total_m, k) sorted by expert, or rows of x that indices (total_m)
-    name, and m_offsets (experts + 1) to (total_m, n). Made with :meth:`from_weight`; the bias is (experts, n)."""
+    name, and m_offsets (experts + 1) to (total_m, n). Made with :meth:`from_weight`; the bias is (experts, n).
+
+    ``expert_scale`` float32 (experts,), or None, multiplies each expert's products: for weights whose tensors have a
+    scale each. ``state_dict`` holds it, a loaded one may bring it, and ``half()`` and ``to(dtype)`` leave it float32.
+    """
 
     grouped = True
+    expert_scale: torch.Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("W4GroupedLinear: made with from_weight alone")
+
+    @classmethod
+    def from_weight(
+        cls,
+        w: QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        expert_scale: torch.Tensor | None = None,
+    ) -> W4GroupedLinear:
+        """Return a layer, see :meth:`W4Linear.from_weight`. expert_scale: float32 (experts,) on w's device, or None."""
+        layer = super().from_weight(w, bias, dtype=dtype)
+        assert isinstance(layer, cls)
+        if expert_scale is not None:
+            if not isinstance(expert_scale, torch.Tensor) or expert_scale.dtype != torch.float32:
+                raise TypeError(f"expert_scale: wanted torch.float32 (experts) or None, got {kind_of(expert_scale)}")
+            if tuple(expert_scale.shape) != (w.experts,) or expert_scale.device != w.device:
+                raise ValueError(
+                    f"expert_scale: wanted shape {(w.experts,)} on w's device {w.device}, got "
+                    f"{tuple(expert_scale.shape)} on {expert_scale.device}"
+                )
+            expert_scale = expert_scale.detach()
+        layer.register_buffer("expert_scale", expert_scale)
+        return layer
 
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None
     ) -> torch.Tensor:
         x, bias = autocast(x, self._parameters["bias"])
-        return grouped_linear(x, self._weight, m_offsets, bias, indices=indices, activation=self.activation)
+        fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale}
+        return grouped_linear(x, self._weight, m_offsets, bias, indices=indices, **fused)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.expert_scale is None else ", expert_scale=True")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4GroupedLinear:
+        scale = self.expert_scale
+        if scale is not None:  # as integers, which no conversion of a module's dtype touches
+            self.expert_scale = scale.view(torch.int32)
+        super()._apply(fn, recurse)
+        if self.expert_scale is not None:
+            self.expert_scale = self.expert_scale.view(torch.float32)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        given = state_dict.get(prefix + "expert_scale")
+        if given is not None and (self.expert_scale is None or self.expert_scale.is_meta):
+            device = given.device if self.weight.device.type == "meta" else self.weight.device
+            self.expert_scale = torch.ones(self.weight.experts, device=device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class W4Experts(torch.nn.Module):
@@ -41,6 +92,8 @@ class W4Experts(torch.nn.Module):
         down: (features, hidden) per expert.
         dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`.
         activations: "fp8" or None for both products; "same" for what each weight says.
+        gate_up_scale, down_scale: float32 (experts,) that the products of each expert are multiplied by before
+            anything else is done with them; or None.
 
     Raises:
         TypeError, ValueError: for weights without experts, or of sizes that do not match.
@@ -53,10 +106,12 @@ class W4Experts(torch.nn.Module):
         *,
         dtype: torch.dtype | None = None,
         activations: str | None = "same",
+        gate_up_scale: torch.Tensor | None = None,
+        down_scale: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.gate_up = W4GroupedLinear.from_weight(gate_up, dtype=dtype)
-        self.down = W4GroupedLinear.from_weight(down, dtype=dtype)
+        self.gate_up = W4GroupedLinear.from_weight(gate_up, dtype=dtype, expert_scale=gate_up_scale)
+        self.down = W4GroupedLinear.from_weight(down, dtype=dtype, expert_scale=down_scale)
         if (down.experts, down.n, 2 * down.k) != (gate_up.experts, gate_up.k, gate_up.n):
             raise ValueError(
                 f"down: wanted {gate_up.experts} experts with n {gate_up.k} and k {gate_up.n / 2:g} for {gate_up!r}, "

@@ -65,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also with this activation in the product; repeat for more. Layers of experts come with silu_mul",
     )
     parser.add_argument("--residual", action="store_true", help="also with a residual that is added to the product")
+    parser.add_argument(
+        "--expert-scale", action="store_true", help="also with a scale for each expert, in layers of experts"
+    )
     parser.add_argument("--act-order", action="store_true", help="also the gather of weights in act-order")
     parser.add_argument(
         "--top-k", type=positive, metavar="K", help="experts of a token: also the sum over their results"
@@ -84,12 +87,13 @@ def run(args: argparse.Namespace) -> int:
         Use(
             device,
             dtype,
-            args.activations == "fp8" or args.dtype == "float8_e4m3fn",
-            tuple(args.fused),
-            args.residual,
-            args.act_order,
-            args.top_k or 0,
-            args.batch_invariant,
+            fp8=args.activations == "fp8" or args.dtype == "float8_e4m3fn",
+            epilogue_activations=tuple(args.fused),
+            residual=args.residual,
+            expert_scale=args.expert_scale,
+            act_order=args.act_order,
+            top_k=args.top_k or 0,
+            batch_invariant=args.batch_invariant,
         )
         for dtype in (_HALVES if args.dtype == "float8_e4m3fn" else (DTYPES[args.dtype],))
     ]

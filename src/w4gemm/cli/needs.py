@@ -31,6 +31,8 @@ class Use(NamedTuple):
     """Activations that layers fuse besides none."""
     residual: bool = False
     """True if layers also add a residual."""
+    expert_scale: bool = False
+    """True if layers of experts also have a scale for each expert."""
     act_order: bool = False
     """True if weights may have a perm."""
     top_k: int = 0
@@ -52,11 +54,16 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     activations = [name for name in fused if name != "silu_mul" or layer.n % 2 == 0]
     found = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
     residuals = (False, True) if use.residual else (False,)
-    for activation, residual, gathered in product(activations, residuals, (False, True) if grouped else (False,)):
+    scales = (False, True) if use.expert_scale and grouped else (False,)
+    gathers = (False, True) if grouped else (False,)
+    for activation, residual, scale, gathered in product(activations, residuals, scales, gathers):
         for problem in found:
             # a layer that quantizes x gives d the dtype that x had
             epilogue = problem.epilogue._replace(
-                activation=activation, residual=residual, out_dtype=use.dtype if fp8 else None
+                activation=activation,
+                residual=residual,
+                out_dtype=use.dtype if fp8 else None,
+                expert_scale=scale,
             )
             yield replace(problem, epilogue=epilogue, gathered=gathered)
 
