@@ -1,4 +1,4 @@
-"""What PyTorch does around a call, told by private functions of PyTorch that a version may lack."""
+"""Modes of PyTorch around a call, told by private functions of PyTorch that a version may lack."""
 
 from __future__ import annotations
 
