@@ -79,6 +79,16 @@ def test_a_single_column(n, m, zero):
         torch.testing.assert_close(got, x @ w.dequantize().T, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_a_zero_point_far_below_its_scale_is_not_lost():
+    """8 * s + z would not fit float32."""
+    format, codes = WeightFormat(32, "float"), torch.arange(128 * 64).view(128, 64) % 16
+    scales, zeros = torch.full((128, 2), 7424.0).bfloat16(), torch.full((128, 2), 0.01).bfloat16()
+    w = w4gemm.QuantizedWeight.from_codes(format, codes, scales, zeros).repack()
+    for config in ("1x128x32", "2048x16384x64"):  # sums of codes, and a matmul
+        d = w4gemm.linear(torch.eye(64), w, config=f"cpu_mixed_gemm/{config}_1x1x1_coop")
+        assert torch.equal(d.T, w.dequantize()), config
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_products_do_not_depend_on_the_default_dtype(monkeypatch, dtype):
     w = random_weight(FEW_FORMATS[0], 200, 96).repack()

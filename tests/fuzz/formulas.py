@@ -87,7 +87,10 @@ def weight(
         assert zeros is not None
         z = zeros.double()[:, group]
         w = s * (u - z) if zero == "int" else s * u + z
-        terms = s.abs() * (u + z) if zero == "int" else s.abs() * u + z.abs()
+        # sums may be of u - 8, as signed codes are, with what is left of a group's zero point added behind
+        signed = (u - 8).abs()
+        apart = torch.maximum(u + z, signed + (z - 8).abs()) if zero == "int" else signed + 8
+        terms = s.abs() * apart + (0 if zero == "int" else z.abs())
     if channels is not None:
         w = rounded(w, TYPES["float8_e4m3fn"]) * channels.double()[:, None]
         terms = w.abs()

@@ -2,13 +2,12 @@
 
 "sum", for one token x, with c the codes - 8, s scales and z zero points:
 
-    d[n] = sum over groups g of  s[g, n] * (sum over j in g of x[j] * c[j, n])  +  zero term
-    zero term:  none 0,  int s[g, n] * (8 - z[g, n]) * sum of x over g,  float (z[g, n] + 8 * s[g, n]) * sum of x over g
+    d[n] = sum over groups g of  s[g, n] * (sum over j in g of x[j] * c[j, n]  +  r[g, n] * sum of x over g)  +  t[g, n]
+    r: none 0, int 8 - z[g, n], float 8;  t: none and int 0, float z[g, n] * sum of x over g
 
 The inner sum is PyTorch's ``embedding_bag_4bit`` (FBGEMM) with x as the weights of the table's rows: float32,
-vectorized, and the only thing that reads codes. A one-hot x gives the dequantized weight, since s * c is exact in
-float32. With a float zero point that holds as long as z + 8 * s is exact too, which fails only if z is smaller than s
-by a factor of 2**10 or more, and then by the last bit of s.
+vectorized, and the only thing that reads codes. A one-hot x gives the dequantized weight, since s * u is exact in
+float32. (z + 8 * s) * sum of x would not be: where z is 2**10 times smaller than s, it loses the last bits of z.
 
 "dense" dequantizes a block of output features and calls matmul: the same table with bags of a single row where
 possible, else :func:`w4gemm.weights.dequantize.dequantize_parts`.
@@ -90,7 +89,7 @@ def sum_linear(
     if problem.format.zero == "int":
         sums = (sums + (SYMMETRIC_ZERO - zeros[0].float()) * x_sums) * scales
     else:
-        sums = torch.addcmul((zeros[0].float() + SYMMETRIC_ZERO * scales.float()) * x_sums, sums, scales)
+        sums = torch.addcmul(zeros[0] * x_sums, sums + SYMMETRIC_ZERO * x_sums, scales)
     return sums.sum(1).view(1, -1)[:, : problem.n]
 
 
