@@ -139,7 +139,7 @@ def code_of(case: dict[str, Any]) -> list[str]:
     """The instructions of each kernel of a case, compiled anew by this tree."""
     from sass import functions
 
-    plan = _first("w4gemm.choice:plan", "w4gemm.choice.plan:plan", "w4gemm.choice.choose:plan", "w4gemm.dispatch:plan")
+    plan = _first("w4gemm.choice:plan", "w4gemm.dispatch:plan")
     with tempfile.TemporaryDirectory(prefix="same-code-") as folder:
         os.environ["W4GEMM_CACHE_DIR"] = folder
         plan(problem_of(case), case["config"])
