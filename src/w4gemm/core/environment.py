@@ -10,6 +10,8 @@
 ``W4GEMM_WORKSPACE_MIB``
                       the most GPU memory, in MiB, that a launch may decode a weight into for very many tokens; default
                       256. 0 forbids it.
+``W4GEMM_VLLM``       whether vLLM's 4-bit layers run on w4gemm: ``auto`` (default): where they were measured to be
+                      faster, on Hopper; ``on``; ``off``.
 ``W4GEMM_COMMIT``     the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed
                       tree.
 ====================  ==================================================================================
@@ -77,6 +79,18 @@ def workspace_mib() -> int:
     if not value.isdecimal():
         raise ValueError(f"W4GEMM_WORKSPACE_MIB: wanted a number of MiB from 0, got {value!r}")
     return int(value)
+
+
+def vllm() -> str:
+    """Return ``W4GEMM_VLLM``: auto, on or off.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    value = os.environ.get("W4GEMM_VLLM", "").lower() or "auto"
+    if value not in ("auto", "on", "off"):
+        raise ValueError(f"W4GEMM_VLLM: wanted auto, on or off, got {value!r}")
+    return value
 
 
 def _switch(name: str, default: bool) -> bool:

@@ -1,0 +1,52 @@
+"""vLLM plugin: the 4-bit layers of vLLM's models on w4gemm's kernels.
+
+vLLM calls :func:`register`, an entry point of ``vllm.general_plugins``, in each of its processes before it builds a
+model. Nothing here imports vLLM earlier, so the package costs nothing where vLLM is not.
+
+Each of ``PARTS`` is a module of this package that takes over one kind of layer. It imports what it needs of vLLM when
+it is imported, and has
+
+- ``TAKES``: what it takes over, in words;
+- ``install() -> None``: put it in vLLM's list. An ``ImportError`` or ``AttributeError``, of the import or of this, says
+  what this version of vLLM lacks: then vLLM's own kernels run these layers.
+
+Where a part must decide whether it takes a layer, :func:`w4gemm.integrations.vllm.takeover.why_not_here` has the switch
+and the GPU, and :func:`w4gemm.integrations.vllm.takeover.refuse` logs the reason once.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from w4gemm.integrations.vllm import takeover
+
+PARTS: tuple[str, ...] = ()
+"""Modules of this package, in the order in which they are installed."""
+
+_installed: list[str] = []
+"""Parts that this process has installed."""
+
+
+def register() -> None:
+    """Install every part that ``W4GEMM_VLLM`` and this vLLM allow, once in each process. Called by vLLM."""
+    try:
+        if reason := takeover.why_off():
+            takeover.log().debug("w4gemm takes over no layers: %s", reason)
+            return
+    except ValueError as e:  # a mistyped switch must not end the engine
+        takeover.log().warning("w4gemm takes over no layers: %s", e)
+        return
+    taken = []
+    for name in PARTS:
+        if name in _installed:
+            continue
+        try:
+            part = importlib.import_module(f"{__name__}.{name}")
+            part.install()
+        except (ImportError, AttributeError) as e:
+            takeover.log().warning("w4gemm: vLLM %s runs its own %s kernels: %s", takeover.vllm_version(), name, e)
+            continue
+        _installed.append(name)
+        taken.append(part.TAKES)
+    if taken:
+        takeover.announce(taken)
