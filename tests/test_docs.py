@@ -1,0 +1,53 @@
+"""Links of the documents lead somewhere, and what they name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(document: Path) -> None:
+    missing = []
+    for path, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", document.read_text()):
+        target = document.parent / path if path else document
+        if not target.exists() or (heading and heading not in headings(target)):
+            missing.append(f"{path}#{heading}")
+    assert not missing
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.parent.name != "measured"], ids=lambda path: path.name)
+def test_files_that_documents_name_exist(document: Path) -> None:
+    """A name such as ``kernels/gpu.py`` is the end of a file's path."""
+    folders = "src", "bench", "tests"
+    files = {f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    named = set(re.findall(r"`([\w/]+\.py)`", document.read_text()))
+    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+
+
+def headings(document: Path) -> list[str]:
+    """The names by which links lead to headings."""
+    found = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found]
+
+
+def test_the_version_of_the_dsl_is_said_alike() -> None:
+    from w4gemm.kernels.requirements import DSL
+
+    assert f'"nvidia-cutlass-dsl=={DSL}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"nvidia-cutlass-dsl=={DSL}" in (ROOT / "constraints.txt").read_text()
+    assert f"`nvidia-cutlass-dsl` {DSL}" in (ROOT / "README.md").read_text()
+
+
+def test_architecture_names_what_exists() -> None:
+    """Every file and folder at the top of the package is in docs/architecture.md."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    package = ROOT / "src/w4gemm"
+    parts = [p.name for p in package.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    missing = [name for name in parts if not name.startswith("__") and name not in text]
+    assert not missing
