@@ -3,7 +3,8 @@
 A weight w (n, k) is stored as 4-bit codes u in 0..15, one scale s per output row and group of ``group_size`` elements
 along k, and optionally one zero point per scale. A format is an element, a scale rule and a zero rule:
 
-* The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``, one of 16 integers of ``iq4``.
+* The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``, one of 16 integers of ``iq4``, a
+  4-bit float of ``e2m1``.
 * The :class:`ScaleRule` says what a scale is stored as, whether a float32 factor per output channel multiplies all
   scales of the row, and whether s * v is rounded before that factor.
 * The zero rule says what a group's zero point is:
@@ -11,7 +12,7 @@ along k, and optionally one zero point per scale. A format is an element, a scal
 ============  ==========================  =========================================
 ``zero``      w                           found in
 ============  ==========================  =========================================
-``"none"``    s * v(u)                    symmetric GPTQ, compressed-tensors, Q4_0, IQ4_NL
+``"none"``    s * v(u)                    symmetric GPTQ, compressed-tensors, Q4_0, MXFP4, NVFP4
 ``"int"``     s * (u - z), z in 0..15     AWQ, asymmetric GPTQ
 ``"float"``   s * u + z                   Q4_1, HQQ (after z = -zero * s)
 ============  ==========================  =========================================
@@ -51,11 +52,15 @@ class Element:
         return torch.tensor(self.values, dtype=torch.float32, device=codes.device)[codes.int()]
 
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """float32: the code of the value nearest to each number; of two as near, that of the even or the larger one."""
+        """float32: the code of the value nearest to each number; of two as near, the even code."""
         if self.counts:
             return (numbers + self.padding_code).round().clamp(0, 15)
-        values, codes = torch.tensor(self.values, device=numbers.device).sort()
-        return codes[torch.bucketize(numbers, (values[1:] + values[:-1]) / 2)].float()
+        distinct = sorted(set(self.values))  # e2m1 has two zeros, of which the first is meant
+        values = torch.tensor(distinct, device=numbers.device)
+        codes = torch.tensor([self.values.index(value) for value in distinct], device=numbers.device)
+        middles = (values[1:] + values[:-1]) / 2
+        below, above = (codes[torch.bucketize(numbers, middles, right=right)] for right in (False, True))
+        return torch.where(below % 2 == 0, below, above).float()
 
     @property
     def padding_code(self) -> int:
@@ -66,6 +71,11 @@ class Element:
     def largest_value(self) -> float:
         """Largest magnitude of a value."""
         return max(map(abs, self.values))
+
+    @property
+    def symmetric(self) -> bool:
+        """True if the values of largest magnitude are of both signs, so that no scale need be negative."""
+        return max(self.values) == -min(self.values)
 
     @property
     def largest_factor(self) -> float:
@@ -91,9 +101,18 @@ class ScaleRule:
 
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-ELEMENTS = {e.name: e for e in (Element("int4", tuple(range(-8, 8)), counts=True), Element("iq4", _IQ4))}
-"""By name, as in a format's string. ``iq4``: the codebook of GGUF's IQ4_NL, in its order. A value needs at most eight
-significant bits, so that it is exact in bf16 and its product with a 16-bit scale in float32."""
+_E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+ELEMENTS = {
+    element.name: element
+    for element in (
+        Element("int4", tuple(range(-8, 8)), counts=True),
+        Element("iq4", _IQ4),
+        Element("e2m1", _E2M1),
+    )
+}
+"""By name, as in a format's string. ``iq4``: the codebook of GGUF's IQ4_NL, in its order. ``e2m1``: the 4-bit float of
+the OCP Microscaling Formats specification 1.0, sign, two bits of exponent and one of mantissa; code 8 is -0. A value
+needs at most eight significant bits, so that it is exact in bf16 and its product with a 16-bit scale in float32."""
 SCALES = {
     rule.name: rule
     for rule in (
@@ -106,6 +125,8 @@ SCALES = {
 }
 """By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights."""
 ZEROS = ("none", "int", "float")
+ALIASES = {"mxfp4": "e2m1_g32_e8m0", "nvfp4": "e2m1_g16_e4m3_row"}
+"""Names that are in use for formats, and their strings."""
 
 _NAME = re.compile(
     rf"(?P<element>{'|'.join(ELEMENTS)})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?"
@@ -244,15 +265,17 @@ class WeightFormat:
     def parse(cls, name: str) -> WeightFormat:
         """Inverse of ``str``: ``int4_g128``, ``int4_col_zint``, ``int4_g32_zfloat_fp16``, ``iq4_g32_fp16``, ...
 
+        It also takes the names of :data:`ALIASES`.
+
         Raises:
             ValueError: if ``name`` is not such a string.
         """
-        found = _NAME.fullmatch(name) if isinstance(name, str) else None
+        found = _NAME.fullmatch(ALIASES.get(name, name)) if isinstance(name, str) else None
         if found is None:
             raise ValueError(
                 f"format: wanted int4_g<group size> or int4_col, then optionally _zint or _zfloat, then optionally one "
-                f"of _{', _'.join(SCALES)} (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), or iq4 for "
-                f"int4, without zero points (iq4_g32_fp16); got {name!r}"
+                f"of _{', _'.join(SCALES)} (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), or iq4 or "
+                f"e2m1 for int4, without zero points (iq4_g32_fp16), or {' or '.join(ALIASES)}; got {name!r}"
             )
         group = int(found["group"]) if found["group"] else PER_COLUMN
         return cls(group, found["zero"] or "none", found["scale"] or "bf16", found["element"])

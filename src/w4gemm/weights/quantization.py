@@ -174,7 +174,7 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
             values = values * channels[:, None, None]
         return _Rounded(((values - w) * is_column).square().sum(-1), scales, zeros, codes)
 
-    best = rounded(1.0, again=False)
+    best = rounded(1.0, again=not format.scales_in_weights)
     if search:
         for shrink in (1.0, *_SHRINKS) if format.has_channels else _SHRINKS:
             best = best.better(rounded(shrink, again=True))
@@ -200,7 +200,7 @@ def _round_groups(
         scales = torch.maximum((extreme / large).abs(), (torch.minimum(low.abs(), high.abs()) / small).abs())
         if format.scale_rule.signed:
             scales = stored(scales)
-            scales = torch.where(extreme * large < 0, -scales, scales)
+            scales = torch.where((extreme * large < 0) & (not element.symmetric), -scales, scales)
         else:  # of a power of two the next larger one, so that nothing is cut off
             scales = torch.maximum(low / min(element.values), high / max(element.values)).clamp(min=2.0**-126)
             scales = stored(torch.exp2(scales.log2().ceil()))

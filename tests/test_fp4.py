@@ -1,0 +1,112 @@
+"""MXFP4 and NVFP4: the 4-bit float e2m1 with powers of two for each 32, or with e4m3 for each 16 and a factor a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from test_layouts import assert_same
+from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
+from w4gemm.core.formats import ALIASES, ELEMENTS
+from w4gemm.weights.random import random_weight
+
+NAMES = tuple(ALIASES)
+E2M1 = ELEMENTS["e2m1"]
+
+
+def float64_weight(w: QuantizedWeight) -> torch.Tensor:
+    """w (n, k) in float64, by the bits of codes and scales: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1."""
+    codes, scales, _, channels = w.parts()
+    u = codes.long()
+    sign, exponent, mantissa = 1 - 2 * (u >> 3), (u >> 1) & 3, (u & 1).double()
+    v = sign * torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * torch.exp2((exponent - 1).double()))
+    power = scales.dtype == torch.float8_e8m0fnu
+    s = torch.exp2(scales.view(torch.uint8).double() - 127) if power else scales.double()
+    group = torch.arange(w.k) // w.format.group_size
+    return v * s[:, group] * (1 if channels is None else channels.double()[:, None])
+
+
+def test_names():
+    assert str(WeightFormat.parse("mxfp4")) == "e2m1_g32_e8m0" and str(WeightFormat.of("nvfp4")) == "e2m1_g16_e4m3_row"
+    assert WeightFormat.parse("mxfp4") == WeightFormat(32, "none", "e8m0", "e2m1")
+    with pytest.raises(ValueError, match="format: wanted .* or mxfp4 or nvfp4; got 'nf5'"):
+        WeightFormat.parse("nf5")
+
+
+def test_element():
+    codes = torch.arange(16)
+    sizes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert E2M1.numbers(codes).tolist() == sizes + [-v for v in sizes]
+    assert E2M1.padding_code == 0 and E2M1.symmetric and not ELEMENTS["int4"].symmetric
+    codes[8] = 0  # -0 is never the nearest
+    assert torch.equal(E2M1.nearest(E2M1.numbers(torch.arange(16))), codes.float())
+
+
+def test_the_nearest_of_two_is_the_even_one():
+    """The mantissa's bit of the result is 0, as in IEEE 754."""
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert E2M1.numbers(E2M1.nearest(middles)).tolist() == [0, 1, 1, 2, 2, 4, 4]
+    assert E2M1.numbers(E2M1.nearest(-middles)).tolist() == [0, -1, -1, -2, -2, -4, -4]
+    assert E2M1.nearest(torch.tensor([1e9, -1e9, -0.0, -0.2])).tolist() == [7, 15, 0, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weight(name, tmp_path):
+    """Formula, quantizer, file, shards, experts, interleaving and product on the CPU."""
+    dense = torch.randn(72, 192, generator=torch.Generator().manual_seed(0))
+    w, searched = quantize(dense, name), quantize(dense, name, search=True)
+    errors = [(q.dequantize() - dense).norm() / dense.norm() for q in (w, searched)]
+    assert errors[1] < errors[0] < (0.14 if name == "mxfp4" else 0.1)
+    exact = float64_weight(w)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        # a row's factor multiplies in float32, before the result is rounded
+        assert torch.equal(w.dequantize(dtype), (exact.float() if name == "nvfp4" else exact).to(dtype))
+        assert torch.equal(linear(torch.eye(192, dtype=dtype), w.repack()).T, w.dequantize(dtype))
+    w.save(tmp_path / "w.safetensors")
+    assert_same(QuantizedWeight.load(tmp_path / "w.safetensors").parts(), w.parts())
+    assert torch.equal(w.shard(0, 1, 2).dequantize(), w.dequantize()[36:])
+    assert torch.equal(w.shard(1, 1, 2).dequantize(), w.dequantize()[:, 96:])
+    both = QuantizedWeight.interleave(w, searched)
+    assert torch.equal(both.dequantize()[1::2], searched.dequantize())
+    experts = QuantizedWeight.stack([w, searched]).repack()
+    d = grouped_linear(torch.eye(192).repeat(2, 1), experts, torch.tensor([0, 192, 384], dtype=torch.int32))
+    assert torch.equal(d[192:].T, searched.dequantize())
+
+
+def test_quantized_scales_are_positive():
+    w = quantize(-torch.rand(8, 64) - 1, "nvfp4")
+    assert (w.parts().scales.float() > 0).all() and (w.dequantize() < 0).all()
+
+
+def test_quantize_finds_what_was_quantized():
+    for name in NAMES:
+        w = random_weight(WeightFormat.parse(name), 24, 96).dequantize()
+        for search in (False, True):
+            again = quantize(w, name, search=search).dequantize()
+            assert (again - w).norm() < (1e-6 if name == "mxfp4" else 0.06) * w.norm()
+
+
+def e8m0(*bits: int) -> torch.Tensor:
+    return torch.tensor([bits], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def test_e8m0_limits():
+    codes = torch.full((1, 64), 7)
+    with pytest.raises(ValueError, match=r"scales: the weights of 1 groups would not be finite.*row 0, group 1"):
+        QuantizedWeight.from_codes("mxfp4", codes, e8m0(127, 255))
+    with pytest.raises(ValueError, match="would not be finite .6 . .scale. .* must be at most 2.147"):
+        QuantizedWeight.from_codes("mxfp4", codes, e8m0(127, 156))
+    w = QuantizedWeight.from_codes("mxfp4", codes, e8m0(0, 155))
+    assert w.dequantize()[0, [0, -1]].tolist() == [6 * 2.0**-127, 6 * 2.0**28]
+    assert not QuantizedWeight.from_codes("mxfp4", 0 * codes, e8m0(0, 0)).dequantize().any()
+
+
+def test_nvfp4_scales_of_both_signs():
+    codes = torch.arange(16).repeat(1, 4)
+    scales = torch.tensor([[1.5, -1.5, 0.0, -448.0]]).to(torch.float8_e4m3fn)
+    w = QuantizedWeight.from_codes("nvfp4", codes, scales, channels=torch.tensor([0.5]))
+    assert torch.equal(w.dequantize().double(), float64_weight(w))
+    assert torch.equal(linear(torch.eye(64), w).T, w.dequantize())
+    nan = (scales.float() * torch.nan).to(scales.dtype)
+    with pytest.raises(ValueError, match="scales: wanted at most 448 in magnitude and no NaN"):
+        QuantizedWeight.from_codes("nvfp4", codes, nan, channels=torch.tensor([0.5]))
