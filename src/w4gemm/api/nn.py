@@ -84,11 +84,14 @@ class W4Linear(torch.nn.Module):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r}")
         super().__init__()
-        self.activation, self.batch_invariant = None, False
-        self.in_features, self.out_features, self.format, self.dtype = w.k, w.n, w.format, dtype
-        self._set_weight(w)
+        self.adopt(w, dtype)
         requires_grad = bias is not None and bias.requires_grad
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad))
+
+    def adopt(self, w: QuantizedWeight, dtype: torch.dtype) -> None:
+        """Become a layer with weight ``w`` that advertises ``dtype``; the bias and the module's hooks stay."""
+        self.activation, self.batch_invariant, self.dtype = None, False, dtype
+        self.weight = w
 
     @classmethod
     def from_linear(

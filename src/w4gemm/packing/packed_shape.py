@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +43,11 @@ class PackedShape:
 
     def __reduce__(self) -> tuple[object, ...]:
         return packed_shape, (self.format, self.layout, self.n, self.k, self.experts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors)
 
     def check(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Raise ValueError if ``tensors`` are not contiguous tensors of these dtypes and shapes on one device."""

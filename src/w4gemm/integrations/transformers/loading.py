@@ -1,0 +1,171 @@
+"""A model and its tokenizer from a checkpoint: :func:`load`.
+
+The 4-bit weights of a checkpoint are taken over losslessly, and never exist as a dense matrix here. Config and
+tokenizer come from transformers; the tensors are placed here instead of by ``from_pretrained``, which has no place for
+GGUF files' own weights. ``tests/test_transformers.py`` holds both ways to equal bits for GGUF files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from w4gemm.checkpoints import Checkpoint, open_checkpoint
+from w4gemm.checkpoints.hugging_face import transformers_errors
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.transformers.layers import Progress
+from w4gemm.integrations.transformers.places import AwaitedLinear, Place, listed, reserve, submodule
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    format: WeightFormat | str | None = None,
+    activations: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model with its linear layers in 4 bits, and its tokenizer. Nothing is downloaded.
+
+    Args:
+        path: a checkpoint of any format that :func:`w4gemm.checkpoints.open_checkpoint` knows: a GGUF file, a folder
+            that holds one, or a Hugging Face folder with a causal language model that is dense or quantized by GPTQ,
+            AWQ or compressed-tensors.
+        device, dtype: where the model runs, and the dtype of its activations and dense parameters.
+        format: for a dense model: what to quantize to; None for group 128, or the largest smaller group that divides
+            a layer's k. A checkpoint in 4 bits keeps its own formats.
+        activations: "fp8" if every 4-bit layer quantizes x (W4A8); None for what the checkpoint says.
+        progress: called after each tensor.
+
+    Returns:
+        The model, in evaluation mode, and the tokenizer.
+
+    Raises:
+        FileNotFoundError: if nothing is at ``path``.
+        FormatError: if it is damaged, holds no model, or one of an unknown architecture; if a parameter of the model
+            has no tensor, or a tensor no parameter.
+        TypeError, ValueError: for a dtype or a format that there is not.
+    """
+    device = torch.device(device)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
+    checkpoint = open_checkpoint(path, format)
+    model, tokenizer = _empty_model(checkpoint, dtype)
+    _Filling(model, checkpoint, device, dtype, activations).run(progress)
+    return model.to(device).eval(), tokenizer
+
+
+class _ParametersOnMeta(TorchFunctionMode):
+    """``torch.empty``, of which modules make their parameters, allocates nothing; computed buffers are real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the checkpoint's model with parameters that hold nothing, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    folder, options = checkpoint.pretrained()
+    with transformers_errors(checkpoint.path):
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+        with _ParametersOnMeta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # with options the config is that of one file, beside which another model's generation config may lie
+        if not options and (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model, tokenizer
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Places a checkpoint's tensors, one at a time, in a model whose parameters hold nothing yet."""
+
+    model: PreTrainedModel
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    activations: str | None = None
+    """"fp8", or None for those of each weight."""
+
+    def run(self, progress: Progress | None) -> None:
+        """Place every tensor: 4-bit weights as W4Linear, the others dense.
+
+        Raises:
+            FormatError: if a tensor has no place, a parameter has no tensor, or their shapes differ.
+        """
+        wanted = {name for name, _ in self.model.named_parameters()}  # one name of parameters that are tied
+        wanted |= self.model.state_dict().keys() & {name for name, _ in self.model.named_buffers()}
+        modules, tensors = self.checkpoint.modules, self.checkpoint.tensors
+        reserved = reserve(self.model, self.checkpoint)
+        placed: set[str] = set()
+        strangers = []
+        for done, name in enumerate((*modules, *tensors), 1):
+            if name in placed:
+                continue  # a bias, which came with its weight
+            names = self.place_weight(name, reserved[name]) if name in modules else self.place_dense(name)
+            placed |= names
+            if not names:
+                experts = modules[name].experts if name in modules else 0
+                strangers.append(f"{name} ({experts} experts)" if experts else name)
+            if progress is not None:
+                progress(done, len(modules) + len(tensors), "loading")
+        self.model.tie_weights()
+        missing = sorted(wanted - placed)
+        reasons = [f"no tensor for {listed(missing)}"] if missing else []
+        reasons += [f"no place for {listed(strangers)} in the model of its config"] if strangers else []
+        if reasons:
+            raise FormatError(f"{self.checkpoint.path}: {'; '.join(reasons)}")
+
+    def place_weight(self, name: str, places: Sequence[Place]) -> set[str]:
+        """Fill the places of a 4-bit module with its weight and its bias.
+
+        Returns:
+            Names of the parameters that have their numbers now, and of the bias in the checkpoint; none if the module
+            has no place.
+        """
+        if not places:
+            return set()
+        weight, placed = self.checkpoint.weight(name), set()
+        stored, has_bias = f"{name}.bias", self.checkpoint.modules[name].bias
+        bias = self.checkpoint.dense(stored, self.dtype) if has_bias else None
+        for place in places:
+            w = place.weight_of(weight).to(self.device)
+            if self.activations is not None:
+                w = w.repack(activations=self.activations)
+            layer = self.model.get_submodule(place.layer)
+            assert isinstance(layer, AwaitedLinear)
+            layer.fill(w)
+            if layer.bias is not None and bias is not None:
+                rows = slice(None) if place.rows is None else place.rows
+                layer.bias = nn.Parameter(bias[rows].to(self.device), requires_grad=False)
+            placed |= {f"{place.layer}.weight"} | ({f"{place.layer}.bias", stored} if has_bias else set())
+        return placed
+
+    def place_dense(self, name: str) -> set[str]:
+        """Put a dense tensor into the parameter or buffer of its name; return that name, or none if there is none."""
+        owner, _, leaf = name.rpartition(".")
+        module, shape = submodule(self.model, owner), self.checkpoint.tensors[name]
+        target = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
+        if module is None or target is None:
+            return set()
+        if tuple(target.shape) != shape:
+            raise FormatError(
+                f"{self.checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
+            )
+        tensor = self.checkpoint.dense(name, target.dtype).to(self.device)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
+        return {name}
