@@ -172,7 +172,8 @@ def unpack_int4(packed: torch.Tensor, order: tuple[int, ...] | None = None) -> t
     Args:
         order: which nibble of a word is its first, second, ... number; None for lowest first.
     """
-    pairs = packed.contiguous().view(torch.uint8)  # little-endian
+    # a clone, since contiguous() leaves a last dimension of one word its stride
+    pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # little-endian
     codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     return codes if order is None else codes.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
 

@@ -12,6 +12,7 @@
                       256. 0 forbids it.
 ``W4GEMM_VLLM``       whether vLLM's 4-bit layers run on w4gemm: ``auto`` (default): where they were measured to be
                       faster, on Hopper; ``on``; ``off``.
+``W4GEMM_SGLANG``     the same for SGLang's 4-bit layers.
 ``W4GEMM_COMMIT``     the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed
                       tree.
 ====================  ==================================================================================
@@ -87,9 +88,18 @@ def vllm() -> str:
     Raises:
         ValueError: if it is none of these.
     """
-    value = os.environ.get("W4GEMM_VLLM", "").lower() or "auto"
+    return _engine("W4GEMM_VLLM")
+
+
+def sglang() -> str:
+    """Return ``W4GEMM_SGLANG``, as for :func:`vllm`."""
+    return _engine("W4GEMM_SGLANG")
+
+
+def _engine(name: str) -> str:
+    value = os.environ.get(name, "").lower() or "auto"
     if value not in ("auto", "on", "off"):
-        raise ValueError(f"W4GEMM_VLLM: wanted auto, on or off, got {value!r}")
+        raise ValueError(f"{name}: wanted auto, on or off, got {value!r}")
     return value
 
 

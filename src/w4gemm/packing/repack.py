@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts.base import PackLayout
+from w4gemm.packing.layouts.base import PackLayout, WeightComponents
 
 _ROWS = 128
 """Row granularity of repacking: in every layout, 128 rows of w are a whole number of entries of each tensor's first
@@ -25,14 +27,36 @@ def repack_rows(
     Raises:
         ValueError: if the target cannot hold the format.
     """
+    format, _, k = what
+
+    def unpacked(first: int, last: int) -> WeightComponents:
+        rows = tuple(_entries(t, i, source, format, k, first, last) for i, t in enumerate(tensors))
+        return source.unpack(rows, format, last - first, k)
+
+    pack_rows(target, into, unpacked, what)
+
+
+def pack_rows(
+    target: PackLayout,
+    into: Tensors,
+    rows: Callable[[int, int], WeightComponents],
+    what: tuple[WeightFormat, int, int],
+) -> None:
+    """Fill ``into``, tensors of the target layout, with a weight of ``what``, (format, n, k).
+
+    Args:
+        rows: return the weight's rows from the first to before the last; the first is a multiple of 128.
+
+    Raises:
+        ValueError: if the target cannot hold the format.
+    """
     format, n, k = what
     if reason := target.supports(format):
         raise ValueError(f"layout: {target.name} cannot hold {format}: {reason}")
     step = max(_ROWS, _ELEMENTS // k // _ROWS * _ROWS)
     for first in range(0, n, step):
         last = min(first + step, n)
-        rows = tuple(_entries(t, i, source, format, k, first, last) for i, t in enumerate(tensors))
-        packed = target.pack(source.unpack(rows, format, last - first, k), format)
+        packed = target.pack(rows(first, last), format)
         for i, (t, part) in enumerate(zip(into, packed, strict=True)):
             _entries(t, i, target, format, k, first, last).copy_(part)
 

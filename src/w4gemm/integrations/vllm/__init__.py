@@ -16,9 +16,7 @@ and the GPU, and :func:`w4gemm.integrations.vllm.takeover.refuse` logs the reaso
 
 from __future__ import annotations
 
-import importlib
-
-from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.takeover import VLLM
 
 PARTS: tuple[str, ...] = ()
 """Modules of this package, in the order in which they are installed."""
@@ -29,24 +27,4 @@ _installed: list[str] = []
 
 def register() -> None:
     """Install every part that ``W4GEMM_VLLM`` and this vLLM allow, once in each process. Called by vLLM."""
-    try:
-        if reason := takeover.why_off():
-            takeover.log().debug("w4gemm takes over no layers: %s", reason)
-            return
-    except ValueError as e:  # a mistyped switch must not end the engine
-        takeover.log().warning("w4gemm takes over no layers: %s", e)
-        return
-    taken = []
-    for name in PARTS:
-        if name in _installed:
-            continue
-        try:
-            part = importlib.import_module(f"{__name__}.{name}")
-            part.install()
-        except (ImportError, AttributeError) as e:
-            takeover.log().warning("w4gemm: vLLM %s runs its own %s kernels: %s", takeover.vllm_version(), name, e)
-            continue
-        _installed.append(name)
-        taken.append(part.TAKES)
-    if taken:
-        takeover.announce(taken)
+    VLLM.register(__name__, PARTS, _installed)

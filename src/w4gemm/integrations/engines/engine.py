@@ -1,0 +1,132 @@
+"""A serving engine as its plugin sees it: :class:`Engine`. Importing this imports no engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import multiprocessing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import w4gemm
+
+Capability = tuple[int, int]
+
+LEAST: Capability = (8, 0)
+"""Compute capability from which on the kernels run."""
+LEAST_FP8: Capability = (8, 9)
+"""Compute capability from which on they take fp8 activations."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Whether w4gemm takes over layers of an engine here, and what is logged about it.
+
+    Attributes:
+        name: of the engine, in sentences.
+        variable: the environment variable that switches w4gemm in it, and ``switch``, which reads it: auto, on or off;
+            raises ValueError for anything else.
+        logger: name of a logger below the engine's own, whose level and format it shares.
+        distributions: names of the packages that hold the engine, the usual one first.
+    """
+
+    name: str
+    variable: str
+    switch: Callable[[], str]
+    logger: str
+    distributions: tuple[str, ...]
+
+    def register(self, package: str, parts: Sequence[str], installed: list[str]) -> None:
+        """Install every part that the switch and this version of the engine allow, once in each process.
+
+        Args:
+            package: of the plugin.
+            parts: modules of ``package``. Each has ``TAKES``, what it takes over, in words, and ``install()``. An
+                ImportError or AttributeError, of the import or of ``install``, says what this version of the engine
+                lacks: then the engine's own kernels run these layers.
+            installed: parts that this process has installed.
+        """
+        try:
+            if reason := self.why_off():
+                self.log().debug("w4gemm takes over no layers: %s", reason)
+                return
+        except ValueError as e:  # a mistyped switch must not end the engine
+            self.log().warning("w4gemm takes over no layers: %s", e)
+            return
+        taken = []
+        for name in parts:
+            if name in installed:
+                continue
+            try:
+                part = importlib.import_module(f"{package}.{name}")
+                part.install()
+            except (ImportError, AttributeError) as e:
+                self.log().warning("w4gemm: %s %s runs its own %s kernels: %s", self.name, self.version(), name, e)
+                continue
+            installed.append(name)
+            taken.append(part.TAKES)
+        if taken:
+            self.announce(taken)
+
+    def why_off(self) -> str:
+        """Return why nothing is taken over on any GPU, or the empty string.
+
+        Raises:
+            ValueError: if the switch is none of its values.
+        """
+        return f"{self.variable} is off" if self.switch() == "off" else ""
+
+    def why_not_here(self, capability: Capability | None, fp8: bool = False) -> str:
+        """Return why layers are not taken over on a GPU, or the empty string.
+
+        Args:
+            capability: of the GPU; None if there is none.
+            fp8: True for layers with fp8 activations.
+        """
+        if reason := self.why_off():
+            return reason
+        if capability is None:
+            return "there is no NVIDIA GPU"
+        least = LEAST_FP8 if fp8 else LEAST
+        if capability < least:
+            return f"needs compute capability {_dotted(least)}, this GPU has {_dotted(capability)}"
+        if self.switch() == "auto" and capability[0] != 9:
+            return (
+                f"is measured to be faster than {self.name}'s kernels on Hopper (9.0) only, this GPU has "
+                f"{_dotted(capability)}; {self.variable}=on takes over"
+            )
+        return ""
+
+    def announce(self, taken: Sequence[str]) -> None:
+        """Log once an engine what is taken over; the processes that it starts say nothing."""
+        if multiprocessing.parent_process() is None:
+            version = f"w4gemm {w4gemm.__version__} in {self.name} {self.version()}"
+            self.log().info("%s takes over %s (%s=off switches it off)", version, "; ".join(taken), self.variable)
+
+    def refuse(self, kind: str, reason: str) -> None:
+        """Log that layers of a kind are left to the engine's own kernels: once in each process for each reason."""
+        _refuse(self, kind, reason)
+
+    def log(self) -> logging.Logger:
+        """Return the logger."""
+        return logging.getLogger(self.logger)
+
+    def version(self) -> str:
+        """Version of the installed engine, or the empty string."""
+        for name in self.distributions:
+            try:
+                return importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                pass
+        return ""
+
+
+@functools.cache
+def _refuse(engine: Engine, kind: str, reason: str) -> None:
+    engine.log().info("w4gemm leaves %s to %s's own kernels: %s", kind, engine.name, reason)
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))

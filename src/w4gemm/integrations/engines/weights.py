@@ -1,0 +1,201 @@
+"""A weight from the tensors that an engine has loaded, rows after rows, so that little memory is needed beside it.
+
+An engine holds the 4-bit numbers of a layer as its checkpoint does: :func:`gptq`, :func:`awq` and :func:`rowwise` say
+what such tensors mean. :func:`packed` makes a weight of one layer, :func:`packed_experts` of a mixture's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from w4gemm.checkpoints.awq import ORDER
+from w4gemm.checkpoints.quantized_folder import SYMMETRIC, check_symmetric, unpack_int4
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device
+from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
+from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.packing.repack import pack_rows
+from w4gemm.weights.act_order import sorting_perm
+from w4gemm.weights.make import check_range
+from w4gemm.weights.weight import QuantizedWeight
+
+_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "bf16"}
+"""Scale rules of the scales that engines hold. float32 is rounded to bf16, as engines' own W4A8 kernels do."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of one weight (n, k) in an engine's tensors.
+
+    Attributes:
+        rows: return codes, scales and zero points of the rows from ``start`` to before ``stop``, multiples of 8 or n.
+        g_idx: integers (k,), the group of each column; None if columns are in order.
+    """
+
+    n: int
+    k: int
+    format: WeightFormat
+    device: torch.device
+    rows: Callable[[int, int], WeightComponents]
+    g_idx: torch.Tensor | None = None
+
+
+def gptq(
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    group_size: int,
+    *,
+    g_idx: torch.Tensor | None = None,
+    added: int = 1,
+) -> Numbers:
+    """Return the numbers of GPTQ's tensors.
+
+    Args:
+        qweight: int32 (k / 8, n).
+        scales: (groups, n).
+        qzeros: int32 (groups, n / 8); None if the weight is symmetric.
+        group_size: -1 for one group.
+        added: what is added to a stored zero point: 1 in version 1 of the format, 0 in version 2.
+    """
+    format = _format(group_size, scales, qzeros)
+
+    def rows(start: int, stop: int) -> WeightComponents:
+        codes = unpack_int4(qweight[:, start:stop].T)
+        if qzeros is None:
+            return _components(format, codes, scales[:, start:stop].T, None)
+        stored = unpack_int4(qzeros[:, start // 8 : -(-stop // 8)])[:, : stop - start].T
+        if added and (stored == 15).any():
+            raise ValueError("zero points are stored as 15, which in version 1 of GPTQ means 0 or 16; 16 is not held")
+        return _components(format, codes, scales[:, start:stop].T, stored + added)
+
+    return Numbers(qweight.shape[1], 8 * qweight.shape[0], format, qweight.device, rows, g_idx)
+
+
+def awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None, group_size: int) -> Numbers:
+    """Return the numbers of AWQ's tensors: qweight int32 (k, n / 8), scales (groups, n), qzeros int32 (groups, n / 8)
+    or None."""
+    format = _format(group_size, scales, qzeros)
+
+    def rows(start: int, stop: int) -> WeightComponents:
+        words = slice(start // 8, -(-stop // 8))
+        codes = unpack_int4(qweight[:, words], ORDER).T
+        zeros = None if qzeros is None else unpack_int4(qzeros[:, words], ORDER).T
+        return _components(format, codes, scales[:, start:stop].T, zeros)
+
+    return Numbers(8 * qweight.shape[1], qweight.shape[0], format, qweight.device, rows)
+
+
+def rowwise(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group_size: int,
+    *,
+    g_idx: torch.Tensor | None = None,
+) -> Numbers:
+    """Return the numbers of tensors that hold rows after rows: compressed-tensors, W4AFP8.
+
+    Args:
+        codes: int32 (n, k / 8), eight codes q + 8 a word; or int8 (n, k / 2), two signed q a byte, the lower first.
+        scales: (n, groups).
+        zeros: int32 (n / 8, groups), eight zero points of a column a word; None if the weight is symmetric.
+        group_size: -1 for one group.
+    """
+    format, signed = _format(group_size, scales, zeros), codes.dtype == torch.int8
+
+    def rows(start: int, stop: int) -> WeightComponents:
+        unpacked = unpack_int4(codes[start:stop])
+        if signed:
+            unpacked = unpacked ^ SYMMETRIC  # two's complement of q to q + 8
+        z = None if zeros is None else unpack_int4(zeros[start // 8 : -(-stop // 8)].T).T[: stop - start]
+        return _components(format, unpacked, scales[start:stop], z)
+
+    return Numbers(codes.shape[0], codes.shape[1] * (2 if signed else 8), format, codes.device, rows, g_idx)
+
+
+def symmetric(numbers: Numbers) -> Numbers:
+    """Return numbers without zero points, of a checkpoint that says it is symmetric and stores them.
+
+    Reading rows raises ValueError if a zero point is not :data:`SYMMETRIC`.
+    """
+
+    def rows(start: int, stop: int) -> WeightComponents:
+        found = numbers.rows(start, stop)
+        if found.zeros is not None:
+            check_symmetric(found.zeros)
+        return found._replace(zeros=None)
+
+    return replace(numbers, format=replace(numbers.format, zero="none"), rows=rows)
+
+
+def gate_and_up(numbers: Numbers) -> Numbers:
+    """Return the numbers with rows in pairs: row 2 i is row i, row 2 i + 1 is row n / 2 + i, as ``silu_mul`` wants.
+
+    Raises:
+        ValueError: if n is no multiple of 16, because engines pack eight rows a word.
+    """
+    if numbers.n % 16:
+        raise ValueError(f"n: wanted a multiple of 16 for gate and up, got {numbers.n}")
+    half = numbers.n // 2
+
+    def rows(start: int, stop: int) -> WeightComponents:
+        gate, up = (numbers.rows(at + start // 2, at + stop // 2) for at in (0, half))
+        return WeightComponents.of(
+            None if g is None or u is None else torch.stack((g, u), 1).flatten(0, 1)
+            for g, u in zip(gate, up, strict=True)
+        )
+
+    return replace(numbers, rows=rows)
+
+
+def packed(numbers: Numbers, activations: str | None = None) -> QuantizedWeight:
+    """Return the weight in the layout that its device's fastest kernel for these activations reads.
+
+    Memory holds the result and a few MiB beside the engine's tensors.
+
+    Raises:
+        TypeError, ValueError: for numbers that :meth:`w4gemm.QuantizedWeight.from_codes` refuses.
+    """
+    format, n, k, device = numbers.format, numbers.n, numbers.k, numbers.device
+    perm = None if numbers.g_idx is None else sorting_perm(numbers.g_idx, format, k, device)
+
+    def rows(start: int, stop: int) -> WeightComponents:
+        found = numbers.rows(start, stop)
+        check_range(format, found.scales, found.zeros, found.channels)
+        return found if perm is None else found._replace(codes=found.codes[:, perm])
+
+    dtype = torch.float8_e4m3fn if activations == "fp8" else None
+    layout = layout_for(Device.of(device), format, dtype)
+    tensors = packed_shape(format, layout, n, k).empty(device)
+    pack_rows(layout_named(layout), tensors, rows, (format, n, k))
+    return QuantizedWeight(format, n, k, layout, tensors, perm, activations=activations)
+
+
+def packed_experts(
+    count: int, numbers_of: Callable[[int], Numbers], *, gated: bool, activations: str | None = None
+) -> QuantizedWeight:
+    """Return the weight of ``count`` experts; memory holds the result and one expert.
+
+    Args:
+        numbers_of: the numbers of an expert.
+        gated: True for gates and ups, of which each expert has n / 2 rows after one another: see :func:`gate_and_up`.
+    """
+    each = (gate_and_up(numbers_of(e)) if gated else numbers_of(e) for e in range(count))
+    return QuantizedWeight.stack((packed(numbers, activations) for numbers in each), count)
+
+
+def _format(group_size: int, scales: torch.Tensor, zeros: torch.Tensor | None) -> WeightFormat:
+    if scales.dtype not in _SCALES:
+        raise ValueError(f"scales: wanted one of {', '.join(map(str, _SCALES))}, got {scales.dtype}")
+    return WeightFormat(group_size, "none" if zeros is None else "int", _SCALES[scales.dtype])
+
+
+def _components(
+    format: WeightFormat, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> WeightComponents:
+    zeros = None if zeros is None else zeros.contiguous()
+    return WeightComponents(codes.contiguous(), scales.to(format.scale_dtype).contiguous(), zeros)

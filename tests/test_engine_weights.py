@@ -1,0 +1,133 @@
+"""Weights from engines' tensors: the numbers of the checkpoint's own reader, whatever the slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from w4gemm.integrations.engines import weights as engine
+from w4gemm.packing import repack
+from w4gemm.weights.weight import QuantizedWeight
+
+N, K, GROUP = 272, 256, 64
+"""Rows of three slices of 128, the last one short."""
+
+
+def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """int32 (..., columns / 8): nibble order[i] of a word is its number i."""
+    eights = codes.long().unflatten(-1, (-1, 8))
+    total = sum(eights[..., i] << 4 * place for i, place in enumerate(order))
+    return (total - (total >= 2**31) * 2**32).int()
+
+
+class Drawn:
+    """Random numbers of a weight, and the weight that they mean."""
+
+    def __init__(self, zero: str, dtype: torch.dtype = torch.float16, group: int = GROUP, act_order: bool = False):
+        g = torch.Generator().manual_seed(7)
+        groups = 1 if group == -1 else K // group
+        self.codes = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
+        self.scales = (torch.rand(N, groups, generator=g) / 100).to(dtype)
+        self.zeros = torch.randint(1, 16, (N, groups), generator=g, dtype=torch.uint8) if zero == "int" else None
+        self.g_idx = (torch.arange(K) // group)[torch.randperm(K, generator=g)].int() if act_order else None
+        scale = {torch.float16: "_fp16"}.get(dtype, "")
+        name = f"int4_{'col' if group == -1 else f'g{group}'}{'_zint' if zero == 'int' else ''}{scale}"
+        kept = self.scales.to(torch.float16 if scale else torch.bfloat16)
+        self.weight = QuantizedWeight.from_codes(name, self.codes, kept, self.zeros, self.g_idx)
+
+    def check(self, found: QuantizedWeight) -> None:
+        assert found.format == self.weight.format and found.layout == "cpu"
+        torch.testing.assert_close(found.dequantize(), self.weight.dequantize(), rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repack, "_ELEMENTS", 128 * K)
+
+
+@pytest.mark.parametrize("added", [0, 1])
+@pytest.mark.parametrize("zero", ["none", "int"])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq(zero: str, added: int, act_order: bool) -> None:
+    drawn = Drawn(zero, act_order=act_order)
+    qzeros = None if drawn.zeros is None else words(drawn.zeros.T - added)
+    numbers = engine.gptq(words(drawn.codes).T, drawn.scales.T, qzeros, GROUP, g_idx=drawn.g_idx, added=added)
+    drawn.check(engine.packed(numbers))
+
+
+def test_gptq_with_a_zero_point_of_16_is_refused() -> None:
+    drawn = Drawn("int")
+    assert drawn.zeros is not None
+    drawn.zeros[200, 1] = 0  # stored as 15 in version 1
+    numbers = engine.gptq(words(drawn.codes).T, drawn.scales.T, words((drawn.zeros.T.int() - 1) % 16), GROUP)
+    with pytest.raises(ValueError, match="zero points are stored as 15"):
+        engine.packed(numbers)
+
+
+@pytest.mark.parametrize("zero", ["none", "int"])
+def test_awq(zero: str) -> None:
+    drawn, order = Drawn(zero, torch.bfloat16), (0, 4, 1, 5, 2, 6, 3, 7)
+    qzeros = None if drawn.zeros is None else words(drawn.zeros.T, order)
+    drawn.check(engine.packed(engine.awq(words(drawn.codes.T, order), drawn.scales.T, qzeros, GROUP)))
+
+
+@pytest.mark.parametrize("zero", ["none", "int"])
+@pytest.mark.parametrize("group", [GROUP, -1])
+def test_compressed_tensors(zero: str, group: int) -> None:
+    drawn = Drawn(zero, torch.bfloat16, group)
+    zeros = None if drawn.zeros is None else words(drawn.zeros.T).T
+    drawn.check(engine.packed(engine.rowwise(words(drawn.codes), drawn.scales, zeros, group)))
+
+
+def test_signed_pairs_with_float32_scales_are_rounded_once() -> None:
+    drawn = Drawn("none", torch.float32)
+    q = drawn.codes.to(torch.int8) - 8
+    pairs = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
+    drawn.check(engine.packed(engine.rowwise(pairs.to(torch.int8), drawn.scales, None, GROUP)))
+
+
+def test_stored_zero_points_of_a_symmetric_weight_must_be_symmetric() -> None:
+    drawn = Drawn("int")
+    assert drawn.zeros is not None
+    eights = torch.full_like(drawn.zeros, 8)
+    for zeros, fine in ((eights, True), (drawn.zeros, False)):
+        numbers = engine.symmetric(engine.gptq(words(drawn.codes).T, drawn.scales.T, words(zeros.T), GROUP, added=0))
+        if fine:
+            assert engine.packed(numbers).format.name == "int4_g64_fp16"
+        else:
+            with pytest.raises(ValueError, match="symmetric"):
+                engine.packed(numbers)
+
+
+@pytest.mark.parametrize("zero", ["none", "int"])
+def test_experts_have_gate_and_up_in_pairs(zero: str) -> None:
+    drawn = Drawn(zero, torch.bfloat16)
+    zeros = None if drawn.zeros is None else words(drawn.zeros.T).T
+    numbers = engine.rowwise(words(drawn.codes), drawn.scales, zeros, GROUP)
+    experts = engine.packed_experts(2, lambda e: numbers, gated=True)
+    dense = drawn.weight.dequantize()
+    paired = torch.stack((dense[: N // 2], dense[N // 2 :]), 1).flatten(0, 1)
+    assert experts.experts == 2 and experts.layout == "cpu"
+    for e in range(2):
+        assert torch.equal(experts.expert(e).dequantize(), paired)
+    assert torch.equal(engine.packed_experts(2, lambda e: numbers, gated=False).dequantize()[1], dense)
+
+
+def test_scales_that_are_not_finite_are_refused_wherever_they_are() -> None:
+    drawn = Drawn("none")
+    drawn.scales[N - 1, -1] = float("nan")
+    with pytest.raises(ValueError, match="scales"):
+        engine.packed(engine.gptq(words(drawn.codes).T, drawn.scales.T, None, GROUP))
+
+
+def test_memory_beside_the_result_is_that_of_a_slice() -> None:
+    seen: list[int] = []
+    drawn = Drawn("none")
+    numbers = engine.gptq(words(drawn.codes).T, drawn.scales.T, None, GROUP)
+
+    def rows(start: int, stop: int):
+        seen.append(stop - start)
+        return numbers.rows(start, stop)
+
+    engine.packed(engine.replace(numbers, rows=rows))
+    assert seen == [128, 128, 16]
