@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from ptx_interpreter import run_ptx
 from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, fold_scales, grouped_linear, linear, quantize
 from w4gemm.core import formats
@@ -106,36 +107,11 @@ def test_codebook_nearest():
     assert torch.equal(away.gather(1, element.nearest(numbers).long()[:, None])[:, 0], away.amin(1))
 
 
-def run_ptx(text: str, word: int) -> list[int]:
-    """Registers $0 .. $3 after the and, shr, mov, prmt and lop3 of ``text``, whose operand $4 is ``word``."""
-    registers = {"$4": word}
-
-    def value(operand: str) -> int:
-        return registers[operand] if operand in registers else int(operand, 0)
-
-    def prmt(a: int, b: int, selector: int) -> int:
-        both = (a | b << 32).to_bytes(8, "little")
-        return int.from_bytes(bytes(both[selector >> 4 * i & 7] for i in range(4)), "little")
-
-    operations = {
-        "and.b32": lambda a, b: a & b,
-        "shr.u32": lambda a, b: a >> b,
-        "mov.b32": lambda a: a,
-        "prmt.b32": prmt,
-        "lop3.b32": lambda a, b, c, table: {0xCA: a & b | ~a & c}[table],
-    }
-    for line in text.strip("{} ").removesuffix(";").split("; ")[1:]:
-        opcode, operands = line.split(" ", 1)
-        to, *rest = operands.split(", ")
-        registers[to] = operations[opcode](*map(value, rest))
-    return [registers[f"${i}"] for i in range(4)]
-
-
 @pytest.mark.parametrize("kind, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_codebook_decoder(monkeypatch, kind, dtype):
     """The decoder's instructions, run here, give each element of a word its number."""
     decode_codebook = pytest.importorskip("w4gemm.kernels.device.decode_codebook")
-    monkeypatch.setattr(decode_codebook, "asm", lambda text, _, operands, **__: run_ptx(text, operands[0]))
+    monkeypatch.setattr(decode_codebook, "asm", lambda text, outputs, inputs, **__: run_ptx(text, len(outputs), inputs))
     table = torch.tensor(ELEMENTS["iq4"].values)
     decoder = decode_codebook.CodebookDecoder(kind, kind, "none", values=ELEMENTS["iq4"].values)
     codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -45,7 +45,8 @@ FP8 = torch.float8_e4m3fn
 
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
-FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "int4_g32_fp16"]
+FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "mxfp4"]
+FP8_FORMATS += ["int4_g32_fp16"]
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
 CODEBOOKS = [("iq4_g32_fp16", torch.float16), ("iq4_g32_fp16", torch.bfloat16), ("iq4_g128", torch.bfloat16)]
 NEEDY = {
@@ -226,6 +227,7 @@ def test_every_kernel_that_compiles_is_checked():
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128", torch.bfloat16, 8, {"HFMA2": 4, "HADD2": 0}),
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128_fp16", torch.float16, 8, {"HFMA2": 2, "HADD2": 2}),
         ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "int4_g128_e4m3", torch.float8_e4m3fn, 16, {"PRMT": 4, "IDP": 2}),
+        ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "mxfp4", torch.float8_e4m3fn, 16, {"IDP": 2}),
     ],
 )
 def test_instructions_that_decode(kernel, config, name, dtype, words, counts):
@@ -260,7 +262,7 @@ def test_other_gpus(arch, kernel, config, name, dtype):
     "arch, instruction",
     [("sm_89", "QMMA.16832"), ("sm_100a", "HMMA.16816"), ("sm_120a", "QMMA.16832")],
 )
-@pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3"])
+@pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3", "mxfp4"])
 def test_fp8_on_other_gpus(arch, instruction, name):
     """One config; on sm_89, which has the least shared memory, the largest of each schedule."""
     kernel, p = kernel_named("sm89_fp8_gemm"), problem(name, FP8, device=OTHER_GPUS[arch])

@@ -20,6 +20,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel
+from w4gemm.packing.codecs import scales_on_sums
 from w4gemm.packing.layouts import LAYOUTS, layout_named
 from w4gemm.weights import random as random_numbers
 from w4gemm.weights.reference import linear_reference
@@ -32,10 +33,10 @@ FORMATS = [
     for scale in ("bf16", "fp16")
 ]
 FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128, -1)]
-FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128")]
+FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128", "mxfp4")]
 FEW_FORMATS = [
     WeightFormat.parse(name)
-    for name in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat", "int4_g64_e4m3")
+    for name in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat", "int4_g64_e4m3", "mxfp4")
 ]
 CONFIG_FORMATS = [WeightFormat.parse(name) for name in ("int4_g64_zint_fp16", "int4_g64_e4m3")]
 """Every config runs with the first of these that it is legal for."""
@@ -187,7 +188,7 @@ def assert_close(
         plain = Epilogue(fused.get("activation")).apply(sums, EpilogueOperands(alpha, bias, residual, scale)).to(dtype)
         size = size * (1 if alpha is None else float(alpha)) + rms(exact)
         if x.dtype == FP8:  # scales that are applied to sums start anew with each group
-            length = w.k if w.format.has_channels else min(w.k, 128)
+            length = min(w.k, 128) if scales_on_sums(w.format) else w.k
             tensor_cores = FP8_SUM * max(8, length / 32) * size
     else:
         plain = torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)

@@ -16,6 +16,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.gpu import m_tiles
 from w4gemm.packing.block import Block
+from w4gemm.packing.codecs import scales_on_sums
 
 _TERMS = ("launch", "slot", "decode", "operations", "read", "sums")
 
@@ -52,6 +53,6 @@ def _terms(kernel: Any, v: Any, problem: GemmProblem, config: GemmConfig) -> tup
         decode *= fp8["widened_decode"]
     else:
         operations /= 2
-    if not problem.format.scales_in_weights:
+    if scales_on_sums(problem.format):
         operations += fp8["promotion"] / Block.of(problem.format).scale_group
     return launch, slot, decode, operations, read, sums

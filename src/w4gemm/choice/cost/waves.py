@@ -29,6 +29,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.gpu import m_tiles
 from w4gemm.kernels.hopper import launches
+from w4gemm.packing.codecs import scales_on_sums
 
 _SHARPNESS = 8
 _DECODE_BOUND_TOKENS = 60
@@ -49,9 +50,8 @@ def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float
 
 def timed_as(kernel: Any, problem: GemmProblem) -> str:
     """Name that the kernel's configs are measured under: either way to scale fp8 has times of its own."""
-    return (
-        f"{kernel.name} folded" if kernel.name == "sm90_fp8_gemm" and problem.format.scales_in_weights else kernel.name
-    )
+    folded = kernel.name == "sm90_fp8_gemm" and not scales_on_sums(problem.format)
+    return f"{kernel.name} folded" if folded else kernel.name
 
 
 def launch_us(

@@ -90,7 +90,7 @@ class Decoder:
             rows.append((half_to_float(self.scale_kind, words[0], high), zero))
         return tuple(rows)
 
-    def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple[PreparedRow, ...]:
+    def prepare(self, words: tuple[Int32, ...], _table: Int32, _field: int = 0) -> tuple[PreparedRow, ...]:
         """Once per group: what :meth:`decode` needs of rows g and g + 8."""
         offsets = self.offsets(words)
         if self.mixed:
@@ -155,7 +155,9 @@ class SubnormalDecoder(Decoder):
     def decodes(kind: str, scale_kind: str, zero: str) -> bool:
         return kind == "bf16" and (scale_kind == "bf16" or zero != "float")
 
-    def prepare(self, words: tuple[Int32, ...], _table: Int32) -> tuple[tuple[list[Int32], Int32], ...]:
+    def prepare(
+        self, words: tuple[Int32, ...], _table: Int32, _field: int = 0
+    ) -> tuple[tuple[list[Int32], Int32], ...]:
         """For rows g and g + 8: the parts of the scale, and the addend of the code or, in one fma, of the product."""
         if self.zero == "int":
             zeros = pack_half2("bf16", *self._floats(words[1])) if self.mixed else words[1]

@@ -41,8 +41,9 @@ class Fp8Decoder:
     sum_scale: ClassVar = 1.0
     """See Decoder."""
 
-    def prepare(self, words: tuple[Int32, ...], table: Int32) -> tuple[tuple[Int32, ...] | None, ...]:
-        """Once a group: the table's rows for rows g and g + 8, None without a table. words: of scale and zero."""
+    def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
+        """Once a group: the table's rows for rows g and g + 8, None without a table. words: of scale and zero. field:
+        which of the groups that share them."""
         return None, None
 
     def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
@@ -78,7 +79,7 @@ class TableDecoder(Fp8Decoder):
         """A word of the table."""
         return _differences(word * 4 - row)
 
-    def prepare(self, words: tuple[Int32, ...], table: Int32) -> tuple[tuple[Int32, ...] | None, ...]:
+    def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
         low, high = words[-1] & 0xFFFF, words[-1] >> 16
         return load_shared(table + low, 4), load_shared(table + high, 4)
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from w4gemm.core.formats import ELEMENTS
 from w4gemm.kernels.device.decode import Decoder, SubnormalDecoder
 from w4gemm.kernels.device.decode_codebook import CodebookDecoder
+from w4gemm.kernels.device.decode_e2m1_fp8 import E2m1Fp8Decoder
 from w4gemm.kernels.device.decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
 from w4gemm.packing.codecs import (
+    E2M1_MMA8,
     INT4_MMA8,
     INT4_MMA8_FOLDED,
     INT4_MMA8_ZEROS,
@@ -18,8 +20,10 @@ from w4gemm.packing.codecs import (
     WeightOperand,
 )
 
+AnyDecoder = Decoder | Fp8Decoder | E2m1Fp8Decoder
 
-def decoder_of(weight: WeightOperand, only_fma: bool = False, allow_sum_scale: bool = False) -> Decoder | Fp8Decoder:
+
+def decoder_of(weight: WeightOperand, only_fma: bool = False, allow_sum_scale: bool = False) -> AnyDecoder:
     """The decoder of a weight's codec. only_fma: see Decoder. allow_sum_scale: True if the kernel multiplies its sums
     by the decoder's ``sum_scale``, which may then be other than 1."""
     return _DECODERS[weight.codec](weight, only_fma, allow_sum_scale)
@@ -41,10 +45,11 @@ def _fp8(decoder: type[Fp8Decoder]) -> Callable[[WeightOperand, bool, bool], Fp8
     return lambda weight, only_fma, allow_sum_scale: decoder(weight.scale)
 
 
-_DECODERS: dict[Codec, Callable[[WeightOperand, bool, bool], Decoder | Fp8Decoder]] = {
+_DECODERS: dict[Codec, Callable[[WeightOperand, bool, bool], AnyDecoder]] = {
     INT4_MMA16: _int4_mma16,
     IQ4_MMA16: _codebook,
     INT4_MMA8: _fp8(Fp8Decoder),
     INT4_MMA8_ZEROS: _fp8(TableDecoder),
     INT4_MMA8_FOLDED: _fp8(FoldedDecoder),
+    E2M1_MMA8: lambda weight, only_fma, allow_sum_scale: E2m1Fp8Decoder(),
 }

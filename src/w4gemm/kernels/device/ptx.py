@@ -253,6 +253,19 @@ def pack_e4m3(values: Sequence[Float32]) -> Int32:
     return asm(text, [Int32], list(values), pure=True)[0]
 
 
+def pack_e5m2(values: Sequence[Float32]) -> Int32:
+    """Four float32 rounded to e5m2 in the bytes of one word, the first in the lowest; beyond 57344 it is that."""
+    convert = "cvt.rn.satfinite.e5m2x2.f32"
+    text = f"{{ .reg .b16 l, h; {convert} l, $2, $1; {convert} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
+    return asm(text, [Int32], list(values), pure=True)[0]
+
+
+def e5m2_to_halves(word: Int32) -> tuple[Int32, ...]:
+    """Four e5m2 as fp16, which has the same exponents: two in each of two words, in order."""
+    text = "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;"
+    return asm(text, [Int32] * 2, [word], pure=True, early=True)
+
+
 def e4m3_to_halves(word: Int32) -> tuple[Int32, ...]:
     """Four e4m3 as fp16, exactly: two in each of two words, in order."""
     text = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
@@ -299,12 +312,14 @@ def store_shared_f32(address: Int32, value: Float32) -> None:
     asm("st.shared.f32 [$0], $1;", [], [address, value])
 
 
-def mma_sync(kind: str, acc: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]) -> tuple[Float32, ...]:
+def mma_sync(
+    kind: str, acc: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32], a_kind: str = ""
+) -> tuple[Float32, ...]:
     """acc + a @ b, with float32 accumulators, on one warp: 32 bytes along k of 16 rows of a and eight columns of b,
-    16 elements of a 16-bit kind or, from SM89 on, 32 of "e4m3"."""
+    16 elements of a 16-bit kind or, from SM89 on, 32 of "e4m3". a_kind: of a, "e5m2", if that is not the kind of b."""
     shape = "m16n8k32" if kind == "e4m3" else "m16n8k16"
     text = (
-        f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 "
+        f"mma.sync.aligned.{shape}.row.col.f32.{a_kind or kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     return asm(text, [Float32] * 4, [*a, *b, *acc], pure=True)

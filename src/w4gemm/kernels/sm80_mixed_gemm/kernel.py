@@ -74,6 +74,7 @@ from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import (
     copy_async,
     e4m3_to_halves,
+    e5m2_to_halves,
     fma,
     load_global,
     load_matrix,
@@ -410,7 +411,8 @@ class MixedGemm:
         x_address = self.x_address(pipeline, stage, j)
         for group in range(self.groups_per_chunk):
             scale_words = packed.scales(group)
-            prepared = [self.decoder.prepare(words, self.decode_table(pipeline)) for words in scale_words]
+            field = group % variant.block.groups_per_word
+            prepared = [self.decoder.prepare(words, self.decode_table(pipeline), field) for words in scale_words]
             sums = self.no_sums() if variant.scales_on_sums else acc
             for step in range(group * steps, (group + 1) * steps):
                 if variant.token_blocks > 1 or step % 2 == 0:
@@ -445,9 +447,10 @@ class MixedGemm:
         each other, then the last two."""
         variant = self.variant
         if not variant.widened:
-            return mma_sync(variant.kind, sums, a, b)
+            return mma_sync(variant.kind, sums, a, b, variant.weight.decoded)
+        widen = e5m2_to_halves if variant.weight.decoded == "e5m2" else e4m3_to_halves
         for half in range(2):
-            sums = mma_sync("f16", sums, [e4m3_to_halves(r)[half] for r in a], [e4m3_to_halves(r)[half] for r in b])
+            sums = mma_sync("f16", sums, [widen(r)[half] for r in a], [e4m3_to_halves(r)[half] for r in b])
         return sums
 
     def x_address(self, pipeline: Int32, stage: Int32, j: int) -> Int32:

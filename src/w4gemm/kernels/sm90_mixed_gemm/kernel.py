@@ -90,7 +90,12 @@ from w4gemm.kernels.sm90_mixed_gemm.roles.producer import Producer, WeightSource
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 
-_DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16, "e4m3": cutlass.Float8E4M3FN}
+_DTYPES = {
+    "f16": cutlass.Float16,
+    "bf16": cutlass.BFloat16,
+    "e4m3": cutlass.Float8E4M3FN,
+    "e5m2": cutlass.Float8E5M2,
+}
 
 
 class OutTarget(NamedTuple):
@@ -130,7 +135,7 @@ class Sm90Kernel:
         """Launch the kernel on ``stream``."""
         variant, config, out = self.variant, self.variant.config, args.out
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype,
+            _DTYPES[variant.weight.decoded],
             self.dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,

@@ -10,9 +10,10 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Fragment
 from w4gemm.packing.codecs.codebook import CODEBOOKS, IQ4_MMA16
+from w4gemm.packing.codecs.e2m1_mma8 import E2M1_MMA8, EXACT_BINADES
 from w4gemm.packing.codecs.int4 import INT4, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16
 
-CODECS: tuple[Codec, ...] = (*INT4, *CODEBOOKS)
+CODECS: tuple[Codec, ...] = (*INT4, *CODEBOOKS, E2M1_MMA8)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 _SCALE_KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
@@ -21,6 +22,12 @@ _SCALE_KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn
 def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
     """The codec that holds the format in a fragment's order; None if there is none, see :func:`refusal`."""
     return next((codec for codec in CODECS if codec.fragment is fragment and codec.holds(format)), None)
+
+
+def scales_on_sums(format: WeightFormat) -> bool:
+    """True if, beside fp8 activations, scales multiply the sums of each group instead of its weights."""
+    codec = codec_for(format, MMA8)
+    return codec is not None and codec.scales_on_sums
 
 
 def refusal(format: WeightFormat, fragment: Fragment) -> str:
@@ -34,6 +41,11 @@ def refusal(format: WeightFormat, fragment: Fragment) -> str:
             "float zero points are not multiples of the scale, so e4m3 cannot hold u - z; 16-bit activations take them "
             "in the mma16 layout"
         )
+    if fragment is MMA8 and format.element == "e2m1":
+        return (
+            f"fp8 activations take e2m1 beside e8m0 scales, whose products are exact in e5m2, and {format.scale} ones "
+            "would be rounded; 16-bit activations take them in the mma16 layout"
+        )
     held = sorted({f"{c.element} with {s} scales" for c in CODECS if c.fragment is fragment for s in c.scales})
     return f"there is no decoder of {format.element} with {format.scale} scales for {fragment.name}, of {held} there is"
 
@@ -44,8 +56,8 @@ class WeightOperand:
 
     Args:
         codec: how codes and scales lie.
-        kind: what is decoded to, the dtype of x: "f16", "bf16" or "e4m3".
-        scale: dtype of the scales, "f16", "bf16" or "e4m3".
+        kind: dtype of x, "f16", "bf16" or "e4m3", which is also what is decoded to, unless the codec says otherwise.
+        scale: dtype of the scales, "f16", "bf16", "e4m3" or "e8m0".
         zero: "none", "int" or "float".
         block: sizes and offsets of one packed block.
         channels: True if a float32 factor for each output channel multiplies the sums.
@@ -57,6 +69,11 @@ class WeightOperand:
     zero: str
     block: Block
     channels: bool = False
+
+    @property
+    def decoded(self) -> str:
+        """Kind of number that codes are decoded to."""
+        return self.codec.decoded or self.kind
 
     @classmethod
     def of(cls, format: WeightFormat, dtype: torch.dtype) -> WeightOperand:
@@ -70,11 +87,13 @@ class WeightOperand:
         if codec is None:
             raise ValueError(f"format: {refusal(format, fragment)}")
         kinds = _KIND[dtype], _SCALE_KIND[format.scale_dtype]
-        return cls(codec, *kinds, format.zero, codec.block(format), format.has_channels)
+        return cls(codec, *kinds, format.zero, codec.block(format), codec.has_channels(format))
 
 
 __all__ = [
     "CODECS",
+    "E2M1_MMA8",
+    "EXACT_BINADES",
     "INT4_MMA8",
     "INT4_MMA8_FOLDED",
     "INT4_MMA8_ZEROS",
@@ -88,4 +107,5 @@ __all__ = [
     "WeightOperand",
     "codec_for",
     "refusal",
+    "scales_on_sums",
 ]

@@ -83,8 +83,10 @@ class Codec:
         scale_bits: bits of a stored scale.
         scale_step, zero_step: what the bits of a scale, and a zero point, are multiplied by when they are stored: the
             bytes of a row of the decoder's table. zero_step 0: a zero point is stored as a number of the scale dtype.
-        table_rows: rows of the decoder's table in shared memory, 16 bytes each; 0 without one.
+        table_rows: rows of the decoder's table in shared memory; 0 without one.
+        table_row_bytes: bytes of such a row.
         scales_on_sums: True if the decoded numbers are without their scale, which multiplies the sums of each group.
+        decoded: what codes are decoded to, "e5m2", if that is not the dtype of x.
     """
 
     name: str
@@ -98,9 +100,9 @@ class Codec:
     scale_step: int = 1
     zero_step: int = 0
     table_rows: int = 0
+    table_row_bytes: int = 0
     scales_on_sums: bool = False
-
-    TABLE_ROW_BYTES = 16
+    decoded: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -116,7 +118,7 @@ class Codec:
     @property
     def table_bytes(self) -> int:
         """Bytes of the decoder's table in shared memory."""
-        return self.TABLE_ROW_BYTES * self.table_rows
+        return self.table_row_bytes * self.table_rows
 
     # --- codes
 
@@ -141,7 +143,16 @@ class Codec:
             codes = torch.tensor(inverse, dtype=torch.uint8, device=words.device)[codes.int()]
         return codes
 
-    # --- fields of scales and zero points
+    # --- fields of scales and zero points, and scales of output channels
+
+    def has_channels(self, format: WeightFormat) -> bool:
+        """True if a float32 scale for each output channel lies beside the blocks."""
+        return format.has_channels
+
+    def stored_channels(self, scales: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor | None:
+        """The scales of output channels that lie beside the blocks, float32 (n); None if there are none. scales,
+        channels: those of the weight."""
+        return channels
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """int16: the bits of scales, as they are stored."""
@@ -150,8 +161,8 @@ class Codec:
             return scales.view(torch.int16)
         return scales.view(torch.uint8).short() * self.scale_step
 
-    def scales_from(self, fields: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        """The inverse of :meth:`stored_scales`."""
+    def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
+        """The inverse of :meth:`stored_scales`. channels: what :meth:`stored_channels` gave."""
         if format.scale_dtype.itemsize == 2:
             return fields.view(format.scale_dtype)
         return (fields // self.scale_step).to(torch.uint8).view(format.scale_dtype)

@@ -7,6 +7,7 @@ from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec
 _CODES = tuple(range(16))
 _SIGN_MAGNITUDE = tuple(2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in _CODES)
 _SIGN_AND_SIZE = tuple(u & 3 | u >> 1 & 4 | (u << 1 ^ u) & 8 for u in _CODES)
+_ROW_BYTES = 16  # of the decoder's table: the 16 codes of a scale or zero point
 _NIBBLES = tuple(Bits(p, 15, 4 * p) for p in range(8))
 
 INT4_MMA16 = Codec("int4_mma16", MMA16, "int4", ("bf16", "fp16"), ("none", "int", "float"), _CODES, _NIBBLES)
@@ -33,8 +34,9 @@ INT4_MMA8_ZEROS = Codec(
     ("int",),
     _CODES,
     tuple(Bits(p, 7, 4 * p) for p in range(8)) + tuple(Bits(p, 8, 8 * (p % 4) + 4 - 4 * (p // 4)) for p in range(8)),
-    zero_step=Codec.TABLE_ROW_BYTES,
+    zero_step=_ROW_BYTES,
     table_rows=16,
+    table_row_bytes=_ROW_BYTES,
     scales_on_sums=True,
 )
 """A code is an index into a row of 16 bytes, one row for each zero point: its low three bits as a selector of prmt in
@@ -48,8 +50,9 @@ INT4_MMA8_FOLDED = Codec(
     ("none",),
     _SIGN_AND_SIZE,
     _NIBBLES,
-    scale_step=Codec.TABLE_ROW_BYTES,
+    scale_step=_ROW_BYTES,
     table_rows=256,
+    table_row_bytes=_ROW_BYTES,
 )
 """A nibble is an index into a row of 16 bytes, one row for each e4m3 scale: the low two bits of u, True if v >= 0, True
 if -4 <= v < 4."""

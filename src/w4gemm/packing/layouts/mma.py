@@ -1,7 +1,8 @@
 """The layouts of the GPU kernels, ``mma16`` and ``mma8``: one contiguous block for each 64 rows x 128 columns.
 
 blocks int32 (ceil(n / 64), ceil(k / 128), words): see :mod:`w4gemm.packing.block` for the parts of a block. Scales of
-output channels, if any, are a second tensor, float32 (n).
+output channels, if the format has any or the codec takes them out of the groups' scales, are a second tensor, float32
+(n).
 
     mma16   codes   [half of 64 columns: 2][strip: 4][lane: 32][step of 16 columns: 4]
     mma8    codes   [half of 64 columns: 2][strip: 4][lane: 32][step of 32 columns: 2][row8: 2]
@@ -53,7 +54,7 @@ class MmaLayout:
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         blocks = (-(-n // BLOCK_N), -(-k // BLOCK_K), self.codec(format).block(format).words)
-        channels = ((torch.float32, (n,)),) if format.has_channels else ()
+        channels = ((torch.float32, (n,)),) if self.codec(format).has_channels(format) else ()
         return ((torch.int32, blocks), *channels)
 
     def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
@@ -69,16 +70,18 @@ class MmaLayout:
             fields.append(codec.stored_zeros(parts.zeros, format))
         words = [_scale_words(s, block, format, k, shape[0], shape[1]) for s in fields]
         blocks[:, :, CODE_WORDS:] = torch.stack(words, dim=-1).flatten(2)
-        return (blocks,) if parts.channels is None else (blocks, parts.channels.contiguous())
+        channels = codec.stored_channels(parts.scales, parts.channels)
+        return (blocks,) if channels is None else (blocks, channels.contiguous())
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
-        blocks, *channels = tensors
+        blocks, channels = tensors[0], tensors[1] if len(tensors) > 1 else None
         codec, block = self.codec(format), self.codec(format).block(format)
         codes = codec.codes_of(blocks[:, :, :CODE_WORDS])[:n, :k].contiguous()
         words = blocks[:, :, CODE_WORDS:].unflatten(2, (-1, block.words_per_scale))
         fields = [_from_scale_words(words[..., i], block, format, n, k) for i in range(block.words_per_scale)]
         zeros = codec.zeros_from(fields[1], format) if format.has_zero else None
-        return WeightComponents(codes, codec.scales_from(fields[0], format), zeros, channels[0] if channels else None)
+        scales = codec.scales_from(fields[0], format, channels)
+        return WeightComponents(codes, scales, zeros, channels if format.has_channels else None)
 
 
 def _scale_words(

@@ -90,11 +90,13 @@ class Mainloop:
         """Code words of a packed block that a thread holds."""
         self.groups = variant.stage_block.groups
         """Scale groups of a packed block."""
+        self.runs = variant.stage_block.runs
+        """Runs of scale words, each of one or two groups."""
 
     @property
     def packed_words(self) -> int:
         """Words of a packed block that a thread holds."""
-        return self.code_words + self.groups * self.variant.block.words_per_scale
+        return self.code_words + self.runs * self.variant.block.words_per_scale
 
     def x_operands(self, mma: cute.TiledMma, thr: Any, s_x: cute.Tensor) -> list[cute.Tensor]:
         """x as operand B, by range of tokens."""
@@ -280,8 +282,9 @@ class Mainloop:
         words: list[Int32] = []
         for half in range(variant.stage_block.columns // 64):
             words += self.reader.codes(address, half, lane=thread)
-        for group in range(self.groups):
-            words += self.reader.scales(address + variant.stage_block.scales_at(group) + pair_offset)
+        for run in range(self.runs):
+            first = variant.stage_block.scales_at(run * variant.block.groups_per_word)
+            words += self.reader.scales(address + first + pair_offset)
         for i, word in enumerate(words):
             packed[i] = word
 
@@ -295,8 +298,9 @@ class Mainloop:
         for step in range(4):
             group, column = divmod(chunk * self.variant.chunk_k + step * step_k, self.variant.block.scale_group)
             if step == 0 or column == 0:
-                first = self.code_words + group * width
-                prepared = self.decoder.prepare(tuple(packed[first + i] for i in range(width)), decode_lut)
+                run, field = divmod(group, self.variant.block.groups_per_word)
+                first = self.code_words + run * width
+                prepared = self.decoder.prepare(tuple(packed[first + i] for i in range(width)), decode_lut, field)
             first = (chunk * 4 + step) * words
             values = self.decoder.decode(tuple(packed[first + i] for i in range(words)), prepared)
             for r, value in enumerate(values):

@@ -1,0 +1,77 @@
+"""From packed e2m1 codes to e5m2 elements of a matrix instruction's operand A, in registers.
+
+The eight magnitudes times a power of two are a row of a table in shared memory, one row for each number of binades that
+a group's scale lies below the largest one of its row of the weight (packing/codecs/e2m1_mma8.py). prmt picks four of
+the eight bytes by the codes' low three bits, and the signs are put beside them: seven instructions for eight weights.
+One dot product makes the address of a table's row of one byte of a scale word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from w4gemm.kernels.device.ptx import asm, load_shared, pack_e5m2, store_shared, to_float
+from w4gemm.packing.codecs.e2m1_mma8 import LARGEST_EXPONENT
+
+_ROWS, _ROW_BYTES = 256, 8
+_LARGEST = 127 + LARGEST_EXPONENT  # exponent field of the float32 that the first row's numbers are multiplied by
+
+
+@dataclass(frozen=True)
+class E2m1Fp8Decoder:
+    """Decodes to scale * v, relative to the row's scale, in e5m2."""
+
+    words_per_step: ClassVar = 2
+    """Code words that feed one WGMMA: rows g and g + 8."""
+    sum_scale: ClassVar = 1.0
+    """See Decoder."""
+
+    @cute.jit
+    def fill_table(self, table: Int32, thread: Int32, threads: int):
+        """Words of the table, four bytes each, by all threads; a barrier must follow."""
+        words = _ROWS * _ROW_BYTES // 4
+        for first in cutlass.range_constexpr(0, words, threads):
+            index = first + thread
+            if index < words:
+                store_shared(table + index * 4, _entry(index // 2, index % 2 == 1))
+
+    def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...], ...]:
+        """Once a group: the table's rows for rows g and g + 8. field: which of a scale word's groups."""
+        return tuple(load_shared(_row_address(words[0], 2 * row8 + field, table), 2) for row8 in range(2))
+
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...], ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction."""
+        rows = [_picked(w, row) for w, row in zip(words, prepared, strict=True)]
+        return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
+
+
+@cute.jit
+def _entry(row: Int32, upper: cutlass.Boolean):
+    """Four magnitudes of a row, 0, 0.5, 1, 1.5 or 2, 3, 4, 6, times the row's power of two; 0 below float32's."""
+    power = to_float("f32", cutlass.max(_LARGEST - row, 0) << 23)
+    lower_half, upper_half = (
+        pack_e5m2([Float32(v) * power for v in values]) for values in ((0, 0.5, 1, 1.5), (2, 3, 4, 6))
+    )
+    word = lower_half
+    if upper:
+        word = upper_half
+    return word
+
+
+def _row_address(word: Int32, byte: int, table: Int32) -> Int32:
+    """Address of the table's row that a byte of a word says."""
+    return asm(f"dp4a.u32.u32 $0, $1, {_ROW_BYTES << 8 * byte:#x}, $2;", [Int32], [word, table], pure=True)[0]
+
+
+def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
+    """Two registers: magnitudes out of a table's row, and their signs. The upper half of the word comes down by a dot
+    product, and its last signs go up by a multiplication: neither waits for prmt, as shifts do."""
+    pick = "prmt.b32 p, $3, $4, m; lop3.b32 {0}, {1}, 0x80808080, p, 0xEA; "
+    text = "and.b32 m, $2, 0x77777777; " + pick.format("$0", "$2")
+    text += "dp2a.lo.u32.u32 m, m, 0x100, 0; mad.lo.u32 t, $2, 16, 0; " + pick.format("$1", "t")
+    return asm(f"{{ .reg .b32 m, t, p; {text}}}", [Int32] * 2, [word, *row], pure=True, early=True)

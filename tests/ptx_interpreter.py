@@ -1,0 +1,60 @@
+"""The PTX of decoders, run in Python: tests of arithmetic on registers need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_BITS = 2**32 - 1
+
+
+def run_ptx(text: str, outputs: int, inputs: Sequence[int]) -> list[int]:
+    """The output registers $0, $1, ... of inline PTX, whose next operands are ``inputs``: words as unsigned integers.
+    Instructions are separated by "; ", after declarations of registers."""
+    registers = {f"${outputs + i}": word for i, word in enumerate(inputs)}
+
+    def value(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    for line in text.strip("{} ").removesuffix(";").split("; "):
+        opcode, operands = line.split(" ", 1)
+        if opcode != ".reg":
+            to, *rest = operands.split(", ")
+            registers[to] = _OPERATIONS[opcode](*map(value, rest)) & _BITS
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    """Four bytes of eight, by the low bits of four nibbles, or eight times their sign if the high bit is set."""
+    both, found = (a | b << 32).to_bytes(8, "little"), []
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = both[nibble & 7]
+        found.append((byte >> 7) * 255 if nibble >= 8 else byte)
+    return int.from_bytes(bytes(found), "little")
+
+
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    """Each bit is the table's at the index that the operands' bits make."""
+    chosen = (table >> i & 1 and (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8))
+    return sum(chosen)
+
+
+def _dp2a_low(a: int, b: int, c: int) -> int:
+    return (a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + c
+
+
+def _dp4a(a: int, b: int, c: int) -> int:
+    return sum((a >> i & 0xFF) * (b >> i & 0xFF) for i in range(0, 32, 8)) + c
+
+
+_OPERATIONS: dict[str, Callable[..., int]] = {
+    "and.b32": lambda a, b: a & b,
+    "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "mov.b32": lambda a: a,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "prmt.b32": prmt,
+    "lop3.b32": lop3,
+    "dp2a.lo.u32.u32": _dp2a_low,
+    "dp4a.u32.u32": _dp4a,
+}
