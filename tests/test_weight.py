@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from conformance.cases import random_weight
 from test_formats import ALL, FOLDED
 from test_layouts import assert_same, random_parts
-from w4gemm import FormatError, QuantizedWeight, WeightFormat
+from w4gemm import FormatError, QuantizedWeight, WeightFormat, quantize
 from w4gemm.packing.layouts import LAYOUTS
 
 
@@ -101,6 +102,24 @@ def test_shards_put_together_are_the_whole(layout, name, count):
         assert torch.equal(torch.cat([s.dequantize() for s in shards], dim), w.dequantize())
 
 
+@pytest.mark.parametrize(
+    ("name", "k", "count", "group_size"),
+    [
+        ("int4_g128", 3 * 128, 2, 64),
+        ("int4_g128_zint", 7 * 128, 8, 16),
+        ("int4_g128_zfloat_fp16", 5 * 128, 4, 32),
+        ("int4_g64", 96, 2, 16),
+        ("iq4_g32_fp16", 32 * 3, 2, 16),
+        ("int4_g128_e4m3", 3 * 128, 2, 64),
+    ],
+)
+def test_shards_that_divide_groups_repeat_scales(name, k, count, group_size):
+    w = quantize(torch.randn(32, k), name)
+    shards = [w.shard(1, i, count) for i in range(count)]
+    assert {s.format for s in shards} == {replace(w.format, group_size=group_size)}
+    assert torch.equal(torch.cat([s.dequantize() for s in shards], 1), w.dequantize())
+
+
 def test_one_shard_is_the_whole_even_with_a_short_group():
     w = weight("int4_g128_zint", 10, 300)
     for dim in (0, 1):
@@ -122,8 +141,12 @@ def test_a_shard_keeps_only_its_own_memory():
         (0, -1, 2, "index, count: .* got index -1"),
         (0, 0, 0, "index, count: .* count 0"),
         (0, 0, 5, r"count: n 96 does not split into 5 equal parts; .* fit: \[1, 2, 3, 4, 6, 8, 12,"),
-        (1, 0, 8, r"count: k 512 does not split into 8 equal parts of whole groups of 128; .* fit: \[1, 2, 4\]"),
-        (1, 0, 3, r"count: k 512 does not split into 3 .* fit: \[1, 2, 4\]"),
+        (
+            1,
+            0,
+            3,
+            r"count: k 512 does not split into 3 equal parts of whole groups of 16, the smallest; .* 2, 4, 8, 16",
+        ),
     ],
 )
 def test_shard_refuses_and_says_what_fits(dim, index, count, message):

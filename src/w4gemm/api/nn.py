@@ -17,6 +17,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.act_order import PERM_DTYPE, is_permutation
 from w4gemm.weights.quantization import quantize
+from w4gemm.weights.state import as_tensor, in_words, of_tensor
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -221,13 +222,11 @@ class W4Linear(torch.nn.Module):
     # --- state dict -------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:
-        """The names of the format and, if there are any, the activations, as bytes such as ``int4_g128 fp8``: a tensor,
-        so that any file of tensors can hold it."""
-        names = [str(self.format), *([self.activations] if self.activations else [])]
-        return torch.tensor(list(" ".join(names).encode()), dtype=torch.uint8)
+        """The words for format and activations, see :mod:`w4gemm.weights.state`."""
+        return as_tensor(in_words(self.format, self.activations))
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        name, _, activations = bytes(state.tolist()).decode(errors="replace").partition(" ")
+        name, _, activations = of_tensor(state).partition(" ")
         if name != str(self.format):
             raise ValueError(f"state_dict: wanted a weight in {self.format} like this layer, got one in {name}")
         if (activations or None) != self.activations:

@@ -9,14 +9,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from w4gemm.checkpoints import awq, compressed_tensors, dense, gguf, gptq
+from w4gemm.checkpoints import awq, compressed_tensors, dense, gguf, gptq, w4gemm
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 
-FORMATS: tuple[CheckpointFormat, ...] = (gguf.FORMAT, gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, dense.FORMAT)
+FORMATS: tuple[CheckpointFormat, ...] = (
+    gguf.FORMAT,
+    gptq.FORMAT,
+    awq.FORMAT,
+    compressed_tensors.FORMAT,
+    w4gemm.FORMAT,
+    dense.FORMAT,
+)
 """Every format, in the order in which they are asked."""
+METHODS = (*(f.name for f in FORMATS if f not in (gguf.FORMAT, dense.FORMAT, w4gemm.FORMAT)), "auto-round")
+"""``quant_method`` of the folders that other packages write, as transformers names them."""
 
 
 class Found(NamedTuple):
@@ -77,6 +86,7 @@ def _seen(path: Path) -> str:
 
 __all__ = [
     "FORMATS",
+    "METHODS",
     "Checkpoint",
     "CheckpointFormat",
     "Found",

@@ -131,7 +131,8 @@ ALIASES = {"mxfp4": "e2m1_g32_e8m0", "nvfp4": "e2m1_g16_e4m3_row"}
 _NAME = re.compile(
     rf"(?P<element>{'|'.join(ELEMENTS)})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?"
 )
-_SMALLEST_GROUP = 16
+SMALLEST_GROUP = 16
+"""Group sizes are multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class WeightFormat:
         g = self.group_size
         if not isinstance(g, int) or isinstance(g, bool):
             raise TypeError(f"group_size: wanted an int, got {type(g).__name__} {g!r}")
-        if g != PER_COLUMN and (g <= 0 or g % _SMALLEST_GROUP):
+        if g != PER_COLUMN and (g <= 0 or g % SMALLEST_GROUP):
             nearest = max(32, round(g / 32) * 32)
             raise ValueError(
                 f"group_size: wanted a positive multiple of 16, on GPUs of 32, or -1 for per column, got {g}; nearest "

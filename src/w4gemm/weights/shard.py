@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from w4gemm.core.formats import SMALLEST_GROUP
 from w4gemm.packing.layouts import WeightComponents, layout_named
 
 if TYPE_CHECKING:
@@ -20,25 +22,31 @@ def shard(w: QuantizedWeight, dim: int, index: int, count: int) -> QuantizedWeig
         raise ValueError(f"dim: wanted 0 (n, output features) or 1 (k, input features), got {dim!r}")
     if w.experts:
         return type(w).stack((shard(w.expert(e), dim, index, count) for e in range(w.experts)), w.experts, w.layout)
-    unit = _unit(w, dim, index, count)
-    size = (w.n, w.k)[dim]
-    elements = slice(index * size // count, (index + 1) * size // count)
-    groups = slice(None) if unit == 1 else slice(elements.start // unit, -(-elements.stop // unit))
+    group_size = _group_size(w, dim, index, count)
+    size = (w.n, w.k)[dim] // count
+    elements = slice(index * size, (index + 1) * size)
+    columns = slice(0, w.k) if dim == 0 else elements
     codes, scales, zeros, channels = w.parts()
+    format = replace(w.format, group_size=group_size)
+    width = columns.stop - columns.start
+    starts = columns.start + torch.arange(format.groups(width), device=w.device) * format.group_length(width)
+    groups = starts // w.format.group_length(w.k)  # of w, for each group of the shard
 
-    def cut(t: torch.Tensor, columns: slice) -> torch.Tensor:
-        view = t[elements] if dim == 0 else t[:, columns]
+    def cut(t: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
+        view = (t[elements] if dim == 0 else t)[:, columns]
         return view.clone(memory_format=torch.contiguous_format)  # the view would keep the whole weight's memory
 
-    part = WeightComponents(cut(codes, elements), cut(scales, groups), None if zeros is None else cut(zeros, groups))
+    part = WeightComponents(cut(codes, columns), cut(scales, groups), None if zeros is None else cut(zeros, groups))
     if channels is not None:
         part = part._replace(channels=channels[elements].clone() if dim == 0 else channels)
     n, k = part.codes.shape
-    return replace(w, n=n, k=k, tensors=layout_named(w.layout).pack(part, w.format))
+    layout = "canonical" if layout_named(w.layout).supports(format) else w.layout
+    return replace(w, format=format, n=n, k=k, layout=layout, tensors=layout_named(layout).pack(part, format))
 
 
-def _unit(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
-    """Return how many neighbouring rows or columns stay together, having checked that the parts are equal."""
+def _group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
+    """Return the group size of the parts, having checked that they are equal: w's own, or a smaller one that divides
+    it and the parts' k."""
     whole = isinstance(index, numbers.Integral) and isinstance(count, numbers.Integral)
     if not whole or count < 1 or not 0 <= index < count:
         raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
@@ -49,9 +57,9 @@ def _unit(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
             "dataclasses.replace(w, perm=None)"
         )
     size = (w.n, w.k)[dim]
-    unit = 1 if dim == 0 or w.format.groups(w.k) == 1 else w.format.group_size
+    unit = 1 if dim == 0 or w.format.groups(w.k) == 1 else SMALLEST_GROUP
     if count > 1 and size % (count * unit):
         fits = [1] + [c for c in range(2, min(size // unit, 256) + 1) if size % (c * unit) == 0]
-        what = "equal parts" if unit == 1 else f"equal parts of whole groups of {unit}"
+        what = "equal parts" if unit == 1 else f"equal parts of whole groups of {unit}, the smallest"
         raise ValueError(f"count: {'nk'[dim]} {size} does not split into {count} {what}; counts that fit: {fits}")
-    return unit
+    return w.format.group_size if unit == 1 or count == 1 else math.gcd(w.format.group_size, size // count)

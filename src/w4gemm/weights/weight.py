@@ -194,14 +194,18 @@ class QuantizedWeight:
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors), perm=perm)
 
     def shard(self, dim: int, index: int, count: int) -> QuantizedWeight:
-        """Return shard ``index`` of ``count`` equal shards, for tensor parallelism, in this weight's layout.
+        """Return shard ``index`` of ``count`` equal shards, for tensor parallelism, in this weight's layout: the same
+        numbers, bit for bit.
+
+        Where shards along k would divide a group, they have a smaller group size, the greatest common divisor of the
+        group size and the shard's k, and the scales are repeated. GPUs want multiples of 32.
 
         Args:
             dim: 0 splits the output features n (column parallel), 1 the input features k (row parallel).
 
         Raises:
-            ValueError: if shards would not be equal or would divide a group of k; the message says which counts fit.
-                Also if dim is 1 and the weight has a ``perm``, because its groups have columns all over k.
+            ValueError: if shards would not be equal, or their k not a multiple of 16; the message says which counts
+                fit. Also if dim is 1 and the weight has a ``perm``, because its groups have columns all over k.
         """
         return weight_shard.shard(self, dim, index, count)
 

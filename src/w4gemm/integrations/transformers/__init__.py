@@ -1,16 +1,40 @@
 """Hugging Face models with their linear layers behind :func:`w4gemm.linear`.
 
-:func:`load` makes a model of any checkpoint. It reserves the places of the 4-bit layers in a model without numbers
-(``places.py``), and puts the weights there one at a time. transformers itself is imported when it is used.
+:func:`load` makes a model of any checkpoint. :class:`W4GemmConfig` and :func:`enable` let transformers'
+``from_pretrained`` do so. Both reserve the places of the 4-bit layers in a model without numbers (``places.py``), and
+put the weights there one at a time. transformers itself is imported when one of these is used.
 """
 
-from w4gemm.integrations.transformers.layers import (
-    Progress,
-    Summary,
-    dequantize_layers,
-    quantize_layers,
-    summarize,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from w4gemm.integrations.transformers.layers import Progress, Summary, dequantize_layers, quantize_layers, summarize
 from w4gemm.integrations.transformers.loading import load
 
-__all__ = ["Progress", "Summary", "dequantize_layers", "load", "quantize_layers", "summarize"]
+if TYPE_CHECKING:
+    from w4gemm.integrations.transformers.quantizer import W4GemmConfig, describe, disable, enable
+
+_OF_QUANTIZER = ("W4GemmConfig", "describe", "disable", "enable")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_QUANTIZER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from w4gemm.integrations.transformers import quantizer
+
+    return getattr(quantizer, name)
+
+
+__all__ = [
+    "Progress",
+    "Summary",
+    "W4GemmConfig",
+    "dequantize_layers",
+    "describe",
+    "disable",
+    "enable",
+    "load",
+    "quantize_layers",
+    "summarize",
+]

@@ -49,7 +49,8 @@ def load(
         progress: called after each tensor.
 
     Returns:
-        The model, in evaluation mode, and the tokenizer.
+        The model, in evaluation mode, and the tokenizer. ``model.save_pretrained`` writes a folder that this function
+        and ``from_pretrained`` read.
 
     Raises:
         FileNotFoundError: if nothing is at ``path``.
@@ -57,12 +58,15 @@ def load(
             has no tensor, or a tensor no parameter.
         TypeError, ValueError: for a dtype or a format that there is not.
     """
+    from w4gemm.integrations.transformers.quantizer import describe
+
     device = torch.device(device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
     checkpoint = open_checkpoint(path, format)
     model, tokenizer = _empty_model(checkpoint, dtype)
     _Filling(model, checkpoint, device, dtype, activations).run(progress)
+    describe(model)
     return model.to(device).eval(), tokenizer
 
 

@@ -1,0 +1,89 @@
+"""Folders that w4gemm writes: each 4-bit module as its canonical tensors, in any :class:`WeightFormat`.
+
+A module is ``codes``, ``scales``, and if there are any ``zeros``, ``channels`` and ``perm``, as
+:meth:`w4gemm.QuantizedWeight.named_tensors` gives them, with the state that a :class:`w4gemm.W4Linear` keeps beside
+them. config.json's quantization_config says which format a module has: ``modules`` by name, ``format`` for the others,
+each with " fp8" behind it if x is quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.quantized_folder import check_tensor, folder_format
+from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.weights.state import in_words, of_tensor, of_words
+from w4gemm.weights.weight import QuantizedWeight
+
+METHOD = "w4gemm"
+"""``quant_method`` of these folders."""
+STATE = "_extra_state"
+"""Last part of the name of the tensor with a layer's format and activations, see :mod:`w4gemm.weights.state`."""
+_DTYPES = {
+    torch.uint8: "U8",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+"""safetensors' name of each dtype of a canonical tensor."""
+
+
+def settings(weights: Iterable[tuple[str, QuantizedWeight | Module]]) -> dict[str, Any]:
+    """Return the quantization_config of a model with these 4-bit modules: the most common format, and the others'."""
+    formats = {}
+    for name, w in weights:
+        if w.k % 2:
+            raise ValueError(
+                f"{name}: wanted an even k, got {w.k}, which the folder's shapes cannot tell from {w.k + 1}"
+            )
+        formats[name] = in_words(w.format, w.activations)
+    counted = list(formats.values())
+    common = max(dict.fromkeys(counted), key=counted.count, default=None)
+    others = {name: format for name, format in formats.items() if format != common}
+    return {"quant_method": METHOD, "format": common, "modules": others}
+
+
+@dataclass(frozen=True)
+class OwnPacking:
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
+
+    config: Mapping[str, Any]
+    marks = ("codes", "scales", "zeros", "channels", "perm", STATE)
+    others = ()
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        text = (self.config.get("modules") or {}).get(name, self.config.get("format"))
+        if not isinstance(text, str):
+            raise ValueError(f"config.json names no format for it: {text!r}")
+        format, activations = of_words(text)
+        n, half = check_tensor(stored, "codes", ("U8",))
+        k = stored["perm"].shape[0] if "perm" in stored else 2 * half
+        for leaf, (dtype, shape) in zip(
+            format.part_names, packed_shape(format, "canonical", n, k).tensors, strict=True
+        ):
+            check_tensor(stored, leaf, (_DTYPES[dtype],), shape)
+        unknown = stored.keys() - {*format.part_names, "perm", "bias", STATE}
+        if unknown:
+            raise ValueError(f"{min(unknown)} is no tensor of {format}")
+        return Module(n, k, format, "bias" in stored, activations=activations)
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        text = in_words(module.format, module.activations)
+        if STATE in tensors and (stored := of_tensor(tensors[STATE])) != text:
+            raise ValueError(f"config.json says that it is {text}, {STATE} says {stored}")
+        parts = tuple(tensors[name] for name in module.format.part_names)
+        facts = tensors.get("perm"), 0, module.activations
+        w = QuantizedWeight(module.format, module.n, module.k, "canonical", parts, *facts)
+        w.check_range()
+        return w
+
+
+FORMAT = folder_format(METHOD, "a folder with a model that w4gemm wrote", OwnPacking)

@@ -1,0 +1,274 @@
+"""transformers' ``from_pretrained`` with 4-bit layers of w4gemm: :class:`W4GemmConfig` and :func:`enable`.
+
+transformers makes the model on the meta device, loads the dense tensors, and moves and shards what it loads. The
+quantizer reserves the places of the 4-bit layers before, and fills them after, from the checkpoint's own reader; so a
+weight is taken over losslessly, whatever its packing, and split into lossless shards. A dense folder's weights come
+through transformers, and are quantized one at a time on the device that they are loaded to.
+
+Importing this file registers the method "w4gemm". transformers 5.17 to 5.23 are tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from w4gemm.api.nn import W4Linear
+from w4gemm.checkpoints import METHODS, Checkpoint, open_checkpoint
+from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
+from w4gemm.checkpoints.hugging_face import quantization_config
+from w4gemm.checkpoints.w4gemm import METHOD, settings
+from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.transformers.layers import dequantize_layers
+from w4gemm.integrations.transformers.names import check_shapes, packed_names, renaming
+from w4gemm.integrations.transformers.places import AwaitedLinear, Place, listed, reserve
+from w4gemm.integrations.transformers.sharding import local_shard
+from w4gemm.weights.quantization import quantize
+from w4gemm.weights.state import in_words, of_words
+from w4gemm.weights.weight import ACTIVATIONS, QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@register_quantization_config(METHOD)
+class W4GemmConfig(QuantizationConfigMixin):
+    """The ``quantization_config`` of a model with w4gemm's layers, for ``from_pretrained``.
+
+    Args:
+        format: what the linear layers of a dense model are quantized to; None for groups of 128, or the largest smaller
+            group that divides a layer's k. A checkpoint in 4 bits keeps its own formats. Of a loaded model: the most
+            common one, in the words of :mod:`w4gemm.weights.state`.
+        activations: "fp8" if every 4-bit layer quantizes x (W4A8); None for what the checkpoint says.
+        skip: last parts of the names of a dense model's layers that stay dense.
+        modules: of a loaded model: the formats of layers with another one.
+
+    Raises:
+        TypeError, ValueError: for a format or activations that there are not.
+    """
+
+    def __init__(
+        self,
+        format: WeightFormat | str | None = None,
+        activations: str | None = None,
+        skip: Iterable[str] = SKIP,
+        modules: dict[str, str] | None = None,
+        **ignored: Any,
+    ) -> None:
+        if unknown := ignored.keys() - {"quant_method"}:
+            raise TypeError(f"W4GemmConfig: no argument {min(unknown)!r}")
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {activations!r}")
+        self.quant_method = METHOD
+        self.format = None if format is None else in_words(*of_words(str(format)))
+        self.activations, self.skip, self.modules = activations, list(skip), dict(modules or {})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Return the config of a folder's quantization_config: nothing is taken from other methods' ones, which their
+        readers read."""
+        own = config_dict if config_dict.get("quant_method") == METHOD else {}
+        config = cls(**own)
+        return (config, kwargs) if return_unused_kwargs else config
+
+
+class _AwaitedDense(AwaitedLinear):
+    """A linear layer whose dense weight transformers is to load; :class:`_Quantize` rounds it to ``quantized``."""
+
+    quantized: QuantizedWeight | None
+
+    def __init__(self, linear: nn.Linear, format: WeightFormat) -> None:
+        super().__init__(linear, format)
+        self.weight, self.quantized = linear.weight, None
+
+    def fill(self, w: QuantizedWeight) -> None:
+        del self._parameters["weight"], self.quantized
+        super().fill(w)
+
+
+class _Quantize(ConversionOps):
+    """Rounds one dense weight, on the device that it was loaded to."""
+
+    def convert(self, input_dict: dict[str, Any], **facts: Any) -> dict[str, torch.Tensor]:
+        for name, found in input_dict.items():
+            layer = facts["model"].get_submodule(name.rpartition(".")[0])
+            layer.quantized = quantize(found[0] if isinstance(found, list) else found, layer.format)
+            facts["missing_keys"].discard(name)
+        return {}
+
+
+@register_quantizer(METHOD)
+class W4GemmQuantizer(HfQuantizer):
+    """Lets transformers load, train beside, and save models with :class:`w4gemm.W4Linear` layers."""
+
+    quantization_config: W4GemmConfig
+
+    def __init__(self, quantization_config: W4GemmConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # transformers loads nothing but dense tensors, in both cases: in the model's dtype, whatever their names were
+        self.pre_quantized = False
+        self._checkpoint: Checkpoint | None = None
+        self._places: dict[str, list[Place]] = {}
+        self._sharded = False
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        devices = {str(d) for d in device_map.values()} if isinstance(device_map, dict) else set()
+        if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+            raise ValueError(f"device_map: wanted every 4-bit layer on a GPU, or all on the CPU, got {sorted(devices)}")
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        folder = None if not checkpoint_files else Path(checkpoint_files[0]).parent
+        if folder is None or quantization_config(folder) is None:
+            self._await_dense(model)
+            return
+        self._checkpoint = checkpoint = open_checkpoint(folder)
+        renamed = renaming(model)
+        check_shapes(model, checkpoint, renamed)
+        self._places = reserve(model, checkpoint, lambda name: renamed(f"{name}.weight").removesuffix(".weight"))
+        homeless = [name for name, places in self._places.items() if not places and "expert" in name]
+        if homeless:
+            raise FormatError(f"{folder}: no place for the experts {listed(homeless)} in the model of its config")
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | packed_names(folder, checkpoint, self._places)
+
+    def _await_dense(self, model: PreTrainedModel) -> None:
+        config = self.quantization_config
+        wanted = None if config.format is None else of_words(config.format)[0]
+        kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
+        for name, layer in linear_layers(model, tuple(config.skip)).items():
+            if name not in kept and not kept & set(name.split(".")):
+                model.set_submodule(name, _AwaitedDense(layer, wanted or default_format(layer.in_features)))
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        owner, _, leaf = param_name.rpartition(".")
+        return leaf == "weight" and isinstance(model.get_submodule(owner), _AwaitedDense)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize()
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes per element by which transformers plans a device_map: those of the packed weight."""
+        owner, _, leaf = param_name.rpartition(".")
+        layer = model.get_submodule(owner)
+        if isinstance(layer, AwaitedLinear) and leaf == ("weight" if isinstance(layer, _AwaitedDense) else "place"):
+            return layer.nbytes / param.numel()
+        return param.element_size()
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        self._sharded = (getattr(model, "tp_size", None) or 1) > 1
+        for layer, w in self._weights(model):
+            if self.quantization_config.activations is not None:
+                w = w.repack(activations=self.quantization_config.activations)
+            layer.fill(w)
+        self._checkpoint, self._places = None, {}
+        describe(model)
+        return model
+
+    def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, QuantizedWeight]]:
+        """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device."""
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, _AwaitedDense):
+                if layer.quantized is None:
+                    raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
+                yield layer, layer.quantized
+        for name, places in self._places.items():
+            assert self._checkpoint is not None
+            w = self._checkpoint.weight(name) if places else None
+            for place in places:
+                assert w is not None
+                layer = model.get_submodule(place.layer)
+                assert isinstance(layer, AwaitedLinear)
+                yield layer, local_shard(model, place.layer, place.weight_of(w)).to(layer.place.device)
+
+    # --- what transformers asks of a quantized model ----------------------------------------------------------------
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """False for one shard of a model under tensor parallelism, which is not the whole model."""
+        return not self._sharded
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
+        config, now = self.quantization_config, settings(_own_layers(model))
+        if (config.format, config.modules) != (now["format"], now["modules"]):
+            raise ValueError("the model's 4-bit layers are not those of its config: call describe(model), then save")
+        return None, {}
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: adapters beside the 4-bit layers can be trained, because gradients go through to x."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
+        return dequantize_layers(model, dtype or model.dtype)
+
+
+def describe(model: PreTrainedModel) -> None:
+    """Let a model know of its W4Linear layers: its config names their formats, so that ``save_pretrained`` writes a
+    folder that ``from_pretrained`` and :func:`load` read, and adapters may be trained beside them."""
+    found = settings(_own_layers(model))
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not isinstance(quantizer, W4GemmQuantizer):
+        quantizer = W4GemmQuantizer(W4GemmConfig())
+    config = quantizer.quantization_config
+    config.format, config.modules, config.activations = found["format"], found["modules"], None
+    model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
+    model.config.quantization_config = config
+
+
+def enable() -> None:
+    """Let ``from_pretrained`` open folders of every 4-bit method that w4gemm reads with w4gemm, instead of the method's
+    own package, unasked. :func:`disable` undoes it."""
+    for method in METHODS:
+        _before.setdefault(method, AUTO_QUANTIZATION_CONFIG_MAPPING.get(method))
+        AUTO_QUANTIZATION_CONFIG_MAPPING[method] = W4GemmConfig
+
+
+def disable() -> None:
+    """Undo :func:`enable`."""
+    for method, config in _before.items():
+        if config is None:
+            del AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+        else:
+            AUTO_QUANTIZATION_CONFIG_MAPPING[method] = config
+    _before.clear()
+
+
+_before: dict[str, Any] = {}
+"""The config classes that transformers had for the methods that were enabled."""
+
+
+def _own_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
+    return ((name, layer.weight) for name, layer in model.named_modules() if isinstance(layer, W4Linear))
+
+
+def _let_config_win() -> None:
+    """Let a W4GemmConfig that is passed to ``from_pretrained`` go before the folder's config, which transformers does
+    for none but the same class."""
+    merge = AutoHfQuantizer.merge_quantization_configs
+
+    def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        if isinstance(quantization_config_from_args, W4GemmConfig):
+            return quantization_config_from_args
+        return merge(quantization_config, quantization_config_from_args)
+
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merged)
+
+
+_let_config_win()

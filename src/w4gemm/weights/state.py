@@ -1,0 +1,32 @@
+"""A weight's format and activations in words, such as ``int4_g128 fp8``, as files and state dicts keep them."""
+
+from __future__ import annotations
+
+import torch
+
+from w4gemm.core.formats import WeightFormat
+
+
+def in_words(format: WeightFormat, activations: str | None) -> str:
+    """Return the format's string, with the activations behind it if there are any."""
+    return f"{format} {activations}" if activations else str(format)
+
+
+def of_words(words: str) -> tuple[WeightFormat, str | None]:
+    """Return what :func:`in_words` was given.
+
+    Raises:
+        ValueError: if the first word is no format's string.
+    """
+    name, _, activations = words.partition(" ")
+    return WeightFormat.parse(name), activations or None
+
+
+def as_tensor(words: str) -> torch.Tensor:
+    """Return the words' bytes, uint8: a tensor, so that any file of tensors can hold them."""
+    return torch.tensor(list(words.encode()), dtype=torch.uint8)
+
+
+def of_tensor(state: torch.Tensor) -> str:
+    """Return the words of such a tensor."""
+    return bytes(state.tolist()).decode(errors="replace")

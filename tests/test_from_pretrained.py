@@ -1,0 +1,224 @@
+"""transformers' from_pretrained and save_pretrained with w4gemm's layers: the numbers are those of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModel, AutoModelForCausalLM
+
+import test_awq
+import test_compressed_tensors
+import test_gptq
+from quantized_model import Writer, change, configure, write_model
+from tiny_model import LAYERS, write_dense
+from w4gemm import FormatError, W4Linear, WeightFormat, quantize
+from w4gemm.integrations.transformers import (
+    W4GemmConfig,
+    dequantize_layers,
+    describe,
+    disable,
+    enable,
+    load,
+    summarize,
+)
+from w4gemm.integrations.transformers.places import AwaitedLinear
+
+ASYMMETRIC: dict[str, Any] = {"zeros": (1, 15)}
+FOLDERS = {
+    "gptq": (test_gptq.CONFIG, test_gptq.writer(-1)),
+    "gptq-act-order": (
+        test_gptq.CONFIG | {"desc_act": True, "sym": False},
+        test_gptq.writer(-1, act_order=True, **ASYMMETRIC),
+    ),
+    "auto-round": (
+        test_gptq.CONFIG | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
+        test_gptq.writer(-1),
+    ),
+    "awq": (test_awq.CONFIG, test_awq.writer(**ASYMMETRIC)),
+    "compressed-tensors": (test_compressed_tensors.config(), test_compressed_tensors.writer()),
+    "compressed-tensors-fp8": (
+        test_compressed_tensors.config(
+            packing="int-quantized",
+            input_activations={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        ),
+        test_compressed_tensors.writer(packed=False),
+    ),
+}
+IDS = torch.arange(1, 8)[None]
+
+
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    enable()
+    yield
+    disable()
+
+
+def from_pretrained(folder: Path, **options: Any) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32} | options)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize(("config", "write"), FOLDERS.values(), ids=FOLDERS)
+def test_quantized_folders(tmp_path: Path, config: dict[str, Any], write: Writer, enabled: None) -> None:
+    wanted = write_model(tmp_path, config, write)
+    model, loaded = from_pretrained(tmp_path), load(tmp_path)[0]
+    for name, weight in wanted.items():
+        assert torch.equal(model.get_submodule(name).weight.dequantize(), weight), name
+    assert summarize(model) == summarize(loaded)
+    assert summarize(model).int4 == 7 * LAYERS
+    assert torch.equal(logits(model), logits(loaded))
+    model.save_pretrained(tmp_path / "saved")
+    saved = from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(saved), logits(model))
+    assert summarize(saved) == summarize(model)
+    for file in tmp_path.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved")[0]), logits(model))
+
+
+def test_the_config_alone_is_enough_and_enable_is_undone(tmp_path: Path) -> None:
+    write_model(tmp_path, *FOLDERS["awq"])
+    model = from_pretrained(tmp_path, quantization_config=W4GemmConfig(activations="fp8"), dtype=torch.bfloat16)
+    layers = [layer for layer in model.modules() if isinstance(layer, W4Linear)]
+    assert len(layers) == 7 * LAYERS
+    assert {(layer.activations, layer.dtype) for layer in layers} == {("fp8", torch.bfloat16)}
+    enable()
+    disable()
+    with pytest.raises(Exception, match="gptqmodel"):
+        from_pretrained(tmp_path)
+
+
+def test_dense_folders(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path, "qwen2")
+    dense = from_pretrained(folder)
+    model = from_pretrained(folder, quantization_config=W4GemmConfig("int4_g32_zint", skip=("lm_head", "k_proj")))
+    assert summarize(model).formats == {"int4_g32_zint": 6 * LAYERS}
+    assert len(summarize(model).dense) == 1 + LAYERS
+    for name, layer in model.named_modules():
+        if isinstance(layer, W4Linear):
+            assert torch.equal(
+                layer.weight.dequantize(), quantize(dense.get_submodule(name).weight, layer.format).dequantize()
+            )
+            assert (layer.bias is None) == (dense.get_submodule(name).bias is None)
+            assert layer.bias is None or torch.equal(layer.bias, dense.get_submodule(name).bias)
+    assert summarize(from_pretrained(folder, quantization_config=W4GemmConfig())) == summarize(load(folder)[0])
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+
+
+def test_a_device_map_is_planned_by_packed_bytes_and_reaches_every_tensor(tmp_path: Path) -> None:
+    from transformers.integrations.accelerate import compute_module_sizes
+
+    write_model(tmp_path, *FOLDERS["gptq"])
+    model = from_pretrained(tmp_path, quantization_config=W4GemmConfig(), device_map="auto")
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}
+    awaited = torch.nn.ModuleDict({"layer": AwaitedLinear(torch.nn.Linear(256, 128, bias=False), WeightFormat(32))})
+    assert compute_module_sizes(awaited, model.hf_quantizer)[0][""] == 128 * 256 // 2 + 128 * 256 // 32 * 2
+    for device_map in ({"model": "cpu", "lm_head": "disk"}, {"model": 0, "lm_head": "cpu"}):
+        with pytest.raises(ValueError, match="device_map: wanted every 4-bit layer on a GPU"):
+            from_pretrained(tmp_path, quantization_config=W4GemmConfig(), device_map=device_map)
+
+
+def test_the_base_model_of_a_language_model(tmp_path: Path, enabled: None) -> None:
+    write_model(tmp_path, *FOLDERS["awq"])
+    base = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = from_pretrained(tmp_path).model(IDS).last_hidden_state
+        assert torch.equal(base(IDS).last_hidden_state, wanted)
+    base.save_pretrained(tmp_path / "base")
+    assert torch.equal(logits(load_with_head(tmp_path)), logits(from_pretrained(tmp_path)))
+
+
+def load_with_head(folder: Path) -> torch.nn.Module:
+    """The saved base model under a head: its names get a prefix."""
+    model = from_pretrained(folder / "base")
+    model.lm_head = from_pretrained(folder).lm_head
+    return model
+
+
+def test_a_loaded_model_is_saved_whatever_it_came_from(tmp_path: Path) -> None:
+    from tiny_model import write_gguf
+
+    pytest.importorskip("gguf")
+    model, _ = load(write_gguf(tmp_path / "tiny.gguf"))
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+
+
+def test_dequantize(tmp_path: Path) -> None:
+    write_model(tmp_path, *FOLDERS["awq"])
+    model = from_pretrained(tmp_path, quantization_config=W4GemmConfig())
+    wanted = dequantize_layers(load(tmp_path)[0], torch.float32)
+    dense = model.dequantize()
+    assert not summarize(dense).int4
+    assert torch.equal(logits(dense), logits(wanted))
+    dense.save_pretrained(tmp_path / "dense")
+    assert torch.equal(logits(from_pretrained(tmp_path / "dense")), logits(wanted))
+
+
+def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path) -> None:
+    model = from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("int4_g32"))
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = quantize(layer.weight.dequantize(), "int4_g64")
+    with pytest.raises(ValueError, match=r"call describe\(model\)"):
+        model.save_pretrained(tmp_path / "saved")
+    describe(model)
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert (config["format"], config["modules"]) == ("int4_g32", {"model.layers.0.mlp.up_proj": "int4_g64"})
+    assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+    configure(tmp_path / "saved", modules={})
+    with pytest.raises(FormatError, match="up_proj: scales has shape"):
+        from_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"'model.norm.weight' has shape \(3,\)"),
+        (lambda t: t.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}), "up_proj has a bias, its config"),
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.qweight"), "there is no qweight"),
+        (
+            lambda t: t.update(
+                {k.replace("mlp.up_proj", "mlp.experts.0.up_proj"): t.pop(k) for k in list(t) if "0.mlp.up_proj" in k}
+            ),
+            "no place for the experts model.layers.0.mlp.experts.0.up_proj",
+        ),
+    ],
+    ids=["shape", "bias", "part", "experts"],
+)
+def test_folders_that_are_refused(tmp_path: Path, changed: Any, message: str) -> None:
+    write_model(tmp_path, *FOLDERS["awq"])
+    change(tmp_path, changed)
+    with pytest.raises(FormatError, match=message):
+        from_pretrained(tmp_path, quantization_config=W4GemmConfig())
+
+
+def test_a_dense_folder_without_a_weight_is_refused(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path)
+    change(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(FormatError, match="no tensor for model.layers.1.mlp.up_proj.weight"):
+        from_pretrained(folder, quantization_config=W4GemmConfig())
+
+
+def test_bad_configs() -> None:
+    with pytest.raises(ValueError, match="format: wanted int4_g"):
+        W4GemmConfig("int5")
+    with pytest.raises(ValueError, match="activations: wanted one of"):
+        W4GemmConfig(activations="fp4")
+    with pytest.raises(TypeError, match="no argument 'bits'"):
+        W4GemmConfig(bits=4)
