@@ -1,0 +1,257 @@
+"""Measure implementations inside vLLM: ``python -m bench.engine --model llama-3-8b --impl default w4gemm marlin``.
+
+For each model and format a checkpoint of random numbers is written; then every implementation serves it in a process of
+its own, one after the other in mixed order. ``LLM.generate`` is timed at several batch sizes, for a long prompt, and to
+the first token; with ``--serve``, ``vllm serve`` under load instead. All answers are greedy. An implementation whose
+layers got another kernel than asked for is refused. What fails is a row of phase "failed" with its reason.
+
+``default`` is vLLM's own choice: its rows have the name of the kernel that it chose and ``"chosen": true``. Needs vLLM
+and a GPU. Rows go to bench/results/engine.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.engine import profile, serve
+from bench.engine.checkpoint import Packing, tensors_of, write
+from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
+from bench.engine.launch import EngineError, EngineOptions, environment, plugin_metadata, run_offline
+from bench.engine.models import MODELS, Model, cut, model_named, tiny
+from bench.engine.offline import Result, Task
+from bench.engine.rows import Row, add_agreement, rows_of, table
+
+import w4gemm
+from w4gemm.console.progress import say
+from w4gemm.tuning import record
+
+RESULTS = Path(__file__).parents[1] / "results/engine.jsonl"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint to serve and how.
+
+    Attributes:
+        task: what is measured of each implementation; its engine's arguments are added for each.
+        starts: how often an engine starts; the last start is measured.
+        seconds: limit of each process.
+        caches: folder of compiled code, one below it for each implementation.
+        plugin: folder with our plugin's metadata, if the package is not installed.
+    """
+
+    model: Model
+    packing: Packing
+    folder: Path
+    options: EngineOptions
+    task: Task
+    starts: int
+    seconds: float
+    caches: Path
+    plugin: Path | None
+    logs: Path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    models = [model_named(name) for name in args.model]
+    models = [tiny(model) for model in models] if args.tiny else models
+    models = [cut(model, args.layers) for model in models] if args.layers else models
+    packings = [Packing.parse(text) for text in args.format]
+    implementations = [Implementation.parse(text) for text in args.impl]
+    for model in models:
+        for packing in packings:
+            packing.check(model)
+    facts = record.facts()
+    random.Random(facts["utc"]).shuffle(implementations)
+    with work_folder(args) as work:
+        ours = any(OURS in (i.linear, i.experts) for i in implementations)
+        plugin = plugin_metadata(work / "plugin") if ours else None
+        for model in models:
+            for packing in packings:
+                rows = measure(case_of(args, model, packing, work, plugin), implementations, args, facts)
+                record.append(args.out, *rows)
+                say(f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}, {rows[-1].get('engine_version', '')}")
+                say(table(rows))
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("python -m bench.engine", description=(__doc__ or "").partition(":")[0])
+    p.add_argument("--model", nargs="+", default=["llama-3-8b"], help=f"of {', '.join(MODELS)} (default: llama-3-8b)")
+    p.add_argument("--format", nargs="+", default=["gptq-int4-g128"], help="(default: gptq-int4-g128)")
+    p.add_argument("--impl", nargs="+", default=[DEFAULT, OURS, "marlin", "humming"], help="names, or machete+marlin")
+    p.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256], help="(default: 1 8 64 256)")
+    p.add_argument("--tokens-in", type=int, default=128, help="of each request (default: %(default)s)")
+    p.add_argument("--tokens-out", type=int, default=128, help="of each request (default: %(default)s)")
+    p.add_argument("--prefill", type=int, default=8192, help="tokens of a prompt timed alone (default: %(default)s)")
+    p.add_argument("--repeat", type=int, default=3, help="times a point is measured (default: %(default)s)")
+    p.add_argument("--serve", action="store_true", help="vllm serve under load, with --batch requests at a time")
+    p.add_argument("--profile", action="store_true", help="also: where a decode step goes at batch 1")
+    p.add_argument("--starts", type=int, default=1, help="engine starts; the last is measured (default: %(default)s)")
+    p.add_argument("--no-compile", action="store_true", help="CUDA graphs of decode steps alone: starts sooner")
+    p.add_argument("--eager", action="store_true", help="neither compilation nor CUDA graphs")
+    p.add_argument("--gpus", type=int, default=1, help="tensor parallel size (default: %(default)s)")
+    p.add_argument("--memory", type=float, default=0.85, help="part of the GPU's that vLLM takes (default: 0.85)")
+    p.add_argument("--dtype", default="bfloat16", help="of activations (default: %(default)s)")
+    p.add_argument("--layers", type=int, default=0, help="only so many layers of each model")
+    p.add_argument("--tiny", action="store_true", help="two small layers of each model, for trials")
+    p.add_argument("--seconds", type=float, default=300, help="limit of each process (default: %(default)s)")
+    p.add_argument("--work", type=Path, help="folder of models and caches to keep (default: a temporary one)")
+    p.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    p.add_argument("--logs", type=Path, help="folder for what engines print and for profiles")
+    return p
+
+
+@contextmanager
+def work_folder(args: argparse.Namespace) -> Iterator[Path]:
+    """Folder for models and compiled code; a temporary one is in memory if there is room for the models."""
+    if args.work:
+        args.work.mkdir(parents=True, exist_ok=True, mode=0o700)
+        yield args.work
+        return
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 80e9
+    with tempfile.TemporaryDirectory(prefix="w4gemm-engine-", dir=memory if roomy else None) as folder:
+        yield Path(folder)
+
+
+def case_of(args: argparse.Namespace, model: Model, packing: Packing, work: Path, plugin: Path | None) -> Case:
+    """Write the checkpoint, if it is not there from an earlier run, and return what to do with it."""
+    name = f"{model.name}-{packing}"
+    folder = work / "models" / name
+    done = folder / "complete"
+    if not done.exists():
+        start = time.monotonic()
+        size = sum(tensor.nbytes for tensor in tensors_of(model, packing))
+        say(f"{name}: {size / 1e9:.1f} GB into {folder}")
+        write(model, packing, folder)
+        done.touch()
+        say(f"{name}: written in {time.monotonic() - start:.1f} s")
+    longest = max(args.tokens_in + args.tokens_out, args.prefill + 1)
+    options = EngineOptions(
+        dtype=args.dtype,
+        compiled=not args.no_compile,
+        eager=args.eager,
+        gpus=args.gpus,
+        memory=args.memory,
+        max_len=-(-longest // 256) * 256,
+    )
+    task = Task(
+        engine={},
+        vocabulary=model.vocabulary,
+        batches=tuple(args.batch),
+        tokens_in=args.tokens_in,
+        tokens_out=args.tokens_out,
+        prefill=args.prefill,
+        repeat=args.repeat,
+        profile=args.profile,
+    )
+    logs = args.logs or work / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    caches = work / "caches" / name
+    return Case(model, packing, folder, options, task, args.starts, args.seconds, caches, plugin, logs)
+
+
+def measure(
+    case: Case, implementations: Sequence[Implementation], args: argparse.Namespace, facts: dict[str, Any]
+) -> list[Row]:
+    """Serve one checkpoint with every implementation, and return all rows."""
+    rows: dict[str, list[Row]] = {}
+    tokens: dict[str, dict[int, list[list[int]]]] = {}
+    common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": case.model.name}
+    common |= {"format": str(case.packing), "dtype": args.dtype, "gpus": args.gpus}
+    common["mode"] = "eager" if args.eager else "graphs" if args.no_compile else "default"
+    for implementation in implementations:
+        start = time.monotonic()
+        found: list[Row]
+        try:
+            name, result, found = (served if args.serve else offline)(case, implementation)
+            rows[name] = found
+            if result.decode:
+                tokens[name] = {point["batch"]: point["tokens"] for point in result.decode}
+            common["engine_version"] = result.engine_version
+        except EngineError as e:
+            name, found = implementation.name, [{"phase": "failed", "reason": str(e)}]
+            rows.setdefault(name, found)
+            say(f"{implementation.name} failed: {e}")
+        for row in found:
+            version = w4gemm.__version__ if OURS in name else common.get("engine_version", "")
+            row |= {"impl": name, "impl_version": version, "chosen": implementation.linear == DEFAULT}
+        say(f"{case.model.name}, {case.packing}: {implementation.name} took {time.monotonic() - start:.0f} s")
+    add_agreement(rows, tokens)
+    return [common | row | facts for found in rows.values() for row in found]
+
+
+def offline(case: Case, implementation: Implementation) -> tuple[str, Result, list[Row]]:
+    """Start an engine as often as wanted, measure it at the last start.
+
+    Returns:
+        Name of what the layers ran, the last start's result, and rows.
+
+    Raises:
+        EngineError: if a start fails, or the layers got other kernels.
+    """
+    arguments = case.options.arguments(case.folder, implementation, case.model, case.task.batches)
+    task = replace(case.task, engine={**arguments, "skip_tokenizer_init": True, "disable_log_stats": True})
+    caches = case.caches / implementation.name
+    variables = environment(implementation, caches, case.plugin)
+    rows: list[Row] = []
+    for number in range(1, case.starts + 1):
+        cold = not caches.exists()
+        last = number == case.starts
+        log = case.logs / f"{case.model.name}-{case.packing}-{implementation.name}-{number}.log"
+        result = run_offline(replace(task, start_only=not last), variables, log, case.seconds)
+        started, *found = rows_of(result, task)
+        rows += [{**started, "start": "cold" if cold else "warm"}, *found]
+    name = checked(implementation, result.kernels, rows)
+    if result.profile:
+        rows.append(profile.row_of(result.profile))
+        say(f"{name}: {profile.table(rows[-1])}")
+    return name, result, rows
+
+
+def served(case: Case, implementation: Implementation) -> tuple[str, Result, list[Row]]:
+    """Start a server and put a load on it for each number of requests at a time. Returns and raises as offline."""
+    task = case.task
+    arguments = case.options.arguments(case.folder, implementation, case.model, task.batches)
+    if "compilation_config" in arguments:  # requests come and go: all of vLLM's batch sizes
+        arguments["compilation_config"].pop("cudagraph_capture_sizes")
+    caches = case.caches / implementation.name
+    loads = [serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary) for batch in task.batches]
+    variables = environment(implementation, caches, case.plugin)
+    log, cold = case.logs / f"{case.model.name}-{case.packing}-{implementation.name}-serve.log", not caches.exists()
+    facts, found = serve.serve(arguments, variables, log, case.seconds, loads)
+    result = Result(**facts)
+    rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": "cold" if cold else "warm"}]
+    for load, figures in zip(loads, found, strict=True):
+        point = {"batch": load.at_a_time, "tokens_in": load.tokens_in, "tokens_out": load.tokens_out}
+        rows.append({"phase": "serve", **point, **figures})
+    return checked(implementation, result.kernels, rows), result, rows
+
+
+def checked(implementation: Implementation, kernels: Kernels, rows: list[Row]) -> str:
+    """Return the name of what the layers ran, and write the classes that multiply into every row.
+
+    Raises:
+        EngineError: if the layers got other kernels than asked for.
+    """
+    try:
+        name = implementation.check(kernels)
+    except ValueError as e:
+        raise EngineError(str(e)) from None
+    for row in rows:
+        row["kernels"] = {cls.rpartition(".")[2]: n for found in kernels.values() for cls, n in found.items()}
+    return name
+
+
+if __name__ == "__main__":
+    main()

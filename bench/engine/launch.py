@@ -1,0 +1,188 @@
+"""Processes with a vLLM engine: their environment, their arguments, and their end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.engine.implementations import Implementation
+from bench.engine.models import Model
+from bench.engine.offline import Result, Task
+from bench.engine.worker import EXTENSION
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN_GROUP = "vllm.general_plugins"
+
+
+class EngineError(RuntimeError):
+    """An engine that did not start, did not end in time, or ran other kernels than asked for; says why."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How engines are started, whichever implementation they take.
+
+    Attributes:
+        dtype: of activations.
+        compiled: True for vLLM's own compilation mode; False for CUDA graphs of decode steps alone, which starts
+            sooner.
+        eager: True for neither.
+        gpus: tensor parallel size.
+        memory: part of the GPU's memory that the engine may take.
+        max_len: most tokens of a request.
+    """
+
+    dtype: str
+    compiled: bool
+    eager: bool
+    gpus: int
+    memory: float
+    max_len: int
+
+    def arguments(self, folder: Path, implementation: Implementation, model: Model, batches: tuple[int, ...]) -> Any:
+        """Return the arguments of ``vllm.LLM`` for requests of these batch sizes."""
+        arguments: dict[str, Any] = {
+            "model": str(folder),
+            "dtype": self.dtype,
+            "max_model_len": self.max_len,
+            "max_num_seqs": max(batches),
+            "gpu_memory_utilization": self.memory,
+            "tensor_parallel_size": self.gpus,
+            "enable_prefix_caching": False,  # a prompt is timed more than once
+            "seed": 0,
+            "worker_extension_cls": EXTENSION,
+            **implementation.engine_arguments(model),
+        }
+        if self.eager:
+            return {**arguments, "enforce_eager": True}
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *batches})}
+        if not self.compiled:  # mode 0 alone would drop the CUDA graphs
+            compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        return {**arguments, "compilation_config": compilation}
+
+
+def environment(implementation: Implementation, caches: Path, plugin: Path | None) -> dict[str, str]:
+    """Return the environment of an engine's process, with compiled code under ``caches``.
+
+    Args:
+        plugin: what :func:`plugin_metadata` returned.
+    """
+    paths = [str(p) for p in (ROOT, ROOT / "src", plugin, os.environ.get("PYTHONPATH")) if p]
+    folders = {"VLLM_CACHE_ROOT": "vllm", "W4GEMM_CACHE_DIR": "w4gemm", "TRITON_CACHE_DIR": "triton"}
+    return {
+        **os.environ,
+        **implementation.environment(),
+        **{name: str(caches / folder) for name, folder in folders.items()},
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def has_plugin() -> bool:
+    """True if installed metadata names our plugin, so that vLLM finds it."""
+    found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+    return any(point.value.startswith("w4gemm.") for point in found)
+
+
+def plugin_metadata(folder: Path) -> Path | None:
+    """Write metadata by which vLLM finds our plugin in a source tree; None if it is installed.
+
+    The entry point is that of pyproject.toml.
+
+    Raises:
+        EngineError: if pyproject.toml names no plugin.
+    """
+    if has_plugin():
+        return None
+    points = entry_points(ROOT / "pyproject.toml")
+    if not points:
+        raise EngineError(f"impl: w4gemm wants an entry point of {PLUGIN_GROUP} in pyproject.toml, which has none")
+    write_metadata(folder, points)
+    return folder
+
+
+def write_metadata(folder: Path, points: list[str]) -> None:
+    """Write metadata of a package w4gemm with entry points for vLLM."""
+    info = folder / "w4gemm-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: w4gemm\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{PLUGIN_GROUP}]", *points]) + "\n")
+
+
+def entry_points(pyproject: Path) -> list[str]:
+    """Return the lines ``name = module:function`` of our plugin's entry points."""
+    lines = iter(pyproject.read_text().splitlines())
+    head = f'[project.entry-points."{PLUGIN_GROUP}"]'
+    for line in lines:
+        if line.strip() == head:
+            break
+    found = []
+    for line in lines:
+        if line.startswith("["):
+            break
+        if "=" in line and not line.lstrip().startswith("#"):
+            found.append(line.replace('"', "").strip())
+    return found
+
+
+def run_offline(task: Task, variables: dict[str, str], log: Path, seconds: float) -> Result:
+    """Run ``bench.engine.offline`` and return what it found.
+
+    Args:
+        log: file for all that the engine prints.
+
+    Raises:
+        EngineError: if it fails or is not done within ``seconds``; with the last error that it printed.
+    """
+    task_file, result_file = log.with_suffix(".task.json"), log.with_suffix(".result.json")
+    task_file.write_text(json.dumps(asdict(task)))
+    command = [sys.executable, "-m", "bench.engine.offline", str(task_file), str(result_file)]
+    with started(command, variables, log) as process:
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"not done in {seconds:.0f} s: {last_error(log)}") from None
+    if code or not result_file.exists():
+        raise EngineError(f"ended with {code}: {last_error(log)}")
+    return Result(**json.loads(result_file.read_text()))
+
+
+@contextmanager
+def started(command: list[str], variables: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a process group of its own, of which nothing is left at the end."""
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            command, env=variables, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            _signal(process, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        _signal(process, signal.SIGKILL)  # its workers too
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def last_error(log: Path) -> str:
+    """Return the last line of a log that names an error; else its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line and "^" not in line and "raise " not in line]
+    return (errors or lines or ["nothing was printed"])[-1][-400:]

@@ -1,0 +1,151 @@
+"""One engine in a process of its own: ``python -m bench.engine.offline TASK RESULT``, both files of JSON.
+
+The task says what to start and measure (:class:`Task`); the result holds the times and tokens. The process imports vLLM
+and nothing of w4gemm: the plugin, if any, is vLLM's to load.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROFILED_STEPS = 32
+
+
+@dataclass(frozen=True)
+class Task:
+    """Attributes:
+    engine: arguments of ``vllm.LLM``.
+    vocabulary: prompts are random tokens below it.
+    batches: numbers of requests that decode at once.
+    tokens_in, tokens_out: of each of these requests.
+    prefill: tokens of the prompt whose prefill is timed alone; 0 for none.
+    repeat: how often each time is taken; the median counts.
+    profile: True to profile decode steps of a single request.
+    start_only: True to end as soon as the engine is up.
+    """
+
+    engine: dict[str, Any]
+    vocabulary: int
+    batches: tuple[int, ...] = (1,)
+    tokens_in: int = 128
+    tokens_out: int = 128
+    prefill: int = 0
+    repeat: int = 3
+    profile: bool = False
+    start_only: bool = False
+
+
+@dataclass
+class Result:
+    """Times in seconds, tokens by request."""
+
+    engine_version: str = ""
+    start_s: float = 0.0
+    kernels: dict[str, dict[str, int]] = field(default_factory=dict)
+    decode: list[dict[str, Any]] = field(default_factory=list)
+    first_token_s: float = 0.0
+    prefill_s: float = 0.0
+    profile: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """An engine and the requests that it is timed with."""
+
+    def __init__(self, task: Task) -> None:
+        from vllm import LLM
+
+        self.task = task
+        self.llm = LLM(**task.engine)
+        self._random = random.Random(1)
+
+    def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
+        """Return random prompts; the first words of the vocabulary are special."""
+        words = range(4, self.task.vocabulary)
+        return [{"prompt_token_ids": self._random.choices(words, k=length)} for _ in range(count)]
+
+    def generate(self, prompts: Sequence[Any], tokens: int) -> tuple[float, list[list[int]]]:
+        """Return the seconds of greedy answers of ``tokens`` tokens each, and the answers."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        answers = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return seconds, [list(answer.outputs[0].token_ids) for answer in answers]
+
+    def first_token(self, prompts: Sequence[Any]) -> float:
+        """Return the median seconds until every request has its first token."""
+        return statistics.median(self.generate(prompts, 1)[0] for _ in range(self.task.repeat))
+
+    def decode(self, batch: int) -> dict[str, Any]:
+        """Time ``batch`` requests: all tokens, and the first alone."""
+        prompts = self.prompts(batch, self.task.tokens_in)
+        self.generate(prompts, 8)
+        first = self.first_token(prompts)
+        runs = [self.generate(prompts, self.task.tokens_out) for _ in range(self.task.repeat)]
+        answers = runs[0][1]
+        return {
+            "batch": batch,
+            "first_token_s": first,
+            "total_s": statistics.median(seconds for seconds, _ in runs),
+            "tokens": answers,
+            "repeats_itself": all(tokens == answers for _, tokens in runs),
+        }
+
+    def prefill(self) -> float:
+        """Return the median seconds of one long prompt, to its first token."""
+        prompts = self.prompts(1, self.task.prefill)
+        self.generate(prompts, 1)
+        return self.first_token(prompts)
+
+    def profile(self) -> dict[str, Any]:
+        """Profile a single request of one token and one of more; the difference is that of decode steps."""
+        prompts, found = self.prompts(1, self.task.tokens_in), {}
+        for name, tokens in (("first", 1), ("all", 1 + PROFILED_STEPS)):
+            self.generate(prompts, tokens)
+            self.llm.collective_rpc("start_gpu_profile")
+            self.generate(prompts, tokens)
+            found[name] = self.llm.collective_rpc("stop_gpu_profile")[0]
+        return found
+
+
+def measure(task: Task) -> Result:
+    """Start an engine and measure it."""
+    start = time.perf_counter()
+    engine = Engine(task)
+    result = Result(start_s=time.perf_counter() - start)
+    import vllm
+
+    result.engine_version = vllm.__version__
+    result.kernels = engine.llm.collective_rpc("inspect_kernels")[0]
+    print("kernels:", json.dumps(result.kernels), flush=True)
+    if task.start_only:
+        return result
+    for batch in task.batches:
+        result.decode.append(engine.decode(batch))
+        found = result.decode[-1]
+        print(f"batch {batch}: {found['total_s']:.3f} s, first tokens {found['first_token_s']:.3f} s", flush=True)
+    result.first_token_s = engine.first_token(engine.prompts(1, task.tokens_in))
+    if task.prefill:
+        result.prefill_s = engine.prefill()
+    if task.profile:
+        result.profile = engine.profile()
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    task_file, result_file = map(Path, sys.argv[1:] if argv is None else argv)
+    result = measure(Task(**json.loads(task_file.read_text())))
+    result_file.write_text(json.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    main()

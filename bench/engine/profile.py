@@ -1,0 +1,66 @@
+"""Where a decode step goes: GPU kernels of a profile, by what they do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from bench.engine.offline import PROFILED_STEPS
+
+GROUPS = (
+    ("copies", r"memcpy|memset"),
+    ("attention", r"flash|fmha|attention|attn|reshape_and_cache|concat_and_cache|merge_state|mla|prepare_varlen"),
+    ("rope", r"rotary|rope"),
+    ("routing", r"topk|moe_align|moe_sum|moe_permute|count_and_sort|grouped_topk|expert_map|routing|row_combine"),
+    (
+        "4-bit products",
+        r"w4gemm|mixed_gemm|sm90_decode|dequantize_gemm|marlin|machete|humming|w4a8|int4|matmul_ogs|mxfp4",
+    ),
+    ("norm", r"rms_?norm|layer_?norm|_rsqrt"),
+    ("activation", r"silu|act_and_mul|swiglu|gelu"),
+    ("16-bit products", r"nvjet|gemm|gemv|cublas|cutlass|wgmma|splitk|dot_kernel"),
+    ("sampling", r"argmax|softmax|sample|logits|top_p|gumbel|penalt|exponential|sort"),
+    ("quantization", r"quant"),
+)
+"""Groups with the pattern of their kernels' names; the first that fits. What fits none is "other"."""
+
+
+def group_of(kernel: str) -> str:
+    """Return the group of a kernel by its name."""
+    return next((name for name, pattern in GROUPS if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+def row_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of phase "profile" from the profiles of one token and of more: microseconds a decode step.
+
+    ``groups`` are kernels' times by group; ``gaps`` is when the GPU ran none; ``kernels`` the longest, with launches a
+    step.
+    """
+    first, all_tokens = found["first"], found["all"]
+    per_step: dict[str, tuple[float, float]] = {}
+    for name, (us, launches) in all_tokens["kernels"].items():
+        before = first["kernels"].get(name, (0.0, 0))
+        per_step[name] = ((us - before[0]) / PROFILED_STEPS, (launches - before[1]) / PROFILED_STEPS)
+    groups: dict[str, float] = {}
+    for name, (us, _) in per_step.items():
+        groups[group_of(name)] = groups.get(group_of(name), 0.0) + us
+    step = (all_tokens["span"] - first["span"]) / PROFILED_STEPS
+    ordered = sorted(per_step.items(), key=lambda item: -item[1][0])
+    return {
+        "phase": "profile",
+        "batch": 1,
+        "us_step": round(step, 1),
+        "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1]) if us >= 0.05},
+        "gaps": round(max(0.0, step - sum(groups.values())), 1),
+        "kernels_us": [[name[:120], round(us, 2), round(launches, 1)] for name, (us, launches) in ordered[:20]],
+    }
+
+
+def table(row: dict[str, Any]) -> str:
+    """Return a profile's groups and longest kernels as lines."""
+    step = row["us_step"] or 1.0
+    lines = [f"a decode step of {row['us_step']:.0f} us:"]
+    for name, us in (*row["groups"].items(), ("gaps", row["gaps"])):
+        lines.append(f"  {name:16} {us:8.1f} us  {us / step:4.0%}")
+    lines += [f"  {us:8.1f} us in {launches:5.1f} launches of {name[:80]}" for name, us, launches in row["kernels_us"]]
+    return "\n".join(lines)

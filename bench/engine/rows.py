@@ -1,0 +1,112 @@
+"""Rows of kind ``engine`` from what engines did, and the table that ends a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.engine.offline import Result, Task
+
+REFERENCE = "marlin"
+"""Greedy tokens are compared with those of this implementation, or else of the first."""
+
+Row = dict[str, Any]
+
+
+def rows_of(result: Result, task: Task) -> list[Row]:
+    """Return a result's rows, without the fields that all rows of its implementation share.
+
+    ``tokens_s`` of phase decode is that of the whole batch, without the time to the first tokens; ``ms_step`` is
+    between two tokens of a request.
+    """
+    tokens_in = {"tokens_in": task.tokens_in}
+    rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2)}]
+    for found in result.decode:
+        seconds, steps = found["total_s"] - found["first_token_s"], task.tokens_out - 1
+        row = {"phase": "decode", "batch": found["batch"], **tokens_in, "tokens_out": task.tokens_out}
+        row |= {"tokens_s": round(found["batch"] * steps / seconds, 1), "ms_step": round(1e3 * seconds / steps, 4)}
+        row |= {"first_tokens_s": round(found["first_token_s"], 4), "repeats_itself": found["repeats_itself"]}
+        rows.append(row)
+    if result.first_token_s:
+        row = {"phase": "first_token", "batch": 1, **tokens_in, "tokens_out": 1}
+        rows.append({**row, "seconds": round(result.first_token_s, 5)})
+    if result.prefill_s:
+        row = {"phase": "prefill", "batch": 1, "tokens_in": task.prefill, "tokens_out": 1}
+        rows.append(
+            {**row, "tokens_s": round(task.prefill / result.prefill_s, 1), "seconds": round(result.prefill_s, 4)}
+        )
+    return rows
+
+
+def add_agreement(rows: Mapping[str, list[Row]], tokens: Mapping[str, Mapping[int, list[list[int]]]]) -> None:
+    """Add ``same_tokens_as`` and ``equal_prefix`` to decode rows: greedy tokens that equal another implementation's up
+    to the first that differs, a mean over the batch.
+
+    Args:
+        rows: by implementation.
+        tokens: answers by implementation and batch.
+    """
+    if len(tokens) < 2:
+        return
+    reference = next((name for name in tokens if REFERENCE in name), next(iter(tokens)))
+    for name, found in rows.items():
+        for row in found:
+            if name != reference and row["phase"] == "decode":
+                pairs = list(zip(tokens[name][row["batch"]], tokens[reference][row["batch"]], strict=True))
+                prefix = sum(equal_prefix(a, b) for a, b in pairs) / len(pairs)
+                row |= {"same_tokens_as": reference, "equal_prefix": round(prefix, 1)}
+
+
+def equal_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two answers begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+# --- a run's last lines -----------------------------------------------------------------------------------------------
+
+_SHOWN = {
+    "start": ("seconds", "s"),
+    "first_token": ("seconds", "s"),
+    "prefill": ("tokens_s", "tokens/s"),
+    "decode": ("tokens_s", "tokens/s"),
+    "serve": ("tokens_s", "tokens/s"),
+}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the figures of one model and format as lines: a line a phase, a column an implementation."""
+    names = list(dict.fromkeys(row["impl"] for row in rows))
+    lines = [("", *names)]
+    points = list(dict.fromkeys(_point(row) for row in rows if row["phase"] in _SHOWN))
+    for point in points:
+        field = _SHOWN[point[0]][0]
+        by_name = {row["impl"]: row[field] for row in rows if _point(row) == point}
+        lines.append((_label(*point), *(_figure(by_name.get(name)) for name in names)))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names) + 1)]
+    text = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]
+    failed = [f"{row['impl']}: {row['reason']}" for row in rows if row["phase"] == "failed"]
+    agreed = [
+        f"batch {row['batch']}: {row['impl']} and {row['same_tokens_as']} begin with {row['equal_prefix']} of "
+        f"{row['tokens_out']} tokens alike"
+        for row in rows
+        if "equal_prefix" in row
+    ]
+    return "\n".join([*text, *failed, *agreed])
+
+
+def _point(row: Row) -> tuple[str, int, int, str]:
+    return row["phase"], row.get("batch", 0), row.get("tokens_in", 0), row.get("start", "")
+
+
+def _label(phase: str, batch: int, tokens_in: int, start: str) -> str:
+    words = [phase, start, f"batch {batch}" if batch else "", f"of {tokens_in}" if phase == "prefill" else ""]
+    return " ".join(word for word in words if word) + f", {_SHOWN[phase][1]}"
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"

@@ -1,0 +1,174 @@
+"""``vllm serve`` under load: as many streamed requests at a time as wanted, a new one as soon as one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import socket
+import statistics
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.engine.launch import EngineError, last_error, started
+
+ROUNDS = 4
+"""Requests of a load over those at a time."""
+_FLAGS = {True: "--{}", False: "--no-{}"}
+
+
+@dataclass
+class Answer:
+    """A streamed answer: the time until its first token, and between chunks of tokens, in seconds."""
+
+    first_token: float = 0.0
+    between: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+def command(arguments: dict[str, Any], port: int) -> list[str]:
+    """Return the command line of a server from the arguments of ``vllm.LLM``."""
+    model, *others = arguments.items()
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model[1]), "--served-model-name", "m"]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    for name, value in others:
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(_FLAGS[value].format(flag))
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+def serve(
+    arguments: dict[str, Any], variables: dict[str, str], log: Path, seconds: float, loads: Sequence[Load]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Start a server, put every load on it, and stop it.
+
+    Returns:
+        Facts of the server (start_s, engine_version, kernels), and figures by load.
+
+    Raises:
+        EngineError: if it does not come up, or does not answer, within ``seconds``.
+    """
+    port, end = _free_port(), time.monotonic() + seconds
+    base, start = f"http://127.0.0.1:{port}", time.perf_counter()
+    # the development server answers calls of worker.py's methods
+    with started(command(arguments, port), {**variables, "VLLM_SERVER_DEV_MODE": "1"}, log) as process:
+        while True:
+            if process.poll() is not None:
+                raise EngineError(f"the server ended with {process.returncode}: {last_error(log)}")
+            if time.monotonic() > end:
+                raise EngineError(f"the server was not up in {seconds:.0f} s: {last_error(log)}")
+            try:
+                urllib.request.urlopen(f"{base}/health", timeout=2).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        facts = {"start_s": time.perf_counter() - start, "engine_version": _get(base, "/version")["version"]}
+        facts["kernels"] = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
+        found = []
+        for load in loads:
+            try:
+                found.append(asyncio.run(asyncio.wait_for(load.put_on(base), max(1.0, end - time.monotonic()))))
+            except (TimeoutError, asyncio.TimeoutError):
+                raise EngineError(f"{load.at_a_time} requests at a time: not done in {seconds:.0f} s") from None
+            except OSError as e:
+                raise EngineError(f"{load.at_a_time} requests at a time: {e}: {last_error(log)}") from None
+        return facts, found
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of random prompts: ``at_a_time`` of them, ``ROUNDS`` times as many in all."""
+
+    at_a_time: int
+    tokens_in: int
+    tokens_out: int
+    vocabulary: int
+
+    async def put_on(self, base: str) -> dict[str, Any]:
+        """Return a load's figures, after as many requests at a time that are not counted."""
+        import aiohttp
+
+        rng = random.Random(self.at_a_time)
+        prompts = [
+            rng.choices(range(4, self.vocabulary), k=self.tokens_in) for _ in range(self.at_a_time * (ROUNDS + 1))
+        ]
+        limits = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(base, timeout=limits, connector=connector) as session:
+            gate = asyncio.Semaphore(self.at_a_time)
+            await asyncio.gather(*(self._ask(session, gate, prompt) for prompt in prompts[: self.at_a_time]))
+            start = time.perf_counter()
+            answers = await asyncio.gather(*(self._ask(session, gate, prompt) for prompt in prompts[self.at_a_time :]))
+            seconds = time.perf_counter() - start
+        return figures(answers, seconds)
+
+    async def _ask(self, session: Any, gate: asyncio.Semaphore, prompt: list[int]) -> Answer:
+        body = {"model": "m", "prompt": prompt, "max_tokens": self.tokens_out, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer = Answer()
+        async with gate:
+            last = start = time.perf_counter()
+            async with session.post("/v1/completions", json=body) as response:
+                response.raise_for_status()
+                async for line in response.content:
+                    now = time.perf_counter()
+                    text = line.decode().removeprefix("data: ").strip()
+                    if not text or text == "[DONE]":
+                        continue
+                    chunk = json.loads(text)
+                    if chunk.get("error"):
+                        raise OSError(str(chunk["error"]))
+                    if chunk.get("choices"):
+                        if answer.first_token:
+                            answer.between.append(now - last)
+                        else:
+                            answer.first_token = now - start
+                        last = now
+                    if chunk.get("usage"):
+                        answer.tokens = chunk["usage"]["completion_tokens"]
+        return answer
+
+
+def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    """Return tokens/s of all answers together, and milliseconds to and between tokens."""
+    first = sorted(1e3 * a.first_token for a in answers)
+    between = sorted(1e3 * gap for a in answers for gap in a.between)
+    return {
+        "requests": len(answers),
+        "tokens_s": round(sum(a.tokens for a in answers) / seconds, 1),
+        "first_token_ms_p50": round(statistics.median(first), 2),
+        "first_token_ms_p99": round(percentile(first, 99), 2),
+        "between_tokens_ms_p50": round(statistics.median(between), 3),
+        "between_tokens_ms_p99": round(percentile(between, 99), 3),
+    }
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """Return the least number that ``percent`` of all do not exceed."""
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _get(base: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(base + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as e:
+        raise EngineError(f"{path}: {e}") from None

@@ -1,0 +1,87 @@
+"""Code that runs inside vLLM's workers: which kernel each layer got, and a profile of the GPU.
+
+vLLM mixes :class:`Inspection` into its worker (``worker_extension_cls``), and calls its methods by name from the
+process that owns the engine, in that process or another, on one GPU or several. It imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import defaultdict
+from typing import Any
+
+EXTENSION = f"{__name__}.Inspection"
+
+
+class Inspection:
+    """Methods of a worker; what they return is plain enough for JSON."""
+
+    model_runner: Any
+
+    def inspect_kernels(self) -> dict[str, dict[str, int]]:
+        """Return the number of layers by the class that multiplies, for "linear" and "experts"."""
+        return kernels_of(self.model_runner.get_model())
+
+    def start_gpu_profile(self) -> None:
+        """Record every GPU kernel from now on."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self._gpu_profile = profile(activities=[ProfilerActivity.CUDA])
+        self._gpu_profile.__enter__()
+
+    def stop_gpu_profile(self) -> dict[str, Any]:
+        """Return microseconds and launches by kernel, and the microseconds from the first to the end of the last."""
+        import torch
+
+        torch.cuda.synchronize()
+        self._gpu_profile.__exit__(None, None, None)
+        file = os.path.join(tempfile.mkdtemp(), "trace.json")
+        self._gpu_profile.export_chrome_trace(file)
+        with open(file) as f:
+            events = json.load(f)["traceEvents"]
+        os.remove(file)
+        return summarize(events)
+
+
+def kernels_of(model: Any) -> dict[str, dict[str, int]]:
+    """Return what :meth:`Inspection.inspect_kernels` does."""
+    found: dict[str, dict[str, int]] = {"linear": defaultdict(int), "experts": defaultdict(int)}
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or type(method).__name__.startswith("Unquantized") or "KVCache" in type(method).__name__:
+            continue
+        experts = type(module).__name__ == "RoutedExperts" or "MoE" in type(method).__name__
+        found["experts" if experts else "linear"][_qualified(_multiplier(module, method))] += 1
+    return {kind: dict(classes) for kind, classes in found.items()}
+
+
+def _multiplier(module: Any, method: Any) -> Any:
+    """Return the object that multiplies: of experts the modular kernel's, of a linear layer the scheme's or method's
+    kernel; the method itself if it has none."""
+    kernel = getattr(method, "moe_kernel", None)
+    if kernel is not None:
+        kernel = getattr(kernel, "impl", kernel)
+        return getattr(kernel, "fused_experts", kernel)
+    for owner in (method, getattr(module, "scheme", None)):
+        if (kernel := getattr(owner, "kernel", None)) is not None:
+            return kernel
+    return method
+
+
+def _qualified(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def summarize(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of a Chrome trace's GPU events: ``kernels`` (us and launches by name) and ``span`` (us)."""
+    wanted = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kernels: dict[str, list[float]] = {}
+    for event in wanted:
+        entry = kernels.setdefault(event["name"], [0.0, 0])
+        entry[0] += event["dur"]
+        entry[1] += 1
+    first = min((e["ts"] for e in wanted), default=0.0)
+    last = max((e["ts"] + e["dur"] for e in wanted), default=0.0)
+    return {"kernels": kernels, "span": last - first}

@@ -1,0 +1,337 @@
+"""The benchmark of engines, as far as it needs neither a GPU nor vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.engine import __main__ as program  # noqa: E402
+from bench.engine import launch, profile, rows, serve, worker  # noqa: E402
+from bench.engine.checkpoint import Packing, tensors_of, write  # noqa: E402
+from bench.engine.implementations import Implementation  # noqa: E402
+from bench.engine.models import cut, model_named, tiny  # noqa: E402
+from bench.engine.offline import Result, Task  # noqa: E402
+
+from w4gemm.checkpoints import open_checkpoint  # noqa: E402
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder  # noqa: E402
+
+CHECKPOINTS = [
+    ("llama-3-8b", "gptq-int4-g128"),
+    ("qwen2.5-32b", "awq-int4-g128"),
+    ("qwen3-30b-a3b", "ct-int4-g128-fp8"),
+    ("deepseek-v3-5-layers", "ct-int4-g32"),
+]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, format", CHECKPOINTS)
+def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format, tmp_path):
+    model, packing = tiny(model_named(name)), Packing.parse(format)
+    size = write(model, packing, tmp_path)
+    assert size == sum(t.nbytes for t in tensors_of(model, packing))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.modules
+    for module_name, module in checkpoint.modules.items():
+        assert (module.format.group_size, module.activations) == (packing.group_size, "fp8" if packing.fp8 else None)
+        gain = 0.5 if module_name.endswith(("o_proj", "down_proj")) else 1.0
+        w = checkpoint.weight(module_name).dequantize()
+        assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.1), module_name
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-32b", "qwen3-30b-a3b", "deepseek-v3-5-layers", "gpt-oss-20b"])
+def test_transformers_makes_the_same_dense_model(name, tmp_path):
+    """Names and shapes are those of transformers' own model of the config, which engines share."""
+    transformers = pytest.importorskip("transformers")
+    model = tiny(model_named(name))
+    write(model, Packing("bf16") if not model.stacked else Packing("mxfp4"), tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    wanted = {name: tuple(p.shape) for name, p in made.state_dict().items() if "experts." not in name}
+    stored = {name: info.shape for name, info in SafetensorsFolder(tmp_path).tensors.items() if "experts." not in name}
+    assert stored == {name: shape for name, shape in wanted.items() if not name.endswith("inv_freq")}
+
+
+def test_gpt_oss_experts_have_the_published_shapes():
+    shapes = {t.name: (t.dtype, t.shape) for t in tensors_of(model_named("gpt-oss-20b"), Packing.parse("mxfp4"))}
+    experts = "model.layers.23.mlp.experts."
+    assert shapes[f"{experts}gate_up_proj_blocks"] == (torch.uint8, (32, 5760, 90, 16))
+    assert shapes[f"{experts}gate_up_proj_scales"] == (torch.uint8, (32, 5760, 90))
+    assert shapes[f"{experts}down_proj_blocks"] == (torch.uint8, (32, 2880, 90, 16))
+    assert shapes[f"{experts}down_proj_bias"] == (torch.bfloat16, (32, 2880))
+
+
+@pytest.mark.parametrize(
+    "name, format, gigabytes",
+    [
+        ("llama-3-8b", "gptq-int4-g128", 5.7),
+        ("llama-3-70b", "gptq-int4-g128", 39.8),
+        ("qwen2.5-32b", "awq-int4-g128", 19.3),
+        ("qwen3-30b-a3b", "gptq-int4-g128", 16.9),
+        ("gpt-oss-20b", "mxfp4", 13.8),
+    ],
+)
+def test_models_are_as_large_as_the_published_ones(name, format, gigabytes):
+    size = sum(t.nbytes for t in tensors_of(model_named(name), Packing.parse(format)))
+    assert size / 1e9 == pytest.approx(gigabytes, abs=0.1)
+
+
+def test_layers_differ_and_a_second_folder_is_the_same(tmp_path):
+    model, packing = tiny(model_named("llama-3-8b")), Packing.parse("gptq-int4-g128")
+    for folder in ("a", "b"):
+        write(model, packing, tmp_path / folder)
+    a, b = (SafetensorsFolder(tmp_path / folder) for folder in ("a", "b"))
+    first, second = (a.tensor(f"model.layers.{i}.mlp.up_proj.qweight") for i in range(2))
+    assert not torch.equal(first, second)
+    assert all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.tensors)
+
+
+def test_bad_models_and_formats_are_named():
+    with pytest.raises(ValueError, match="model: wanted one of llama-3-8b, .*got 'llama'"):
+        model_named("llama")
+    with pytest.raises(ValueError, match="format: wanted gptq-int4-g128, .*got 'gptq-int4-g128-fp8'"):
+        Packing.parse("gptq-int4-g128-fp8")
+    with pytest.raises(ValueError, match="gpt-oss-20b wants mxfp4, got gptq-int4-g128"):
+        Packing.parse("gptq-int4-g128").check(model_named("gpt-oss-20b"))
+    with pytest.raises(ValueError, match="llama-3-8b wants a format of int4, got mxfp4"):
+        Packing.parse("mxfp4").check(model_named("llama-3-8b"))
+    assert cut(model_named("gpt-oss-20b"), 3).config["layer_types"] == [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ]
+
+
+# --- implementations ------------------------------------------------------------------------------------------------
+
+MACHETE = "vllm.model_executor.kernels.linear.mixed_precision.machete.MacheteLinearKernel"
+MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin.MarlinLinearKernel"
+MARLIN_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.marlin_moe.MarlinExperts"
+OURS = "w4gemm.integrations.vllm.dense.LinearKernel"
+
+
+def test_implementations_become_flags_and_a_switch():
+    dense, experts, gpt_oss = (model_named(n) for n in ("llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b"))
+    marlin, ours, default = (Implementation.parse(n) for n in ("marlin", "w4gemm", "default"))
+    mixed = Implementation.parse("w4gemm+marlin")
+    assert marlin.engine_arguments(dense) == {"linear_backend": "marlin"}
+    assert marlin.engine_arguments(experts) == {"linear_backend": "marlin", "moe_backend": "marlin"}
+    assert marlin.engine_arguments(gpt_oss) == {"moe_backend": "marlin"}
+    assert mixed.engine_arguments(experts) == {"moe_backend": "marlin"}
+    assert not ours.engine_arguments(experts) and not default.engine_arguments(experts)
+    switches = [i.environment()["W4GEMM_VLLM"] for i in (marlin, ours, default, mixed)]
+    assert switches == ["off", "on", "off", "on"]
+    with pytest.raises(ValueError, match="impl: wanted one of default, w4gemm, .*got 'marlyn'"):
+        Implementation.parse("marlyn")
+
+
+def test_a_row_is_named_by_what_the_layers_run():
+    default = Implementation.parse("default")
+    assert default.check({"linear": {MACHETE: 128}, "experts": {}}) == "machete"
+    assert default.check({"linear": {MACHETE: 96}, "experts": {MARLIN_EXPERTS: 48}}) == "machete+marlin"
+    assert Implementation.parse("w4gemm").check({"linear": {OURS: 128}, "experts": {}}) == "w4gemm"
+    assert Implementation.parse("marlin").check({"linear": {MARLIN: 9}, "experts": {MARLIN_EXPERTS: 4}}) == "marlin"
+
+
+@pytest.mark.parametrize(
+    "kernels, message",
+    [
+        ({"linear": {MARLIN: 128}, "experts": {}}, "asked for w4gemm, but its linear layers got 128 x .*Marlin"),
+        ({"linear": {OURS: 96, MARLIN: 32}, "experts": {}}, "linear layers got 96 x .*, 32 x"),
+        ({"linear": {OURS: 96}, "experts": {MARLIN_EXPERTS: 48}}, "its experts layers got 48 x .*MarlinExperts"),
+        ({"linear": {}, "experts": {}}, "no layer of the model is quantized"),
+    ],
+)
+def test_other_kernels_than_asked_for_are_refused(kernels, message):
+    with pytest.raises(ValueError, match=message):
+        Implementation.parse("w4gemm").check(kernels)
+
+
+class AutoGPTQLinearMethod:
+    kernel: object = None
+
+
+class UnquantizedLinearMethod:
+    pass
+
+
+class AutoGPTQMoEMethod:
+    moe_kernel: object = None
+
+
+def test_kernels_are_found_where_vllm_keeps_them():
+    model = torch.nn.Module()
+    kernel_class = type("MacheteLinearKernel", (), {"__module__": "vllm.machete"})
+    for name, method in (
+        ("a", AutoGPTQLinearMethod()),
+        ("b", AutoGPTQLinearMethod()),
+        ("c", UnquantizedLinearMethod()),
+    ):
+        layer = torch.nn.Module()
+        layer.quant_method = method
+        if isinstance(method, AutoGPTQLinearMethod):
+            method.kernel = kernel_class()
+        model.add_module(name, layer)
+    scheme = torch.nn.Module()  # compressed-tensors: the kernel is the scheme's
+    scheme.quant_method, scheme.scheme = SimpleNamespace(), SimpleNamespace(kernel=kernel_class())
+    model.add_module("d", scheme)
+    experts, method = torch.nn.Module(), AutoGPTQMoEMethod()
+    marlin = type("MarlinExperts", (), {"__module__": "vllm.marlin_moe"})()
+    method.moe_kernel = SimpleNamespace(impl=SimpleNamespace(fused_experts=marlin))
+    experts.quant_method = method
+    model.add_module("e", experts)
+    wanted = {"linear": {"vllm.machete.MacheteLinearKernel": 3}, "experts": {"vllm.marlin_moe.MarlinExperts": 1}}
+    assert worker.kernels_of(model) == wanted
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+OPTIONS = launch.EngineOptions("bfloat16", compiled=True, eager=False, gpus=2, memory=0.8, max_len=8448)
+
+
+def test_engine_arguments_are_vllms_defaults_but_for_what_is_said():
+    arguments = OPTIONS.arguments(Path("/m"), Implementation.parse("marlin"), model_named("llama-3-8b"), (1, 64))
+    assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 8, 64]}
+    assert (arguments["max_num_seqs"], arguments["tensor_parallel_size"]) == (64, 2)
+    words = serve.command(arguments, 8000)
+    assert "--no-enable-prefix-caching" in words and words[words.index("--linear-backend") + 1] == "marlin"
+    assert json.loads(words[words.index("--compilation-config") + 1]) == arguments["compilation_config"]
+
+
+def test_a_source_trees_plugin_is_found_by_metadata(tmp_path):
+    (point,) = launch.entry_points(ROOT / "pyproject.toml")
+    assert point.partition(" = ")[2].startswith("w4gemm.integrations.vllm:")
+    launch.write_metadata(tmp_path, [point])
+    found = importlib_entry_points(tmp_path)
+    assert [f"{p.name} = {p.value}" for p in found] == [point]
+
+
+def importlib_entry_points(folder: Path):
+    import importlib.metadata
+
+    (distribution,) = importlib.metadata.distributions(path=[str(folder)])
+    assert distribution.metadata["Name"] == "w4gemm"
+    return [p for p in distribution.entry_points if p.group == "vllm.general_plugins"]
+
+
+def test_a_process_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path):
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text("raise SystemExit('no such kernel')")
+    task = Task({}, 512)
+    variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with pytest.raises(launch.EngineError, match="ended with 1: SystemExit: no such kernel"):
+        launch.run_offline(task, variables, tmp_path / "log", 60)
+    broken.write_text("import time; print('started', flush=True); time.sleep(60)")
+    with pytest.raises(launch.EngineError, match="not done in 1 s: started"):
+        launch.run_offline(task, variables, tmp_path / "hangs", 1)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def result(ms_step: float, tokens: list[list[int]]) -> Result:
+    steps = len(tokens[0]) - 1
+    decode = {"batch": len(tokens), "first_token_s": 0.5, "total_s": 0.5 + steps * ms_step / 1e3, "tokens": tokens}
+    return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], 0.02, 0.25)
+
+
+def test_rows_of_a_result():
+    task = Task({}, 512, (2,), 16, 5, prefill=8192)
+    start, decode, first, prefill = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), task)
+    assert start == {"phase": "start", "seconds": 20.0}
+    assert (decode["ms_step"], decode["tokens_s"], decode["batch"]) == (2.5, 800.0, 2)
+    assert (first["phase"], first["seconds"]) == ("first_token", 0.02)
+    assert (prefill["tokens_s"], prefill["tokens_in"]) == (32768.0, 8192)
+
+
+def test_answers_are_compared_with_marlins():
+    task = Task({}, 512, (2,), 16, 5)
+    answers = {"w4gemm": [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5]], "marlin": [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]}
+    found = {name: rows.rows_of(result(2.5, tokens), task) for name, tokens in answers.items()}
+    rows.add_agreement(found, {name: {2: tokens} for name, tokens in answers.items()})
+    ours = next(row for row in found["w4gemm"] if row["phase"] == "decode")
+    assert (ours["same_tokens_as"], ours["equal_prefix"]) == ("marlin", 2.5)
+    assert not any("same_tokens_as" in row for row in found["marlin"])
+
+
+def test_a_run_goes_on_when_one_implementation_fails(tmp_path, monkeypatch, capsys):
+    """And its table, rows and reasons are those of what the engines returned."""
+    kernels = {"default": {MACHETE: 14}, "marlin": {MACHETE: 14}}
+
+    def run_offline(task, variables, log, seconds):
+        name = Path(variables["VLLM_CACHE_ROOT"]).parent.name
+        if name == "humming":
+            raise launch.EngineError("ended with 1: out of memory")
+        answers = [[1] * task.tokens_out] * 2
+        return Result(**{**vars(result(3.0, answers)), "kernels": {"linear": kernels[name], "experts": {}}})
+
+    monkeypatch.setattr(program, "run_offline", run_offline)
+    out = tmp_path / "rows.jsonl"
+    options = ["--tiny", "--batch", "2", "--work", str(tmp_path / "work"), "--out", str(out)]
+    program.main([*options, "--impl", "default", "marlin", "humming"])
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["kind"] for row in found} == {"engine"} and {row["format"] for row in found} == {"gptq-int4-g128"}
+    good = [row for row in found if row["phase"] != "failed"]
+    assert {row["impl"] for row in good} == {"machete"} and all(row["chosen"] for row in good)
+    assert all(row["kernels"] == {"MacheteLinearKernel": 14} for row in good)
+    reasons = {row["impl"]: row["reason"] for row in found if row["phase"] == "failed"}
+    assert reasons["humming"] == "ended with 1: out of memory"
+    assert "asked for marlin, but its linear layers got 14 x" in reasons["marlin"]
+    shown = capsys.readouterr().err
+    assert "humming: ended with 1: out of memory" in shown and "decode batch 2, tokens/s" in shown
+
+
+def test_figures_of_a_load():
+    answers = [serve.Answer(0.1 * i, [0.01, 0.02], 3) for i in range(1, 5)]
+    found = serve.figures(answers, 2.0)
+    assert (found["tokens_s"], found["requests"]) == (6.0, 4)
+    assert (found["first_token_ms_p50"], found["first_token_ms_p99"]) == (250.0, 400.0)
+    assert (found["between_tokens_ms_p50"], found["between_tokens_ms_p99"]) == (15.0, 20.0)
+
+
+def test_a_profile_is_that_of_decode_steps():
+    """The first token is subtracted, kernels are grouped by name, and time without kernels is gaps."""
+
+    def events(launches: int) -> list[dict[str, object]]:
+        marlin = [
+            {"cat": "kernel", "name": "marlin::Marlin<256>", "ts": 30.0 * i, "dur": 20.0} for i in range(launches)
+        ]
+        start = {"cat": "kernel", "name": "flash_fwd_kernel", "ts": 0.0, "dur": 5.0}
+        return [*marlin, start, {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1e6}]
+
+    found = {"first": worker.summarize(events(1)), "all": worker.summarize(events(33))}
+    row = profile.row_of(found)
+    assert row["groups"] == {"4-bit products": 20.0} and row["us_step"] == 30.0 and row["gaps"] == 10.0
+    assert "4-bit products" in profile.table(row) and "67%" in profile.table(row)
+
+
+@pytest.mark.parametrize(
+    "kernel, group",
+    [
+        ("void marlin_moe_wna16::Marlin<...>", "4-bit products"),
+        ("kernel_cutlass_sm90_mixed_gemm_...", "4-bit products"),
+        ("void cutlass::device_kernel<machete::MacheteKernel...>", "4-bit products"),
+        ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", "16-bit products"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90...>>", "attention"),
+        ("void vllm::reshape_and_cache_flash_kernel<...>", "attention"),
+        ("void vllm::fused_add_rms_norm_kernel<...>", "norm"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "norm"),
+        ("void vllm::rotary_embedding_kernel<...>", "rope"),
+        ("void vllm::act_and_mul_kernel<...>", "activation"),
+        ("void vllm::moe::topkGatingSoftmax<...>", "routing"),
+        ("void at::native::reduce_kernel<512, 1, ArgMaxOps...>", "sampling"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+    ],
+)
+def test_kernels_are_grouped_by_what_they_do(kernel, group):
+    assert profile.group_of(kernel) == group
