@@ -10,10 +10,11 @@ import torch
 
 import w4gemm
 from sass import disassemble
-from w4gemm import QuantizedWeight, W4Experts, combine, quantize, route
+from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, combine, quantize, route
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.weights.random import random_weight
 from w4gemm.weights.reference import grouped_reference
 
 E, HIDDEN, FEATURES = 4, 96, 64
@@ -68,8 +69,8 @@ def test_grouped_linear_refuses():
         w4gemm.grouped_linear(x, w.expert(0), offsets)
     with pytest.raises(ValueError, match="w: wanted a single weight"):
         w4gemm.linear(x, w)
-    with pytest.raises(NotImplementedError, match="gradients"):
-        w4gemm.grouped_linear(x.requires_grad_(), w, offsets)
+    with pytest.raises(ValueError, match="out: wanted None where a gradient is needed"):
+        w4gemm.grouped_linear(x.requires_grad_(), w, offsets, out=torch.empty(6, 32))
 
 
 @pytest.mark.parametrize("fused", [{}, {"alpha": 0.5, "activation": "silu_mul", "bias": True}], ids=["alone", "fused"])
@@ -227,7 +228,8 @@ def test_a_whole_layer(device, routing):
 def scaled_layer() -> tuple[W4Experts, torch.Tensor, torch.Tensor]:
     gate_up, down = (QuantizedWeight.stack(several(*size)) for size in SIZES)
     scales = torch.tensor([2.0, -1.0, 0.5, 1e-6]), torch.tensor([1.0, 3.0, -0.25, 1 / 3])
-    return W4Experts(gate_up, down, dtype=torch.float32, gate_up_scale=scales[0], down_scale=scales[1]), *scales
+    made = (W4GroupedLinear.from_weight(w, expert_scale=s) for w, s in zip((gate_up, down), scales, strict=True))
+    return W4Experts(*made), *scales
 
 
 def test_a_layer_with_scales_of_experts():
@@ -280,16 +282,36 @@ def test_scales_of_experts_are_saved():
 
 
 def test_scales_of_experts_are_checked():
-    gate_up, down = (QuantizedWeight.stack(several(*size)) for size in SIZES)
+    w = QuantizedWeight.stack(several(*SIZES[1]))
     with pytest.raises(TypeError, match="expert_scale: wanted torch.float32"):
-        W4Experts(gate_up, down, down_scale=torch.ones(E).half())
+        W4GroupedLinear.from_weight(w, expert_scale=torch.ones(E).half())
     with pytest.raises(ValueError, match=r"expert_scale: wanted shape \(4,\) on w's device cpu, got \(5,\) on cpu"):
-        W4Experts(gate_up, down, gate_up_scale=torch.ones(E + 1))
+        W4GroupedLinear.from_weight(w, expert_scale=torch.ones(E + 1))
 
 
 def down_like(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:
     """Others of the same shapes."""
     return [quantize(torch.zeros(w.n, w.k), w.format) for w in weights]
+
+
+def test_gpt_oss_sizes_cost_little_padding():
+    """n and k 2880, 22.5 times the columns of a block."""
+    format = w4gemm.WeightFormat.parse("int4_g32")
+    w = random_weight(format, 2880, 2880).repack("mma16")
+    exact = 2880 * (2880 // 2 + 2880 // 32 * 2)
+    assert exact < w.nbytes < 1.025 * exact
+    assert random_weight(format, 5760, 2880).repack("mma16").nbytes == 2 * w.nbytes
+
+
+def test_the_activation_of_a_layer():
+    gate_up, down = (QuantizedWeight.stack(several(*size)) for size in SIZES)
+    layer = W4Experts(gate_up, down, activation="swiglu_oai(limit=7.0)")
+    assert layer.activation == layer.gate_up.activation == "swiglu_oai"
+    for activation in ("silu", None):
+        with pytest.raises(ValueError, match="activation: wanted a gated one, such as silu_mul, got"):
+            layer.activation = activation
+    with pytest.raises(ValueError, match=r"activation: wanted one of relu, .*, got 'swiglu'"):
+        W4Experts(gate_up, down, activation="swiglu")
 
 
 def test_route_passes_over_experts_without_tokens():

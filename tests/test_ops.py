@@ -20,7 +20,8 @@ from conformance.cases import assert_close, random_weight
 from w4gemm import choice, linear
 from w4gemm.api import arguments, bound
 from w4gemm.api.operator_arguments import flat_epilogue, flat_weight
-from w4gemm.core.epilogue import ACTIVATIONS, Epilogue, EpilogueOperands
+from w4gemm.core.activation import ACTIVATIONS
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
@@ -91,7 +92,7 @@ def test_bias_and_out(w, x, bias):
 
 def fused(x, w, activation="gelu") -> dict:
     """One of each that an epilogue has."""
-    columns = w.n // 2 if activation == "silu_mul" else w.n
+    columns = Epilogue(activation).columns(w.n)
     residual = torch.randn(*x.shape[:-1], columns, generator=torch.Generator().manual_seed(2)).to(x.device)
     return {"alpha": 1.5, "activation": activation, "residual": residual, "out_dtype": torch.float32}
 
@@ -101,13 +102,18 @@ def test_the_formula(w, x, activation):
     """Equal to PyTorch's functions one after the other."""
     functional = torch.nn.functional
     y = 1.5 * (x.double() @ w.dequantize().double().T) - 1
+    gate, up = y[..., ::2], y[..., 1::2]
     wanted = {
         None: y,
         "relu": functional.relu(y),
         "gelu": functional.gelu(y),
         "gelu_tanh": functional.gelu(y, approximate="tanh"),
         "silu": functional.silu(y),
-        "silu_mul": functional.silu(y[..., ::2]) * y[..., 1::2],
+        "silu_mul": functional.silu(gate) * up,
+        "gelu_mul": functional.gelu(gate) * up,
+        "gelu_tanh_mul": functional.gelu(gate, approximate="tanh") * up,
+        "swiglu_oai": gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
+        "situ_mul": 100 * torch.tanh(gate / 4) * torch.sigmoid(gate) * torch.tanh(up / 25),
     }[activation]
     given = fused(x, w, activation)
     got = linear(x, w, -torch.ones(N, dtype=x.dtype, device=x.device), **given)

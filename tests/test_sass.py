@@ -27,6 +27,7 @@ from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.jit.disk import source_hash
 from w4gemm.kernels import KERNELS, Kernel, kernel_named
+from w4gemm.kernels.gpu import EXPERT_MAPS
 
 pytest.importorskip("cutlass")
 
@@ -66,9 +67,11 @@ EPILOGUES = {
     "gated": (Epilogue("silu_mul", "host", True, True, torch.float32), 8192),
     "bias": (Epilogue("gelu", "device", True), 8192),
     "experts": (Epilogue("silu_mul"), 8192),
+    "gpt-oss": (Epilogue("swiglu_oai", bias=True), 8192),
+    "kimi": (Epilogue("situ_mul"), 8192),
 }
 """Epilogues, and n: rows of d that are no multiple of 16 bytes take more registers."""
-HEAVY = ("all", "gated", "bias")
+HEAVY = ("all", "gated", "bias", "gpt-oss", "kimi")
 """Epilogues of the largest tiles."""
 DRAWN = 64
 """Random cases besides those of the strata."""
@@ -234,6 +237,16 @@ def test_instructions_that_decode(kernel, config, name, dtype, words, counts):
     """Counts for eight weights, a code word; the main loop decodes ``words`` of them in a round."""
     sass = disassemble(object_code(kernel_named(kernel).unit(problem(name, dtype, 128), GemmConfig.parse(config))))
     assert {opcode: sass.count(opcode) / words for opcode in counts} == counts
+
+
+@pytest.mark.parametrize("kernel", ["sm90_mixed_gemm", "sm90_decode", "sm80_mixed_gemm", "sm90_fp8_gemm"])
+def test_more_experts_than_the_smaller_map(kernel):
+    dtype, epilogue = (FP8, Epilogue(token_scale=True)) if kernel in FP8_KERNELS else (torch.bfloat16, PLAIN)
+    p = problem("int4_g128", dtype, 2000, epilogue=epilogue, experts=EXPERT_MAPS[0] + 1)
+    found = kernel_named(kernel)
+    assert found.unit(p, found.configs(p)[0]).key != found.unit(replace(p, experts=8), found.configs(p)[0]).key
+    check_variant(found, p, ranked([found], p)[0][2])
+    assert not found.supports(replace(p, experts=EXPERT_MAPS[1] + 1)).ok
 
 
 OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}

@@ -3,7 +3,7 @@
 import warnings
 
 from w4gemm.api.activations import quantize_activations
-from w4gemm.api.experts import W4Experts
+from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.grouped import grouped_linear, masked_linear
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.ops import linear
@@ -33,6 +33,7 @@ __all__ = [
     "Routing",
     "UnsupportedError",
     "W4Experts",
+    "W4GroupedLinear",
     "W4Linear",
     "WeightFormat",
     "autotune",

@@ -20,8 +20,9 @@ from conformance.cases import (
     supported_here,
     targets,
 )
+from w4gemm.core.activation import ACTIVATIONS as NAMES
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import ACTIVATIONS, OUT_DTYPES, Epilogue, bias_dtype
+from w4gemm.core.epilogue import OUT_DTYPES, Epilogue, bias_dtype
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.reference import linear_reference
 from w4gemm.weights.weight import QuantizedWeight
@@ -30,6 +31,8 @@ M, N, K = 70, 200, 320
 FORMAT, EXACT_FORMAT = WeightFormat.parse("int4_g64_zint_fp16"), WeightFormat.parse("int4_g64")
 ALPHA = 13.3125
 """Large enough that the activations bend, and a float32."""
+
+ACTIVATIONS = (*NAMES, "silu_mul(limit=2)", "swiglu_oai(limit=2,alpha=1)", "situ_mul(linear_beta=none)")
 
 TARGETS = [p for p in targets() if p.values[0].kernel.name not in PARTIAL]
 
@@ -100,6 +103,7 @@ ACTIVATED = [
 SEVERAL = [
     Epilogue("gelu", "device", True, True),
     Epilogue("silu_mul", None, True, True),
+    Epilogue("swiglu_oai", None, True),
     Epilogue(None, "host", False, True, torch.float32),
 ]
 """For tests over configs: stored from shared memory, with half as many columns, and from registers."""
@@ -149,13 +153,20 @@ def _compiled_ahead(request):
 
 def activated(activation: str, y: torch.Tensor) -> torch.Tensor:
     """In forms that keep their digits far from 0, where PyTorch's gelu subtracts numbers that are nearly equal."""
-    tanh_form = 2 * (2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)
+    gate, up = y[:, 0::2], y[:, 1::2]
     return {
         "relu": lambda: y.relu(),
         "gelu": lambda: y * torch.special.erfc(-y / 2**0.5) / 2,
-        "gelu_tanh": lambda: y * tanh_form.sigmoid(),
+        "gelu_tanh": lambda: y * (2 * (2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)).sigmoid(),
         "silu": lambda: y * y.sigmoid(),
-        "silu_mul": lambda: y[:, 0::2] * y[:, 0::2].sigmoid() * y[:, 1::2],
+        "silu_mul": lambda: gate * gate.sigmoid() * up,
+        "silu_mul(limit=2)": lambda: activated("silu", gate.clamp(max=2)) * up.clamp(-2, 2),
+        "gelu_mul": lambda: activated("gelu", gate) * up,
+        "gelu_tanh_mul": lambda: activated("gelu_tanh", gate) * up,
+        "swiglu_oai": lambda: gate.clamp(max=7) * (1.702 * gate.clamp(max=7)).sigmoid() * (up.clamp(-7, 7) + 1),
+        "swiglu_oai(limit=2,alpha=1)": lambda: activated("silu", gate.clamp(max=2)) * (up.clamp(-2, 2) + 1),
+        "situ_mul": lambda: 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh(),
+        "situ_mul(linear_beta=none)": lambda: 4 * (gate / 4).tanh() * gate.sigmoid() * up,
     }[activation]()
 
 

@@ -25,8 +25,8 @@ from conformance.cases import (
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.choice.cost import ranked
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import default_out_dtype
-from w4gemm.kernels.gpu import takes_rows
+from w4gemm.core.epilogue import Epilogue, default_out_dtype
+from w4gemm.kernels.gpu import EXPERT_MAPS, takes_rows
 from w4gemm.weights.reference import grouped_reference
 
 N, K = 200, 768
@@ -79,7 +79,7 @@ def offsets_of(target: Target, counts: tuple[int, ...]) -> torch.Tensor:
 
 def poisoned(x: torch.Tensor, w: QuantizedWeight, offsets: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """``grouped_linear`` between guards that nobody may write; x goes on behind the last offset with NaN."""
-    columns = w.n // 2 if kwargs.get("activation") == "silu_mul" else w.n
+    columns = Epilogue(kwargs.get("activation")).columns(w.n)
     beside = torch.full((x.shape[0] + GUARD, x.shape[1]), torch.nan, device=x.device)
     beside[: x.shape[0]] = x.float()
     beside = beside.to(x.dtype)
@@ -126,11 +126,11 @@ def test_random(target, format, n, k):
         assert_close(d[first:last], x[first:last], w.expert(e), bias[e])
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
+@pytest.mark.parametrize("activation", ["gelu", "silu_mul", "swiglu_oai", "silu_mul(limit=3)", "situ_mul"])
 def test_epilogue(target, activation):
     w, x = experts_of(target, CONFIG_FORMAT, N, K, len(COUNTS)), target.randn(sum(COUNTS), K)
     bias, offsets = target.randn(len(COUNTS), N, seed=5, dtype=target.out_dtype), offsets_of(target, COUNTS)
-    columns = N // 2 if activation == "silu_mul" else N
+    columns = Epilogue(activation).columns(N)
     residual = target.randn(sum(COUNTS), columns, seed=6, dtype=target.out_dtype)
     fused = {"alpha": 0.5, "activation": activation, "residual": residual}
     fused["expert_scale"] = target.randn(len(COUNTS), seed=9, dtype=torch.float32)
@@ -140,6 +140,19 @@ def test_epilogue(target, activation):
     wanted = grouped_reference(x, w, offsets, bias, **fused)
     error = (d.double() - wanted).norm() / wanted.norm()
     assert error < 4 * torch.finfo(target.out_dtype).eps, error
+
+
+def test_more_experts_than_the_smaller_map(target):
+    """With the larger map of experts."""
+    count, n, k = EXPERT_MAPS[0] + 5, 64, 64
+    w = experts_of(target, CONFIG_FORMAT, n, k, count)
+    rows = [e % 3 for e in range(count)]
+    x, offsets = target.randn(sum(rows), k), offsets_of(target, rows)
+    d = poisoned(x, w, offsets)
+    for e in (0, 1, EXPERT_MAPS[0] - 1, EXPERT_MAPS[0], count - 1):
+        first, last = offsets[e : e + 2].tolist()
+        if last > first:
+            assert_close(d[first:last], x[first:last], w.expert(e))
 
 
 def test_the_masked_form(target):
@@ -201,7 +214,7 @@ def test_the_indexed_form(target, k, routing):
 def test_the_epilogue_of_the_indexed_form(target, activation):
     """token_scale goes with x, what else there is with the result."""
     w, x = experts_of(target, CONFIG_FORMAT, N, K, len(COUNTS)), target.randn(50, K)
-    indices, columns = some_rows(target, len(x), sum(COUNTS)), N // 2 if activation == "silu_mul" else N
+    indices, columns = some_rows(target, len(x), sum(COUNTS)), Epilogue(activation).columns(N)
     residual = target.randn(sum(COUNTS), columns, seed=6, dtype=target.out_dtype)
     fused = {"alpha": 0.5, "activation": activation, "residual": residual}
     fused["bias"] = target.randn(len(COUNTS), N, seed=5, dtype=target.out_dtype)

@@ -22,6 +22,7 @@ KINDS = ("dense", "dense", "dense", "grouped", "gathered", "masked")
 GROUPS = (32, 64, 96, 128, 160, 256, 512, -1)
 DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16, FP8), "cuda": (torch.bfloat16, torch.float16, FP8)}
 ACTIVATIONS = (None, None, None, "relu", "silu", "gelu", "gelu_tanh", "silu_mul")
+GATED = ("silu_mul", "silu_mul(limit=3)", "gelu_mul", "gelu_tanh_mul", "swiglu_oai", "swiglu_oai(limit=2)", "situ_mul")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Case:
     @property
     def columns(self) -> int:
         """Columns of d."""
-        return self.n // 2 if self.activation == "silu_mul" else self.n
+        return self.n // 2 if self.activation in GATED else self.n
 
     @property
     def name(self) -> str:
@@ -78,6 +79,8 @@ def draw(variant_seed: int, problem_seed: int, device: str) -> Case:
     format = (f"{element}_col" if group < 0 else f"{element}_g{group}") + (f"_z{zero}" if zero != "none" else "")
     format += "" if scale == "bf16" else f"_{scale}"
     kind, activation = v.choice(KINDS), v.choice(ACTIVATIONS)
+    if activation == "silu_mul":
+        activation = random.Random(f"a{variant_seed}").choice(GATED)
     n = p.choice((1, 2, 3, 7, 16, 31, 64, 65, 100, 128, 130, 192, 200, 257, 320, 500, 513, 1000, 2050))
     k = p.choice((1, 2, 5, 16, 31, 32, 33, 64, 96, 100, 128, 129, 192, 256, 300, 384, 512, 777, 1024, 1536, 2048, 4100))
     m = p.choice((1, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 24, 31, 33, 40, 63, 64, 65, 100, 128, 129, 200, 257, 300, 600))
@@ -98,7 +101,7 @@ def draw(variant_seed: int, problem_seed: int, device: str) -> Case:
         v.random() < 0.3,
         v.random() < 0.6,
         m,
-        n + n % 2 if activation == "silu_mul" else n,
+        n + n % 2 if activation in GATED else n,
         k,
         experts,
         p.choice(("exact", "exact", "normal", "normal", "one_hot", "extreme")),

@@ -107,7 +107,7 @@ def token_quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def activated(activation: str | None, y: torch.Tensor) -> torch.Tensor:
-    """An activation of y (m, n); silu_mul gives (m, n / 2)."""
+    """An activation of y (m, n); gated ones give (m, n / 2)."""
     if activation is None:
         return y
     if activation == "relu":
@@ -118,10 +118,22 @@ def activated(activation: str | None, y: torch.Tensor) -> torch.Tensor:
         return y / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
     if activation == "silu":
         return y / (1 + torch.exp(-y))
-    if activation == "silu_mul":
-        gate, up = y[:, 0::2], y[:, 1::2]
-        return gate / (1 + torch.exp(-gate)) * up
-    raise ValueError(activation)
+    a, b = gated(activation, y)
+    return a * b
+
+
+def gated(activation: str, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two factors of a gated activation of y (m, n), each (m, n / 2)."""
+    gate, up = y[:, 0::2], y[:, 1::2]
+    name, _, limit = activation.rstrip(")").partition("(limit=")
+    if name == "swiglu_oai" or limit:
+        most = float(limit or 7)
+        gate, up = torch.where(gate > most, most, gate), torch.where(up.abs() > most, most * up.sign(), up)
+    if name == "situ_mul":
+        return 4 * torch.tanh(gate / 4) / (1 + torch.exp(-gate)), 25 * torch.tanh(up / 25)
+    if name == "swiglu_oai":
+        return gate / (1 + torch.exp(-1.702 * gate)), up + 1
+    return activated(name.removesuffix("_mul"), gate), up
 
 
 class Sums(NamedTuple):
@@ -171,10 +183,10 @@ def epilogue(
         error = error + 2.0**-23 * bias.double().abs()
     error = error + 2.0**-22 * y.abs()
     d = activated(activation, y)
-    if activation == "silu_mul":
-        gate, up = y[:, 0::2], y[:, 1::2]
-        e_gate, e_up = error[:, 0::2], error[:, 1::2]
-        error = 1.2 * e_gate * (up.abs() + e_up) + (gate.abs() + e_gate) * e_up + 2.0**-20 * d.abs()
+    if d.shape != y.shape:
+        gate, (_, up) = y[:, 0::2], gated(activation or "", y)
+        e_gate, e_up, steepest = error[:, 0::2], error[:, 1::2], 2 if activation == "situ_mul" else 1.2
+        error = steepest * e_gate * (up.abs() + e_up) + (gate.abs() + e_gate) * e_up + 2.0**-20 * d.abs()
     elif activation is not None:
         error = 1.2 * error + 2.0**-20 * y.abs()
     if residual is not None:

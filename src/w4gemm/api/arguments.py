@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 
+from w4gemm.core.activation import canonical, is_gated
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import (
     Epilogue,
     EpilogueOperands,
     bias_dtype,
     default_out_dtype,
-    require_activation,
     require_out_dtype,
 )
 from w4gemm.core.errors import kind_of
@@ -84,11 +84,12 @@ def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 # --- the epilogue ----------------------------------------------------------------------------------------------------
 
 
-def check_activation(activation: str | None, n: int) -> None:
-    """Check ``activation`` for a weight of n rows."""
-    require_activation(activation)
-    if activation == "silu_mul" and n % 2:
-        raise ValueError(f"activation: silu_mul wants an even n, pairs of gate and up rows in w, got n {n}")
+def checked_activation(activation: str | None, n: int) -> str | None:
+    """Return the one text of ``activation``, for a weight of n rows."""
+    activation = canonical(activation)
+    if n % 2 and is_gated(activation):
+        raise ValueError(f"activation: {activation} wants an even n, pairs of gate and up rows in w, got n {n}")
+    return activation
 
 
 def checked_epilogue(
@@ -107,7 +108,7 @@ def checked_epilogue(
         shape: the result's, without its last dimension.
     """
     alpha, bias, residual, token_scale = given[:4]  # the others need no more than ``Epilogue.wanted`` says
-    check_activation(activation, w.n)
+    activation = checked_activation(activation, w.n)
     require_out_dtype(out_dtype)
     if bias is not None:
         _check_bias(bias, x, w, out_dtype)

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from w4gemm.api.arguments import checked_activation
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.routing import combine, route
+from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import kind_of
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -81,45 +83,62 @@ class W4GroupedLinear(W4Linear):
 
 
 class W4Experts(torch.nn.Module):
-    """The experts of a mixture, each with 4-bit weights: down @ (silu(gate @ x) * (up @ x)), weighted and summed.
+    """The experts of a mixture, each with 4-bit weights: down @ act(gate @ x, up @ x), weighted and summed.
 
     All data stays on the device, and the launches are the same whatever the router chose, so that a CUDA graph can
-    capture them. A token's terms are added in the order of its choices. Inference only. If a weight's ``activations``
-    is "fp8", its product quantizes x; gate_up and down each say their own, and a state dict keeps it.
+    capture them. A token's terms are added in the order of its choices. Gradients flow to x, to the router's weights
+    and to biases, see :func:`w4gemm.grouped_linear`; the weights are frozen. If a weight's ``activations`` is "fp8",
+    its product quantizes x; gate_up and down each say their own, and a state dict keeps it.
 
     Args:
-        gate_up: (2 * hidden, features) per expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`.
-        down: (features, hidden) per expert.
-        dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`.
+        gate_up: (2 * hidden, features) per expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`. A
+            :class:`W4GroupedLinear` besides has a bias for each expert, added before the activation, or a scale.
+        down: (features, hidden) per expert, or a :class:`W4GroupedLinear`, whose bias the router's weights multiply.
+        activation: a gated one of :func:`w4gemm.linear`, such as "silu_mul", "swiglu_oai" (gpt-oss) or
+            "silu_mul(limit=10)" (DeepSeek-V4); an attribute too.
+        dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`; of weights that are no layers yet.
         activations: "fp8" or None for both products; "same" for what each weight says.
-        gate_up_scale, down_scale: float32 (experts,) that the products of each expert are multiplied by before
-            anything else is done with them; or None.
 
     Raises:
-        TypeError, ValueError: for weights without experts, or of sizes that do not match.
+        TypeError, ValueError: for weights without experts, sizes that do not match, or an activation that is not gated.
     """
 
     def __init__(
         self,
-        gate_up: QuantizedWeight,
-        down: QuantizedWeight,
+        gate_up: QuantizedWeight | W4GroupedLinear,
+        down: QuantizedWeight | W4GroupedLinear,
         *,
+        activation: str = "silu_mul",
         dtype: torch.dtype | None = None,
         activations: str | None = "same",
-        gate_up_scale: torch.Tensor | None = None,
-        down_scale: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.gate_up = W4GroupedLinear.from_weight(gate_up, dtype=dtype, expert_scale=gate_up_scale)
-        self.down = W4GroupedLinear.from_weight(down, dtype=dtype, expert_scale=down_scale)
-        if (down.experts, down.n, 2 * down.k) != (gate_up.experts, gate_up.k, gate_up.n):
+        self.gate_up, self.down = (
+            given if isinstance(given, W4GroupedLinear) else W4GroupedLinear.from_weight(given, dtype=dtype)
+            for given in (gate_up, down)
+        )
+        first, second = self.gate_up.weight, self.down.weight
+        if (second.experts, second.n, 2 * second.k) != (first.experts, first.k, first.n):
             raise ValueError(
-                f"down: wanted {gate_up.experts} experts with n {gate_up.k} and k {gate_up.n / 2:g} for {gate_up!r}, "
-                f"got {down!r}"
+                f"down: wanted {first.experts} experts with n {first.k} and k {first.n / 2:g} for {first!r}, "
+                f"got {second!r}"
             )
-        self.gate_up.activation = "silu_mul"
+        self.activation = activation
         if activations != "same":
             self.gate_up.activations = self.down.activations = activations
+
+    @property
+    def activation(self) -> str:
+        """The activation between both products."""
+        activation = self.gate_up.activation
+        assert activation is not None
+        return activation
+
+    @activation.setter
+    def activation(self, activation: str) -> None:
+        if not is_gated(activation):
+            raise ValueError(f"activation: wanted a gated one, such as silu_mul, got {activation!r}")
+        self.gate_up.activation = checked_activation(activation, self.gate_up.weight.n)
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         """x (tokens, features); expert_ids int32 or int64 and expert_weights floating point (tokens, top k), what the

@@ -1,27 +1,15 @@
-"""The boundary for mixtures of experts: :func:`grouped_linear`, :func:`masked_linear` and their operator."""
+"""The boundary for mixtures of experts: :func:`grouped_linear`, :func:`masked_linear`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from w4gemm.api import arguments, boundary
 from w4gemm.api.boundary import Call
+from w4gemm.api.grouped_operators import differentiable, product
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, requires_grad
-from w4gemm.api.operator_arguments import (
-    EPILOGUE,
-    WEIGHT,
-    flat_epilogue,
-    flat_weight,
-    named,
-    nested_epilogue,
-    nested_weight,
-    schema,
-)
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import Epilogue, EpilogueOperands
-from w4gemm.kernels import Operands
+from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -50,7 +38,7 @@ def grouped_linear(
 
     Args:
         x: activations (total_m, k), sorted by expert, of the dtypes that :func:`w4gemm.linear` takes.
-        w: the weights of up to 512 experts, see :meth:`QuantizedWeight.stack`; on x's device.
+        w: the weights of up to 1024 experts, see :meth:`QuantizedWeight.stack`; on x's device.
         m_offsets: int32 (experts + 1,) on x's device, ascending from 0 or more to total_m or less. **Not checked**,
             because that would take a synchronization; other values are undefined behaviour.
         bias: (experts, n) of x's dtype, or None.
@@ -63,13 +51,14 @@ def grouped_linear(
             it is chosen for total_m / experts tokens each.
 
     Returns:
-        (total_m, n), or (total_m, n / 2) with "silu_mul"; ``out`` if given. Rows of no expert are not written.
-        There are no gradients.
+        (total_m, n), or (total_m, n / 2) with a gated activation; ``out`` if given. Rows of no expert are not written.
+        Gradients flow to x, bias, alpha, expert_scale and residual, never to w; see
+        :mod:`w4gemm.api.grouped_operators`.
 
     Raises:
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here.
-        NotImplementedError: if a gradient would be needed.
+        NotImplementedError: if gradients beside fp8 activations would be needed, or forward-mode derivatives.
     """
     arguments.check(x, w, grouped=True)
     if x.dim() != 2:
@@ -122,45 +111,15 @@ def masked_linear(
 
 
 def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:
-    x, w, operands = call.x, call.w, call.operands
-    if torch.is_grad_enabled() and requires_grad(x, operands):
-        raise NotImplementedError("x: gradients of a grouped linear are not implemented; call it under no_grad")
+    x, operands = call.x, call.operands
     refuse_duals(x, operands)
     if not needs_dispatcher(x, operands):
         return boundary.compute(call, out)
+    if torch.is_grad_enabled() and requires_grad(x, operands):
+        if out is not None:
+            raise ValueError("out: wanted None where a gradient is needed; call without out, or under no_grad")
+        return differentiable(call)
     if out is not None:
         call.check_out(out)
-    flat = _Grouped(x.view(-1, w.k), *call.rows, **flat_weight(w), **flat_epilogue(call.epilogue, operands))
-    d = torch.ops.w4gemm.grouped_linear(*flat._replace(config=call.config)).view(call.shape)
+    d = product(call, call.epilogue, operands).view(call.shape)
     return d if out is None else out.copy_(d)
-
-
-# --- the operator --------------------------------------------------------------------------------------------------
-
-_ROWS = {"starts": "Tensor", "ends": "Tensor", "indices": "Tensor?"}
-_GROUPED = {"x": "Tensor", **_ROWS, **WEIGHT, **EPILOGUE, "config": "str"}
-_Grouped = named(_GROUPED)
-
-torch.library.define("w4gemm::grouped_linear", schema(_GROUPED))
-
-
-@torch.library.impl("w4gemm::grouped_linear", ("cpu", "cuda"))
-def _grouped_op(*flat: Any) -> torch.Tensor:
-    given = _Grouped(*flat)
-    epilogue, operands = nested_epilogue(given)
-    out, rows = _empty_result(given, epilogue), ExpertRows(given.starts, given.ends, given.indices)
-    weight = nested_weight(given, len(given.starts))
-    boundary.run(weight, Operands(given.x, tuple(given.weight), out, operands, rows), epilogue, given.config)
-    return out
-
-
-@torch.library.register_fake("w4gemm::grouped_linear")
-def _grouped_fake(*flat: Any) -> torch.Tensor:
-    given = _Grouped(*flat)
-    return _empty_result(given, nested_epilogue(given)[0])
-
-
-def _empty_result(given: Any, epilogue: Epilogue) -> torch.Tensor:
-    x: torch.Tensor = given.x
-    m = (x if given.indices is None else given.indices).shape[0]
-    return x.new_empty((m, epilogue.columns(given.n)), dtype=epilogue.result_dtype(x.dtype))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from w4gemm.api.arguments import check, check_activation
+from w4gemm.api.arguments import check, checked_activation
 from w4gemm.api.bound import BoundLinear, argument_facts, bind
 from w4gemm.api.modes import autocast, is_eager
 from w4gemm.api.ops import linear
@@ -36,8 +36,8 @@ class W4Linear(torch.nn.Module):
         format: of the weight, which starts at zero: load a state dict, or use :meth:`from_linear` or
             :meth:`from_weight`.
         dtype: of the bias and of the activations to expect; ``dtype`` advertises it to frameworks.
-        activation, batch_invariant: as for :func:`w4gemm.linear`; attributes, which may also be set later. With
-            "silu_mul" y has out_features / 2 columns.
+        activation, batch_invariant: as for :func:`w4gemm.linear`; attributes, which may also be set later. With a
+            gated one y has out_features / 2 columns.
         activations: "fp8" to quantize x before it is multiplied (W4A8), on every device, or None; an attribute too,
             which is the weight's. A loaded state dict says its own.
 
@@ -78,8 +78,8 @@ class W4Linear(torch.nn.Module):
         w = QuantizedWeight(format, out_features, in_features, "canonical", tensors, activations=activations)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self._build(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, dtype)
-        check_activation(activation, out_features)
-        self.activation, self.batch_invariant = activation, batch_invariant
+        self.activation = checked_activation(activation, out_features)
+        self.batch_invariant = batch_invariant
 
     def _build(self, w: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

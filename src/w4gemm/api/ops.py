@@ -13,7 +13,6 @@ import torch
 
 from w4gemm.api import arguments, bound, boundary
 from w4gemm.api.boundary import Call
-from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
@@ -21,7 +20,6 @@ from w4gemm.api.operator_arguments import (
     flat_epilogue,
     flat_weight,
     named,
-    named_shape,
     nested_epilogue,
     nested_weight,
     schema,
@@ -30,7 +28,6 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
 from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
-from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -62,8 +59,10 @@ def linear(
         w: the weight (n, k), on x's device and in a layout that a kernel reads there: see ``w.repack()``.
         bias: (n,) of x's dtype (beside fp8 x, of the result's 16-bit dtype or bfloat16), or None.
         alpha: a number, or a float32 tensor of one element on x's device, which is read when the kernel runs.
-        activation: "relu", "silu", "gelu" or "gelu_tanh" as torch has them; or "silu_mul", for a weight whose even rows
-            are gates and odd rows up projections (:meth:`QuantizedWeight.interleave`): silu(gate) * up, n / 2 columns.
+        activation: "relu", "silu", "gelu" or "gelu_tanh" as torch has them. Or a gated one, with n / 2 columns, for a
+            weight whose even rows are gates and odd rows up projections (:meth:`QuantizedWeight.interleave`):
+            "silu_mul", silu(gate) * up, "gelu_mul", "gelu_tanh_mul", "swiglu_oai" of gpt-oss, "situ_mul" of Kimi-K3.
+            Their constants may be others: "silu_mul(limit=10)"; see :mod:`w4gemm.core.activation`.
         residual: contiguous, of the result's shape and dtype.
         token_scale: float32 (...), for fp8 x only: the number that each row of it is multiplied by.
         out_dtype: dtype of the result: float32, float16 or bfloat16; None for x's, bfloat16 for fp8 x.
@@ -75,8 +74,8 @@ def linear(
             docs/measured/batch_invariant.md). Gradients are computed, but without this guarantee.
 
     Returns:
-        (..., n), or (..., n / 2) with "silu_mul"; ``out`` if given. Gradients flow to x, bias, alpha and residual,
-        never to w. If they are needed, PyTorch's operators do what comes after the bias.
+        (..., n), or (..., n / 2) with a gated activation; ``out`` if given. Gradients flow to x, bias, alpha and
+        residual, never to w. If they are needed, PyTorch's operators do what comes after the bias.
 
     Raises:
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
@@ -94,38 +93,6 @@ def linear(
     if is_simple:
         bound.remember(call, x, bias, activation)
     return boundary.compute(call, out)
-
-
-def packed_linear(
-    x: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...],
-    packed: PackedShape,
-    epilogue: Epilogue = PLAIN,
-    operands: EpilogueOperands = NO_OPERANDS,
-    *,
-    perm: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    """Return the product of x and a weight that an engine keeps as tensors of its own layer. Nothing is checked.
-
-    Args:
-        x: (m, k), columns contiguous; already quantized if ``epilogue.token_scale``.
-        tensors, packed, perm: of a :class:`w4gemm.QuantizedWeight`.
-        epilogue: what is done after the product, with ``operands``, which it describes.
-        batch_invariant: as for :func:`linear`.
-
-    Returns:
-        (m, columns) in the epilogue's dtype, without gradients.
-    """
-    if not needs_dispatcher(x, operands):
-        rows = x if perm is None else gather_columns(x, perm)
-        out = x.new_empty((x.shape[0], epilogue.columns(packed.n)), dtype=epilogue.result_dtype(x.dtype))
-        boundary.run(packed, Operands(rows, tensors, out, operands), epilogue, "", batch_invariant)
-        return out
-    rows = x if perm is None else selected(x, 1, perm)
-    weight = {"weight": list(tensors), **named_shape(packed)}
-    flat = _Linear(rows, **weight, **flat_epilogue(epilogue, operands), config="", batch_invariant=batch_invariant)
-    return torch.ops.w4gemm.linear(*flat)
 
 
 def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:

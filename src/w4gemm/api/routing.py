@@ -95,5 +95,6 @@ def combine(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor)
         return total.to(d.dtype)
     for j in range(terms):
         row = d.index_select(0, row_of_choice[:, j].clamp(min=0)).float()
-        total = total + torch.where(row_of_choice[:, j, None] >= 0, weights[:, j, None].float() * row, 0.0)
+        row = torch.where(row_of_choice[:, j, None] >= 0, row, 0.0)  # before it is weighted: it may hold NaN
+        total = total + weights[:, j, None].float() * row
     return total.to(d.dtype)

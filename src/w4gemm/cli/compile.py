@@ -18,7 +18,7 @@ from w4gemm.console.devices import device_line
 from w4gemm.console.options import DTYPES, parse_tokens, positive
 from w4gemm.console.progress import progress_bar, say
 from w4gemm.core import environment, trust
-from w4gemm.core.epilogue import ACTIVATIONS
+from w4gemm.core.activation import canonical
 from w4gemm.core.problem import GPUS
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fused",
-        choices=ACTIVATIONS,
         action="append",
         default=[],
         metavar="NAME",
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             device,
             dtype,
             fp8=args.activations == "fp8" or args.dtype == "float8_e4m3fn",
-            epilogue_activations=tuple(args.fused),
+            epilogue_activations=tuple(canonical(name) or "" for name in args.fused),
             residual=args.residual,
             expert_scale=args.expert_scale,
             act_order=args.act_order,

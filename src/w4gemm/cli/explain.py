@@ -7,7 +7,8 @@ import argparse
 from w4gemm import choice
 from w4gemm.console.devices import described_device, device_line
 from w4gemm.console.options import add_device_arguments, chosen_dtype, positive
-from w4gemm.core.epilogue import ACTIVATIONS, Epilogue
+from w4gemm.core.activation import canonical
+from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_arguments(parser, simulated=True)
     parser.add_argument("--config", help="as if this one were forced")
     parser.add_argument("--why", metavar="CONFIG", help="the rules that exclude this config, or where it ranks")
-    parser.add_argument("--activation", choices=ACTIVATIONS, help="of the epilogue (default: none)")
+    parser.add_argument("--activation", metavar="NAME", help="of the epilogue (default: none)")
     parser.add_argument("--residual", action="store_true", help="a residual is added to the product")
     parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
     parser.add_argument("--rows", type=positive, metavar="N", help="only the N best guesses (default: all)")
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         dtype,
         format,
         layout_for(device, format, dtype),
-        Epilogue(args.activation, residual=args.residual),
+        Epilogue(canonical(args.activation), residual=args.residual),
         device,
         args.batch_invariant,
     )

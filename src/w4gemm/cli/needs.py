@@ -12,6 +12,7 @@ import torch
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.cli.problems import Layer, problems
+from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit
@@ -51,7 +52,7 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
         layer = replace(layer, activations="fp8")
     grouped = layer.experts > 0
     fused = dict.fromkeys((None, *(("silu_mul",) if grouped else ()), *use.epilogue_activations))
-    activations = [name for name in fused if name != "silu_mul" or layer.n % 2 == 0]
+    activations = [name for name in fused if layer.n % 2 == 0 or not is_gated(name)]
     found = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
     residuals = (False, True) if use.residual else (False,)
     scales = (False, True) if use.expert_scale and grouped else (False,)

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "silu_mul")
-"""relu, silu, gelu (with erf) and gelu_tanh (``approximate="tanh"``) as torch.nn.functional has them; silu_mul: see
-:class:`Epilogue`."""
+from w4gemm.core.activation import canonical, is_gated, parse
 
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -25,12 +23,6 @@ def bias_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype
     if dtype != torch.float8_e4m3fn:
         return dtype
     return torch.float16 if out_dtype == torch.float16 else torch.bfloat16
-
-
-def require_activation(activation: str | None) -> None:
-    """Raise ValueError unless ``activation`` is one of :data:`ACTIVATIONS` or None."""
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: wanted one of {', '.join(ACTIVATIONS)} or None, got {activation!r}")
 
 
 def require_out_dtype(dtype: torch.dtype | None) -> None:
@@ -78,14 +70,14 @@ NO_OPERANDS = EpilogueOperands()
 class Epilogue(NamedTuple):
     """d = act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once to d's dtype.
 
-    ``silu_mul`` takes the rows of w in pairs, gate and up, so that d has n / 2 columns:
+    A gated activation, such as ``silu_mul``, takes the rows of w in pairs, gate and up, so that d has n / 2 columns:
     d[:, i] = silu(y[:, 2 i]) * y[:, 2 i + 1] + residual[:, i], with y = alpha * (x @ w.T) + bias.
 
     A value without tensors, part of a problem and of a compile key; a tuple, since every call looks its plan up by it.
     """
 
     activation: str | None = None
-    """One of :data:`ACTIVATIONS`."""
+    """One of :data:`w4gemm.core.activation.ACTIVATIONS`, perhaps with constants, or None."""
     alpha: str | None = None
     """``"host"``, a number that comes with the launch, or ``"device"``, a float32 read from device memory."""
     bias: bool = False
@@ -117,7 +109,7 @@ class Epilogue(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what is no activation, alpha or dtype of d, naming it."""
-        require_activation(self.activation)
+        canonical(self.activation)
         require_out_dtype(self.out_dtype)
         if self.alpha not in (None, "host", "device"):
             raise ValueError(f"alpha: wanted 'host', 'device' or None, got {self.alpha!r}")
@@ -129,7 +121,7 @@ class Epilogue(NamedTuple):
     @property
     def gated(self) -> bool:
         """True if two neighbouring features make one column of d."""
-        return self.activation == "silu_mul"
+        return is_gated(self.activation)
 
     @property
     def linear(self) -> bool:
@@ -176,7 +168,7 @@ class Epilogue(NamedTuple):
         d = d if expert_scale is None else d * expert_scale.to(d.dtype)
         d = d if alpha is None else d * alpha
         d = d if bias is None else d + bias.to(d.dtype)
-        d = _activated(self.activation, d)
+        d = d if self.activation is None else parse(self.activation).apply(d)
         return d if residual is None else d + residual.to(d.dtype)
 
     def __str__(self) -> str:
@@ -190,15 +182,3 @@ class Epilogue(NamedTuple):
 
 PLAIN = Epilogue()
 """x @ w.T and nothing else."""
-
-
-def _activated(activation: str | None, y: torch.Tensor) -> torch.Tensor:
-    if activation is None:
-        return y
-    if activation == "relu":
-        return y.relu()
-    if activation == "silu":
-        return torch.nn.functional.silu(y)
-    if activation == "silu_mul":
-        return torch.nn.functional.silu(y[..., 0::2]) * y[..., 1::2]
-    return torch.nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")

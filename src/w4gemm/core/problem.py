@@ -124,7 +124,9 @@ class GemmProblem:
         if self.epilogue.expert_scale and not self.experts:
             raise ValueError("epilogue: wanted one without expert_scale for a single weight, got one with; use alpha")
         if self.epilogue.gated and self.n % 2:
-            raise ValueError(f"n: silu_mul wants an even one, pairs of gate and up rows, got {self.n}")
+            raise ValueError(
+                f"n: {self.epilogue.activation} wants an even one, pairs of gate and up rows, got {self.n}"
+            )
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -26,8 +26,9 @@ from w4gemm.packing.layouts import layout_named
 HOPPER_SHARED_MEMORY = 232448
 """Bytes that one CTA may use on SM90."""
 
-MAX_EXPERTS = 512
-"""Most experts of a grouped product: a power of two, whose expert map stays small beside the pipeline."""
+EXPERT_MAPS = (512, 1024)
+"""Sizes of the expert map, in experts: a launch takes the smaller one that is enough, which leaves the pipeline more
+shared memory."""
 
 _OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _MIN_SCALE_GROUP = 32
@@ -45,7 +46,7 @@ class Variant:
         weight: facts of the weight's format: codec, dtypes, geometry of a packed block.
         epilogue: the operations on the sums, with out_dtype given.
         vector: True if rows of d can be stored 16 bytes at a time.
-        grouped: True if there are several weights, experts, each for some rows of x.
+        expert_map: of :data:`EXPERT_MAPS` if there are several weights, experts, each for some rows of x; else 0.
         gathered: True if a row of d is computed from the row of x that an index says.
     """
 
@@ -53,7 +54,7 @@ class Variant:
     weight: WeightOperand
     epilogue: Epilogue
     vector: bool
-    grouped: bool = False
+    expert_map: int = 0
     gathered: bool = False
 
     @staticmethod
@@ -67,9 +68,14 @@ class Variant:
         return self.ctas_per_sm(self.config)
 
     @property
+    def grouped(self) -> bool:
+        """True if there are several weights, experts, each for some rows of x."""
+        return self.expert_map > 0
+
+    @property
     def expert_map_bytes(self) -> int:
         """Bytes of shared memory of the experts' tiles, see kernels/device/expert_tiles.py."""
-        return 4 * MAX_EXPERTS if self.grouped else 0
+        return 4 * self.expert_map
 
     @property
     def out_kind(self) -> str:
@@ -130,7 +136,7 @@ class Variant:
             WeightOperand.of(problem.format, problem.dtype),
             epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
             vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
-            grouped=problem.experts > 0,
+            expert_map=next((size for size in (0, *EXPERT_MAPS) if problem.experts <= size), EXPERT_MAPS[-1]),
             gathered=problem.gathered,
         )
 
@@ -188,8 +194,8 @@ class GpuKernel(ABC):
             )
         if problem.gathered and not problem.experts:
             return Status.no("gathers rows of x for a weight of several experts only")
-        if problem.experts > MAX_EXPERTS:
-            return Status.no(f"takes at most {MAX_EXPERTS} experts, the weight has {problem.experts}")
+        if problem.experts > EXPERT_MAPS[-1]:
+            return Status.no(f"takes at most {EXPERT_MAPS[-1]} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(MIN_DRIVER)
         return Status.no(reason) if reason else OK
 

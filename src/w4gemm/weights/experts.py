@@ -54,6 +54,16 @@ def expert(w: QuantizedWeight, index: int) -> QuantizedWeight:
     return replace(w, tensors=tuple(t[index] for t in w.tensors), experts=0)
 
 
+def as_one(w: QuantizedWeight, first: int = 0, last: int | None = None) -> QuantizedWeight | None:
+    """Return the weight (count * n, k) of the experts first .. last - 1, one below the other, sharing this weight's
+    memory; None if the layout pads n, which leaves gaps."""
+    own, more = (packed_shape(w.format, w.layout, n, w.k).tensors for n in (w.n, w.n + 1))
+    if any(shape[0] == larger[0] for (_, shape), (_, larger) in zip(own, more, strict=True)):
+        return None  # one more row would need no more room
+    tensors = tuple(t[first:last].flatten(0, 1) for t in w.tensors)
+    return replace(w, n=w.n * len(w.tensors[0][first:last]), tensors=tensors, experts=0)
+
+
 def interleave(cls: type[QuantizedWeight], gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
     """See :meth:`w4gemm.QuantizedWeight.interleave`."""
     for name, w in (("gate", gate), ("up", up)):

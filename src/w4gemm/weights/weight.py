@@ -184,6 +184,8 @@ class QuantizedWeight:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
             raise TypeError(f"dtype: wanted a floating-point dtype of 16 bits or more, got {dtype!r}")
         if self.experts:
+            if (one := weight_experts.as_one(self)) is not None:
+                return one.dequantize(dtype).view(self.shape)
             return torch.stack([self.expert(e).dequantize(dtype) for e in range(self.experts)])
         w = dequantize_parts(self.parts(), self.format, dtype)
         return w if self.perm is None else in_original_order(w, self.perm)

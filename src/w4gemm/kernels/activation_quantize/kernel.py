@@ -27,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from w4gemm.kernels.device.epilogue_math import silu
+from w4gemm.kernels.device.activation import silu
 from w4gemm.kernels.device.ptx import (
     copies_wait,
     copy_async_if,

@@ -1,7 +1,4 @@
-"""The epilogue's arithmetic on float32 sums: see :class:`w4gemm.core.epilogue.Epilogue`.
-
-Relative errors stay below 1e-6 if the result is not tiny: no step subtracts numbers that nearly cancel.
-"""
+"""The epilogue's arithmetic on float32 sums: see :class:`w4gemm.core.epilogue.Epilogue`."""
 
 from __future__ import annotations
 
@@ -11,37 +8,20 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from w4gemm.core.activation import parse
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
+from w4gemm.kernels.device.activation import activated
 from w4gemm.kernels.device.ptx import (
-    capped_magnitude,
-    exp2,
     float_word,
     fma,
     load_global,
     load_global_half,
-    maximum,
     pack_half2,
     prefetch_global,
-    reciprocal,
     store_global,
     store_global_half,
     to_float,
 )
-
-_LOG2_E = 1.4426950408889634
-# exp(a**2 / 2) * erfc(a / sqrt(2)) / 2 = t * polynomial in t with t = 1 / (1 + 0.3 * a), within 1.5e-7 for a >= 0
-_TAIL = (
-    0.11962930113077164,
-    0.12075395882129669,
-    0.09991349279880524,
-    0.12856163084506989,
-    -0.053683649748563766,
-    0.20635351538658142,
-    -0.1572030931711197,
-    0.03567477688193321,
-)
-_FAR = 20.0
-"""The normal distribution's tail from here on is 0 in float32."""
 
 
 class IndexedScales(NamedTuple):
@@ -165,7 +145,7 @@ class EpilogueMath:
     def feature_value(self, value: Float32, alpha: Float32 | None, bias: Int32 | None) -> Float32:
         """The element of d for one sum, if it depends on no other sum."""
         value = self.affine(value, alpha, None if bias is None else to_float(self.bias_kind, bias))
-        return value if self.epilogue.activation is None else _ACTIVATIONS[self.epilogue.activation](value)
+        return value if self.epilogue.activation is None else activated(parse(self.epilogue.activation), value)
 
     def affine(self, value: Float32, alpha: Float32 | None, bias: Float32 | None) -> Float32:
         """sum_scale * alpha * value + bias; sum_scale * value is exact."""
@@ -184,7 +164,8 @@ class EpilogueMath:
         if self.epilogue.gated:
             values = [None if bias is None else to_float(self.bias_kind, bias) for bias in biases]
             y = [self.affine(value, alpha, bias) for value, bias in zip(sums, values, strict=True)]
-            y = [silu(y[i]) * y[i + 1] for i in (0, 2)]
+            activation = parse(self.epilogue.activation)
+            y = [activated(activation, y[i], y[i + 1]) for i in (0, 2)]
         else:
             y = [self.feature_value(value, alpha, bias) for value, bias in zip(sums, biases, strict=True)]
         if self.out_kind == "f32":
@@ -216,33 +197,3 @@ def scaled(value: Float32, *scales: Float32 | None) -> Float32:
     for scale in scales:
         value = value if scale is None else value * scale
     return value
-
-
-def relu(x: Float32) -> Float32:
-    """max(x, 0)."""
-    return maximum(x, Float32(0.0))
-
-
-def silu(x: Float32) -> Float32:
-    """x / (1 + exp(-x))."""
-    return x * reciprocal(exp2(x * Float32(-_LOG2_E)) + Float32(1.0))
-
-
-def gelu_tanh(x: Float32) -> Float32:
-    """x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x**3)."""
-    scale = -2 * 0.7978845608028654 * _LOG2_E
-    u = x * fma(x * x, Float32(scale * 0.044715), Float32(scale))
-    return x * reciprocal(exp2(u) + Float32(1.0))
-
-
-def gelu(x: Float32) -> Float32:
-    """x * P(X <= x) = max(x, 0) - a * P(X > a) with a = abs(x) and a normal X."""
-    a = capped_magnitude(x, Float32(_FAR))
-    t = reciprocal(fma(a, Float32(0.3), Float32(1.0)))
-    tail = Float32(_TAIL[-1])
-    for coefficient in _TAIL[-2::-1]:
-        tail = fma(tail, t, Float32(coefficient))
-    return maximum(x, Float32(0.0)) - tail * t * exp2(a * a * Float32(-0.5 * _LOG2_E)) * a
-
-
-_ACTIVATIONS = {"relu": relu, "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}

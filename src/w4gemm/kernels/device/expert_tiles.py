@@ -25,7 +25,7 @@ class ExpertTiles(NamedTuple):
     """The experts' tiles and rows."""
 
     tile_prefix_sums: cute.Tensor
-    """int32 (MAX_EXPERTS,) in shared memory: entry e is the number of m tiles of the experts 0 .. e."""
+    """int32 (variant.expert_map,) in shared memory: entry e is the number of m tiles of the experts 0 .. e."""
     rows: ExpertRows
 
     @property

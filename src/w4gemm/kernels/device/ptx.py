@@ -184,6 +184,17 @@ def maximum(x: Float32, y: Float32) -> Float32:
     return asm("max.NaN.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
 
 
+def minimum(x: Float32, y: Float32) -> Float32:
+    """The smaller one; NaN if either is."""
+    return asm("min.NaN.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
+
+
+def select_near(x: Float32, limit: Float32, near: Float32, far: Float32) -> Float32:
+    """``near`` if abs(x) < limit, else ``far``, also for NaN."""
+    text = "{ .reg .pred p; .reg .f32 a; abs.f32 a, $1; setp.lt.f32 p, a, $2; selp.f32 $0, $3, $4, p; }"
+    return asm(text, [Float32], [x, limit, near, far], pure=True)[0]
+
+
 def capped_magnitude(x: Float32, limit: Float32) -> Float32:
     """min(abs(x), limit), which is the limit for NaN."""
     return asm("{ .reg .f32 a; abs.f32 a, $1; min.f32 $0, a, $2; }", [Float32], [x, limit], pure=True)[0]

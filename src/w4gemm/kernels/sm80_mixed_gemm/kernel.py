@@ -86,7 +86,6 @@ from w4gemm.kernels.device.ptx import (
 )
 from w4gemm.kernels.device.scheduler import stream_share, stream_tile, tile_coordinates
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
-from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.packing.block import BLOCK_K, HALF_K, LANE_BYTES, STRIP_BYTES
 
@@ -189,7 +188,7 @@ class MixedGemm:
         k_slices = cute.ceil_div(x.shape[1], config.tile_k)
         if const_expr(variant.grouped):
             self.begin(pipeline)
-            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), args.rows)
+            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), args.rows)
             blocks_n = blocks_n // expert_tiles.experts
             n_tiles = cute.ceil_div(blocks_n, variant.blocks_n)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:

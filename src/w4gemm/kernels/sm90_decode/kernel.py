@@ -68,7 +68,6 @@ from w4gemm.kernels.device.ptx import (
 )
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm90_decode.variant import ReductionRound, Variant
 from w4gemm.packing.block import BLOCK_N, STRIP_N
 
@@ -200,7 +199,7 @@ class Decode:
                 cpasync.prefetch_descriptor(tma)
         expert_tiles = None
         if const_expr(variant.grouped):
-            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), args.rows)
+            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), args.rows)
             cute.arch.griddepcontrol_wait()
             if warp == 0:
                 self.expert_tile_map.fill(expert_tiles)

@@ -82,7 +82,6 @@ from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.epilogue_store import EpilogueStore, TmaStore
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, max_m_tiles, with_indexed_scales
 from w4gemm.kernels.device.ptx import shared_address
-from w4gemm.kernels.gpu import MAX_EXPERTS
 from w4gemm.kernels.sm90_mixed_gemm.roles.consumer import Consumer, ConsumerMemory, Output
 from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import Mainloop
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, XSource
@@ -218,7 +217,7 @@ class Sm90Kernel:
         empty = smem.allocate_array(Int64, variant.stages, byte_alignment=8)
         expert_tiles, s_k_sets = None, s_x.iterator
         if const_expr(variant.grouped):
-            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(MAX_EXPERTS)), rows)
+            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), rows)
             if warp == 4 * variant.warpgroups:
                 self.producer.prefetch_first(blocks, expert_tiles.experts, cute.arch.block_idx()[0])
             cute.arch.griddepcontrol_wait()

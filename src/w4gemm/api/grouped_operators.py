@@ -1,0 +1,193 @@
+"""The operators of products of experts: ``torch.ops.w4gemm.grouped_linear`` and ``grouped_linear_dx``, its gradient.
+
+The gradient to x is grad[r] @ w[e] for the rows r of each expert e. A kernel for that would read the weight across its
+packed order, so experts are dequantized instead, some at a time, and each is one matmul: memory beyond the result stays
+below :data:`_DENSE_BYTES`, or what one expert takes. The host reads the rows' bounds, which takes a synchronization, so
+a CUDA graph cannot capture a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from w4gemm.api import boundary
+from w4gemm.api.arguments import FP8
+from w4gemm.api.boundary import Call
+from w4gemm.api.operator_arguments import (
+    EPILOGUE,
+    WEIGHT,
+    flat_epilogue,
+    flat_weight,
+    named,
+    nested_epilogue,
+    nested_weight,
+    schema,
+)
+from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
+from w4gemm.kernels import Operands
+from w4gemm.kernels.arguments import ExpertRows
+from w4gemm.weights.experts import as_one
+from w4gemm.weights.weight import QuantizedWeight
+
+_DENSE_BYTES = 256 * 2**20
+"""Bytes of dequantized experts at a time, with what dequantizing them takes."""
+_BYTES_PER_WEIGHT = 16
+"""Upper limit of the bytes that dequantizing a weight takes meanwhile."""
+_FLOAT32 = Epilogue(out_dtype=torch.float32)
+
+_ROWS = {"starts": "Tensor", "ends": "Tensor"}
+_GROUPED = {"x": "Tensor", **_ROWS, "indices": "Tensor?", **WEIGHT, **EPILOGUE, "config": "str"}
+_GROUPED_DX = {"grad": "Tensor", **_ROWS, **WEIGHT}
+_Grouped, _GroupedDx = named(_GROUPED), named(_GROUPED_DX)
+
+
+def product(call: Call, epilogue: Epilogue, operands: EpilogueOperands) -> torch.Tensor:
+    """Return the product of a call (rows, columns) by the operator, with an epilogue that may be another."""
+    flat = _Grouped(
+        call.x.reshape(-1, call.w.k), *call.rows, **flat_weight(call.w), **flat_epilogue(epilogue, operands)
+    )
+    return torch.ops.w4gemm.grouped_linear(*flat._replace(config=call.config))
+
+
+def differentiable(call: Call) -> torch.Tensor:
+    """Return the result of a call where gradients are needed: PyTorch's operators do what comes after the product.
+    Rows of no expert give no gradients.
+
+    Raises:
+        NotImplementedError: beside fp8 activations.
+    """
+    if call.x.dtype == FP8:
+        raise NotImplementedError("x: gradients beside fp8 activations are not implemented; call it under no_grad")
+    if _is_plain(call.epilogue):
+        return product(call, call.epilogue, call.operands).view(call.shape)
+    sums = product(call, _FLOAT32, NO_OPERANDS)
+    owner, owned = _owners(call.rows.starts, call.rows.ends, sums.shape[0])
+    operands = call.operands.of_expert(lambda t: t[owner])
+    if operands.expert_scale is not None:
+        operands = operands._replace(expert_scale=operands.expert_scale[:, None])
+    d = call.epilogue.apply(torch.where(owned, sums, 0.0), operands)
+    return torch.where(owned, d, 0.0).to(call.dtype).view(call.shape)
+
+
+def _is_plain(epilogue: Epilogue) -> bool:
+    return epilogue._replace(out_dtype=None) == PLAIN
+
+
+def _owners(starts: torch.Tensor, ends: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert of each of m rows, int64 (m,); and bool (m, 1), True for rows of an expert."""
+    rows = torch.arange(m, dtype=torch.int32, device=starts.device)
+    owner = (torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)
+    return owner, ((rows >= starts[owner]) & (rows < ends[owner]))[:, None]
+
+
+# --- the operators ---------------------------------------------------------------------------------------------------
+
+_READS_ON_HOST = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+torch.library.define("w4gemm::grouped_linear", schema(_GROUPED))
+torch.library.define("w4gemm::grouped_linear_dx", schema(_GROUPED_DX), tags=_READS_ON_HOST)
+
+
+@torch.library.impl("w4gemm::grouped_linear", ("cpu", "cuda"))
+def _grouped_op(*flat: Any) -> torch.Tensor:
+    given = _Grouped(*flat)
+    epilogue, operands = nested_epilogue(given)
+    out, rows = _empty_result(given, epilogue), ExpertRows(given.starts, given.ends, given.indices)
+    weight = nested_weight(given, len(given.starts))
+    boundary.run(weight, Operands(given.x, tuple(given.weight), out, operands, rows), epilogue, given.config)
+    return out
+
+
+@torch.library.register_fake("w4gemm::grouped_linear")
+def _grouped_fake(*flat: Any) -> torch.Tensor:
+    given = _Grouped(*flat)
+    return _empty_result(given, nested_epilogue(given)[0])
+
+
+def _empty_result(given: Any, epilogue: Epilogue) -> torch.Tensor:
+    x: torch.Tensor = given.x
+    m = (x if given.indices is None else given.indices).shape[0]
+    return x.new_empty((m, epilogue.columns(given.n)), dtype=epilogue.result_dtype(x.dtype))
+
+
+@torch.library.impl("w4gemm::grouped_linear_dx", ("cpu", "cuda"))
+def _grouped_dx_op(*flat: Any) -> torch.Tensor:
+    given = _GroupedDx(*flat)
+    packed, grad = nested_weight(given, len(given.starts)), given.grad
+    w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(given.weight), experts=packed.experts)
+    bounds = torch.stack((given.starts, given.ends), 1).tolist()
+    dx = grad.new_zeros((grad.shape[0], given.k))
+    for first, dense in _dequantized(w, [e for e, (start, end) in enumerate(bounds) if end > start], grad.dtype):
+        for weight, (start, end) in zip(dense, bounds[first:], strict=False):
+            if end > start:
+                torch.mm(grad[start:end], weight, out=dx[start:end])
+    return dx
+
+
+def _dequantized(w: QuantizedWeight, needed: list[int], dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """The first expert and the dense weights (count, n, k) of runs of experts; every expert of ``needed`` is in one."""
+    most = max(1, _DENSE_BYTES // (_BYTES_PER_WEIGHT * w.n * w.k))
+    end = 0
+    for first in needed:
+        if first >= end:
+            end = min(w.experts, first + most)
+            some = as_one(w, first, end)
+            if some is None:  # the layout pads n
+                end = first + 1
+                some = w.expert(first)
+            yield first, some.dequantize(dtype).view(-1, w.n, w.k)
+
+
+@torch.library.register_fake("w4gemm::grouped_linear_dx")
+def _grouped_dx_fake(*flat: Any) -> torch.Tensor:
+    given = _GroupedDx(*flat)
+    return given.grad.new_empty((given.grad.shape[0], given.k))
+
+
+# --- their gradients -------------------------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, given: Any, indices: torch.Tensor | None) -> None:
+    ctx.save_for_backward(given.starts, given.ends, indices, *given.weight)
+    ctx.names = {name: getattr(given, name) for name in WEIGHT if name != "weight"}
+
+
+def _kept(ctx: Any) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Return the operators' arguments of rows and weight, and the indices."""
+    starts, ends, indices, *weight = ctx.saved_tensors
+    return {"starts": starts, "ends": ends, "weight": weight, **ctx.names}, indices
+
+
+def _save_grouped(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    given = _Grouped(*inputs)
+    _keep(ctx, given, given.indices)
+    ctx.plain, ctx.x = _is_plain(nested_epilogue(given)[0]), (given.x.shape[0], given.x.dtype)
+
+
+def _grouped_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    if not ctx.plain:
+        raise NotImplementedError("torch.ops.w4gemm.grouped_linear has gradients without an epilogue only")
+    (given, indices), (x_rows, dtype) = _kept(ctx), ctx.x
+    dx = torch.ops.w4gemm.grouped_linear_dx(*_GroupedDx(grad.to(dtype), **given))
+    if indices is not None:  # in the order of the rows, where index_add_ would be in any order
+        sums = torch.zeros((x_rows, dx.shape[1]), dtype=torch.float32, device=dx.device)
+        dx = sums.index_put((indices,), dx.float(), accumulate=True).to(dtype)
+    return _Grouped(x=dx, weight=[None] * len(given["weight"]))
+
+
+def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _keep(ctx, _GroupedDx(*inputs), None)
+
+
+def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    given, _ = _kept(ctx)
+    flat = _Grouped(grad, **given, **flat_epilogue(PLAIN, NO_OPERANDS), config="")
+    _, owned = _owners(given["starts"], given["ends"], grad.shape[0])
+    d = torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
+    return _GroupedDx(d, weight=[None] * len(given["weight"]))
+
+
+torch.library.register_autograd("w4gemm::grouped_linear", _grouped_backward, setup_context=_save_grouped)
+torch.library.register_autograd("w4gemm::grouped_linear_dx", _grouped_dx_backward, setup_context=_save_grouped_dx)

@@ -1,0 +1,161 @@
+"""Activations of the epilogue: :class:`Activation`, by name and constants, and their formulas in PyTorch.
+
+A name stands alone, ``"gelu"``, or with constants that differ from its own, ``"swiglu_oai(limit=10)"``. Constants are
+part of the compiled kernel. A new activation is a line of ``ACTIVATIONS`` and one in ``kernels/device/activation.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import gelu, silu
+
+Constants = Mapping[str, float | None]
+
+
+class Formula(NamedTuple):
+    """The formula of an activation in PyTorch, and the constants that it has unless others are named."""
+
+    apply: Callable[..., torch.Tensor]
+    """Takes y or, if ``gated``, gate and up; and the constants by name."""
+    gated: bool = False
+    """True if even features are gates and odd ones ups, and each pair makes one column of d."""
+    constants: Constants = MappingProxyType({})
+    optional: frozenset[str] = frozenset()
+    """Constants that may be None, a limit that there is not."""
+
+
+def _silu_mul(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit)."""
+    return silu(_at_most(gate, limit)) * _within(up, limit)
+
+
+def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float | None) -> torch.Tensor:
+    """g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1) with g = min(gate, limit)."""
+    gate = _at_most(gate, limit)
+    return gate * torch.sigmoid(alpha * gate) * (_within(up, limit) + 1)
+
+
+def _situ_mul(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
+    """beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)."""
+    if linear_beta is not None:
+        up = linear_beta * torch.tanh(up / linear_beta)
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
+
+
+def _at_most(t: torch.Tensor, limit: float | None) -> torch.Tensor:
+    return t if limit is None else t.clamp(max=limit)
+
+
+def _within(t: torch.Tensor, limit: float | None) -> torch.Tensor:
+    return t if limit is None else t.clamp(-limit, limit)
+
+
+_LIMIT = frozenset({"limit"})
+
+ACTIVATIONS: Mapping[str, Formula] = {
+    "relu": Formula(torch.relu),
+    "gelu": Formula(gelu),
+    "gelu_tanh": Formula(functools.partial(gelu, approximate="tanh")),
+    "silu": Formula(silu),
+    "silu_mul": Formula(_silu_mul, True, {"limit": None}, _LIMIT),  # SwiGLU; DeepSeek-V4 with limit=10
+    "gelu_mul": Formula(lambda gate, up: gelu(gate) * up, True),
+    "gelu_tanh_mul": Formula(lambda gate, up: gelu(gate, approximate="tanh") * up, True),  # GeGLU: Gemma
+    "swiglu_oai": Formula(_swiglu_oai, True, {"alpha": 1.702, "limit": 7.0}, _LIMIT),  # gpt-oss
+    "situ_mul": Formula(_situ_mul, True, {"beta": 4.0, "linear_beta": 25.0}, frozenset({"linear_beta"})),  # Kimi-K3
+}
+"""Formulas by name. relu, silu, gelu (with erf) and gelu_tanh (``approximate="tanh"``) are those of
+torch.nn.functional."""
+
+
+class Activation(NamedTuple):
+    """An activation with all its constants."""
+
+    name: str
+    constants: tuple[tuple[str, float | None], ...] = ()
+
+    @property
+    def formula(self) -> Formula:
+        return ACTIVATIONS[self.name]
+
+    def apply(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the activation of y (..., n) in y's dtype: (..., n), or (..., n / 2) if it is gated."""
+        apply, gated, *_ = self.formula
+        return apply(*((y[..., 0::2], y[..., 1::2]) if gated else (y,)), **dict(self.constants))
+
+    def __str__(self) -> str:
+        usual = self.formula.constants
+        named = [f"{name}={_text(value)}" for name, value in self.constants if value != usual[name]]
+        return f"{self.name}({','.join(named)})" if named else self.name
+
+
+_known: dict[str, Activation] = {}
+"""Activations by the texts that were parsed; no functools.cache, which torch.compile warns of."""
+
+
+def parse(text: str) -> Activation:
+    """Return the activation that a text such as ``"silu_mul(limit=10)"`` names.
+
+    Raises:
+        ValueError: for a name or constant that there is not, or a constant that is no number above 0.
+    """
+    found = _known.get(text) if isinstance(text, str) else None
+    if found is None:
+        found = _parsed(text)
+        if not torch.compiler.is_compiling():
+            _known[text] = found
+    return found
+
+
+def _parsed(text: str) -> Activation:
+    found = re.fullmatch(r"(\w+)(?:\((.+)\))?", text) if isinstance(text, str) else None
+    name, inside = found.groups(default="") if found else ("", "")
+    if name not in ACTIVATIONS:
+        wanted = f"one of {', '.join(ACTIVATIONS)}, perhaps with constants as in silu_mul(limit=10),"
+        raise ValueError(f"activation: wanted {wanted} or None, got {text!r}")
+    constants = dict(ACTIVATIONS[name].constants)
+    for given in map(str.strip, inside.split(",") if inside else ()):
+        key, _, value = given.partition("=")
+        if key not in constants:
+            known = f"its constants are {', '.join(constants)}" if constants else "it has no constants"
+            raise ValueError(f"activation: {name}: {known}; got {given!r}")
+        constants[key] = _number(name, key, value)
+    return Activation(name, tuple(constants.items()))
+
+
+def _number(name: str, key: str, text: str) -> float | None:
+    optional = key in ACTIVATIONS[name].optional
+    if optional and text == "none":
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        wanted = "a number above 0" + (" or none" if optional else "")
+        raise ValueError(f"activation: {name}: {key}: wanted {wanted}, got {text!r}")
+    return number
+
+
+def _text(value: float | None) -> str:
+    return "none" if value is None else repr(value).removesuffix(".0")
+
+
+def canonical(activation: str | None) -> str | None:
+    """Return the one text of an activation, which names only constants that differ from its own; None for None.
+
+    Raises:
+        ValueError: for what is no activation.
+    """
+    return None if activation is None else str(parse(activation))
+
+
+def is_gated(activation: str | None) -> bool:
+    """True if two neighbouring features make one column of d."""
+    return activation is not None and parse(activation).formula.gated

@@ -1,0 +1,63 @@
+"""The texts of activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm.core.activation import ACTIVATIONS, canonical, is_gated, parse
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        (None, None),
+        ("gelu", "gelu"),
+        ("swiglu_oai(limit=7.0)", "swiglu_oai"),
+        ("swiglu_oai(limit=10, alpha=1.702)", "swiglu_oai(limit=10)"),
+        ("swiglu_oai(limit=none)", "swiglu_oai(limit=none)"),
+        ("silu_mul(limit=none)", "silu_mul"),
+        ("silu_mul(limit=1e1)", "silu_mul(limit=10)"),
+        ("situ_mul(linear_beta=25,beta=0.1)", "situ_mul(beta=0.1)"),
+    ],
+)
+def test_one_text_of_each(text, wanted):
+    assert canonical(text) == wanted == canonical(wanted)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("swiglu", "wanted one of relu, gelu, .*, perhaps with constants as in .*, got 'swiglu'"),
+        ("silu_mul(", "wanted one of"),
+        ("silu_mul()", "wanted one of"),
+        ("silu(limit=3)", "silu: it has no constants; got 'limit=3'"),
+        ("silu_mul(alpha=3)", "silu_mul: its constants are limit; got 'alpha=3'"),
+        ("silu_mul(limit)", "limit: wanted a number above 0 or none, got ''"),
+        ("silu_mul(limit=-1)", "limit: wanted a number above 0 or none, got '-1'"),
+        ("silu_mul(limit=nan)", "wanted a number above 0"),
+        ("silu_mul(limit=inf)", "wanted a number above 0"),
+        ("situ_mul(beta=none)", "beta: wanted a number above 0, got 'none'"),
+        (torch.relu, "wanted one of"),
+    ],
+)
+def test_what_is_none(text, message):
+    with pytest.raises(ValueError, match=f"activation: .*{message}"):
+        canonical(text)
+
+
+def test_equal_texts_share_a_plan():
+    """However a limit is written, there is one epilogue, so one compiled kernel."""
+    x, w = torch.randn(3, 64), w4gemm.quantize(torch.randn(32, 64), "int4_g32").repack()
+    called = [w4gemm.linear(x, w, activation=text) for text in ("swiglu_oai", "swiglu_oai(limit=7)")]
+    assert torch.equal(*called)
+    layer = w4gemm.W4Linear(64, 32, activation="swiglu_oai(limit=7)")
+    assert layer.activation == "swiglu_oai"
+
+
+def test_gated_ones_take_pairs():
+    assert [name for name in ACTIVATIONS if is_gated(name)] == [n for n in ACTIVATIONS if "_mul" in n or "swiglu" in n]
+    y = torch.randn(3, 8)
+    for name in ACTIVATIONS:
+        assert parse(name).apply(y).shape == ((3, 4) if is_gated(name) else (3, 8))
