@@ -42,6 +42,7 @@ class Part(types.ModuleType):
 def toy(monkeypatch: pytest.MonkeyPatch) -> Part:
     part = Part()
     monkeypatch.setattr(plugin, "PARTS", ("toy",))
+    monkeypatch.setattr(plugin, "enter_compile_key", lambda: None)
     monkeypatch.setitem(sys.modules, "w4gemm.integrations.vllm.toy", part)
     return part
 
@@ -77,6 +78,19 @@ def test_a_vllm_that_lacks_an_interface_goes_on(toy: Part, caplog: pytest.LogCap
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "its own toy kernels" in record.message and "MPLinearKernel" in record.message
+
+
+def test_a_vllm_that_keys_compiled_graphs_in_another_way(
+    toy: Part, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def enter_compile_key() -> None:
+        raise AttributeError("module 'vllm.envs' has no attribute 'environment_variables'")
+
+    monkeypatch.setattr(plugin, "enter_compile_key", enter_compile_key)
+    plugin.register()
+    assert toy.times == 1
+    (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
+    assert "VLLM_DISABLE_COMPILE_CACHE=1" in record.message and "environment_variables" in record.message
 
 
 @pytest.mark.parametrize(

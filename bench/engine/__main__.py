@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from bench.engine import profile, serve
 from bench.engine.checkpoint import Packing, tensors_of, write
@@ -28,7 +27,7 @@ from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
 from bench.engine.launch import EngineError, EngineOptions, environment, plugin_metadata, run_offline
 from bench.engine.models import MODELS, Model, cut, model_named, tiny
 from bench.engine.offline import Result, Task
-from bench.engine.rows import Row, add_agreement, rows_of, table
+from bench.engine.rows import Answers, Row, add_agreement, rows_of, table
 
 import w4gemm
 from w4gemm.console.progress import say
@@ -43,6 +42,7 @@ class Case:
 
     Attributes:
         task: what is measured of each implementation; its engine's arguments are added for each.
+        serve: True to measure ``vllm serve``, False for ``LLM.generate``.
         starts: how often an engine starts; the last start is measured.
         seconds: limit of each process.
         caches: folder of compiled code, one below it for each implementation.
@@ -54,6 +54,7 @@ class Case:
     folder: Path
     options: EngineOptions
     task: Task
+    serve: bool
     starts: int
     seconds: float
     caches: Path
@@ -68,20 +69,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = [cut(model, args.layers) for model in models] if args.layers else models
     packings = [Packing.parse(text) for text in args.format]
     implementations = [Implementation.parse(text) for text in args.impl]
-    for model in models:
-        for packing in packings:
-            packing.check(model)
-    facts = record.facts()
+    cases = [pair for model in models for pair in formats_of(model, packings)]
+    facts, end = record.facts(), time.monotonic() + args.budget
     random.Random(facts["utc"]).shuffle(implementations)
     with work_folder(args) as work:
         ours = any(OURS in (i.linear, i.experts) for i in implementations)
         plugin = plugin_metadata(work / "plugin") if ours else None
-        for model in models:
-            for packing in packings:
-                rows = measure(case_of(args, model, packing, work, plugin), implementations, args, facts)
-                record.append(args.out, *rows)
-                say(f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}, {rows[-1].get('engine_version', '')}")
-                say(table(rows))
+        for model, packing in cases:
+            case = case_of(args, model, packing, work, plugin)
+            common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
+            common |= {"format": str(packing), "dtype": args.dtype, "gpus": args.gpus}
+            common["mode"] = "eager" if args.eager else "graphs" if args.no_compile else "default"
+            shown: list[Row] = []
+            for rows in measure(case, implementations, common, end):
+                record.append(args.out, *(row | facts for row in rows))
+                shown += rows
+            say(f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}\n{table(shown)}")
+
+
+def formats_of(model: Model, packings: Sequence[Packing]) -> list[tuple[Model, Packing]]:
+    """Return a model with each of the formats that it is published in.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    reasons = {packing: packing.refusal(model) for packing in packings}
+    found = [(model, packing) for packing, reason in reasons.items() if not reason]
+    if not found:
+        raise ValueError("; ".join(reasons.values()))
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--layers", type=int, default=0, help="only so many layers of each model")
     p.add_argument("--tiny", action="store_true", help="two small layers of each model, for trials")
     p.add_argument("--seconds", type=float, default=300, help="limit of each process (default: %(default)s)")
+    p.add_argument("--budget", type=float, default=1e9, help="start no further engine after so many seconds")
     p.add_argument("--work", type=Path, help="folder of models and caches to keep (default: a temporary one)")
     p.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     p.add_argument("--logs", type=Path, help="folder for what engines print and for profiles")
@@ -158,37 +175,36 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, work: Path
     logs = args.logs or work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     caches = work / "caches" / name
-    return Case(model, packing, folder, options, task, args.starts, args.seconds, caches, plugin, logs)
+    return Case(model, packing, folder, options, task, args.serve, args.starts, args.seconds, caches, plugin, logs)
 
 
-def measure(
-    case: Case, implementations: Sequence[Implementation], args: argparse.Namespace, facts: dict[str, Any]
-) -> list[Row]:
-    """Serve one checkpoint with every implementation, and return all rows."""
-    rows: dict[str, list[Row]] = {}
-    tokens: dict[str, dict[int, list[list[int]]]] = {}
-    common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": case.model.name}
-    common |= {"format": str(case.packing), "dtype": args.dtype, "gpus": args.gpus}
-    common["mode"] = "eager" if args.eager else "graphs" if args.no_compile else "default"
+def measure(case: Case, implementations: Sequence[Implementation], common: Row, end: float) -> Iterator[list[Row]]:
+    """Serve one checkpoint with every implementation, and give the rows of each when it is done.
+
+    Args:
+        common: fields of all rows.
+        end: time (``time.monotonic``) after which none starts.
+    """
+    reference: tuple[str, Answers] | None = None
     for implementation in implementations:
         start = time.monotonic()
-        found: list[Row]
+        if start > end:
+            say(f"{implementation.name}: not run, the budget is spent")
+            continue
         try:
-            name, result, found = (served if args.serve else offline)(case, implementation)
-            rows[name] = found
-            if result.decode:
-                tokens[name] = {point["batch"]: point["tokens"] for point in result.decode}
-            common["engine_version"] = result.engine_version
+            name, result, rows = (served if case.serve else offline)(case, implementation)
+            common = {**common, "engine_version": result.engine_version}
+            answers = {point["batch"]: point["tokens"] for point in result.decode}
+            if reference:
+                add_agreement(rows, answers, *reference)
+            reference = reference or (name, answers)
         except EngineError as e:
-            name, found = implementation.name, [{"phase": "failed", "reason": str(e)}]
-            rows.setdefault(name, found)
-            say(f"{implementation.name} failed: {e}")
-        for row in found:
-            version = w4gemm.__version__ if OURS in name else common.get("engine_version", "")
-            row |= {"impl": name, "impl_version": version, "chosen": implementation.linear == DEFAULT}
+            name, rows = implementation.name, [{"phase": "failed", "reason": str(e)}]
+            say(f"{name} failed: {e}")
+        version = w4gemm.__version__ if OURS in name else common.get("engine_version", "")
+        own = {"impl": name, "impl_version": version, "chosen": implementation.linear == DEFAULT}
         say(f"{case.model.name}, {case.packing}: {implementation.name} took {time.monotonic() - start:.0f} s")
-    add_agreement(rows, tokens)
-    return [common | row | facts for found in rows.values() for row in found]
+        yield [common | own | row for row in rows]
 
 
 def offline(case: Case, implementation: Implementation) -> tuple[str, Result, list[Row]]:

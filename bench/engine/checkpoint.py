@@ -84,11 +84,11 @@ class Packing:
     def __str__(self) -> str:
         return f"{self.method}-int4-g{self.group_size}{'-fp8' * self.fp8}" if self.group_size else self.method
 
-    def check(self, model: Model) -> None:
-        """Raise ValueError if the model's checkpoints have no such format."""
-        if self.method != "bf16" and (self.method == "mxfp4") != model.stacked:
-            wanted = "mxfp4" if model.stacked else "a format of int4"
-            raise ValueError(f"format: {model.name} wants {wanted}, got {self}")
+    def refusal(self, model: Model) -> str:
+        """Return why there are no such checkpoints of a model, or the empty string."""
+        if self.method == "bf16" or (self.method == "mxfp4") == model.stacked:
+            return ""
+        return f"format: {model.name} wants {'mxfp4' if model.stacked else 'a format of int4'}, got {self}"
 
     def config(self, model: Model) -> dict[str, Any] | None:
         """Return quantization_config of config.json; None for dense weights."""
@@ -236,7 +236,6 @@ def write(model: Model, packing: Packing, folder: Path) -> int:
     Returns:
         Bytes of the weights.
     """
-    packing.check(model)
     folder.mkdir(parents=True, exist_ok=True)
     config = {**model.config, "dtype": str(_DTYPE).removeprefix("torch.")}
     if (quantization := packing.config(model)) is not None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from bench.engine.offline import Result, Task
 
-REFERENCE = "marlin"
-"""Greedy tokens are compared with those of this implementation, or else of the first."""
-
 Row = dict[str, Any]
+Answers = Mapping[int, list[list[int]]]
+"""Tokens of every request, by batch."""
 
 
 def rows_of(result: Result, task: Task) -> list[Row]:
@@ -38,23 +37,14 @@ def rows_of(result: Result, task: Task) -> list[Row]:
     return rows
 
 
-def add_agreement(rows: Mapping[str, list[Row]], tokens: Mapping[str, Mapping[int, list[list[int]]]]) -> None:
-    """Add ``same_tokens_as`` and ``equal_prefix`` to decode rows: greedy tokens that equal another implementation's up
-    to the first that differs, a mean over the batch.
-
-    Args:
-        rows: by implementation.
-        tokens: answers by implementation and batch.
-    """
-    if len(tokens) < 2:
-        return
-    reference = next((name for name in tokens if REFERENCE in name), next(iter(tokens)))
-    for name, found in rows.items():
-        for row in found:
-            if name != reference and row["phase"] == "decode":
-                pairs = list(zip(tokens[name][row["batch"]], tokens[reference][row["batch"]], strict=True))
-                prefix = sum(equal_prefix(a, b) for a, b in pairs) / len(pairs)
-                row |= {"same_tokens_as": reference, "equal_prefix": round(prefix, 1)}
+def add_agreement(rows: list[Row], answers: Answers, reference: str, others: Answers) -> None:
+    """Add ``same_tokens_as`` and ``equal_prefix`` to decode rows: how many greedy tokens equal those of a reference, up
+    to the first that differs, a mean over the batch."""
+    for row in rows:
+        if row["phase"] == "decode":
+            pairs = list(zip(answers[row["batch"]], others[row["batch"]], strict=True))
+            prefix = sum(equal_prefix(a, b) for a, b in pairs) / len(pairs)
+            row |= {"same_tokens_as": reference, "equal_prefix": round(prefix, 1)}
 
 
 def equal_prefix(a: Sequence[int], b: Sequence[int]) -> int:

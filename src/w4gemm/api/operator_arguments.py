@@ -42,7 +42,12 @@ def named(arguments: Mapping[str, str]) -> type[Any]:
 
 def flat_weight(w: QuantizedWeight) -> dict[str, Any]:
     """Return the arguments ``WEIGHT``."""
-    return {"weight": list(w.tensors), "format": w.format.name, "layout": w.layout, "n": w.n, "k": w.k}
+    return {"weight": list(w.tensors), **named_shape(w)}
+
+
+def named_shape(w: QuantizedWeight | PackedShape) -> dict[str, Any]:
+    """Return the arguments ``WEIGHT`` but for the tensors."""
+    return {"format": w.format.name, "layout": w.layout, "n": w.n, "k": w.k}
 
 
 def flat_epilogue(epilogue: Epilogue, operands: EpilogueOperands) -> dict[str, Any]:

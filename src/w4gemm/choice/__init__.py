@@ -8,6 +8,7 @@ from w4gemm.choice.choose import Plan, compiled_for, configs, plan, recorded
 from w4gemm.choice.explanation import Explanation, explain
 from w4gemm.choice.intervals import BOUNDS, interval, interval_of, representative, span
 from w4gemm.choice.plan_cache import PlanKey, forget, plan_for, tuning_with
+from w4gemm.choice.prepare import Prepared, prepare
 from w4gemm.choice.verdict import Verdict, why
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Explanation",
     "Plan",
     "PlanKey",
+    "Prepared",
     "Verdict",
     "compiled_for",
     "configs",
@@ -24,6 +26,7 @@ __all__ = [
     "interval_of",
     "plan",
     "plan_for",
+    "prepare",
     "recorded",
     "representative",
     "span",

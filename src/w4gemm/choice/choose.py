@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from w4gemm.core import environment
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import GemmProblem
-from w4gemm.jit import compiled
+from w4gemm.jit import Unit, compiled
 from w4gemm.kernels import KERNELS, Kernel, Operands, kernel_named
 from w4gemm.packing.layouts import layout_named, native_layout
 
@@ -78,15 +78,36 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
         ValueError: if ``config`` is malformed, names no kernel, is not legal for the problem, or adds up in another
             order than the one for a batch-invariant problem.
     """
-    if config is None:
-        problem = resolve_gather(problem)
-        _require_support(problem, KERNELS)
-        kernel, wanted, source = chosen(problem, legal_ranked(KERNELS, problem))
-    else:
-        kernel, wanted = forced(problem, config)
-        source = "forced"
-    made = _NamedPlan if environment.nvtx() and problem.device.kind == "cuda" else Plan
-    return made(kernel, wanted, compiled_for(kernel, problem, wanted), problem, source)
+    return decide(problem, config).plan()
+
+
+class Decision(NamedTuple):
+    """A choice for a problem, not compiled yet."""
+
+    problem: GemmProblem
+    kernel: Kernel
+    config: GemmConfig
+    source: str
+
+    @property
+    def unit(self) -> Unit | None:
+        """The unit to compile; None if the kernel has none."""
+        return self.kernel.unit(self.problem, self.config)
+
+    def plan(self) -> Plan:
+        """Return the plan, compiled or loaded."""
+        made = _NamedPlan if environment.nvtx() and self.problem.device.kind == "cuda" else Plan
+        function = compiled_for(self.kernel, self.problem, self.config)
+        return made(self.kernel, self.config, function, self.problem, self.source)
+
+
+def decide(problem: GemmProblem, config: GemmConfig | str | None = None) -> Decision:
+    """Choose a kernel and a config for ``problem``; arguments and errors as for :func:`plan`."""
+    if config is not None:
+        return Decision(problem, *forced(problem, config), "forced")
+    problem = resolve_gather(problem)
+    _require_support(problem, KERNELS)
+    return Decision(problem, *chosen(problem, legal_ranked(KERNELS, problem)))
 
 
 def compiled_for(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:

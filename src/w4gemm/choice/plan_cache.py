@@ -114,6 +114,16 @@ def _resolved(key: PlanKey) -> Plan:
     return found
 
 
+def is_known(key: PlanKey) -> bool:
+    """True if the plan of ``key`` is chosen already."""
+    return key in _plans
+
+
+def keep(key: PlanKey, found: Plan) -> None:
+    """Let ``found`` be the plan of ``key`` until plans are forgotten, unless another is by now."""
+    _plans.setdefault(key, found)
+
+
 def stays(key: PlanKey, found: Plan) -> bool:
     """True if ``found`` is the plan of ``key`` until plans are forgotten, not only beside another thread's tuner."""
     return _plans.get(key) is found

@@ -16,9 +16,9 @@ and the GPU, and :func:`w4gemm.integrations.vllm.takeover.refuse` logs the reaso
 
 from __future__ import annotations
 
-from w4gemm.integrations.vllm.takeover import VLLM
+from w4gemm.integrations.vllm.takeover import VLLM, enter_compile_key
 
-PARTS: tuple[str, ...] = ()
+PARTS: tuple[str, ...] = ("dense",)
 """Modules of this package, in the order in which they are installed."""
 
 _installed: list[str] = []
@@ -27,4 +27,14 @@ _installed: list[str] = []
 
 def register() -> None:
     """Install every part that ``W4GEMM_VLLM`` and this vLLM allow, once in each process. Called by vLLM."""
+    before = len(_installed)
     VLLM.register(__name__, PARTS, _installed)
+    if len(_installed) > before:
+        try:
+            enter_compile_key()
+        except (ImportError, AttributeError) as e:
+            VLLM.log().warning(
+                "w4gemm: vLLM %s does not say how it keys compiled graphs (%s): set VLLM_DISABLE_COMPILE_CACHE=1 when "
+                "you change W4GEMM_VLLM or w4gemm",
+                *(VLLM.version(), e),
+            )

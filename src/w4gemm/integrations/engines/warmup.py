@@ -1,0 +1,96 @@
+"""Kernels that are ready before an engine measures its memory, captures graphs or serves: :class:`Warmup`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from w4gemm.choice import BOUNDS, PlanKey, interval, prepare
+from w4gemm.core import environment
+from w4gemm.integrations.engines.engine import Engine
+from w4gemm.jit import Unit
+
+
+class Need(NamedTuple):
+    """All that layers of one kind and shape may launch."""
+
+    what: str
+    """The kind, for the log."""
+    keys: tuple[PlanKey, ...]
+    helpers: tuple[Unit, ...] = ()
+    """Small kernels beside the products."""
+    run: Callable[[], None] | None = None
+    """Launches each plan once."""
+
+
+class Warmup:
+    """The preparation of an engine's layers in this process.
+
+    A layer announces itself when it is made (:meth:`expect`) and hands in what it needs when its weights are loaded
+    (:meth:`loaded`). When the last one has, plans for every number of tokens that the engine can meet are chosen,
+    compiled or loaded in parallel, and launched once each, because machine code whose first launch is captured in a
+    graph would be loaded during the capture. Layers that come later, as those of a draft model do, are prepared then.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._expected: weakref.WeakSet[object] = weakref.WeakSet()
+        """Layers that were made, and whose weights are not loaded yet."""
+        self._needs: dict[tuple[PlanKey, ...], Need] = {}
+        """Needs of loaded layers, one for each kind and shape."""
+        self._layers: dict[str, int] = {}
+        """Number of loaded layers by ``Need.what``."""
+        self._ready: set[tuple[PlanKey, ...]] = set()
+
+    def expect(self, layer: object) -> None:
+        """Wait with the preparation for this layer, as long as it lives."""
+        self._expected.add(layer)
+
+    def loaded(self, layer: object, need: Need) -> None:
+        """Take what a layer needs; prepare everything if it is the last one.
+
+        Raises:
+            UnsupportedError: if a kernel cannot be compiled.
+        """
+        self._expected.discard(layer)
+        self._layers[need.what] = self._layers.get(need.what, 0) + 1
+        if need.keys not in self._ready:
+            self._needs.setdefault(need.keys, need)
+        if not self._expected:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        needs, layers = list(self._needs.values()), dict(self._layers)
+        self._needs.clear()
+        self._layers.clear()
+        if not needs:  # weights were loaded anew
+            return
+        keys = [key for need in needs for key in need.keys]
+        helpers = list(dict.fromkeys(unit for need in needs for unit in need.helpers))
+        done = prepare(keys, helpers, *_rank())
+        for need in needs:
+            if need.run is not None:
+                need.run()
+            self._ready.add(need.keys)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a launch that fails shall fail here
+        ran = ", ".join(f"{count} {what}" for what, count in layers.items())
+        self._engine.log().info(
+            "w4gemm runs %s; %d kernels ready in %.1f s: %d compiled, the others from %s",
+            *(ran, done.units, done.seconds, done.compiled, environment.cache_dir() or "memory"),
+        )
+
+
+def first_tokens(most: int) -> list[int]:
+    """Return the first m of each interval that begins within 1 .. most."""
+    return [1, *(bound + 1 for bound in BOUNDS[: interval(most)])]
+
+
+def _rank() -> tuple[int, int]:
+    """Return which of how many processes of the engine this one is."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

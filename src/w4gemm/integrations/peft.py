@@ -1,0 +1,110 @@
+"""PEFT's LoRA beside 4-bit layers: :func:`enable`, once, before ``peft.get_peft_model``.
+
+The 4-bit weight stays as it is; the adapter's two matrices are trained. Gradients reach them through
+:func:`w4gemm.linear`. Adapters are saved and loaded as PEFT does. PEFT 0.21 is tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft.tuners import tuners_utils
+from peft.tuners.lora import LoraConfig, LoraModel
+from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+
+from w4gemm.api.nn import W4Linear
+from w4gemm.weights.quantization import quantize
+from w4gemm.weights.weight import QuantizedWeight
+
+_INITS = (True, False, "gaussian", "eva")
+"""Values of ``init_lora_weights`` that do not change the weight beside the adapter."""
+
+
+class W4LoraLinear(Linear):
+    """PEFT's LoRA layer around a :class:`w4gemm.W4Linear`: base(x) + scaling * B(A(dropout(x))).
+
+    Merging rounds the sum of weight and adapter to the layer's format, with a warning, because it loses bits of the
+    adapter; unmerging brings back the weight that was there, bit for bit.
+
+    Raises:
+        ValueError: for an initialization or a variant of LoRA that changes or reads the dense weight.
+    """
+
+    def __init__(self, base_layer: torch.nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
+        if config.init_lora_weights not in _INITS:
+            raise ValueError(
+                f"init_lora_weights: wanted one of {_INITS} beside 4-bit weights, got {config.init_lora_weights!r}"
+            )
+        super().__init__(base_layer, adapter_name, config, **kwargs)
+        self._before_merge: QuantizedWeight | None = None
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], None]:
+        """No variant but LoRA itself; the others work on dense weights."""
+        return {(): None}
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        layer: W4Linear = self.get_base_layer()
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        if not names:
+            return
+        if any(self.lora_bias[name] for name in names):
+            raise ValueError("lora_bias: an adapter with a bias cannot be merged into a 4-bit layer")
+        before = layer.weight
+        merged = before.dequantize() + sum(self.get_delta_weight(name).float() for name in names)
+        if safe_merge and not torch.isfinite(merged).all():
+            raise ValueError(f"adapters {names} make a weight that is not finite")
+        warnings.warn(f"merging rounds the adapter to {before.format}; apart it stays exact", stacklevel=2)
+        layer.weight = quantize(merged, before.format).repack(activations=before.activations)
+        if not self.merged:
+            self._before_merge = before
+        self.merged_adapters.extend(names)
+
+    def unmerge(self) -> None:
+        if self._before_merge is None:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        self.get_base_layer().weight, self._before_merge = self._before_merge, None
+        self.merged_adapters.clear()
+
+
+def enable() -> None:
+    """Let PEFT put LoRA beside :class:`w4gemm.W4Linear` layers, also those that ``target_modules="all-linear"`` finds.
+    Calling it twice is the same as once."""
+    if not hasattr(LoraModel._create_new_module, "__wrapped__"):
+        LoraModel._create_new_module = staticmethod(_with_4_bits(LoraModel._create_new_module))
+        tuners_utils._maybe_include_all_linear_layers = _with_all_4_bit_layers(
+            tuners_utils._maybe_include_all_linear_layers
+        )
+
+
+def _with_4_bits(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    @functools.wraps(create)
+    def create_new_module(
+        lora_config: LoraConfig, adapter_name: str, target: torch.nn.Module, **kwargs: Any
+    ) -> torch.nn.Module:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if isinstance(base, W4Linear) and not isinstance(target, LoraLayer):
+            return W4LoraLinear(target, adapter_name, lora_config, **kwargs)
+        return create(lora_config, adapter_name, target, **kwargs)
+
+    return create_new_module
+
+
+def _with_all_4_bit_layers(include: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(include)
+    def include_all(peft_config: Any, model: torch.nn.Module) -> Any:
+        wanted = getattr(peft_config, "target_modules", None)
+        config = include(peft_config, model)
+        if isinstance(wanted, str) and wanted.lower() == "all-linear":
+            head = getattr(model, "get_output_embeddings", lambda: None)()
+            layers = (name for name, m in model.named_modules() if isinstance(m, W4Linear) and m is not head)
+            config.target_modules = {*config.target_modules, *layers}
+        return config
+
+    return include_all

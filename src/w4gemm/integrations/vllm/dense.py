@@ -1,0 +1,204 @@
+"""Linear layers of GPTQ, AWQ and compressed-tensors models: a kernel in vLLM's list of mixed-precision ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.kernels.linear import (
+    _POSSIBLE_KERNELS,
+    MPLinearKernel,
+    MPLinearLayerConfig,
+)
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.scalar_type import scalar_types
+
+from w4gemm.api.ops import packed_linear
+from w4gemm.choice import PlanKey
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.integrations.engines import weights
+from w4gemm.integrations.engines.engine import LEAST
+from w4gemm.integrations.engines.warmup import Need, first_tokens
+from w4gemm.integrations.vllm import takeover
+from w4gemm.kernels import HELPERS, KERNELS
+from w4gemm.kernels.helper import LayerFacts
+from w4gemm.packing.layouts import layout_for
+
+TAKES = "4-bit linear layers of GPTQ, AWQ and compressed-tensors"
+
+_FP8 = torch.float8_e4m3fn
+_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_PERM = "w4gemm_perm"
+_MOST_TOKENS = 8192
+"""Tokens of a step if no config of vLLM says how many there can be."""
+
+
+def install() -> None:
+    """Put :class:`W4GemmLinearKernel` first in vLLM's list for NVIDIA GPUs."""
+    kernels = _POSSIBLE_KERNELS[PlatformEnum.CUDA]
+    if W4GemmLinearKernel not in kernels:
+        kernels.insert(0, W4GemmLinearKernel)
+
+
+def why_not(c: MPLinearLayerConfig) -> str:
+    """Return why a layer is left to vLLM's own kernels, or the empty string."""
+    fp8 = c.act_type == _FP8
+    capability = current_platform.get_device_capability()
+    if reason := takeover.why_not_here(None if capability is None else tuple(capability), fp8):
+        return reason
+    types = (scalar_types.int4,) if fp8 else (scalar_types.uint4b8, scalar_types.uint4)
+    if c.weight_type not in types:
+        return f"weights are {c.weight_type}, wanted {' or '.join(map(str, types))} beside {c.act_type}"
+    dtype = out_dtype(c)
+    if dtype not in _SCALES or (not fp8 and c.act_type != dtype):
+        return f"activations are {c.act_type} and results {dtype}, wanted float16, bfloat16, or float8_e4m3fn"
+    if c.zero_points and (fp8 or c.weight_type != scalar_types.uint4):
+        return f"zero points beside {c.weight_type} weights and {c.act_type} activations"
+    if c.group_size != PER_COLUMN and (c.group_size < 32 or c.group_size % 32):
+        return f"groups are {c.group_size} columns, wanted a multiple of 32 or one group a row"
+    k, full_k = c.partition_weight_shape[0], c.full_weight_shape[0]
+    if c.group_size != PER_COLUMN and k % c.group_size:
+        return f"{k} input features of this GPU are not whole groups of {c.group_size}"
+    if getattr(c, "has_g_idx", False) and k != full_k:
+        return "act-order (desc_act) beside input features that are divided among GPUs"
+    return _unsupported(_problem(c, 16))
+
+
+def _format(c: MPLinearLayerConfig) -> WeightFormat:
+    """Return what the layer's numbers mean; its scales have the model's dtype."""
+    return WeightFormat(c.group_size, "int" if c.zero_points else "none", _SCALES[out_dtype(c)])
+
+
+def out_dtype(c: MPLinearLayerConfig) -> torch.dtype:
+    """Return the dtype of the results, which is the model's."""
+    return c.out_type or (torch.bfloat16 if c.act_type == _FP8 else c.act_type)
+
+
+def _epilogue(c: MPLinearLayerConfig, bias: bool) -> Epilogue:
+    plain = Epilogue(bias=bias)
+    return plain.of_quantized(out_dtype(c)) if c.act_type == _FP8 else plain
+
+
+def _problem(c: MPLinearLayerConfig, m: int) -> GemmProblem:
+    (k, n), device, format = c.partition_weight_shape, Device.of(_device()), _format(c)
+    layout = layout_for(device, format, c.act_type)
+    return GemmProblem(m, n, k, c.act_type, format, layout, _epilogue(c, False), device)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@functools.cache
+def _unsupported(problem: GemmProblem) -> str:
+    """Return every reason why no kernel runs a problem, or the empty string."""
+    answers = [kernel.supports(problem) for kernel in KERNELS]
+    return "" if any(answers) else "; ".join(dict.fromkeys(answer.reason for answer in answers))
+
+
+class W4GemmLinearKernel(MPLinearKernel):
+    """x @ w.T + bias by :func:`w4gemm.api.ops.packed_linear`.
+
+    The packed weight is the layer's parameter that held its codes; those of scales, zero points and groups are removed,
+    because the packed weight holds these numbers. In act-order the layer gets a parameter ``w4gemm_perm``.
+    """
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 10 * LEAST[0] + LEAST[1]
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        reason = why_not(c)
+        if reason:
+            takeover.refuse("4-bit linear layers", reason)
+        return not reason, reason or None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        c = self.config
+        self.epilogues = _epilogue(c, False), _epilogue(c, True)
+        # vLLM's operator, so that its passes and the compiler can fuse it with what makes x
+        self.quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN) if c.act_type == _FP8 else None
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        engine = get_current_vllm_config_or_none()
+        self.most_tokens = engine.scheduler_config.max_num_batched_tokens if engine else _MOST_TOKENS
+        takeover.WARMUP.expect(self)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Replace the layer's parameters by the packed weight."""
+        w = weights.packed(self._numbers(layer), "fp8" if self.quantize else None)
+        for name in (self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)):
+            if name is not None and hasattr(layer, name):
+                delattr(layer, name)
+        self.packed, self.names = w.packed, self._tensor_names(len(w.tensors))
+        named = dict(zip(self.names, w.tensors, strict=True)) | ({} if w.perm is None else {_PERM: w.perm})
+        for name, t in named.items():
+            layer.register_parameter(name, torch.nn.Parameter(t, requires_grad=False))
+        takeover.WARMUP.loaded(self, self._need(layer))
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x (..., k) @ w.T + bias; traced by torch.compile."""
+        rows, token_scale = x.reshape(-1, x.shape[-1]), None
+        if self.quantize is not None:
+            rows, token_scale = self.quantize(rows)
+            token_scale = token_scale.view(-1)
+        d = packed_linear(
+            rows,
+            tuple(getattr(layer, name) for name in self.names),
+            self.packed,
+            self.epilogues[bias is not None],
+            EpilogueOperands(bias=bias, token_scale=token_scale),
+            perm=getattr(layer, _PERM, None),
+            batch_invariant=self.batch_invariant,
+        )
+        return d.view(*x.shape[:-1], self.packed.n)
+
+    def _tensor_names(self, count: int) -> tuple[str, ...]:
+        """Names of the layer's parameters that hold the packed tensors: vLLM looks for the first."""
+        return (self.w_q_name, *(f"w4gemm_packed{i}" for i in range(1, count)))
+
+    def _numbers(self, layer: torch.nn.Module) -> weights.Numbers:
+        """Return the numbers that the layer has loaded: words of eight neighbouring columns (input features) of a row,
+        and those of zero points of eight rows."""
+        c = self.config
+        zeros = _rows_first(layer, self.w_zp_name) if c.zero_points and self.w_zp_name else None
+        g_idx = _rows_first(layer, self.w_gidx_name) if getattr(c, "has_g_idx", False) else None
+        words, scales = _rows_first(layer, self.w_q_name), _rows_first(layer, self.w_s_name)
+        return weights.rowwise(words, scales, zeros, c.group_size, g_idx=g_idx)
+
+    def _need(self, layer: torch.nn.Module) -> Need:
+        """Return what this layer launches for 1 to ``most_tokens`` tokens, with and without its bias if it has one."""
+        blocks, bias = getattr(layer, self.w_q_name), getattr(layer, "bias", None)
+        epilogues = self.epilogues[: 1 if bias is None else 2]
+        tokens, facts = first_tokens(self.most_tokens), (self.config.act_type, self.batch_invariant)
+        keys = tuple(
+            PlanKey.of(self.packed, m, facts[0], epilogue, facts[1], device=blocks.device)
+            for epilogue in epilogues
+            for m in tokens
+        )
+        act_order = LayerFacts(self.packed.k, out_dtype(self.config), act_order=hasattr(layer, _PERM))
+        device = Device.of(blocks.device)
+        helpers = tuple(helper.unit() for kind in HELPERS for helper in kind.needed(device, act_order))
+
+        @torch.inference_mode()
+        def run() -> None:
+            x = torch.zeros(tokens[-1], self.packed.k, dtype=out_dtype(self.config), device=blocks.device)
+            for m in tokens:
+                for given in (None, bias)[: len(epilogues)]:
+                    self.apply_weights(layer, x[:m], given)
+
+        return Need("4-bit linear layers", keys, helpers, run)
+
+
+def _rows_first(layer: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return the numbers of a parameter with the output features first; it says which dimension they are."""
+    parameter = getattr(layer, name)
+    return parameter.data if getattr(parameter, "output_dim", 0) == 0 else parameter.data.t()

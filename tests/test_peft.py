@@ -1,0 +1,142 @@
+"""LoRA beside 4-bit layers trains like LoRA beside the same numbers in dense layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+import peft
+from transformers import AutoModelForCausalLM
+
+from quantized_model import change
+from tiny_model import LAYERS, write_dense
+from w4gemm import W4Linear, quantize
+from w4gemm.integrations.peft import W4LoraLinear, enable
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers
+
+IDS = torch.arange(1, 25).view(2, 12)
+STEPS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def enabled() -> None:
+    enable()
+    enable()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], torch.nn.Module]:
+    folder = write_dense(tmp_path_factory.mktemp("model"), "qwen2")
+    change(folder, lambda t: t["lm_head.weight"].mul_(10))  # so that there is something to learn in front of it
+
+    def load() -> torch.nn.Module:
+        config = W4GemmConfig("int4_g32")
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+    return load
+
+
+def with_lora(model: torch.nn.Module, **config: Any) -> torch.nn.Module:
+    torch.manual_seed(1)
+    settings = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | config
+    return peft.get_peft_model(model, peft.LoraConfig(**settings))
+
+
+def train(model: torch.nn.Module) -> list[float]:
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.02)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(IDS).logits
+
+
+def test_training_equals_that_beside_dense_layers(base: Callable[[], torch.nn.Module], tmp_path: Path) -> None:
+    model = base()
+    dense = with_lora(dequantize_layers(copy.deepcopy(model), torch.float32))
+    weights = {name: m.weight.dequantize() for name, m in model.named_modules() if isinstance(m, W4Linear)}
+    adapted = with_lora(model)
+    layers = [m for m in adapted.modules() if isinstance(m, W4LoraLinear)]
+    assert len(layers) == 2 * LAYERS
+    assert {p.dtype for layer in layers for p in layer.lora_A.parameters()} == {torch.float32}
+    losses, wanted = train(adapted), train(dense)
+    assert losses[-1] < 0.8 * losses[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=2e-4, atol=0)
+    torch.testing.assert_close(logits(adapted), logits(dense), rtol=0, atol=0.05)  # Adam divides small gradients
+    for name, layer in adapted.base_model.model.named_modules():
+        if isinstance(layer, W4Linear):
+            assert torch.equal(layer.weight.dequantize(), weights[name.removesuffix(".base_layer")])
+
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(base(), tmp_path)
+    assert torch.equal(logits(again), logits(adapted))
+    with again.disable_adapter():
+        assert torch.equal(logits(again), logits(base()))
+
+
+def test_all_linear_layers_but_the_head(base: Callable[[], torch.nn.Module]) -> None:
+    adapted = with_lora(base(), target_modules="all-linear")
+    assert sum(isinstance(m, W4LoraLinear) for m in adapted.modules()) == 7 * LAYERS
+    assert not isinstance(adapted.base_model.model.lm_head, peft.tuners.lora.LoraLayer)
+
+
+def test_merging_rounds_and_unmerging_brings_back_every_bit(base: Callable[[], torch.nn.Module]) -> None:
+    adapted = with_lora(base(), init_lora_weights=False)
+    before, name = logits(adapted), "model.layers.0.mlp.down_proj"
+    layer = adapted.base_model.model.get_submodule(name)
+    weight, delta = layer.base_layer.weight, layer.get_delta_weight("default").detach()
+    with pytest.warns(UserWarning, match="merging rounds the adapter to int4_g32"):
+        adapted.merge_adapter()
+    wanted = quantize(weight.dequantize() + delta, weight.format)
+    assert torch.equal(layer.base_layer.weight.dequantize(), wanted.dequantize())
+    assert not torch.equal(logits(adapted), before)
+    adapted.unmerge_adapter()
+    assert torch.equal(layer.base_layer.weight.dequantize(), weight.dequantize())
+    assert torch.equal(logits(adapted), before)
+    with pytest.warns(UserWarning, match="merging rounds"):
+        merged = adapted.merge_and_unload()
+    assert isinstance(merged.get_submodule(name), W4Linear)
+    assert torch.equal(merged.get_submodule(name).weight.dequantize(), wanted.dequantize())
+
+
+def test_gradients_under_torch_compile(base: Callable[[], torch.nn.Module]) -> None:
+    layer = with_lora(base(), init_lora_weights=False).base_model.model.model.layers[0].mlp.down_proj
+    x = torch.randn(5, layer.base_layer.in_features, requires_grad=True)
+    wanted = torch.autograd.grad(layer(x).square().sum(), (x, layer.lora_A["default"].weight))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(x).square().sum(), (x, layer.lora_A["default"].weight))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: wanted one of .* got 'pissa'"),
+        ({"use_dora": True}, "use_dora"),
+    ],
+)
+def test_variants_that_need_the_dense_weight_are_refused(
+    base: Callable[[], torch.nn.Module], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_lora(base(), **config)

@@ -1,0 +1,335 @@
+"""The vLLM plugin's linear layers, against a stub of vLLM's interfaces, on the CPU: formats, tensors, tracing."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, make_dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm.choice import plan_cache
+from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations import vllm as plugin
+from w4gemm.integrations.engines.warmup import Warmup
+from w4gemm.integrations.vllm import takeover
+from w4gemm.weights.random import random_components
+
+STUB = Path(__file__).parent / "vllm_stub"
+N, K = 96, 256
+
+
+@pytest.fixture
+def dense(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module, imported beside the stub and installed by the entry point."""
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+            del sys.modules[name]
+        sys.modules.pop(f"{plugin.__name__}.dense", None)
+
+    forget()
+    monkeypatch.syspath_prepend(STUB)
+    monkeypatch.setattr(plugin, "_installed", [])
+    monkeypatch.setattr(plugin, "PARTS", ("dense",))
+    monkeypatch.setattr(takeover, "WARMUP", Warmup(takeover.VLLM))
+    monkeypatch.delenv("W4GEMM_VLLM", raising=False)
+    plugin.register()
+    module = importlib.import_module(f"{plugin.__name__}.dense")
+    monkeypatch.setattr(module, "_MOST_TOKENS", 8)
+    yield module
+    forget()
+
+
+class Case(NamedTuple):
+    """A layer as a quantization method of vLLM makes it."""
+
+    method: str
+    """gptq, awq or ct: which dimension comes first, and what is stored."""
+    group_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    asymmetric: bool = False
+    act_order: bool = False
+    fp8: bool = False
+
+    @property
+    def format(self) -> WeightFormat:
+        return WeightFormat(
+            self.group_size, "int" if self.asymmetric else "none", {torch.float16: "fp16"}.get(self.dtype, "bf16")
+        )
+
+
+CASES = [
+    Case("gptq"),
+    Case("gptq", 32, torch.float16),
+    Case("gptq", -1),
+    Case("gptq", 64, act_order=True),
+    Case("awq", asymmetric=True),
+    Case("awq", 64, torch.float16, asymmetric=True),
+    Case("ct", 32),
+    Case("ct", -1, torch.float16),
+    Case("ct", 64, asymmetric=True),
+    Case("ct", -1, asymmetric=True),
+    Case("ct", fp8=True),
+    Case("ct", dtype=torch.float16, fp8=True),
+]
+
+
+def config_of(case: Case, n: int = N, k: int = K) -> Any:
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+    from vllm.scalar_type import scalar_types
+
+    kind = scalar_types.int4 if case.fp8 else scalar_types.uint4 if case.asymmetric else scalar_types.uint4b8
+    act_type = torch.float8_e4m3fn if case.fp8 else case.dtype
+    out_type = case.dtype if case.fp8 else None
+    return MPLinearLayerConfig(
+        (k, n), (k, n), kind, act_type, case.group_size, case.asymmetric, case.act_order, out_type
+    )
+
+
+class Made(NamedTuple):
+    kernel: Any
+    layer: torch.nn.Module
+    w: w4gemm.QuantizedWeight
+
+
+def make(case: Case, n: int = N, k: int = K, bias: bool = False, seed: int = 0) -> Made:
+    """A layer with random numbers, and the weight that these are."""
+    from vllm.model_executor.kernels.linear import choose_mp_linear_kernel
+
+    config = config_of(case, n, k)
+    names = {
+        "ct": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+        "awq": ("qweight", "scales", "qzeros"),
+    }[case.method]
+    kernel = choose_mp_linear_kernel(config)(config, *names)
+    layer = torch.nn.Module()
+    w = load(layer, case, names, n, k, seed)
+    if bias:
+        layer.bias = torch.nn.Parameter(torch.randn(n, dtype=case.dtype))
+    return Made(kernel, layer, w)
+
+
+def load(layer: torch.nn.Module, case: Case, names: tuple[str, ...], n: int, k: int, seed: int) -> Any:
+    """Give the layer the parameters that vLLM's method makes; return the weight that they are."""
+    from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter, RowvLLMParameter
+
+    codes, scales, zeros, _ = random_components(case.format, n, k, seed)
+    g_idx = torch.arange(k, dtype=torch.int32) // case.format.group_length(k)
+    if case.act_order:
+        g_idx = g_idx[torch.randperm(k, generator=torch.Generator().manual_seed(1))]
+    first = 0 if case.method == "ct" else 1
+    words: dict[str, Any] = {"packed_factor": 8, "weight_loader": print}
+
+    def placed(t: torch.Tensor, at: int) -> torch.Tensor:
+        return t.contiguous() if at == 0 else t.t().contiguous()
+
+    dims = {"output_dim": first, "input_dim": 1 - first}
+    w_q, w_s, w_zp, *w_g = names
+    parameter = PackedvLLMParameter(data=placed(in_words(codes), first), packed_dim=1 - first, **dims, **words)
+    layer.register_parameter(w_q, parameter)
+    layer.register_parameter(w_s, GroupQuantScaleParameter(data=placed(scales, first), weight_loader=print, **dims))
+    if zeros is not None:  # AWQ's are brought to this order too
+        stored = in_words(zeros.t().contiguous()).t()
+        zero_dims = {"output_dim": 0, "input_dim": 1, "packed_dim": 0}
+        layer.register_parameter(w_zp, PackedvLLMParameter(data=stored.contiguous(), **zero_dims, **words))
+    elif case.method == "gptq":  # allocated, and not used
+        layer.register_parameter(w_zp, PackedvLLMParameter(data=torch.zeros(1, n // 8), packed_dim=1, **dims, **words))
+    if case.method == "gptq":
+        layer.register_parameter(w_g[0], RowvLLMParameter(data=g_idx, input_dim=0, weight_loader=print))
+    return w4gemm.QuantizedWeight.from_codes(
+        case.format, codes, scales, zeros, g_idx if case.act_order else None
+    ).repack(activations="fp8" if case.fp8 else None)
+
+
+def in_words(codes: torch.Tensor) -> torch.Tensor:
+    """int32 (n, k / 8), eight neighbouring columns a word."""
+    pairs = codes[:, 0::2] | codes[:, 1::2] << 4
+    return pairs.clone(memory_format=torch.contiguous_format).view(torch.int32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_layer_is_the_weight(dense: ModuleType, case: Case, bias: bool) -> None:
+    kernel, layer, w = make(case, bias=bias)
+    assert type(kernel) is dense.W4GemmLinearKernel
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(3, 5, K, dtype=case.dtype)
+    given = layer.bias if bias else None
+    d = kernel.apply_weights(layer, x, given)
+    wanted = w4gemm.linear(x, w, None if given is None else given.detach())
+    assert d.shape == (3, 5, N) and d.dtype == case.dtype
+    if case.fp8:  # vLLM's scale of a token, and its rounding
+        assert torch.nn.functional.cosine_similarity(d.float().flatten(), wanted.float().flatten(), 0) > 0.999
+    else:
+        assert torch.equal(d, wanted)
+
+
+@pytest.mark.parametrize("case", [Case("gptq", act_order=True), Case("ct", asymmetric=True), Case("ct", fp8=True)])
+def test_a_layer_is_traced_whole_with_any_number_of_tokens(dense: ModuleType, case: Case) -> None:
+    kernel, layer, _ = make(case, bias=True)
+    kernel.process_weights_after_loading(layer)
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(
+        lambda x: kernel.apply_weights(layer, torch.relu(x), layer.bias), fullgraph=True, dynamic=True, backend=backend
+    )
+    with torch.inference_mode():
+        for m in (7, 12, 64):
+            x = torch.randn(m, K, dtype=case.dtype)
+            assert torch.equal(compiled(x), kernel.apply_weights(layer, torch.relu(x), layer.bias))
+    assert len(graphs) == 1
+    called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.w4gemm.linear) == 1
+
+
+def test_a_layer_s_tensors_are_parameters_of_its_own(dense: ModuleType) -> None:
+    """vLLM moves, frees and reloads parameters; it finds the packed weight under the name of the codes."""
+    kernel, layer, _ = make(Case("gptq", act_order=True))
+    kernel.process_weights_after_loading(layer)
+    held = dict(layer.named_parameters())
+    assert {"qweight", "w4gemm_perm"} <= held.keys() and not {"scales", "qzeros", "g_idx"} & held.keys()
+    assert not any(p.requires_grad for p in held.values())
+    own = [v for v in vars(kernel).values() if isinstance(v, torch.Tensor)]
+    assert not own
+    x = torch.randn(4, K, dtype=torch.bfloat16)
+    before = kernel.apply_weights(layer, x)
+    for p in held.values():  # moved: the memory that held it is another's now
+        moved = p.data.clone()
+        p.data.zero_()
+        p.data = moved
+    assert torch.equal(kernel.apply_weights(layer, x), before)
+
+
+def test_weights_are_loaded_anew(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case("gptq")
+    kernel, layer, _ = make(case)
+    kernel.process_weights_after_loading(layer)
+    for name in list(layer._parameters):
+        delattr(layer, name)
+    w = load(layer, case, ("qweight", "scales", "qzeros", "g_idx"), N, K, seed=5)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        kernel.process_weights_after_loading(layer)
+    assert not caplog.records
+    x = torch.randn(4, K, dtype=case.dtype)
+    assert torch.equal(kernel.apply_weights(layer, x), w4gemm.linear(x, w))
+
+
+def test_it_is_first_and_in_the_list_once(dense: ModuleType) -> None:
+    from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
+    from vllm.platforms import PlatformEnum
+
+    kernels = _POSSIBLE_KERNELS[PlatformEnum.CUDA]
+    kernels.append(object)
+    plugin.register()
+    dense.install()
+    assert kernels == [dense.W4GemmLinearKernel, object]
+
+
+def test_compiled_graphs_are_kept_apart(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    auto = envs.environment_variables["W4GEMM_VLLM"]()
+    monkeypatch.setenv("W4GEMM_VLLM", "on")
+    takeover.enter_compile_key()
+    assert envs.environment_variables["W4GEMM_VLLM"]() != auto
+
+
+def refused(config: Any) -> str:
+    from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS
+    from vllm.platforms import PlatformEnum
+
+    taken, reason = _POSSIBLE_KERNELS[PlatformEnum.CUDA][0].can_implement(config)
+    assert taken == (reason is None)
+    return reason or ""
+
+
+def test_what_is_left_to_vllm(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.scalar_type import scalar_types
+
+    plain, fp8 = config_of(Case("gptq")), config_of(Case("ct", fp8=True))
+    rows = (2 * K, N)
+    assert not refused(plain) and not refused(fp8)
+    assert not refused(replace(plain, full_weight_shape=rows))  # shards of whole groups
+    assert not refused(replace(plain, group_size=-1, full_weight_shape=rows))
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        assert "uint8b128" in refused(replace(plain, weight_type=scalar_types.uint8b128))
+    assert "w4gemm leaves 4-bit linear layers to vLLM's own kernels: weights are uint8b128" in caplog.text
+    assert "int4" in refused(replace(fp8, weight_type=scalar_types.uint4b8))
+    assert "activations are torch.int8" in refused(replace(plain, act_type=torch.int8))
+    assert "results torch.float32" in refused(replace(plain, act_type=torch.float32))
+    assert "zero points beside" in refused(replace(fp8, zero_points=True))
+    assert "zero points beside" in refused(replace(plain, zero_points=True))
+    assert "groups are 16 columns" in refused(replace(plain, group_size=16))
+    assert "192 input features of this GPU are not whole groups of 128" in refused(
+        replace(plain, partition_weight_shape=(192, N), full_weight_shape=(384, N))
+    )
+    assert "act-order" in refused(replace(config_of(Case("gptq", act_order=True)), full_weight_shape=rows))
+
+
+def test_no_gpu_but_hopper_unless_forced(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    config = config_of(Case("gptq"))
+    monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls: (8, 0)))
+    assert "W4GEMM_VLLM=on takes over" in refused(config)
+    monkeypatch.setenv("W4GEMM_VLLM", "on")
+    assert not refused(config)
+    assert "needs compute capability 8.9" in refused(config_of(Case("ct", fp8=True)))
+
+
+def test_a_config_without_act_order(dense: ModuleType) -> None:
+    """vLLM 0.33 has no has_g_idx, and its kernels no w_gidx_name."""
+    config = config_of(Case("gptq"))
+    names = [f.name for f in fields(config) if f.name != "has_g_idx"]
+    newer = make_dataclass("MPLinearLayerConfig", names)(*(getattr(config, name) for name in names))
+    assert not refused(newer)
+    kernel, layer, w = make(Case("gptq"))
+    kernel.config = newer
+    del kernel.w_gidx_name
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(4, K, dtype=torch.bfloat16)
+    assert torch.equal(kernel.apply_weights(layer, x), w4gemm.linear(x, w))
+
+
+def test_plans_are_ready_when_the_last_layer_is_loaded(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every number of tokens up to the engine's most, with and without a bias; no plan is chosen later."""
+    engine = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=40))
+    monkeypatch.setattr(dense, "get_current_vllm_config_or_none", lambda: engine)
+    plan_cache.forget()
+    made = [make(Case("gptq")), make(Case("gptq"), bias=True), make(Case("ct", 64), n=64)]
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        for kernel, layer, _ in made[:2]:
+            kernel.process_weights_after_loading(layer)
+        assert not caplog.records
+        made[2].kernel.process_weights_after_loading(made[2].layer)
+    (record,) = caplog.records
+    assert "w4gemm runs 3 4-bit linear layers" in record.message
+    monkeypatch.setattr("w4gemm.choice.plan_cache.plan", lambda *a: pytest.fail("a plan was chosen"))
+    for kernel, layer, _ in made:
+        for m in (1, 2, 3, 7, 8, 9, 33, 40):
+            for bias in (None, getattr(layer, "bias", None)):
+                kernel.apply_weights(layer, torch.randn(m, K, dtype=torch.bfloat16), bias)
+
+
+def test_a_layer_that_is_dropped_is_not_waited_for(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    kept, dropped = make(Case("gptq")), make(Case("gptq"))
+    del dropped
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        kept.kernel.process_weights_after_loading(kept.layer)
+    assert "w4gemm runs 1 4-bit linear layers" in caplog.text

@@ -1,0 +1,79 @@
+"""Hold the stub to vLLM's own sources: ``python tests/vllm_stub/check.py FOLDER...``, each an unpacked wheel of vLLM.
+
+Everything that a module of the stub defines, vLLM's module of that name must define too: a class with these methods,
+properties, fields and enum members, a function with these parameters in this order, a variable. What a version lacks on
+purpose is in ``GONE``. Exits with the number of differences.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+STUB = Path(__file__).parent
+_KERNEL = "vllm/model_executor/kernels/linear/mixed_precision/MPLinearKernel.py"
+GONE = {  # act-order
+    "0.33": {
+        f"{_KERNEL}: MPLinearLayerConfig.has_g_idx",
+        f"{_KERNEL}: MPLinearKernel.__init__.w_gidx_param_name",
+    },
+}
+"""Names that the stub has, by the first version without them."""
+
+
+def names(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Yield each name that statements define, dotted, with the parameters of a function."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield prefix + node.name, []
+            yield from names(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            yield prefix + node.name, [a.arg for a in arguments]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield prefix + node.target.id, []
+        elif isinstance(node, ast.Assign):
+            yield from ((prefix + t.id, []) for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("vllm")):
+            yield from ((prefix + (alias.asname or alias.name), []) for alias in node.names)
+        elif isinstance(node, (ast.If, ast.Try)):
+            yield from names(node.body, prefix)
+
+
+def lacking(stub: Path, real: Path) -> Iterator[str]:
+    """Yield what a module of the stub has and vLLM's has not: names, and parameters that are not in this order."""
+    if not real.is_file():
+        yield "the module"
+        return
+    theirs: dict[str, list[str]] = {}
+    for name, parameters in names(ast.parse(real.read_text()).body):
+        theirs.setdefault(name, parameters)
+    for name, parameters in names(ast.parse(stub.read_text()).body):
+        if name == "__all__":
+            continue
+        if name not in theirs:
+            yield name
+            continue
+        rest = iter(theirs[name])
+        yield from (f"{name}.{parameter}" for parameter in parameters if parameter not in rest)
+
+
+def differences(folder: Path) -> list[str]:
+    """Names that the stub has and a version of vLLM has not."""
+    (metadata,) = folder.glob("vllm-*.dist-info")
+    version = metadata.name.removeprefix("vllm-").removesuffix(".dist-info")
+    numbers = [int(part) for part in version.split(".")[:2]]
+    gone = {name for since, of in GONE.items() if numbers >= [int(p) for p in since.split(".")] for name in of}
+    found = []
+    for file in sorted((STUB / "vllm").rglob("*.py")):
+        relative = file.relative_to(STUB)
+        found += [name for each in lacking(file, folder / relative) if (name := f"{relative}: {each}") not in gone]
+    return [f"vLLM {version} lacks {name}" for name in found]
+
+
+if __name__ == "__main__":
+    lines = [line for folder in sys.argv[1:] for line in differences(Path(folder))]
+    print("\n".join(lines) or "no differences")
+    sys.exit(min(len(lines), 100))
