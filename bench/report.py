@@ -1,4 +1,4 @@
-"""Tables and plots of a run of ``bench.run`` or ``bench.grouped``: ``python -m bench.report [FILE]``.
+"""Tables and plots of a run of ``bench.run``, ``bench.grouped`` or ``bench.engine``: ``python -m bench.report [FILE]``.
 
 Writes the page and the plot in docs/ for each kind of work in FILE, and docs/benchmarks.html for W4A16. Only rows of
 one run are compared. Needs matplotlib.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import html
+from bench.engine import page as engine_page
 from bench.shapes import divide
 
 from w4gemm.tuning import roofline
@@ -170,8 +171,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "file", nargs="?", default=str(ROOT / "bench/results/times.jsonl"), help="(default: %(default)s)"
     )
-    path = parser.parse_args(argv).file
-    for rows in last_of_each_work(Path(path)):
+    path = Path(parser.parse_args(argv).file)
+    if path.name.startswith("engine"):
+        engine_page.write_page(path)
+    for rows in last_of_each_work(path):
         page = page_of(rows)
         times, versions = by_point(rows)
         plot(page, times, list(versions))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import launch, profile, rows, serve, worker  # noqa: E402
+from bench.engine import launch, page, profile, rows, serve, worker  # noqa: E402
 from bench.engine.checkpoint import Packing, tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
@@ -335,3 +335,48 @@ def test_a_profile_is_that_of_decode_steps():
 )
 def test_kernels_are_grouped_by_what_they_do(kernel, group):
     assert profile.group_of(kernel) == group
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def engine_rows(impl: str, gain: float, run: str = "1", **changed: object) -> list[dict[str, object]]:
+    """Rows of an implementation that is ``gain`` times as fast as vLLM's choice, as a run writes them."""
+    task = Task({}, 512, (1, 256), 128, 128, prefill=8192)
+    found = result(4.0 / gain, [[7] * 128])
+    found.decode.append({**result(8.0 / gain, [[7] * 128] * 256).decode[0], "batch": 256})
+    common = {"kind": "engine", "run": run, "engine": "vllm", "engine_version": "0.26.0", "model": "llama-3-8b"}
+    common |= {"format": "gptq-int4-g128", "dtype": "bfloat16", "gpus": 1, "mode": "graphs", "impl": impl}
+    facts = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11", "commit": "ab", "dirty": False, "utc": ""}
+    measured = [{"start": "cold", **row} if row["phase"] == "start" else row for row in rows.rows_of(found, task)]
+    return [{**common, "chosen": impl == "machete", **row, **facts, **changed} for row in measured]
+
+
+def test_the_page_of_sample_rows():
+    """The last run only; failed rows leave no trace; ratios are over vLLM's choice and over the best."""
+    stored = [*engine_rows("w4gemm", 9.0, run="0"), *engine_rows("w4gemm", 1.5), *engine_rows("humming", 1.2)]
+    stored += [*engine_rows("machete", 1.0), {**stored[0], "impl": "conch", "phase": "failed", "reason": "no"}]
+    load = {"phase": "serve", "batch": 64, "tokens_s": 9000.0, "first_token_ms_p50": 80.0, "first_token_ms_p99": 120.0}
+    load |= {"between_tokens_ms_p50": 6.0, "between_tokens_ms_p99": 9.0}
+    stored += [
+        {**row, **load} for row in stored if row["phase"] == "decode" and row["batch"] == 1 and row["run"] == "1"
+    ]
+    text = page.text(page.cases_of(stored), "engine.jsonl")
+    assert "| decode, batch 1: tokens/s (ms a step) | 375 (2.67) | 250 (4.00) | 300 (3.33) | 1.50 | 1.25 |" in text
+    assert "|  | w4gemm | machete, vLLM's choice | humming | over vLLM's choice | over the best |" in text
+    assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only | 1 to 64 | 1.50 | 1.25 |" in text
+    assert "| prefill of 8192: tokens/s | 32,768 | 32,768 | 32,768 | 1.00 | 1.00 |" in text
+    assert "| humming | 64 | 80.0 (120.0) | 6.0 (9.0) |" in text
+    assert "conch" not in text and "runs `1`" in text and "| cold start: s | 20 |" in text
+
+
+def test_a_page_without_our_rows_has_no_ratios():
+    text = page.text(page.cases_of([*engine_rows("machete", 1.0), *engine_rows("humming", 1.2)]), "engine.jsonl")
+    assert "| 250 (4.00) | 300 (3.33) | - | - |" in text
+
+
+@pytest.mark.skipif(not program.RESULTS.exists(), reason="no stored rows")
+def test_the_stored_page_is_that_of_the_stored_rows():
+    stored = [json.loads(line) for line in program.RESULTS.read_text().splitlines()]
+    assert page.PAGE.read_text() == page.text(page.cases_of(stored), program.RESULTS.name), "run python -m bench.report"
+    assert page.PLOT.exists() and not any(row["dirty"] for row in stored)

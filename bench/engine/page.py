@@ -1,0 +1,300 @@
+"""The page of engines, docs/benchmarks-vllm.md, from rows: tables by model, ratios, and a plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.engine.implementations import OURS
+
+Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, PLOT = ROOT / "docs/benchmarks-vllm.md", ROOT / "docs/plots/vllm.svg"
+_WIDTH = 120
+_MODES = {
+    "default": "torch.compile",
+    "graphs": "CUDA graphs only",
+    "eager": "eager",
+}
+"""vLLM compiles by default; CUDA graphs of decode steps alone start sooner."""
+_HEAD = (
+    "Checkpoints of published shapes with random numbers, written by `bench/engine/checkpoint.py`. A random router "
+    "divides tokens about evenly among experts.",
+    "Each implementation served the same checkpoint in a process of its own, one after the other in mixed order on one "
+    "machine; medians of three. The engine was asked which kernel every layer got.",
+    "Decode: requests of 128 random tokens, greedy answers of 128, through `LLM.generate`; tokens/s of the whole batch "
+    "without the time to the first tokens, and milliseconds a step. Serve: `vllm serve`, streamed, so many requests at "
+    "a time, a new one as soon as one ends.",
+    "A ratio is tokens/s of w4gemm over those of vLLM's own choice, or of the best of vLLM's kernels in that line; for "
+    "a time it is the inverse. More than 1 is w4gemm's gain.",
+    "Rows: bench/results/{file}. `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default "
+    "w4gemm marlin humming` repeats a table with vLLM and a GPU; `--serve` and `--profile` add theirs. `python -m "
+    "bench.report bench/results/{file}` makes this page.",
+)
+
+
+class Case(NamedTuple):
+    """A table of the page."""
+
+    model: str
+    format: str
+    gpu: str
+    gpus: int
+    mode: str
+    dtype: str
+
+    @classmethod
+    def of(cls, row: Row) -> Case:
+        return cls(*(row[name] for name in cls._fields))
+
+    def __str__(self) -> str:
+        gpu = f"{self.gpus} x {self.gpu}" if self.gpus > 1 else self.gpu
+        return ", ".join((self.model, self.format, gpu, _MODES[self.mode]))
+
+
+class Line(NamedTuple):
+    """A line of a table: what is measured, how its figures are shown, and whether less is better."""
+
+    name: str
+    value: Callable[[Row], float]
+    shown: Callable[[Row], str]
+    is_time: bool = False
+
+
+def line_of(row: Row) -> Line | None:
+    """Return the line that a row belongs to; None if it is in none of the table of speeds."""
+    phase = row["phase"]
+    if phase == "decode":
+        name = f"decode, batch {row['batch']}: tokens/s (ms a step)"
+        return Line(name, lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f} ({r['ms_step']:.2f})")
+    if phase == "prefill":
+        return Line(
+            f"prefill of {row['tokens_in']}: tokens/s", lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f}"
+        )
+    if phase == "first_token":
+        name = f"first token after {row['tokens_in']}: ms"
+        return Line(name, lambda r: r["seconds"], lambda r: f"{1e3 * r['seconds']:.1f}", True)
+    if phase == "serve":
+        name = f"serve, {row['batch']} at a time: tokens/s"
+        return Line(name, lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f}")
+    if phase == "start":
+        return Line(f"{row['start']} start: s", lambda r: r["seconds"], lambda r: f"{r['seconds']:.0f}", True)
+    return None
+
+
+def write_page(file: Path) -> None:
+    """Write the page and its plot from a file of rows."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    cases = cases_of(rows)
+    PAGE.write_text(text(cases, file.name))
+    plot(cases)
+
+
+def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
+    """Return the rows of each table: of the last run that measured its model, offline and under load."""
+    found: dict[Case, dict[bool, list[Row]]] = {}
+    starts: dict[tuple[Case, str], list[Row]] = {}
+    for row in rows:
+        if row["kind"] != "engine" or row["phase"] == "failed":
+            continue
+        case = Case.of(row)
+        if row["phase"] == "start":
+            starts.setdefault((case, row["run"]), []).append(row)
+            continue
+        runs = found.setdefault(case, {})
+        kept = runs.setdefault(row["phase"] == "serve", [])
+        if kept and kept[0]["run"] != row["run"]:
+            kept.clear()
+        kept.append(row)
+    return {
+        case: [*(row for kept in runs.values() for row in kept), *starts.get((case, _offline_run(runs)), [])]
+        for case, runs in found.items()
+    }
+
+
+def _offline_run(runs: dict[bool, list[Row]]) -> str:
+    return (runs.get(False) or runs[True])[0]["run"]
+
+
+def text(cases: dict[Case, list[Row]], file: str) -> str:
+    """Return the page."""
+    every = [row for rows in cases.values() for row in rows]
+    runs = "`, `".join(dict.fromkeys(row["run"] for row in every))
+    facts = [f"vLLM {version}" for version in dict.fromkeys(row["engine_version"] for row in every)]
+    facts += [f"torch {version}" for version in dict.fromkeys(row["torch"] for row in every)]
+    facts += [f"driver {version}" for version in dict.fromkeys(row["driver"] for row in every)]
+    lines = ["# w4gemm inside vLLM", ""]
+    for sentence in (*_HEAD, f"{', '.join(facts)}; runs `{runs}`."):
+        lines += textwrap.wrap(f"- {sentence.format(file=file)}", _WIDTH, subsequent_indent="  ")
+    lines += [
+        "",
+        "| geometric means of decode | batch | over vLLM's choice | over the best of vLLM's |",
+        "|---|---|---|---|",
+    ]
+    for case, rows in cases.items():
+        lines += summary(case, rows)
+    lines += ["", f"![Tokens/s over vLLM's choice](plots/{PLOT.name})"]
+    for case, rows in cases.items():
+        lines += ["", f"## {case}", "", *speeds(rows)]
+        for more in (latencies(rows), steps(rows), agreement(rows)):
+            lines += ["", *more] if more else []
+    return "\n".join(lines) + "\n"
+
+
+def summary(case: Case, rows: Sequence[Row]) -> list[str]:
+    """Lines of the first table: means over batches of 64 and less, and over larger ones."""
+    lines = []
+    for name, wanted in (("1 to 64", lambda b: b <= 64), ("more", lambda b: b > 64)):
+        points = {row["batch"] for row in rows if row["phase"] == "decode" and wanted(row["batch"])}
+        found = [
+            ratios([r for r in rows if r["phase"] == "decode" and r["batch"] == batch]) for batch in sorted(points)
+        ]
+        if found and all(found):
+            means = [math.exp(sum(math.log(pair[i]) for pair in found if pair) / len(found)) for i in range(2)]
+            lines.append(f"| {case} | {name} | {means[0]:.2f} | {means[1]:.2f} |")
+    return lines
+
+
+def ratios(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """Return w4gemm's gain over vLLM's choice and over the best of vLLM's kernels in one line; None without both."""
+    line = line_of(rows[0]) if rows else None
+    if line is None:
+        return None
+    values = {row["impl"]: line.value(row) for row in rows}
+    ours = [value for name, value in values.items() if OURS in name]
+    chosen = [line.value(row) for row in rows if row["chosen"] and OURS not in row["impl"]]
+    others = [value for name, value in values.items() if OURS not in name]
+    if not ours or not chosen:
+        return None
+    if line.is_time:
+        return chosen[0] / min(ours), min(others) / min(ours)
+    return max(ours) / chosen[0], max(ours) / max(others)
+
+
+def _names(rows: Sequence[Row]) -> dict[str, str]:
+    """Heads of columns by implementation: ours first, vLLM's choice next."""
+    chosen = {row["impl"] for row in rows if row["chosen"]}
+    names = sorted({row["impl"] for row in rows}, key=lambda name: (OURS not in name, name not in chosen, name))
+    return {name: f"{name}, vLLM's choice" if name in chosen else name for name in names}
+
+
+def _by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if line := line_of(row):
+            found.setdefault(line.name, []).append(row)
+    return found
+
+
+def speeds(rows: Sequence[Row]) -> list[str]:
+    """Lines of the table of a case."""
+    names = _names(rows)
+    head = _line("", (*names.values(), "over vLLM's choice", "over the best"))
+    lines = [head, "|---" * (len(names) + 3) + "|"]
+    for name, found in _by_line(rows).items():
+        line = line_of(found[0])
+        assert line is not None
+        cells = {row["impl"]: line.shown(row) for row in found}
+        pair = ratios(found)
+        gains = [f"{gain:.2f}" for gain in pair] if pair and found[0]["phase"] != "start" else ["-", "-"]
+        lines.append(_line(name, (*(cells.get(n, "-") for n in names), *gains)))
+    return lines
+
+
+def latencies(rows: Sequence[Row]) -> list[str]:
+    """Lines of the table of times under load, median and 99th percentile."""
+    found = [row for row in rows if row["phase"] == "serve"]
+    if not found:
+        return []
+    lines = ["| under load, ms: median (99 %) | at a time | first token | between tokens |", "|---|---|---|---|"]
+    for row in sorted(found, key=lambda row: (row["batch"], row["impl"])):
+        first, between = (
+            f"{row[f'{name}_ms_p50']:.1f} ({row[f'{name}_ms_p99']:.1f})" for name in ("first_token", "between_tokens")
+        )
+        lines.append(f"| {row['impl']} | {row['batch']} | {first} | {between} |")
+    return lines
+
+
+def steps(rows: Sequence[Row]) -> list[str]:
+    """Lines of the table of where a decode step of one request goes."""
+    found = {row["impl"]: row for row in rows if row["phase"] == "profile"}
+    if not found:
+        return []
+    longest = next(iter(found.values()))["groups"]
+    groups = list(dict.fromkeys([*longest, *(name for row in found.values() for name in row["groups"])]))
+    lines = [_line("a decode step at batch 1, us", found), "|---" * (len(found) + 1) + "|"]
+    for name in groups:
+        lines.append(_line(name, (f"{row['groups'].get(name, 0.0):.0f}" for row in found.values())))
+    for name, key in (("no kernel runs", "gaps"), ("step, under the profiler", "us_step")):
+        lines.append(_line(name, (f"{row[key]:.0f}" for row in found.values())))
+    return lines
+
+
+def agreement(rows: Sequence[Row]) -> list[str]:
+    """A sentence on greedy answers that begin alike."""
+    found = [row for row in rows if "equal_prefix" in row]
+    if not found:
+        return []
+    by_name: dict[str, list[Row]] = {}
+    for row in found:
+        by_name.setdefault(row["impl"], []).append(row)
+    parts = [f"{name} {_listed(row['equal_prefix'] for row in of_name)}" for name, of_name in by_name.items()]
+    batches = _listed(row["batch"] for row in next(iter(by_name.values())))
+    own = sorted({row["impl"] for row in rows if row["phase"] == "decode" and not row["repeats_itself"]})
+    sentence = (
+        f"Of {found[0]['tokens_out']} greedy tokens, those before the first that differs from "
+        f"{found[0]['same_tokens_as']}'s, mean at batch {batches}: {'; '.join(parts)}. "
+    )
+    sentence += f"Other tokens when repeated: {', '.join(own)}." if own else "Each repeats itself token for token."
+    return textwrap.wrap(sentence, _WIDTH)
+
+
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"| {' | '.join((name, *cells))} |"
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{number:.0f}" for number in numbers)
+
+
+def plot(cases: dict[Case, list[Row]]) -> None:
+    """Plot tokens/s over vLLM's choice: a panel a case, a group of bars a line, a bar an implementation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "w4gemm"  # the same rows give the same file
+    import matplotlib.pyplot as plt
+
+    columns = min(2, len(cases)) or 1
+    height = -(-len(cases) // columns)
+    figure, panels = plt.subplots(height, columns, figsize=(6.5 * columns, 3.2 * height), squeeze=False)
+    for panel in panels.flat[len(cases) :]:
+        panel.set_visible(False)
+    for panel, (case, rows) in zip(panels.flat, cases.items(), strict=False):
+        names = list(_names(rows))
+        wanted = [r for r in rows if r["phase"] in ("decode", "prefill", "serve")]
+        groups = {name: found for name, found in _by_line(wanted).items() if any(r["chosen"] for r in found)}
+        for i, name in enumerate(names):
+            gains = []
+            for found in groups.values():
+                base = next(row["tokens_s"] for row in found if row["chosen"])
+                gains.append(next((row["tokens_s"] / base for row in found if row["impl"] == name), 0.0))
+            color = {"color": "black"} if OURS in name else {}
+            panel.bar(
+                [x + i * 0.8 / len(names) for x in range(len(groups))], gains, 0.8 / len(names), label=name, **color
+            )
+        short = [name.partition(":")[0].replace(", ", "\n", 1) for name in groups]
+        panel.set_xticks([x + 0.4 * (1 - 1 / len(names)) for x in range(len(groups))], short, fontsize=7)
+        panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
+        panel.set_title(str(case), fontsize=9)
+        panel.margins(y=0.2)
+        panel.legend(fontsize=7, ncols=len(names), loc="upper center")
+    panels[0][0].set_ylabel("tokens/s over vLLM's choice")
+    figure.tight_layout()
+    PLOT.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOT, metadata={"Date": None})
+    plt.close(figure)
