@@ -51,6 +51,7 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
     "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
+    "shf.r.wrap.b32": lambda low, high, by: (low | high << 32) >> by,
     "mov.b32": lambda a: a,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "prmt.b32": prmt,

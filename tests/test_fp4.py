@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ptx_interpreter import run_ptx
 from test_layouts import assert_same
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
 from w4gemm.core.formats import ALIASES, ELEMENTS
+from w4gemm.packing.codecs import MMA16, MXFP4_MMA16, codec_for
 from w4gemm.weights.random import random_weight
 
 NAMES = tuple(ALIASES)
@@ -110,3 +112,45 @@ def test_nvfp4_scales_of_both_signs():
     nan = (scales.float() * torch.nan).to(scales.dtype)
     with pytest.raises(ValueError, match="scales: wanted at most 448 in magnitude and no NaN"):
         QuantizedWeight.from_codes("nvfp4", codes, nan, channels=torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("kind, dtype, power", [("bf16", torch.bfloat16, 126), ("f16", torch.float16, 14)])
+def test_decoder(monkeypatch, kind, dtype, power):
+    """The decoder's instructions, run here, put each element's bits where they are its number times a power of two."""
+    decode_e2m1 = pytest.importorskip("w4gemm.kernels.device.decode_e2m1")
+    monkeypatch.setattr(decode_e2m1, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
+    decoder = decode_e2m1.E2m1Decoder(kind, "e8m0", "none")
+    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    words = MXFP4_MMA16.code_words(codes).flatten()
+    elements = MMA16.split(codes).reshape(-1, 2, 2, 2)  # element col8 row8
+    for i in range(0, 1024, 5):
+        registers = decoder._numbers(int(words[i]) & 0xFFFFFFFF)
+        halves = torch.tensor([[r & 0xFFFF, r >> 16] for r in registers], dtype=torch.int32).short().view(dtype)
+        numbers = E2M1.numbers(elements[i]).permute(1, 2, 0).reshape(4, 2)
+        assert torch.equal(halves.double() * 2.0**power, numbers.double())
+
+
+def test_stored_scales():
+    """One shift makes a number of each: of the exponent of a bf16, of the upper bits of an fp16."""
+    powers = e8m0(*range(156))
+    fields = codec_for(WeightFormat.parse("mxfp4"), MMA16).stored_scales(powers)
+    numbers = (fields.int() << 7).short().view(torch.bfloat16).double() * 2.0**-99
+    assert torch.equal(numbers, torch.exp2(torch.arange(156).double() - 127)[None])
+    scales = torch.arange(127, dtype=torch.uint8)[None].view(torch.float8_e4m3fn)
+    fields = codec_for(WeightFormat.parse("nvfp4"), MMA16).stored_scales(scales)
+    assert torch.equal((fields << 7).view(torch.float16).float(), scales.float()) and int(fields.max()) < 256
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed(name):
+    """Scales of both signs and 0: the packed weight has the same numbers, one without them the same parts too."""
+    format = WeightFormat.parse(name)
+    for signed in (False, True):
+        w = random_weight(format, 70, 176, signed=signed)
+        packed = w.repack("mma16")
+        assert torch.equal(packed.dequantize(), w.dequantize())
+        assert_same(packed.repack("canonical").repack("mma16").parts(), packed.parts())
+        if not signed or name == "mxfp4":
+            assert_same(packed.parts(), w.parts())
+    bits = 8 * packed.tensors[0].numel() * 4 / (128 * 256)
+    assert bits == (4.25 if name == "mxfp4" else 4.5)

@@ -198,7 +198,10 @@ def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     if kernel in FP8_KERNELS:
         return [(name, FP8) for name in FP8_FORMATS]
     extra = [("int4_g128_e4m3", FP8)] if kernel == "dequantize_gemm" else []
-    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + CODEBOOKS + extra
+    floats = [(name, dtype) for name in ("mxfp4", "nvfp4") for dtype in (torch.bfloat16, torch.float16)]
+    if kernel == "dequantize_gemm":
+        floats = [(name, dtype) for name, dtype in floats if name == "mxfp4"]
+    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + CODEBOOKS + floats + extra
 
 
 @pytest.mark.parametrize(
@@ -231,6 +234,9 @@ def test_every_kernel_that_compiles_is_checked():
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128_fp16", torch.float16, 8, {"HFMA2": 2, "HADD2": 2}),
         ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "int4_g128_e4m3", torch.float8_e4m3fn, 16, {"PRMT": 4, "IDP": 2}),
         ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "mxfp4", torch.float8_e4m3fn, 16, {"IDP": 2}),
+        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "mxfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
+        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
+        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.float16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
     ],
 )
 def test_instructions_that_decode(kernel, config, name, dtype, words, counts):

@@ -33,11 +33,13 @@ FORMATS = [
     for scale in ("bf16", "fp16")
 ]
 FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128, -1)]
-FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128", "mxfp4")]
+FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128")]
+FORMATS += [WeightFormat.parse(name) for name in ("mxfp4", "nvfp4", "e2m1_g96_e8m0", "e2m1_col_e4m3_row")]
 FEW_FORMATS = [
     WeightFormat.parse(name)
     for name in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat", "int4_g64_e4m3", "mxfp4")
 ]
+FEW_FORMATS.append(WeightFormat.parse("nvfp4"))
 CONFIG_FORMATS = [WeightFormat.parse(name) for name in ("int4_g64_zint_fp16", "int4_g64_e4m3")]
 """Every config runs with the first of these that it is legal for."""
 FP8 = torch.float8_e4m3fn

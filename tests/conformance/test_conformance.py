@@ -78,6 +78,37 @@ def test_one_hot_gives_the_dequantized_weight(target, format):
         assert torch.equal(linear_poisoned(x, w, None, config).T, w.dequantize(target.out_dtype))
 
 
+EXACT_POWERS = {torch.bfloat16: (22, 155), torch.float16: (103, 140), torch.float32: (0, 155)}
+"""First and last e8m0 scale, by its bits, whose products with every e2m1 number a kernel holds: see device/decode_e2m1.
+Larger ones are refused; in fp16 they are infinite, as numbers beyond 65504 are."""
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_every_code_with_every_scale(target, name):
+    """The bits of the float64 product, rounded once."""
+    if target.dtype == FP8:
+        pytest.skip("rows with scales of more than 29 binades are rounded")
+    format, dtype = w4gemm.WeightFormat.parse(name), target.out_dtype
+    first, last = EXACT_POWERS[target.dtype] if name == "mxfp4" else (0, 255)
+    bits = torch.arange(first, last + 1, dtype=torch.uint8)
+    bits = bits[(bits & 127) != 127] if name == "nvfp4" else bits
+    k, groups = 96, format.groups(96)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(len(bits), k // 16)
+    scales = torch.stack([bits.roll(i) for i in range(groups)], dim=1).view(format.scale_dtype)
+    for factor in (1.0, 1 / 3) if name == "nvfp4" else (None,):
+        channels = None if factor is None else torch.full((len(bits),), factor)
+        target.takes(format)
+        w = w4gemm.QuantizedWeight.from_codes(format, codes, scales, channels=channels)
+        s = scales.float() if name == "nvfp4" else torch.exp2(scales.view(torch.uint8).double() - 127)
+        exact = format.element_rule.numbers(codes).double() * s.double().repeat_interleave(format.group_size, dim=1)
+        if channels is not None:  # a kernel multiplies a sum in float32 by the row's factor, in float32
+            exact = exact.float() * channels[:, None]
+        w = w.to(target.device).repack(target.layout)
+        for config in target.few_configs(len(bits), k, format):
+            got = linear_poisoned(target.one_hot(torch.arange(k), k), w, None, config)
+            assert torch.equal(got.T.cpu(), exact.to(dtype))
+
+
 @few_formats
 @pytest.mark.parametrize("n, k", RAGGED)
 def test_one_hot_ragged(target, format, n, k):

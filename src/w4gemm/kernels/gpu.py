@@ -12,7 +12,6 @@ import torch
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
@@ -32,7 +31,8 @@ shared memory."""
 
 _OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _MIN_SCALE_GROUP = 32
-"""Columns of a step of an fp8 matrix instruction, or of two steps of a 16-bit one."""
+"""Columns of a step of an fp8 matrix instruction, or of two steps of a 16-bit one. Of one such step, 16, only 8-bit
+scales can be decoded: the registers have no room for 16-bit ones."""
 MIN_DRIVER = (12, 0)
 """CUDA version that the driver must support."""
 
@@ -141,13 +141,15 @@ class Variant:
         )
 
 
-def refused_groups(format: WeightFormat) -> str:
-    """Return why no GPU kernel decodes the format's groups; the empty string if one does."""
-    group = Block.of(format).scale_group
-    if group % _MIN_SCALE_GROUP == 0:
+def refused_groups(problem: GemmProblem) -> str:
+    """Return why no GPU kernel decodes the groups of the problem's format, of which there is a codec; the empty string
+    if one does."""
+    weight = WeightOperand.of(problem.format, problem.dtype)
+    group, short = weight.block.scale_group, weight.kind != "e4m3" and weight.block.scale_bits == 8
+    least = _MIN_SCALE_GROUP // 2 if short else _MIN_SCALE_GROUP
+    if group % least == 0:
         return ""
-    wanted = f"groups of a multiple of {_MIN_SCALE_GROUP} columns"
-    return f"cannot take {format}: decodes {wanted}, scales are for each {group}"
+    return f"cannot take {problem.format}: decodes groups of a multiple of {least} columns, scales are for each {group}"
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> int:
@@ -186,7 +188,7 @@ class GpuKernel(ABC):
             return Status.no(f"needs {' or '.join(map(str, self.dtypes))} activations, got {problem.dtype}")
         if reason := layout_named(self.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
-        if reason := refused_groups(problem.format):
+        if reason := refused_groups(problem):
             return Status.no(reason)
         if problem.layout != self.layout:
             return Status.no(

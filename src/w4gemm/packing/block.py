@@ -102,7 +102,7 @@ class Block:
     @property
     def groups_per_word(self) -> int:
         """Groups of columns whose fields share a scale word."""
-        return 16 // self.scale_bits
+        return 16 // self.scale_bits if self.scale_group < HALF_K else 1
 
     @property
     def runs(self) -> int:

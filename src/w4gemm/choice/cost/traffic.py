@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
 from w4gemm.choice.cost.constants import reference, scale_of
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
+from w4gemm.packing.codecs import MMA8, MMA16, codec_for
 
 
 def bytes_us(problem: GemmProblem) -> float:
     """Every byte once: packed blocks, x and d, both as if in 16 bits."""
     blocks = -(-problem.n // BLOCK_N) * -(-problem.k // BLOCK_K)
-    weight = Block.of(problem.format).bytes * blocks * min(max(1, problem.experts), problem.m)
+    codec = codec_for(problem.format, MMA8 if problem.dtype == torch.float8_e4m3fn else MMA16)
+    block = Block.of(problem.format) if codec is None else codec.block(problem.format)
+    weight = block.bytes * blocks * min(max(1, problem.experts), problem.m)
     moved = weight + 2 * problem.m * (problem.n + problem.k)
     return moved / reference().models["waves"]["bytes_per_us"] * scale_of(problem.device).memory
 

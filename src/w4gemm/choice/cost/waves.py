@@ -96,6 +96,8 @@ def _decode_overhead(kernel: Any, problem: GemmProblem) -> float:
     if kernel.name != "sm90_mixed_gemm":
         return 0.0
     model = reference().models["decoding"]
+    if problem.format.element == "e2m1":
+        return model["e2m1_half" if problem.dtype == torch.float16 else "e2m1"]
     same = problem.dtype == problem.format.scale_dtype
     if problem.dtype == torch.float16:
         return model["half" if same else "half_other_scales"]

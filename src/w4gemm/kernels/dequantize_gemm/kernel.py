@@ -87,7 +87,10 @@ class Dequantize:
             group = (chunk * variant.chunk_k + q * (variant.chunk_k // 4)) // variant.block.scale_group
             run = variant.block.run(group) * variant.block.pair_bytes
             at = source + variant.block.code_bytes + run + (warp * 8 + g) * variant.block.pair_bytes
-            scales.append(load_global(at, variant.block.words_per_scale, exists))
+            loaded = load_global(at, variant.block.words_per_scale, exists)
+            if const_expr(variant.block.groups_per_word == 2):  # which of the two depends on the lane
+                loaded = [word >> (group % 2 * variant.block.scale_bits) for word in loaded]
+            scales.append(loaded)
         for chunk in cutlass.range_constexpr(self.k_chunks):
             prepared = self.decoder.prepare(tuple(scales[chunk]), table)
             decoded = [self.decoder.decode(tuple(w), prepared) for w in words[chunk]]

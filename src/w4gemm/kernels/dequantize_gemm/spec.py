@@ -54,12 +54,14 @@ class DequantizeGemm:
             return Status.no(f"takes {taken}, got {problem.dtype} beside {problem.layout}")
         if reason := layout_named(problem.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
-        if reason := refused_groups(problem.format):
+        if reason := refused_groups(problem):
             return Status.no(reason)
         if problem.experts:
             return Status.no("takes a single weight; how many tokens an expert has, only the device knows")
         if reason := _refused_fp8(problem) if problem.dtype == _FP8 else "":
             return Status.no(reason)
+        if problem.dtype != _FP8 and problem.format.has_channels:
+            return Status.no(f"cannot take {problem.format}: cuBLAS has scales of output channels beside fp8 only")
         stored = Epilogue(bias=problem.epilogue.bias, token_scale=problem.epilogue.token_scale)
         if problem.epilogue != stored:
             return Status.no(f"stores {stored} alone, in {stored.result_dtype(problem.dtype)}")

@@ -49,6 +49,8 @@ class Decoder:
     """Code words that feed one matrix instruction."""
     sum_scale = 1.0
     """Factor of the sums: a decoded 1.0 stands for this weight."""
+    separate_scales = True
+    """True if :meth:`decode_exact` gives numbers without their scales, for a kernel that scales sums."""
 
     @property
     def mixed(self) -> bool:
@@ -161,13 +163,13 @@ class SubnormalDecoder(Decoder):
         """For rows g and g + 8: the parts of the scale, and the addend of the code or, in one fma, of the product."""
         if self.zero == "int":
             zeros = pack_half2("bf16", *self._floats(words[1])) if self.mixed else words[1]
-            addends = self._pairwise("mul", zeros, _pair(-_SUBNORMAL, -16 * _SUBNORMAL))
+            addends = self._pairwise("mul", zeros, pair(-_SUBNORMAL, -16 * _SUBNORMAL))
         elif self.zero == "float":
-            addends = self._pairwise("mul", words[1], _pair(1 / self.sum_scale, 1 / self.sum_scale))
+            addends = self._pairwise("mul", words[1], pair(1 / self.sum_scale, 1 / self.sum_scale))
         elif self.mixed:
-            addends = _pair(-8 * _SUBNORMAL, -128 * _SUBNORMAL)
+            addends = pair(-8 * _SUBNORMAL, -128 * _SUBNORMAL)
         else:
-            addends = self._pairwise("mul", words[0], _pair(-8 / self.sum_scale, -8 / self.sum_scale))
+            addends = self._pairwise("mul", words[0], pair(-8 / self.sum_scale, -8 / self.sum_scale))
         scales = self._scaled_up(words[0])
         return tuple(
             ([broadcast_half(part, high) for part in scales], broadcast_half(addends, high)) for high in (False, True)
@@ -181,7 +183,7 @@ class SubnormalDecoder(Decoder):
         large."""
         factors = _SCALE_UP, _SCALE_UP / 16
         if not self.mixed:
-            return [self._pairwise("mul", word, _pair(*factors))]
+            return [self._pairwise("mul", word, pair(*factors))]
         values = [value * Float32(factor) for value, factor in zip(self._floats(word), factors, strict=True)]
         nearest = pack_half2("bf16", *values)
         low_bits = [value - half_to_float("bf16", nearest, bool(h)) for h, value in enumerate(values)]
@@ -219,11 +221,11 @@ def bits_of(kind: str, value: float) -> int:
     return int.from_bytes(struct.pack("<f", value), "little") >> 16
 
 
-def _pair(low: float, high: float, kind: str = "bf16") -> Int32:
+def pair(low: float, high: float, kind: str = "bf16") -> Int32:
     """Two numbers that ``kind`` holds exactly, in the halves of a word."""
     bits = bits_of(kind, low) | bits_of(kind, high) << 16
     return Int32(bits - 2**32 if bits >= 2**31 else bits)
 
 
 def _twice(kind: str, value: float) -> Int32:
-    return _pair(value, value, kind)
+    return pair(value, value, kind)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from w4gemm.core.formats import ELEMENTS
 from w4gemm.kernels.device.decode import Decoder, SubnormalDecoder
 from w4gemm.kernels.device.decode_codebook import CodebookDecoder
+from w4gemm.kernels.device.decode_e2m1 import E2m1Decoder
 from w4gemm.kernels.device.decode_e2m1_fp8 import E2m1Fp8Decoder
 from w4gemm.kernels.device.decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
 from w4gemm.packing.codecs import (
@@ -16,6 +17,8 @@ from w4gemm.packing.codecs import (
     INT4_MMA8_ZEROS,
     INT4_MMA16,
     IQ4_MMA16,
+    MXFP4_MMA16,
+    NVFP4_MMA16,
     Codec,
     WeightOperand,
 )
@@ -31,7 +34,7 @@ def decoder_of(weight: WeightOperand, only_fma: bool = False, allow_sum_scale: b
 
 def _int4_mma16(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> Decoder:
     form = weight.kind, weight.scale, weight.zero
-    if allow_sum_scale and SubnormalDecoder.decodes(*form):
+    if allow_sum_scale and not only_fma and SubnormalDecoder.decodes(*form):
         return SubnormalDecoder(*form)
     return Decoder(*form, only_fma)
 
@@ -41,6 +44,10 @@ def _codebook(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> D
     return CodebookDecoder(weight.kind, weight.scale, weight.zero, only_fma, values)
 
 
+def _e2m1(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> Decoder:
+    return E2m1Decoder(weight.kind, weight.scale, weight.zero, only_fma, allow_sum_scale)
+
+
 def _fp8(decoder: type[Fp8Decoder]) -> Callable[[WeightOperand, bool, bool], Fp8Decoder]:
     return lambda weight, only_fma, allow_sum_scale: decoder(weight.scale)
 
@@ -48,6 +55,8 @@ def _fp8(decoder: type[Fp8Decoder]) -> Callable[[WeightOperand, bool, bool], Fp8
 _DECODERS: dict[Codec, Callable[[WeightOperand, bool, bool], AnyDecoder]] = {
     INT4_MMA16: _int4_mma16,
     IQ4_MMA16: _codebook,
+    MXFP4_MMA16: _e2m1,
+    NVFP4_MMA16: _e2m1,
     INT4_MMA8: _fp8(Fp8Decoder),
     INT4_MMA8_ZEROS: _fp8(TableDecoder),
     INT4_MMA8_FOLDED: _fp8(FoldedDecoder),

@@ -309,6 +309,13 @@ def broadcast_half(word: Int32, high: bool) -> Int32:
     return asm(f"prmt.b32 $0, $1, $1, {'0x3232' if high else '0x1010'};", [Int32], [word], pure=True)[0]
 
 
+def repeat_half(word: Int32, high: bool) -> Int32:
+    """The same as ``broadcast_half``, for the second factor of HMUL2 alone: ptxas makes it a modifier of that."""
+    half = "{h, h}" if high else "{l, l}"
+    text = f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; mov.b32 $0, {half}; }}"
+    return asm(text, [Int32], [word], pure=True)[0]
+
+
 def load_matrix(address: Int32) -> tuple[Int32, ...]:
     """``ldmatrix``: four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8."""
     text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"

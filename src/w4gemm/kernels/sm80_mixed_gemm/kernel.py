@@ -144,10 +144,9 @@ class MixedGemm:
     def __init__(self, variant: Variant):
         self.variant = variant
         config = variant.config
-        self.decoder = decoder_of(variant.weight, only_fma=True)
-        self.epilogue_math = EpilogueMath(
-            variant.epilogue, variant.bias_kind, variant.out_kind, variant.vector, variant.channel_scales
-        )
+        self.decoder = decoder_of(variant.weight, only_fma=True, allow_sum_scale=True)
+        kinds, scales = (variant.bias_kind, variant.out_kind), (variant.channel_scales, self.decoder.sum_scale)
+        self.epilogue_math = EpilogueMath(variant.epilogue, *kinds, variant.vector, *scales)
         self.expert_tile_map = ExpertTileMap(config.tile_m)
         # as if of a warpgroup with four accumulators per thread and block of eight tokens
         self.stream_sum = StreamSum(2 * variant.accumulators, 1)

@@ -34,6 +34,7 @@ block, 16 x token_blocks words of x, and the scales of a block if they take at m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decoders import decoder_of
-from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands
+from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.expert_tiles import (
     ExpertTileMap,
     ExpertTiles,
@@ -132,17 +133,26 @@ class Cursor(NamedTuple):
     """If gathered, the row of x that this lane looked up for the tile."""
 
 
+class LoadedQuad(NamedTuple):
+    """Operands of a quad, loaded before its sums are there."""
+
+    operands: QuadOperands
+    channel_scales: list[Float32 | None]
+    """Scales of the four features; None without such scales."""
+
+
 class Decode:
     """The kernel for one :class:`Variant`; an instance is what ``cute.compile`` is given."""
 
     def __init__(self, variant: Variant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = decoder_of(variant.weight)
+        self.decoder = decoder_of(variant.weight, allow_sum_scale=True)
         self.reader = BlockReader(variant.stage_block)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
-        self.epilogue_math = EpilogueMath(variant.epilogue, variant.kind, variant.out_kind, variant.vector)
+        scales = variant.channel_scales, 1.0 if self.decoder.separate_scales else self.decoder.sum_scale
+        self.epilogue_math = EpilogueMath(variant.epilogue, variant.kind, variant.out_kind, variant.vector, *scales)
 
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):
@@ -263,13 +273,13 @@ class Decode:
                 rows = self.expert_tile_map.find(expert_tiles, m_tile)
                 token0, own_out = rows.first, first_rows(out, rows.end)
                 own_operands = operands_of_expert(operands, rows.expert, rows.end)
-            quad_operands = self.load_operands(own_operands, token0, n_tile, rank, thread)
+            quads = self.load_operands(own_operands, token0, n_tile, rank, thread)
             for i in cutlass.range_constexpr(len(variant.warp_reduction_rounds)):
                 self.reduce_warps(acc, shared_address(s_sums), warp, thread % 32, variant.warp_reduction_rounds[i])
             if warp < variant.reduction_warps:
                 self.store_partials(acc, shared_address(s_sums), warp, thread % 32)
             self.tile_barrier()
-            self.store_tile(shared_address(s_sums), own_out, quad_operands, token0, n_tile, rank, thread)
+            self.store_tile(shared_address(s_sums), own_out, quads, token0, n_tile, rank, thread)
             self.tile_barrier()  # the partials have been read, by the CTAs of the cluster too
 
     def features(self, out: cute.Tensor) -> Int32:
@@ -395,8 +405,10 @@ class Decode:
 
         if not variant.scales_in_registers:
             return words, load_scale
-        loaded = [[load_scale(atom, g) for g in range(variant.block.groups)] for atom in range(len(words))]
-        return words, lambda atom, g: loaded[atom][g]
+        together = variant.block.groups_per_word
+        firsts = range(0, variant.block.groups, together)
+        loaded = [[load_scale(atom, g) for g in firsts] for atom in range(len(words))]
+        return words, lambda atom, g: loaded[atom][g // together]
 
     def read_x(self, pipeline: Pipeline, stage: Int32, lane: Int32) -> list[list[tuple[Int32, Int32]]]:
         """A stage's x fragments [token block][8 steps], two registers each."""
@@ -424,6 +436,9 @@ class Decode:
         x_fragments: list[list[tuple[Int32, Int32]]],
     ) -> None:
         """acc += the weights of the tile's ``block``-th 64 rows @ x.T, group by group."""
+        if not self.decoder.separate_scales:
+            self.multiply_scaled(acc, block, words, scales, x_fragments)
+            return
         variant = self.variant
         steps = variant.block.scale_group // 16
         for g in range(variant.block.groups):
@@ -442,6 +457,26 @@ class Decode:
                         scale, zero = values[i // 2]
                         total = acc[i, tb, block * 4 + atom] + scale * sums[tb][i]
                         acc[i, tb, block * 4 + atom] = total if zero is None else total + zero * x_sums[tb][i]
+
+    def multiply_scaled(
+        self,
+        acc: cute.Tensor,
+        block: int,
+        words: list[list[Int32]],
+        scales: Callable[[int, int], tuple[Int32, ...]],
+        x_fragments: list[list[tuple[Int32, Int32]]],
+    ) -> None:
+        """The same with weights that are decoded together with their scales."""
+        geometry = self.variant.block
+        steps = geometry.scale_group // 16
+        for g, atom in itertools.product(range(geometry.groups), range(len(words))):
+            prepared = self.decoder.prepare(scales(atom, g), Int32(0), g % geometry.groups_per_word)
+            for step in range(g * steps, (g + 1) * steps):
+                a = self.decoder.decode((words[atom][step],), prepared)
+                for tb in range(self.variant.token_blocks):
+                    sums = [acc[i, tb, block * 4 + atom] for i in range(4)]
+                    for i, y in enumerate(mma_sync(self.variant.kind, sums, a, x_fragments[tb][step])):
+                        acc[i, tb, block * 4 + atom] = y
 
     def sum_x(self, fragments: list[tuple[Int32, Int32]], first: int, count: int) -> list[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""
@@ -499,7 +534,7 @@ class Decode:
 
     def load_operands(
         self, operands: EpilogueOperands, token0: Int32, n_tile: Int32, rank: Int32, thread: Int32
-    ) -> list[QuadOperands]:
+    ) -> list[LoadedQuad]:
         """The operands of each of a thread's quads, requested before the reduction."""
         config, math = self.variant.config, self.epilogue_math
         alpha, found = math.load_alpha(operands), []
@@ -507,7 +542,9 @@ class Decode:
             token, feature = self.quad(i, rank, thread)
             row, feature = token0 + token, n_tile * config.tile_n + feature
             biases = [math.load_bias(operands, feature + j) for j in range(4)]
-            found.append(QuadOperands(alpha, biases, math.load_residual(operands, row, feature)))
+            channels = [math.load_channel_scale(operands, feature + j) for j in range(4)]
+            quad = QuadOperands(alpha, biases, math.load_residual(operands, row, feature))
+            found.append(LoadedQuad(quad, channels))
         return found
 
     @cute.jit
@@ -515,7 +552,7 @@ class Decode:
         self,
         s_sums: Int32,
         out: cute.Tensor,
-        quad_operands: list[QuadOperands],
+        quads: list[LoadedQuad],
         token0: Int32,
         n_tile: Int32,
         rank: Int32,
@@ -535,4 +572,5 @@ class Decode:
                         address = base + ((w * config.tile_m + token) * variant.reduction_row + feature) * 4
                         partial = load_shared_cluster(address)
                         sums = [sums[j] + partial[j] for j in range(4)]
-                self.epilogue_math.store_quad(sums, quad_operands[i], out, row, column)
+                sums = [scaled(y, c) for y, c in zip(sums, quads[i].channel_scales, strict=True)]
+                self.epilogue_math.store_quad(sums, quads[i].operands, out, row, column)

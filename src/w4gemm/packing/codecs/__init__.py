@@ -11,9 +11,10 @@ from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Fragment
 from w4gemm.packing.codecs.codebook import CODEBOOKS, IQ4_MMA16
 from w4gemm.packing.codecs.e2m1_mma8 import E2M1_MMA8, EXACT_BINADES
+from w4gemm.packing.codecs.e2m1_mma16 import E2M1_MMA16, MXFP4_MMA16, NVFP4_MMA16
 from w4gemm.packing.codecs.int4 import INT4, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16
 
-CODECS: tuple[Codec, ...] = (*INT4, *CODEBOOKS, E2M1_MMA8)
+CODECS: tuple[Codec, ...] = (*INT4, *CODEBOOKS, *E2M1_MMA16, E2M1_MMA8)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 _SCALE_KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
@@ -101,6 +102,8 @@ __all__ = [
     "IQ4_MMA16",
     "MMA8",
     "MMA16",
+    "MXFP4_MMA16",
+    "NVFP4_MMA16",
     "Bits",
     "Codec",
     "Fragment",

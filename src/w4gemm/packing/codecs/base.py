@@ -143,6 +143,11 @@ class Codec:
             codes = torch.tensor(inverse, dtype=torch.uint8, device=words.device)[codes.int()]
         return codes
 
+    def codes_beside(self, codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+        """The codes (n, k) to store beside these scales (n, groups): others where the scales are stored without a fact
+        that codes can hold, such as their sign."""
+        return codes
+
     # --- fields of scales and zero points, and scales of output channels
 
     def has_channels(self, format: WeightFormat) -> bool:

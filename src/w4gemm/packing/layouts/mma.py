@@ -63,7 +63,8 @@ class MmaLayout:
         (dtype, shape), *_ = self.shapes(format, n, k)
         blocks = torch.empty(shape, dtype=dtype, device=parts.codes.device)
         pad = (0, shape[1] * BLOCK_K - k, 0, shape[0] * BLOCK_N - n)
-        codes = torch.nn.functional.pad(parts.codes, pad, value=format.element_rule.padding_code)
+        codes = codec.codes_beside(parts.codes, parts.scales, format)
+        codes = torch.nn.functional.pad(codes, pad, value=format.element_rule.padding_code)
         blocks[:, :, :CODE_WORDS] = codec.code_words(codes)
         fields = [codec.stored_scales(parts.scales)]
         if parts.zeros is not None:
