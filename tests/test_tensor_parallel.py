@@ -1,0 +1,125 @@
+"""Two processes (gloo, CPU) with half of each 4-bit layer compute what one process computes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from w4gemm import W4Linear, quantize
+from w4gemm.integrations.tensor_parallel import W4ColwiseParallel, W4RowwiseParallel
+
+PROCESSES = 2
+IDS = torch.arange(1, 8)[None]
+FORMAT = "int4_g16"
+"""Dense layers are quantized to it; its groups divide the halves of every k, which each process rounds by itself."""
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def join(rank: int, port: str) -> None:
+    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in facts.items()}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+
+
+def block() -> torch.nn.Module:
+    """k of down is 96 in groups of 64, so that its halves divide a group."""
+    torch.manual_seed(0)
+    up = W4Linear.from_weight(quantize(torch.randn(96, 64), "int4_g32_zint"), torch.randn(96))
+    down = W4Linear.from_weight(quantize(torch.randn(64, 96), "int4_g64"), torch.randn(64))
+    return torch.nn.ModuleDict({"up": up, "down": down})
+
+
+def results(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The hidden features of this process, y, and the gradient of x."""
+    x = x.clone().requires_grad_()
+    hidden = block["up"](x)
+    y = block["down"](torch.relu(hidden))
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    return hidden.detach(), y.detach(), gradient
+
+
+def styles(rank: int, port: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    join(rank, port)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    hidden, y, gradient = results(block(), x)
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    halves = parallelize_module(block(), mesh, {"up": W4ColwiseParallel(), "down": W4RowwiseParallel()})
+    assert (halves["up"].weight.n, halves["down"].weight.k, halves["down"].format.group_size) == (48, 48, 16)
+    half_hidden, half_y, half_gradient = results(halves, x)
+    assert torch.equal(half_hidden, hidden[:, 48 * rank : 48 * rank + 48])
+    torch.testing.assert_close(half_y, y, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(half_gradient, gradient, rtol=1e-4, atol=1e-2)
+    with pytest.raises(ValueError, match="activation: wanted None in a rowwise layer"):
+        other = block()
+        other["down"].activation = "relu"
+        parallelize_module(other, mesh, {"down": W4RowwiseParallel()})
+    with pytest.raises(TypeError, match="module: wanted a W4Linear"):
+        parallelize_module(torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)}), mesh, {"a": W4ColwiseParallel()})
+    torch.distributed.destroy_process_group()
+
+
+def from_pretrained(rank: int, port: str, folders: list[Path], wanted: list[torch.Tensor]) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from w4gemm.integrations.transformers import W4GemmConfig
+
+    join(rank, port)
+    for folder, logits in zip(folders, wanted, strict=True):
+        config, split = W4GemmConfig(FORMAT), DistributedConfig(tp_size=PROCESSES)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, dtype=torch.float32, distributed_config=split
+        )
+        layers = [layer for layer in model.modules() if isinstance(layer, W4Linear)]
+        assert layers and all(
+            layer.weight.n * layer.weight.k * 2 == layer.in_features * layer.out_features for layer in layers
+        )
+        with torch.inference_mode():
+            torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-4, atol=1e-5)
+        with pytest.raises(ValueError, match="not serializable"):
+            model.save_pretrained(folder / "saved")
+    torch.distributed.destroy_process_group()
+
+
+def test_styles_of_torch() -> None:
+    mp.spawn(styles, (free_port(),), PROCESSES)
+
+
+def test_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    import test_awq
+    import test_compressed_tensors
+    import test_gptq
+    from quantized_model import write_model
+    from tiny_model import write_dense
+    from w4gemm.integrations.transformers import W4GemmConfig
+
+    folders = [tmp_path / name for name in ("gptq", "awq", "compressed-tensors", "dense")]
+    write_model(folders[0], test_gptq.CONFIG | {"sym": False}, test_gptq.writer(-1, zeros=(1, 15)))
+    write_model(folders[1], test_awq.CONFIG, test_awq.writer(zeros=(0, 15)))
+    write_model(folders[2], test_compressed_tensors.config(), test_compressed_tensors.writer())
+    write_dense(folders[3], "qwen2")
+    wanted = []
+    for folder in folders:
+        config = W4GemmConfig(FORMAT)
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+        with torch.inference_mode():
+            wanted.append(model(IDS).logits)
+    mp.spawn(from_pretrained, (free_port(), folders, wanted), PROCESSES)
