@@ -74,8 +74,13 @@ def draw(variant_seed: int, problem_seed: int, device: str) -> Case:
         zero = "int" if zero == "float" else zero
         if v.random() < 0.5:
             zero, scale = "none", "e4m3"
-    codebook = zero == "none" and scale != "e4m3" and not fp8 and random.Random(f"e{variant_seed}").random() < 0.25
-    element = "iq4" if codebook else "int4"
+    element = "int4"
+    if zero == "none" and scale != "e4m3" and not fp8:
+        others = random.Random(f"e{variant_seed}")
+        chance = others.random()
+        element = "iq4" if chance < 0.25 else "e2m1" if chance < 0.6 else "int4"
+        if element == "e2m1":
+            scale, group = others.choice((("e8m0", group), ("e4m3_row", group), ("e8m0", 32), ("e4m3_row", 16)))
     format = (f"{element}_col" if group < 0 else f"{element}_g{group}") + (f"_z{zero}" if zero != "none" else "")
     format += "" if scale == "bf16" else f"_{scale}"
     kind, activation = v.choice(KINDS), v.choice(ACTIVATIONS)
@@ -132,8 +137,8 @@ class Numbers:
         n, k = case.n, case.k
         groups = 1 if f.group_size < 0 else -(-k // f.group_size)
         codes = self.integers(0, 15, n, k)
-        sign = self.integers(0, 1, n, groups) * 2 - 1
-        e4m3 = f.scale == "e4m3"
+        sign = 1 if f.scale == "e8m0" else self.integers(0, 1, n, groups) * 2 - 1
+        e4m3 = f.scale.startswith("e4m3")
         if self.exact:
             scales = sign * torch.exp2(self.integers(-2, 0, n, groups).float())
         elif case.numbers == "extreme":
@@ -141,7 +146,7 @@ class Numbers:
             scales = sign * (1 + self.uniform(n, groups)) * torch.exp2(self.integers(low, high, n, groups).float())
         else:
             scales = sign * (self.uniform(n, groups) + 0.1) * (16 if e4m3 else 1 / k**0.5)
-            scales *= self.uniform(n, groups) > 0.05
+            scales *= (self.uniform(n, groups) > 0.05) | (f.scale == "e8m0")
         if f.element == "iq4":
             scales = scales / 16  # whose numbers are about 16 times int4's
         scales = scales.to(f.scale_dtype)
@@ -154,7 +159,8 @@ class Numbers:
         if e4m3:
             channels = torch.exp2(self.integers(-2, 1, n).float()) if self.exact else self.uniform(n) / 16 + 0.01
         w = w4gemm.QuantizedWeight.from_codes(f, codes, scales, zeros, channels=channels)
-        return w, formulas.weight(codes, scales, zeros, channels, f.group_size, f.zero, f.element)
+        numbers = formulas.weight(codes, scales, zeros, channels, f.group_size, f.zero, f.element, f.scale == "e4m3")
+        return w, numbers
 
     def x(self, rows: int) -> torch.Tensor:
         """x (rows, k) in the dtype that the caller passes."""

@@ -51,6 +51,8 @@ CODEBOOKS = {
     "int4": tuple(range(-8, 8)),
     # IQ4_NL: from the middle outwards the steps grow
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    # sign, two bits of exponent, one of mantissa
+    "e2m1": (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6),
 }
 """Numbers of the codes 0..15 of each element, without a zero point."""
 
@@ -71,11 +73,13 @@ def weight(
     group_size: int,
     zero: str,
     element: str = "int4",
+    products_rounded: bool = False,
 ) -> Weight:
     """w from its parts.
 
     codes (n, k) 0..15; scales and zeros (n, groups); channels (n) or None; group_size -1 for one group a row; zero
-    "none": s * the code's number, "int": s (u - z), "float": s u + z. With channels: c * e4m3(s (u - 8)).
+    "none": s * the code's number, "int": s (u - z), "float": s u + z. With channels: c times that, which is rounded to
+    e4m3 before if ``products_rounded``.
     """
     k = codes.shape[1]
     group = torch.arange(k, device=codes.device) // (k if group_size < 0 else group_size)
@@ -92,7 +96,8 @@ def weight(
         apart = torch.maximum(u + z, signed + (z - 8).abs()) if zero == "int" else signed + 8
         terms = s.abs() * apart + (0 if zero == "int" else z.abs())
     if channels is not None:
-        w = rounded(w, TYPES["float8_e4m3fn"]) * channels.double()[:, None]
+        w = rounded(w, TYPES["float8_e4m3fn"]) if products_rounded else w
+        w = w * channels.double()[:, None]
         terms = w.abs()
     return Weight(w, terms)
 
