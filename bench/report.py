@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from bench import html
 from bench.engine import page as engine_page
+from bench.engine.plot import plot as plot_engines
 from bench.shapes import divide
 
 from w4gemm.tuning import roofline
@@ -173,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     path = Path(parser.parse_args(argv).file)
     if path.name.startswith("engine"):
-        engine_page.write_page(path)
+        stored = [json.loads(line) for line in path.read_text().splitlines()]
+        engine_page.PAGE.write_text(engine_page.text(stored, path.name))
+        plot_engines(engine_page.cases_of(stored), engine_page.PLOT)
     for rows in last_of_each_work(path):
         page = page_of(rows)
         times, versions = by_point(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import launch, page, profile, rows, serve, worker  # noqa: E402
+from bench.engine import agreement, launch, page, profile, rows, serve, worker  # noqa: E402
 from bench.engine.checkpoint import Packing, tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
 from bench.engine.offline import Result, Task  # noqa: E402
 
+from tiny_model import write_gguf  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder  # noqa: E402
 
@@ -361,22 +363,55 @@ def test_the_page_of_sample_rows():
     stored += [
         {**row, **load} for row in stored if row["phase"] == "decode" and row["batch"] == 1 and row["run"] == "1"
     ]
-    text = page.text(page.cases_of(stored), "engine.jsonl")
+    kl = {"phase": "agreement", "positions": 700, "kl_mean": 0.00012, "kl_max": 0.004, "top1": 0.995, "tokens_out": 64}
+    stored += [{**row, **kl, "equal_prefix": 60.0} for row in stored[:1]]
+    text = page.text(stored, "engine.jsonl")
+    assert "| gptq-int4-g128 | w4gemm | 0.00012 | 0.004 | 99.5% | 60 |" in text
     assert "| decode, batch 1: tokens/s (ms a step) | 375 (2.67) | 250 (4.00) | 300 (3.33) | 1.50 | 1.25 |" in text
     assert "|  | w4gemm | machete, vLLM's choice | humming | over vLLM's choice | over the best |" in text
     assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only | 1 to 64 | 1.50 | 1.25 |" in text
     assert "| prefill of 8192: tokens/s | 32,768 | 32,768 | 32,768 | 1.00 | 1.00 |" in text
     assert "| humming | 64 | 80.0 (120.0) | 6.0 (9.0) |" in text
-    assert "conch" not in text and "runs `1`" in text and "| cold start: s | 20 |" in text
+    assert "conch" not in text and "| cold start: s | 20 |" in text
 
 
 def test_a_page_without_our_rows_has_no_ratios():
-    text = page.text(page.cases_of([*engine_rows("machete", 1.0), *engine_rows("humming", 1.2)]), "engine.jsonl")
+    text = page.text([*engine_rows("machete", 1.0), *engine_rows("humming", 1.2)], "engine.jsonl")
     assert "| 250 (4.00) | 300 (3.33) | - | - |" in text
 
 
-@pytest.mark.skipif(not program.RESULTS.exists(), reason="no stored rows")
+@pytest.mark.skipif(not launch.RESULTS.exists(), reason="no stored rows")
 def test_the_stored_page_is_that_of_the_stored_rows():
-    stored = [json.loads(line) for line in program.RESULTS.read_text().splitlines()]
-    assert page.PAGE.read_text() == page.text(page.cases_of(stored), program.RESULTS.name), "run python -m bench.report"
+    stored = [json.loads(line) for line in launch.RESULTS.read_text().splitlines()]
+    assert page.PAGE.read_text() == page.text(stored, launch.RESULTS.name), "run python -m bench.report"
     assert page.PLOT.exists() and not any(row["dirty"] for row in stored)
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g32", "awq-int4-g32", "ct-int4-g32"])
+def test_a_requantized_checkpoint_has_the_numbers_of_its_matrices(format, tmp_path):
+    pytest.importorskip("gguf")
+    source = open_checkpoint(write_gguf(tmp_path / "model.gguf", tied=False))
+    packed, dense = agreement.requantize(source, Packing.parse(format), tmp_path)
+    found, matrices = open_checkpoint(packed), SafetensorsFolder(dense)
+    assert found.modules.keys() == source.modules.keys() - {"lm_head"}
+    for name in found.modules:
+        w = found.weight(name)
+        assert torch.equal(w.dequantize().bfloat16(), matrices.tensor(f"{name}.weight")), name
+        nearest = source.weight(name).dequantize()
+        assert (w.dequantize() - nearest).norm() < 0.15 * nearest.norm()
+    assert {*found.tensors} | {f"{name}.weight" for name in found.modules} == {*matrices.tensors}
+
+
+def test_divergence_is_that_of_the_likeliest_and_of_all_others():
+    p = {"1": math.log(0.5), "2": math.log(0.25)}
+    assert agreement.divergence(p, p) == pytest.approx(0.0, abs=1e-12)
+    q = {"1": math.log(0.25), "2": math.log(0.5)}
+    assert agreement.divergence(p, q) == pytest.approx(0.25 * math.log(2))
+    reading = {"after": [p, p], "answer": [1, 2, 3]}
+    other = {"after": [p, q], "answer": [1, 2, 4]}
+    found = agreement.compare([other], [reading])
+    assert (found["top1"], found["equal_prefix"], found["positions"]) == (0.5, 2.0, 2)
+    assert found["kl_max"] == pytest.approx(0.25 * math.log(2), abs=1e-5)

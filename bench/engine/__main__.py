@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.engine import profile, serve
 from bench.engine.checkpoint import Packing, tensors_of, write
 from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
-from bench.engine.launch import EngineError, EngineOptions, environment, plugin_metadata, run_offline
+from bench.engine.launch import (
+    RESULTS,
+    EngineError,
+    EngineOptions,
+    environment,
+    plugin_metadata,
+    run_offline,
+    work_folder,
+)
 from bench.engine.models import MODELS, Model, cut, model_named, tiny
 from bench.engine.offline import Result, Task
 from bench.engine.rows import Answers, Row, add_agreement, rows_of, table
@@ -32,8 +37,6 @@ from bench.engine.rows import Answers, Row, add_agreement, rows_of, table
 import w4gemm
 from w4gemm.console.progress import say
 from w4gemm.tuning import record
-
-RESULTS = Path(__file__).parents[1] / "results/engine.jsonl"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = [pair for model in models for pair in formats_of(model, packings)]
     facts, end = record.facts(), time.monotonic() + args.budget
     random.Random(facts["utc"]).shuffle(implementations)
-    with work_folder(args) as work:
+    with work_folder(args.work) as work:
         ours = any(OURS in (i.linear, i.experts) for i in implementations)
         plugin = plugin_metadata(work / "plugin") if ours else None
         for model, packing in cases:
@@ -126,19 +129,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     p.add_argument("--logs", type=Path, help="folder for what engines print and for profiles")
     return p
-
-
-@contextmanager
-def work_folder(args: argparse.Namespace) -> Iterator[Path]:
-    """Folder for models and compiled code; a temporary one is in memory if there is room for the models."""
-    if args.work:
-        args.work.mkdir(parents=True, exist_ok=True, mode=0o700)
-        yield args.work
-        return
-    memory = Path("/dev/shm")
-    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 80e9
-    with tempfile.TemporaryDirectory(prefix="w4gemm-engine-", dir=memory if roomy else None) as folder:
-        yield Path(folder)
 
 
 def case_of(args: argparse.Namespace, model: Model, packing: Packing, work: Path, plugin: Path | None) -> Case:

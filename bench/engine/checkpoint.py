@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +29,7 @@ _FEW_BYTES = 1 << 28
 """A model of fewer bytes is written by this process, for which starting others would take longer."""
 _WRITERS = 8
 _DTYPE = torch.bfloat16
-_SYMMETRIC_WORD = 0x77777777
+SYMMETRIC_WORD = 0x77777777
 """GPTQ stores the zero point of symmetric codes, 8, as 7."""
 _RMS = {"symmetric": 4.61, "asymmetric": 6.52, "mxfp4": 2.93}
 """Root mean square of uniform codes: u - 8; u - z; the 16 numbers of e2m1."""
@@ -147,7 +147,7 @@ def _scale(module: Matrix, codes: str) -> Numbers:
 def _gptq(module: Matrix, group_size: int) -> Iterator[Tensor]:
     name, n, k = module.name, module.n, module.k
     yield Tensor(f"{name}.qweight", torch.int32, (k // 8, n), Numbers("codes"))
-    yield Tensor(f"{name}.qzeros", torch.int32, (k // group_size, n // 8), Numbers("constant", _SYMMETRIC_WORD))
+    yield Tensor(f"{name}.qzeros", torch.int32, (k // group_size, n // 8), Numbers("constant", SYMMETRIC_WORD))
     yield Tensor(f"{name}.scales", _DTYPE, (k // group_size, n), _scale(module, "symmetric"))
     yield Tensor(f"{name}.g_idx", torch.int32, (k,), Numbers("groups", group_size))
 
@@ -176,6 +176,14 @@ def _mxfp4(stack: Stack) -> Iterator[Tensor]:
 
 
 # --- numbers and files ----------------------------------------------------------------------------------------------
+
+
+def pack_words(numbers: torch.Tensor, dim: int, nibbles: Sequence[int] = range(8)) -> torch.Tensor:
+    """Return int32 words of eight numbers 0 to 15 along ``dim`` each; the first goes into nibble ``nibbles[0]``, ..."""
+    eights = numbers.movedim(dim, -1).to(torch.int64).unflatten(-1, (-1, 8))
+    words = sum(eights[..., i] << 4 * nibble for i, nibble in enumerate(nibbles))
+    assert isinstance(words, torch.Tensor)
+    return words.to(torch.int32).movedim(-1, dim).contiguous()
 
 
 class Pool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +22,7 @@ from bench.engine.offline import Result, Task
 from bench.engine.worker import EXTENSION
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench/results/engine.jsonl"
 PLUGIN_GROUP = "vllm.general_plugins"
 
 
@@ -39,6 +42,7 @@ class EngineOptions:
         gpus: tensor parallel size.
         memory: part of the GPU's memory that the engine may take.
         max_len: most tokens of a request.
+        likeliest: most tokens whose probabilities are asked for at a position.
     """
 
     dtype: str
@@ -47,6 +51,7 @@ class EngineOptions:
     gpus: int
     memory: float
     max_len: int
+    likeliest: int = 20
 
     def arguments(self, folder: Path, implementation: Implementation, model: Model, batches: tuple[int, ...]) -> Any:
         """Return the arguments of ``vllm.LLM`` for requests of these batch sizes."""
@@ -55,6 +60,7 @@ class EngineOptions:
             "dtype": self.dtype,
             "max_model_len": self.max_len,
             "max_num_seqs": max(batches),
+            "max_logprobs": self.likeliest,
             "gpu_memory_utilization": self.memory,
             "tensor_parallel_size": self.gpus,
             "enable_prefix_caching": False,  # a prompt is timed more than once
@@ -68,6 +74,19 @@ class EngineOptions:
         if not self.compiled:  # mode 0 alone would drop the CUDA graphs
             compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return {**arguments, "compilation_config": compilation}
+
+
+@contextmanager
+def work_folder(kept: Path | None) -> Iterator[Path]:
+    """Give the folder for models and compiled code: one to keep, or a temporary one, in memory if there is room."""
+    if kept:
+        kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+        yield kept
+        return
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 80e9
+    with tempfile.TemporaryDirectory(prefix="w4gemm-engine-", dir=memory if roomy else None) as folder:
+        yield Path(folder)
 
 
 def environment(implementation: Implementation, caches: Path, plugin: Path | None) -> dict[str, str]:

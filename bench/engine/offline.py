@@ -30,6 +30,8 @@ class Task:
     repeat: how often each time is taken; the median counts.
     profile: True to profile decode steps of a single request.
     start_only: True to end as soon as the engine is up.
+    texts: tokens of texts to read instead, and to go on with greedily for tokens_out tokens, one at a time.
+    likeliest: tokens whose log probabilities are kept after each token of a text.
     """
 
     engine: dict[str, Any]
@@ -41,6 +43,8 @@ class Task:
     repeat: int = 3
     profile: bool = False
     start_only: bool = False
+    texts: tuple[list[int], ...] = ()
+    likeliest: int = 0
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Result:
     first_token_s: float = 0.0
     prefill_s: float = 0.0
     profile: dict[str, Any] = field(default_factory=dict)
+    read: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Engine:
@@ -106,6 +111,21 @@ class Engine:
         self.generate(prompts, 1)
         return self.first_token(prompts)
 
+    def read(self, text: list[int]) -> dict[str, Any]:
+        """Return what the model predicts after each token of a text (log probability by token), and how it goes on."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.task.tokens_out,
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=self.task.likeliest,
+        )
+        (answer,) = self.llm.generate([{"prompt_token_ids": list(text)}], params, use_tqdm=False)
+        after = [{token: p.logprob for token, p in found.items()} for found in answer.prompt_logprobs if found]
+        return {"after": after, "answer": list(answer.outputs[0].token_ids)}
+
     def profile(self) -> dict[str, Any]:
         """Profile a single request of one token and one of more; the difference is that of decode steps."""
         prompts, found = self.prompts(1, self.task.tokens_in), {}
@@ -128,6 +148,9 @@ def measure(task: Task) -> Result:
     result.kernels = engine.llm.collective_rpc("inspect_kernels")[0]
     print("kernels:", json.dumps(result.kernels), flush=True)
     if task.start_only:
+        return result
+    if task.texts:
+        result.read = [engine.read(text) for text in task.texts]
         return result
     for batch in task.batches:
         result.decode.append(engine.decode(batch))

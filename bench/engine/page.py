@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -86,20 +85,12 @@ def line_of(row: Row) -> Line | None:
     return None
 
 
-def write_page(file: Path) -> None:
-    """Write the page and its plot from a file of rows."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    cases = cases_of(rows)
-    PAGE.write_text(text(cases, file.name))
-    plot(cases)
-
-
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
     """Return the rows of each table: of the last run that measured its model, offline and under load."""
     found: dict[Case, dict[bool, list[Row]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
     for row in rows:
-        if row["kind"] != "engine" or row["phase"] == "failed":
+        if row["kind"] != "engine" or row["phase"] in ("failed", "agreement"):
             continue
         case = Case.of(row)
         if row["phase"] == "start":
@@ -120,9 +111,10 @@ def _offline_run(runs: dict[bool, list[Row]]) -> str:
     return (runs.get(False) or runs[True])[0]["run"]
 
 
-def text(cases: dict[Case, list[Row]], file: str) -> str:
+def text(rows: Sequence[Row], file: str) -> str:
     """Return the page."""
-    every = [row for rows in cases.values() for row in rows]
+    cases, compared = cases_of(rows), [row for row in rows if row["phase"] == "agreement"]
+    every = [*(row for kept in cases.values() for row in kept), *compared]
     runs = "`, `".join(dict.fromkeys(row["run"] for row in every))
     facts = [f"vLLM {version}" for version in dict.fromkeys(row["engine_version"] for row in every)]
     facts += [f"torch {version}" for version in dict.fromkeys(row["torch"] for row in every)]
@@ -135,13 +127,14 @@ def text(cases: dict[Case, list[Row]], file: str) -> str:
         "| geometric means of decode | batch | over vLLM's choice | over the best of vLLM's |",
         "|---|---|---|---|",
     ]
-    for case, rows in cases.items():
-        lines += summary(case, rows)
+    for case, kept in cases.items():
+        lines += summary(case, kept)
     lines += ["", f"![Tokens/s over vLLM's choice](plots/{PLOT.name})"]
-    for case, rows in cases.items():
-        lines += ["", f"## {case}", "", *speeds(rows)]
-        for more in (latencies(rows), steps(rows), agreement(rows)):
+    for case, kept in cases.items():
+        lines += ["", f"## {case}", "", *speeds(kept)]
+        for more in (latencies(kept), steps(kept), agreement(kept)):
             lines += ["", *more] if more else []
+    lines += predictions(compared)
     return "\n".join(lines) + "\n"
 
 
@@ -175,14 +168,14 @@ def ratios(rows: Sequence[Row]) -> tuple[float, float] | None:
     return max(ours) / chosen[0], max(ours) / max(others)
 
 
-def _names(rows: Sequence[Row]) -> dict[str, str]:
+def names_of(rows: Sequence[Row]) -> dict[str, str]:
     """Heads of columns by implementation: ours first, vLLM's choice next."""
     chosen = {row["impl"] for row in rows if row["chosen"]}
     names = sorted({row["impl"] for row in rows}, key=lambda name: (OURS not in name, name not in chosen, name))
     return {name: f"{name}, vLLM's choice" if name in chosen else name for name in names}
 
 
-def _by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in rows:
         if line := line_of(row):
@@ -192,10 +185,10 @@ def _by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def speeds(rows: Sequence[Row]) -> list[str]:
     """Lines of the table of a case."""
-    names = _names(rows)
+    names = names_of(rows)
     head = _line("", (*names.values(), "over vLLM's choice", "over the best"))
     lines = [head, "|---" * (len(names) + 3) + "|"]
-    for name, found in _by_line(rows).items():
+    for name, found in by_line(rows).items():
         line = line_of(found[0])
         assert line is not None
         cells = {row["impl"]: line.shown(row) for row in found}
@@ -253,48 +246,30 @@ def agreement(rows: Sequence[Row]) -> list[str]:
     return textwrap.wrap(sentence, _WIDTH)
 
 
+def predictions(rows: Sequence[Row]) -> list[str]:
+    """Lines of the section on a real model's next tokens; of the last run of each format."""
+    if not rows:
+        return []
+    runs = {row["format"]: row["run"] for row in rows}
+    kept = [row for row in rows if row["run"] == runs[row["format"]]]
+    sentence = (
+        f"{kept[0]['model']}, quantized anew, reads {kept[0]['positions']} tokens of text (`python -m "
+        "bench.engine.agreement`). What each implementation predicts after each token, beside what vLLM predicts with "
+        "the same numbers as bf16 matrices: mean and largest divergence (KL) in nats, how often the likeliest token is "
+        f"the same, and how many of {kept[0]['tokens_out']} greedy tokens come before the first that differs."
+    )
+    lines = ["", "## Next tokens of a real model", "", *textwrap.wrap(sentence, _WIDTH), ""]
+    heads = "format", "kernel", "mean KL", "largest KL", "same likeliest token", "greedy tokens"
+    lines += [_line(heads[0], heads[1:]), "|---" * len(heads) + "|"]
+    for row in kept:
+        kl = f"{row['kl_mean']:.2g}", f"{row['kl_max']:.2g}"
+        lines.append(_line(row["format"], (row["impl"], *kl, f"{row['top1']:.1%}", f"{row['equal_prefix']:.0f}")))
+    return lines
+
+
 def _line(name: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join((name, *cells))} |"
 
 
 def _listed(numbers: Iterable[float]) -> str:
     return ", ".join(f"{number:.0f}" for number in numbers)
-
-
-def plot(cases: dict[Case, list[Row]]) -> None:
-    """Plot tokens/s over vLLM's choice: a panel a case, a group of bars a line, a bar an implementation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "w4gemm"  # the same rows give the same file
-    import matplotlib.pyplot as plt
-
-    columns = min(2, len(cases)) or 1
-    height = -(-len(cases) // columns)
-    figure, panels = plt.subplots(height, columns, figsize=(6.5 * columns, 3.2 * height), squeeze=False)
-    for panel in panels.flat[len(cases) :]:
-        panel.set_visible(False)
-    for panel, (case, rows) in zip(panels.flat, cases.items(), strict=False):
-        names = list(_names(rows))
-        wanted = [r for r in rows if r["phase"] in ("decode", "prefill", "serve")]
-        groups = {name: found for name, found in _by_line(wanted).items() if any(r["chosen"] for r in found)}
-        for i, name in enumerate(names):
-            gains = []
-            for found in groups.values():
-                base = next(row["tokens_s"] for row in found if row["chosen"])
-                gains.append(next((row["tokens_s"] / base for row in found if row["impl"] == name), 0.0))
-            color = {"color": "black"} if OURS in name else {}
-            panel.bar(
-                [x + i * 0.8 / len(names) for x in range(len(groups))], gains, 0.8 / len(names), label=name, **color
-            )
-        short = [name.partition(":")[0].replace(", ", "\n", 1) for name in groups]
-        panel.set_xticks([x + 0.4 * (1 - 1 / len(names)) for x in range(len(groups))], short, fontsize=7)
-        panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
-        panel.set_title(str(case), fontsize=9)
-        panel.margins(y=0.2)
-        panel.legend(fontsize=7, ncols=len(names), loc="upper center")
-    panels[0][0].set_ylabel("tokens/s over vLLM's choice")
-    figure.tight_layout()
-    PLOT.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PLOT, metadata={"Date": None})
-    plt.close(figure)
