@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from bench.peers import PEERS, Peer, Prepared, peers_named
+from bench.peers.base import fp4_name
 from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import QuantizedWeight, WeightFormat
@@ -82,9 +83,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def random_weight(n: int, k: int, format: WeightFormat, dtypes: Sequence[torch.dtype]) -> QuantizedWeight:
-    """For fp8 activations without the code of -8, which some of the peers cannot hold. For others with it, since
-    Humming takes 14 to 34 % longer without."""
-    return random_numbers.random_weight(format, n, k, device="cuda", least_code=int(torch.float8_e4m3fn in dtypes))
+    """For fp8 activations int4 without the code of -8, which some of the peers cannot hold. For others with it, since
+    Humming takes 14 to 34 % longer without. NVFP4 with one factor for all rows, as checkpoints have."""
+    least = int(format.element == "int4" and torch.float8_e4m3fn in dtypes)
+    w = random_numbers.random_weight(format, n, k, device="cuda", least_code=least)
+    if fp4_name(format) != "nvfp4":
+        return w
+    codes, scales, _, channels = w.parts()
+    return QuantizedWeight.from_codes(format, codes, scales, channels=channels.mean().expand(n).contiguous())
 
 
 def prepare(peers: list[Peer], weight: QuantizedWeight, dtype: torch.dtype) -> list[Entry]:

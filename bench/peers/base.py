@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import ALIASES, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 Tensors = tuple[torch.Tensor, ...]
@@ -83,11 +83,17 @@ def unsupported(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16),
     n_multiple: int = 1,
     k_multiple: int = 1,
+    fp4: Sequence[str] = (),
 ) -> str:
-    """Return the usual limit of a symmetric 4-bit kernel that is exceeded, or the empty string. Group -1: per row."""
+    """Return the usual limit of a symmetric 4-bit kernel that is exceeded, or the empty string. Group -1: per row.
+    fp4: which of mxfp4 and nvfp4 it takes."""
     if dtype not in dtypes:
         return f"no activations of {dtype}"
-    if format.has_channels:
+    if format.element != "int4":
+        if fp4_name(format) not in fp4:
+            return f"this adapter does not cover {format}"
+        groups = (format.group_size,)
+    elif format.has_channels:
         return "no scales of output channels"
     if format.has_zero:
         return "this adapter covers symmetric formats"
@@ -98,6 +104,25 @@ def unsupported(
     if format.group_size > 0 and k % format.group_size:
         return "no partial group at the end of k"
     return ""
+
+
+def fp4_name(format: WeightFormat) -> str:
+    """Return "mxfp4" or "nvfp4", or the empty string for other formats."""
+    return next((name for name, text in ALIASES.items() if text == str(format)), "")
+
+
+def tensor_scale(weight: QuantizedWeight) -> float:
+    """Return the factor of all rows of an NVFP4 weight; 1 for a weight without.
+
+    Raises:
+        ValueError: if rows have different ones, which no other library takes.
+    """
+    channels = weight.parts().channels
+    if channels is None:
+        return 1.0
+    if not bool((channels == channels[0]).all()):
+        raise ValueError("one factor for all rows only")
+    return float(channels[0])
 
 
 FP8 = torch.float8_e4m3fn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from bench.peers import vllm_ops
-from bench.peers.base import Prepared, Tensors, gptq_words, unsupported
+from bench.peers.base import Prepared, Tensors, fp4_name, gptq_words, tensor_scale, unsupported
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -20,7 +20,8 @@ class Marlin:
         return vllm_ops.missing("marlin_gemm")
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
-        return unsupported(n, k, format, dtype, groups=(-1, 32, 64, 128), n_multiple=64, k_multiple=128)
+        fp4 = ("mxfp4", "nvfp4") if dtype == torch.bfloat16 else ()
+        return unsupported(n, k, format, dtype, groups=(-1, 32, 64, 128), n_multiple=64, k_multiple=128, fp4=fp4)
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         ops, kind = vllm_ops.operators(), vllm_ops.UINT4_MINUS_8
@@ -30,16 +31,32 @@ class Marlin:
         packed = ops.gptq_marlin_repack(gptq_words(codes).t().contiguous(), no_perm, k, n, 4, False)
         sms = torch.cuda.get_device_properties(codes.device).multi_processor_count
         locks = torch.zeros(sms, dtype=torch.int32, device=codes.device)
-        group_scales = _permuted(scales.to(dtype).t().contiguous())
+        group_scales, factor = _permuted(scales.to(dtype).t().contiguous()), None
+        if name := fp4_name(weight.format):
+            kind = vllm_ops.E2M1
+            group_scales, factor = _fp4_scales(group_scales, name, tensor_scale(weight))
 
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             b, s, workspace = tensors
             shape = (x.shape[0], n, k)
             # vLLM's defaults: k whole, no atomic adds, partial sums in float32
             flags = (True, False, True, False)
-            return ops.marlin_gemm(x, out, b, None, s, None, None, None, None, None, workspace, kind, *shape, *flags)
+            return ops.marlin_gemm(x, out, b, None, s, None, factor, None, None, None, workspace, kind, *shape, *flags)
 
         return Prepared((packed, group_scales, locks), run, most_tokens=256)
+
+
+def _fp4_scales(scales: torch.Tensor, name: str, factor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales for bf16 x in 8 bits, and the tensor's factor: e8m0, or, times a power of two that makes the top bit of
+    the least one 1, unsigned numbers of five bits of exponent and three of mantissa."""
+    scales = scales.view(-1, 4)[:, [0, 2, 1, 3]].view(scales.shape[0], -1)  # as its threads decode bytes
+    if name == "mxfp4":
+        return scales.to(torch.float8_e8m0fnu), None
+    least = scales[scales > 0].float().min() * 2**7
+    power = (2 / least).log2().ceil().exp2().clamp(min=1)
+    fields = (scales.float() * power * 2**7).half().view(torch.int16) << 1
+    stored = fields.view(torch.float8_e4m3fn)[:, 1::2].contiguous()
+    return stored, (factor * 2.0 ** (126 - 7) / power).float().reshape(1)
 
 
 def _permuted(scales: torch.Tensor) -> torch.Tensor:

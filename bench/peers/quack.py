@@ -9,9 +9,11 @@ from bench.peers.base import (
     FP8,
     Prepared,
     Tensors,
+    fp4_name,
     missing_gpu,
     missing_package,
     package_version,
+    tensor_scale,
     token_scales,
     unsupported,
 )
@@ -34,6 +36,7 @@ class Quack:
             plain = replace(format, scale="bf16") if format.has_channels else format
             return unsupported(n, k, plain, dtype, groups=(128,), dtypes=(FP8,), n_multiple=128, k_multiple=128)
         limits = {"groups": (32, 64, 128), "dtypes": (torch.bfloat16,), "n_multiple": 128, "k_multiple": 64}
+        limits["fp4"] = ("mxfp4", "nvfp4")
         return unsupported(n, k, format, dtype, **limits)  # other n it pads, and then it cannot write to an ``out``
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
@@ -42,12 +45,14 @@ class Quack:
         if dtype == FP8:
             return prepare_fp8(weight)
         group = weight.format.group_size
-        name = "int4" if group == 128 else f"int4_g{group}"
-        codes, scales = weight.repack("canonical").tensors  # two codes a byte, the even column low: as Quack wants
-        blob, strip = prepare_w4_weight(codes, scales.to(dtype), wformat=name)
+        name = fp4_name(weight.format) or ("int4" if group == 128 else f"int4_g{group}")
+        codes, scales, *_ = weight.repack("canonical").tensors  # two codes a byte, the even column low: as Quack wants
+        scales = scales.to(dtype) if scales.itemsize == 2 else scales
+        blob, strip = prepare_w4_weight(codes, scales, wformat=name)
+        factor = tensor_scale(weight)
 
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return gemm_w4a16(x, tensors[0], tensors[1], out=out, wformat=name)
+            return gemm_w4a16(x, tensors[0], tensors[1], tensor_scale=factor, out=out, wformat=name)
 
         return Prepared((blob, strip), run)
 

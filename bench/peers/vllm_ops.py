@@ -17,6 +17,8 @@ from bench.peers.base import missing_gpu, missing_package, package_version
 
 UINT4_MINUS_8 = 4 << 8 | 8 << 17 | 1 << 50
 """``vllm.scalar_type.scalar_types.uint4b8.id``: 4 bits of mantissa, a bias of 8."""
+E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49
+"""``scalar_types.float4_e2m1f.id``: 2 bits of exponent, 1 of mantissa, signed, finite."""
 
 
 def missing(operator: str) -> str:
