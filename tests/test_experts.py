@@ -149,6 +149,23 @@ def test_combine_adds_in_order():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("past", [0, 1])
+def test_combine_writes_to_out(device, past):
+    d, weights = torch.randn(6, 8, device=device).bfloat16(), torch.rand(3, 2, device=device)
+    places = torch.tensor([[5, 0], [-1, 2], [-1, -1]], dtype=torch.int32, device=device)
+    out = torch.full((25,), torch.nan, dtype=d.dtype, device=device)[past : past + 24].view(3, 8)  # aligned, or not
+    assert combine(d, places, weights, out=out) is out
+    assert torch.equal(out, combine(d, places, weights))
+    assert not combine(d[:0], places.fill_(-1), weights, out=out).any()
+    with pytest.raises(TypeError, match="out: wanted torch.bfloat16, got torch.float32"):
+        combine(d, places, weights, out=out.float())
+    with pytest.raises(ValueError, match="out: wanted shape"):
+        combine(d, places, weights, out=out[:2])
+    with pytest.raises(ValueError, match="out: wanted None where gradients"):
+        combine(d.requires_grad_(), places, weights, out=out)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_combine_gives_gradients_to_both(device):
     d, weights = torch.randn(6, 8, device=device).bfloat16(), torch.rand(3, 2, device=device, requires_grad=True)
     places = torch.tensor([[5, 0], [1, 2], [-1, 3]], dtype=torch.int32, device=device)

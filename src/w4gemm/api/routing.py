@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from w4gemm.api.arguments import require_tensor
 from w4gemm.api.modes import is_plain, is_watched
 from w4gemm.core.errors import kind_of
 from w4gemm.kernels import launcher
@@ -53,16 +54,19 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
     return Routing(m_offsets, tokens, row_of_choice)
 
 
-def combine(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine(
+    d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """out[t] = sum over j of weights[t, j] * d[row_of_choice[t, j]], in float32, in the order of j, rounded once.
 
     Args:
         d: (rows, n), the experts' outputs.
         row_of_choice: int32 (tokens, top k), rows of d as :func:`route` gives them; a negative one adds nothing.
         weights: floating point (tokens, top k), the router's weight of each choice.
+        out: contiguous (tokens, n) of d's dtype, in memory apart from d's, or None.
 
     Returns:
-        (tokens, n) in d's dtype.
+        (tokens, n) in d's dtype; ``out`` if given.
 
     Raises:
         TypeError, ValueError: for other dtypes or shapes.
@@ -83,18 +87,20 @@ def combine(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor)
         came = f"{row_of_choice.device}, {weights.device}"
         raise ValueError(f"row_of_choice, weights: wanted d's device {d.device}, got {came}")
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
+    if out is not None:
+        require_tensor("out", out, d.dtype, (tokens, d.shape[1]), d.device)
+        if differentiated:
+            raise ValueError("out: wanted None where gradients are needed, got a tensor")
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
         add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
-        if add_up is not None:
-            out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device)
+        if add_up is not None and (out is None or RowCombine.takes(out)):
+            out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device) if out is None else out
             add_up(d, row_of_choice.contiguous(), weights.float().contiguous(), out)
             return out
     total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
-    if not len(d):
-        return total.to(d.dtype)
-    for j in range(terms):
+    for j in range(terms if len(d) else 0):
         row = d.index_select(0, row_of_choice[:, j].clamp(min=0)).float()
         row = torch.where(row_of_choice[:, j, None] >= 0, row, 0.0)  # before it is weighted: it may hold NaN
         total = total + weights[:, j, None].float() * row
-    return total.to(d.dtype)
+    return total.to(d.dtype) if out is None else out.copy_(total)
