@@ -43,7 +43,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.delenv("W4GEMM_VLLM", raising=False)
     plugin.register()
     module = importlib.import_module(f"{plugin.__name__}.dense")
-    monkeypatch.setattr(module, "_MOST_TOKENS", 8)
+    monkeypatch.setattr(takeover, "_MOST_TOKENS", 8)
     yield module
     forget()
 
@@ -310,7 +310,7 @@ def test_plans_are_ready_when_the_last_layer_is_loaded(
 ) -> None:
     """Every number of tokens up to the engine's most, with and without a bias; no plan is chosen later."""
     engine = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=40))
-    monkeypatch.setattr(dense, "get_current_vllm_config_or_none", lambda: engine)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
     plan_cache.forget()
     made = [make(Case("gptq")), make(Case("gptq"), bias=True), make(Case("ct", 64), n=64)]
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):

@@ -9,7 +9,7 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts.base import PackLayout, WeightComponents
 
-_ROWS = 128
+ROWS = 128
 """Row granularity of repacking: in every layout, 128 rows of w are a whole number of entries of each tensor's first
 dimension."""
 _ELEMENTS = 2**22
@@ -53,7 +53,7 @@ def pack_rows(
     format, n, k = what
     if reason := target.supports(format):
         raise ValueError(f"layout: {target.name} cannot hold {format}: {reason}")
-    step = max(_ROWS, _ELEMENTS // k // _ROWS * _ROWS)
+    step = max(ROWS, _ELEMENTS // k // ROWS * ROWS)
     for first in range(0, n, step):
         last = min(first + step, n)
         packed = target.pack(rows(first, last), format)
@@ -64,7 +64,7 @@ def pack_rows(
 def _entries(
     t: torch.Tensor, index: int, layout: PackLayout, format: WeightFormat, k: int, first: int, last: int
 ) -> torch.Tensor:
-    """Entries of packed tensor ``index`` of a layout that hold the rows first .. last; first is a multiple of _ROWS."""
-    _, shape = layout.shapes(format, _ROWS, k)[index]
+    """Entries of packed tensor ``index`` of a layout that hold the rows first .. last; first is a multiple of ROWS."""
+    _, shape = layout.shapes(format, ROWS, k)[index]
     each = shape[0]
-    return t[first // _ROWS * each : -(-last // _ROWS) * each]
+    return t[first // ROWS * each : -(-last // ROWS) * each]

@@ -62,6 +62,12 @@ class Warmup:
         if not self._expected:
             self._prepare()
 
+    def left(self, layer: object) -> None:
+        """Wait no longer for a layer that the engine's own kernels run after all."""
+        self._expected.discard(layer)
+        if not self._expected:
+            self._prepare()
+
     def _prepare(self) -> None:
         needs, layers = list(self._needs.values()), dict(self._layers)
         self._needs.clear()

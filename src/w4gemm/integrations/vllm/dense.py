@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_KERNELS,
     MPLinearKernel,
@@ -36,8 +35,6 @@ TAKES = "4-bit linear layers of GPTQ, AWQ and compressed-tensors"
 _FP8 = torch.float8_e4m3fn
 _SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _PERM = "w4gemm_perm"
-_MOST_TOKENS = 8192
-"""Tokens of a step if no config of vLLM says how many there can be."""
 
 
 def install() -> None:
@@ -124,12 +121,11 @@ class W4GemmLinearKernel(MPLinearKernel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         c = self.config
-        self.plain, self.biased = _epilogue(c, False), _epilogue(c, True)
+        self.epilogues = _epilogue(c, False), _epilogue(c, True)
         # vLLM's operator, so that its passes and the compiler can fuse it with what makes x
         self.quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN) if c.act_type == _FP8 else None
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        engine = get_current_vllm_config_or_none()
-        self.most_tokens = engine.scheduler_config.max_num_batched_tokens if engine else _MOST_TOKENS
+        self.most_tokens = takeover.most_tokens()
         takeover.WARMUP.expect(self)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -154,7 +150,7 @@ class W4GemmLinearKernel(MPLinearKernel):
             rows,
             tuple(getattr(layer, name) for name in self.names),
             self.packed,
-            self.plain if bias is None else self.biased,
+            self.epilogues[bias is not None],
             EpilogueOperands(bias=bias, token_scale=token_scale),
             perm=getattr(layer, _PERM, None),
             batch_invariant=self.batch_invariant,
@@ -177,7 +173,7 @@ class W4GemmLinearKernel(MPLinearKernel):
     def _need(self, layer: torch.nn.Module) -> Need:
         """Return what this layer launches for 1 to ``most_tokens`` tokens, with and without its bias if it has one."""
         blocks, bias = getattr(layer, self.w_q_name), getattr(layer, "bias", None)
-        epilogues = (self.plain,) if bias is None else (self.plain, self.biased)
+        epilogues = self.epilogues[: 1 if bias is None else 2]
         tokens, facts = first_tokens(self.most_tokens), (self.config.act_type, self.batch_invariant)
         keys = tuple(
             PlanKey.of(self.packed, m, facts[0], epilogue, facts[1], device=blocks.device)

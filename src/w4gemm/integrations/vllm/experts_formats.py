@@ -1,0 +1,142 @@
+"""4-bit experts as vLLM's methods load them: which parameters there are, and which numbers they hold.
+
+:data:`FORMATS` has an entry for each of vLLM's methods, by the name of its class. A method keeps the experts of a layer
+in parameters ``w13_*``, gates before ups, and ``w2_*``, with a leading dimension of experts. Behind it a matrix lies as
+(n, k) or, if the parameter has ``is_transposed``, as (k, n): versions of vLLM differ in that. Importing this imports no
+vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.checkpoints.awq import ORDER
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
+
+_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""Scale rules by the dtype of the loaded scales."""
+
+
+class Settings(NamedTuple):
+    """The settings of a method's experts."""
+
+    group_size: int
+    asymmetric: bool = False
+    activations: str | None = None
+    """That of :class:`w4gemm.QuantizedWeight`."""
+    refused: str = ""
+    """Why these experts cannot be taken, or the empty string."""
+
+    def format(self, scales: torch.dtype) -> WeightFormat:
+        """Return the format of weights with scales of a dtype.
+
+        Raises:
+            TypeError, ValueError: if there is none.
+        """
+        if scales not in _SCALES:
+            raise TypeError(f"scales: wanted {' or '.join(map(str, _SCALES))}, got {scales}")
+        return WeightFormat(self.group_size, "int" if self.asymmetric else "none", _SCALES[scales])
+
+
+@dataclass(frozen=True)
+class ExpertsFormat:
+    """The parameters of a method: their names behind ``w13_`` and ``w2_``, and how numbers lie in them.
+
+    Args:
+        settings: reads a method, and its layer, for what the parameters do not say.
+        scales, codes, zeros: names.
+        along, order: of codes, as for :class:`Stacked`. Zero points lie along n.
+    """
+
+    settings: Callable[[Any, Any], Settings]
+    codes: str
+    scales: str
+    zeros: str
+    along: str = "k"
+    order: tuple[int, ...] | None = None
+
+    def loaded(self, layer: torch.nn.Module, product: str, settings: Settings) -> StackedNumbers:
+        """Return the numbers of a product, "w13" or "w2", that a layer holds.
+
+        Raises:
+            TypeError, ValueError: for scales of another dtype, or a format that there is not.
+        """
+
+        def stacked(name: str, along: str = "") -> Stacked:
+            parameter = getattr(layer, f"{product}_{name}")
+            return Stacked(parameter, getattr(parameter, "is_transposed", False), along, self.order)
+
+        scales = stacked(self.scales)
+        zeros = stacked(self.zeros, "n") if settings.asymmetric else None
+        return StackedNumbers(settings.format(scales.tensor.dtype), stacked(self.codes, self.along), scales, zeros)
+
+
+def fused_activation(moe: Any) -> str:
+    """Return the activation between the products of a layer, by FusedMoEConfig, as :func:`w4gemm.linear` names it; the
+    empty string if it has none."""
+    name, limit = moe.activation.value, moe.swiglu_limit
+    if name == "silu":
+        return "silu_mul" if limit is None else f"silu_mul(limit={limit:g})"
+    return {"gelu": "gelu_mul", "gelu_tanh": "gelu_tanh_mul"}.get(name, "") if limit is None else ""
+
+
+def _gptq(method: Any, layer: Any) -> Settings:
+    config = method.quant_config
+    refused = _other_bits(config.weight_bits)
+    if config.desc_act and config.group_size != PER_COLUMN:
+        refused = "they are in act-order (desc_act), each expert in its own"
+    elif not config.is_sym:
+        refused = "they are asymmetric GPTQ's"  # whose stored zero points this method of vLLM's drops
+    return Settings(config.group_size, refused=refused)
+
+
+def _awq(method: Any, layer: Any) -> Settings:
+    config = method.quant_config
+    refused = _other_bits(config.weight_bits)
+    if not config.zero_point:
+        refused = "they are AWQ's without zero points"
+    return Settings(config.group_size, True, refused=refused)
+
+
+def _compressed_tensors(method: Any, layer: Any) -> Settings:
+    weights = method.weight_quant
+    refused = _other_bits(weights.num_bits)
+    if weights.actorder in ("group", "dynamic"):
+        refused = f"they are in act-order (actorder {weights.actorder!s}), each expert in its own"
+    group_size = PER_COLUMN if weights.strategy == "channel" else weights.group_size
+    return Settings(group_size, not weights.symmetric, refused=refused)
+
+
+def _compressed_tensors_fp8(method: Any, layer: Any) -> Settings:
+    return _compressed_tensors(method, layer)._replace(activations="fp8")
+
+
+def _moe_wna16(method: Any, layer: Any) -> Settings:
+    config = method.quant_config
+    # a layer has smaller groups than the checkpoint where those would straddle ranks
+    return Settings(
+        getattr(layer, "group_size", config.group_size), config.has_zp, refused=_other_bits(config.weight_bits)
+    )
+
+
+def _other_bits(bits: int) -> str:
+    return "" if bits == 4 else f"they have {bits} bits"
+
+
+_AUTO = ("qweight", "scales", "qzeros")
+_COMPRESSED = ("weight_packed", "weight_scale", "weight_zero_point")
+
+FORMATS: Mapping[str, ExpertsFormat] = {
+    "AutoGPTQMoEMethod": ExpertsFormat(_gptq, *_AUTO),
+    "AutoAWQMoEMethod": ExpertsFormat(_awq, *_AUTO, along="n", order=ORDER),
+    "MoeWNA16Method": ExpertsFormat(_moe_wna16, *_AUTO),  # what vLLM makes of GPTQ and AWQ where Marlin cannot run
+    "CompressedTensorsWNA16MarlinMoEMethod": ExpertsFormat(_compressed_tensors, *_COMPRESSED),
+    "CompressedTensorsWNA16MoEMethod": ExpertsFormat(_compressed_tensors, *_COMPRESSED),
+    "CompressedTensorsW4A8Fp8MoEMethod": ExpertsFormat(_compressed_tensors_fp8, *_COMPRESSED),
+}
+"""By the name of vLLM's method."""

@@ -1,0 +1,248 @@
+"""The experts of a layer as vLLM's modular kernels: :class:`W4gemmExperts`, :class:`BatchedW4gemmExperts`.
+
+vLLM's prepare step quantizes and dispatches tokens, ours multiplies, its finalize step adds up and sends back. All of
+it runs inside vLLM's own operator ``moe_forward``, so that torch.compile sees none of it; the host reads no tensor, so
+that a CUDA graph can capture it.
+
+The weights are the layer's parameters, so that whoever moves an expert's rows moves all that there is of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+
+from w4gemm.api.grouped import grouped_linear, masked_linear
+from w4gemm.api.routing import Routing, combine, route
+from w4gemm.choice import PlanKey
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.problem import Device
+from w4gemm.integrations.engines.warmup import Need, first_tokens
+from w4gemm.jit import Unit
+from w4gemm.kernels import HELPERS
+from w4gemm.kernels.helper import LayerFacts
+from w4gemm.weights.weight import QuantizedWeight
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
+    """Common base of both formats.
+
+    Args:
+        gate_up: rows in pairs of a gate and an up.
+        activation: as for :func:`w4gemm.linear`.
+        others: arguments of vLLM's base.
+    """
+
+    def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, **others: Any) -> None:
+        super().__init__(**others)
+        self.gate_up, self.down, self.fused_activation = gate_up, down, activation
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """True if no other rank sends tokens here: then the first product quantizes them itself."""
+        parallel = self.moe_config.moe_parallel_config
+        return self.gate_up.activations is not None and parallel.dp_size == 1 and not parallel.use_all2all_kernels
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        """Experts, tokens (of an expert if there is a dimension of experts), features of both products, top k."""
+        return self.gate_up.experts, a1.shape[-2], self.gate_up.n, self.gate_up.k, topk_ids.shape[1]
+
+    def _need(self, each: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
+        """Return what is launched for numbers of rows of an expert, each the first of an interval."""
+        dtype, device = self.moe_config.in_dtype, Device.of(self.gate_up.device)
+        plain, top_k = Epilogue(), self.moe_config.experts_per_token
+        keys: list[PlanKey] = []
+        helpers: dict[Unit, None] = {}
+        for w, activation in ((self.gate_up, self.fused_activation), (self.down, None)):
+            fp8 = w.activations == "fp8"
+            epilogue = (plain.of_quantized(dtype) if fp8 else plain)._replace(activation=activation)
+            x, rows_of_x = torch.float8_e4m3fn if fp8 else dtype, gathered and w is self.gate_up
+            keys += [PlanKey.of(w, rows * w.experts, x, epilogue, gathered=rows_of_x, device=w.device) for rows in each]
+            facts = LayerFacts(w.k, dtype, fp8, top_k=top_k)
+            helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
+        return Need("layers of 4-bit experts", tuple(keys), tuple(helpers), run)
+
+    # The plugin chooses these classes itself, having checked the layer, and vLLM's lists of kernels do not have them.
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+
+class W4gemmExperts(_Experts):
+    """Tokens as they are: x (tokens, features). Each choice of an expert that is here becomes a row."""
+
+    _routing: Routing | None = None
+    """That of the newest call."""
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    def workspace_shapes(self, M: int, N: int, K: int, topk: int, *others: Any) -> Shapes:
+        """Return what vLLM allocates: nothing, the rows between the products, and the rows behind them."""
+        return (0,), (M * topk, self.down.k), (M * topk, self.down.n)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        ids = topk_ids if expert_map is None else local_ids(topk_ids, expert_map)
+        self._routing = routing = route(ids, self.gate_up.experts)
+        hidden = grouped_linear(
+            hidden_states,
+            self.gate_up,
+            routing.m_offsets,
+            indices=routing.tokens,
+            activation=self.fused_activation,
+            token_scale=a1q_scale,
+            out_dtype=output.dtype,
+            out=workspace2,
+        )
+        grouped_linear(hidden, self.down, routing.m_offsets, out=output)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return _Combine(self._routing)
+
+    def need(self, most_tokens: int) -> Need:
+        """Return what is launched for 1 to ``most_tokens`` tokens."""
+        experts, top_k = self.gate_up.experts, self.moe_config.experts_per_token
+        each = first_tokens(-(-most_tokens * top_k // experts))
+
+        @torch.inference_mode()
+        def run() -> None:
+            for rows in each:
+                self._run_once(min(most_tokens, (rows - 1) * experts // top_k + 1))
+
+        return self._need(each, True, run)
+
+    def _run_once(self, tokens: int) -> None:
+        """Launch everything for zeros, evenly divided among experts."""
+        dtype, device, top_k = self.moe_config.in_dtype, self.gate_up.device, self.moe_config.experts_per_token
+        x = torch.zeros(tokens, self.gate_up.k, dtype=dtype, device=device)
+        ids = torch.arange(tokens * top_k, dtype=torch.int32, device=device).view(tokens, top_k)
+        weights = torch.zeros(tokens, top_k, device=device)
+        hidden, output = (
+            torch.empty(tokens * top_k, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n)
+        )
+        experts = self.gate_up.experts
+        nothing = torch.empty(0, device=device)
+        self.apply(
+            *(output, x, nothing, nothing, weights, ids % experts, None, experts, None, None, None, nothing, hidden),
+            *(None, False),
+        )
+        self.finalize_weight_and_reduce_impl().apply(None, output, weights, ids, False)
+
+
+class _Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
+    """The weighted sum of each token's rows, in one launch, into vLLM's own output."""
+
+    def __init__(self, routing: Routing | None) -> None:
+        self.routing = routing
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """Return ``output``, or a new tensor. If the weights were applied on the input, rows are added as they are."""
+        if not len(topk_ids):  # then the experts were not called, and the routing is an older one
+            return fused_expert_output if output is None else output
+        assert self.routing is not None and self.routing.row_of_choice.shape == topk_ids.shape
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        return combine(fused_expert_output, self.routing.row_of_choice, weights, out=output)
+
+
+class BatchedW4gemmExperts(_Experts):
+    """Tokens that were dispatched into rows of their experts: x (experts, most tokens, features), and counts."""
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def workspace_shapes(self, M: int, N: int, K: int, topk: int, *others: Any) -> Shapes:
+        """Return what vLLM allocates, as :meth:`W4gemmExperts.workspace_shapes` does."""
+        rows = self.max_num_tokens * self.num_dispatchers
+        return (0,), (self.gate_up.experts, rows, self.down.k), (self.gate_up.experts, rows, self.down.n)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        counts = expert_tokens_meta.expert_num_tokens
+        hidden = masked_linear(
+            hidden_states,
+            self.gate_up,
+            counts,
+            activation=self.fused_activation,
+            token_scale=a1q_scale,
+            out_dtype=output.dtype,
+            out=workspace2,
+        )
+        masked_linear(hidden, self.down, counts, out=output)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def need(self, most_tokens: int) -> Need:
+        """Return what is launched: one plan a product, since a plan is chosen for all rows that there is room for."""
+        return self._need([self.max_num_tokens * self.num_dispatchers], False, None)
+
+
+def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """Return the experts of this rank that global ids (tokens, top k) name, -1 for others and for ids of -1."""
+    return torch.nn.functional.pad(expert_map, (0, 1), value=-1)[ids.long()]  # -1 takes the last

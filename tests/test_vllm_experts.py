@@ -1,0 +1,388 @@
+"""The vLLM plugin's experts, against a stub of vLLM's interfaces, on the CPU: formats, expert parallelism, refusals."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from w4gemm import QuantizedWeight
+from w4gemm.checkpoints.awq import ORDER
+from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations import vllm as plugin
+from w4gemm.integrations.engines.warmup import Warmup
+from w4gemm.integrations.vllm import takeover
+from w4gemm.weights.random import random_components
+from w4gemm.weights.reference import linear_reference
+
+STUB = Path(__file__).parent / "vllm_stub"
+EXPERTS, TOP_K, HIDDEN, WIDTH = 5, 2, 128, 128
+FP8_ERROR = 0.06
+"""Relative error of two products that round their activations to e4m3."""
+
+
+@pytest.fixture
+def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module, imported beside the stub and installed by the entry point."""
+
+    def forget() -> None:
+        names = [name for name in sys.modules if name.split(".")[0] in ("vllm", "stub_dispatch")]
+        for name in [*names, f"{plugin.__name__}.experts", f"{plugin.__name__}.experts_kernel"]:
+            sys.modules.pop(name, None)
+
+    forget()
+    monkeypatch.syspath_prepend(STUB)
+    monkeypatch.setattr(plugin, "_installed", [])
+    monkeypatch.setattr(plugin, "PARTS", ("experts",))
+    monkeypatch.setattr(takeover, "WARMUP", Warmup(takeover.VLLM))
+    monkeypatch.setattr(takeover, "_MOST_TOKENS", 8)
+    monkeypatch.delenv("W4GEMM_VLLM", raising=False)
+    plugin.register()
+    yield importlib.import_module(f"{plugin.__name__}.experts")
+    forget()
+
+
+class Case(NamedTuple):
+    """Experts as a method of vLLM loads them."""
+
+    name: str
+    """vLLM's name of the quantization."""
+    group_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    asymmetric: bool = False
+    fp8: bool = False
+    transposed: bool = False
+    """True if matrices lie as (k, n): GPTQ, AWQ, and compressed-tensors in vLLM 0.26."""
+
+    @property
+    def format(self) -> WeightFormat:
+        scale = {torch.float16: "fp16"}.get(self.dtype, "bf16")
+        return WeightFormat(self.group_size, "int" if self.asymmetric else "none", scale)
+
+    def config(self) -> Any:
+        """The model's quantization config, of the class that vLLM looks up."""
+        from vllm.model_executor.layers.quantization import get_quantization_config
+
+        cls = get_quantization_config(self.name)
+        if self.name == "gptq":
+            return cls(4, self.group_size, False, True)
+        if self.name == "awq":
+            return cls(4, self.group_size, True)
+        if self.name == "moe_wna16":
+            return cls(4, self.group_size, self.asymmetric)
+        grouped = self.group_size != -1
+        weights = SimpleNamespace(
+            num_bits=4,
+            symmetric=not self.asymmetric,
+            actorder=None,
+            strategy="group" if grouped else "channel",
+            group_size=self.group_size if grouped else None,
+        )
+        activations = SimpleNamespace(num_bits=8) if self.fp8 else None
+        return cls({"Linear": {"weights": weights, "input_activations": activations}})
+
+
+CASES = [
+    Case("gptq", transposed=True),
+    Case("gptq", 32, torch.float16, transposed=True),
+    Case("gptq", -1, transposed=True),
+    Case("awq", asymmetric=True, transposed=True),
+    Case("awq", 64, torch.float16, asymmetric=True, transposed=True),
+    Case("moe_wna16", 64),
+    Case("moe_wna16", 32, asymmetric=True),
+    Case("compressed-tensors", 32),
+    Case("compressed-tensors", 64, asymmetric=True),
+    Case("compressed-tensors", 32, transposed=True),
+    Case("compressed-tensors", 64, asymmetric=True, transposed=True),
+    Case("compressed-tensors", -1, torch.float16),
+    Case("compressed-tensors", fp8=True),
+    Case("compressed-tensors", 32, torch.float16, fp8=True),
+]
+
+
+def words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), bits: int = 32) -> torch.Tensor:
+    """Numbers 0..15 (..., m) as integers of ``bits`` bits (..., 4 m / bits)."""
+    each = numbers.long().unflatten(-1, (-1, bits // 4))
+    word = sum(each[..., i] << (4 * order[i]) for i in range(bits // 4))
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).int() if bits == 32 else word.to(torch.uint8)
+
+
+def stored(case: Case, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> dict[str, Any]:
+    """The parameters of a product of all experts, from its numbers (experts, n, columns)."""
+    bits, along_n = (8 if case.name == "moe_wna16" else 32), case.name == "awq"
+    order = tuple(ORDER) if along_n else tuple(range(bits // 4))
+
+    def packed(numbers: torch.Tensor, over_rows: bool) -> torch.Tensor:
+        return words(numbers.mT, order, bits).mT if over_rows else words(numbers, order, bits)
+
+    compressed = case.name == "compressed-tensors"
+    names = ("weight_packed", "weight_scale", "weight_zero_point") if compressed else ("qweight", "scales", "qzeros")
+    tensors = [packed(codes, along_n), scales, None if zeros is None else packed(zeros, True)]
+    return {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
+
+
+class Mixture(NamedTuple):
+    """A layer with random experts, and the weights that it must compute with, in float64's eyes."""
+
+    layer: Any
+    gate_up: QuantizedWeight
+    down: QuantizedWeight
+
+    def expected(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        on_input: bool = False,
+        activation: str = "silu_mul",
+    ) -> torch.Tensor:
+        """The weighted sum over the experts of each token, of those that ids of 0 and more name."""
+        d = torch.zeros(x.shape, dtype=torch.float64)
+        for t, j in torch.nonzero(ids >= 0).tolist():
+            e, weight = int(ids[t, j]), weights[t, j].double()
+            row = x[t : t + 1].double() * (weight.to(x.dtype).double() if on_input else 1)
+            hidden = linear_reference(row, self.gate_up.expert(e), activation=activation)
+            d[t] += (1 if on_input else weight) * linear_reference(hidden, self.down.expert(e))[0]
+        return d
+
+
+def mixture(case: Case, **settings: Any) -> Mixture:
+    """Make a layer of ``case`` as vLLM does, load it and pack its experts.
+
+    Args:
+        settings: of FusedMoEConfig, FusedMoEParallelConfig and RoutedExperts, by name.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    layer = RoutedExperts(*layer_arguments(case, settings), **settings)
+    weights = {}
+    for product, n, k in (("w13", 2 * WIDTH, HIDDEN), ("w2", HIDDEN, WIDTH)):
+        each = [random_components(case.format, n, k, seed=31 * e + n) for e in range(EXPERTS)]
+        weights[product] = [QuantizedWeight.from_codes(case.format, *parts[:3]) for parts in each]
+        here = each[-layer.local_num_experts :]
+        codes, scales = (torch.stack([parts[i] for parts in here]) for i in range(2))
+        zeros = torch.stack([parts.zeros for parts in here]) if case.asymmetric else None
+        for name, t in stored(case, codes, scales, zeros).items():
+            parameter = torch.nn.Parameter((t.mT if case.transposed else t).contiguous(), requires_grad=False)
+            parameter.is_transposed = case.transposed
+            layer.register_parameter(f"{product}_{name}", parameter)
+        for unused in ("g_idx", "weight_shape"):
+            layer.register_parameter(f"{product}_{unused}", torch.nn.Parameter(torch.zeros(2), requires_grad=False))
+    layer.quant_method.process_weights_after_loading(layer)
+    halves = [
+        [
+            type(w).from_codes(w.format, *(None if t is None else t[rows] for t in w.parts()[:3]))
+            for rows in (slice(WIDTH), slice(WIDTH, None))
+        ]
+        for w in weights["w13"]
+    ]
+    pairs = [QuantizedWeight.interleave(gate, up) for gate, up in halves]
+    return Mixture(layer, QuantizedWeight.stack(pairs), QuantizedWeight.stack(weights["w2"]))
+
+
+def layer_arguments(case: Case, settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Positional arguments of RoutedExperts; takes those of its configs out of ``settings``."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+
+    def of(cls: Any) -> dict[str, Any]:
+        return {name: settings.pop(name) for name in list(settings) if name in cls.__dataclass_fields__}
+
+    local = settings.pop("num_local_experts", EXPERTS)
+    if "activation" in settings:
+        settings["activation"] = MoEActivation[settings["activation"]]
+    parallel = FusedMoEParallelConfig(**of(FusedMoEParallelConfig))
+    sizes = (EXPERTS, TOP_K, settings.pop("hidden_dim", HIDDEN), WIDTH, local, case.dtype)
+    moe = FusedMoEConfig(*sizes, moe_parallel_config=parallel, **of(FusedMoEConfig))
+    manager = SimpleNamespace(expert_map=settings.pop("expert_map", None))
+    return "experts", case.dtype, moe, case.config(), manager
+
+
+def inputs(dtype: torch.dtype, tokens: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, the router's weights and its ids, one of them a padding of -1."""
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=g)[:TOP_K] for _ in range(tokens)])
+    ids[-1, 0] = -1
+    return torch.randn(tokens, HIDDEN, generator=g).to(dtype), torch.rand(tokens, TOP_K, generator=g), ids.int()
+
+
+def assert_near(got: torch.Tensor, wanted: torch.Tensor, case: Case) -> None:
+    bound = FP8_ERROR if case.fp8 else 4 * torch.finfo(case.dtype).eps
+    assert ((got.double() - wanted).norm() / wanted.norm()).item() < bound
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_formats(experts: ModuleType, case: Case) -> None:
+    made = mixture(case)
+    x, weights, ids = inputs(case.dtype)
+    assert type(made.layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
+    with torch.inference_mode():
+        got = made.layer.forward_modular(x, weights, ids)
+        none = made.layer.forward_modular(x[:0], weights[:0], ids[:0])
+    assert got.dtype == case.dtype and none.shape == (0, HIDDEN)
+    assert_near(got, made.expected(x, weights, ids), case)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=str)
+def test_experts_of_other_ranks_add_nothing(experts: ModuleType, case: Case) -> None:
+    """Rank 1 has the last two of five experts."""
+    here = EXPERTS - 2
+    expert_map = torch.tensor([-1] * here + [0, 1], dtype=torch.int32)
+    made = mixture(case, num_local_experts=2, ep_size=2, ep_rank=1, use_ep=True, dp_size=2, expert_map=expert_map)
+    x, weights, ids = inputs(case.dtype)
+    assert not made.layer.quant_method.moe_kernel.fused_experts.expects_unquantized_inputs
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, torch.where(ids >= here, ids, -1)), case)
+
+
+@pytest.mark.parametrize(
+    ("settings", "activation"),
+    [
+        ({"swiglu_limit": 0.5}, "silu_mul(limit=0.5)"),
+        ({"activation": "GELU"}, "gelu_mul"),
+        ({"activation": "GELU_TANH"}, "gelu_tanh_mul"),
+    ],
+)
+def test_activations(experts: ModuleType, settings: dict[str, Any], activation: str) -> None:
+    made = mixture(CASES[0], **settings)
+    x, weights, ids = inputs(torch.bfloat16)
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, ids, activation=activation), CASES[0])
+
+
+def test_router_weights_on_the_input(experts: ModuleType) -> None:
+    made = mixture(CASES[0], apply_router_weight_on_input=True)
+    x, weights, ids = inputs(torch.bfloat16)
+    weights, ids = weights[:, :1], ids[:, :1]  # vLLM allows it with one expert a token only
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, ids, on_input=True), CASES[0])
+
+
+@pytest.mark.parametrize("case", [CASES[3], CASES[-2]], ids=str)
+def test_batched_rows(experts: ModuleType, case: Case) -> None:
+    """Rows past an expert's count are NaN, and are not read."""
+    made = mixture(case, all2all_backend="deepep_low_latency")
+    x, weights, ids = inputs(case.dtype)
+    kernel = made.layer.quant_method.moe_kernel
+    assert type(kernel.fused_experts).__name__ == "BatchedW4gemmExperts"
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, ids), case)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[-2]], ids=str)
+def test_rows_that_are_copied_move_an_expert(experts: ModuleType, case: Case) -> None:
+    """Every tensor of an expert is a row of a parameter: EPLB copies rows between calls."""
+    made = mixture(case, enable_eplb=True)
+    assert made.layer.quant_method.supports_eplb
+    x, weights, ids = inputs(case.dtype)
+    before = made.layer.forward_modular(x, weights, ids)
+    moved = torch.tensor([3, 0, 4, 1, 2])
+    for rows in made.layer.get_expert_weights():
+        assert rows.shape[0] == EXPERTS
+        rows.copy_(rows[moved])
+    where = moved.argsort()
+    after = made.layer.forward_modular(x, weights, torch.where(ids < 0, ids, where[ids.clamp(min=0)].int()))
+    assert torch.equal(after, before)
+
+
+def test_names_that_vllm_and_pickle_look_for(experts: ModuleType) -> None:
+    """RoutedExperts loads by the name of a method's class; configs travel to other processes and are copied."""
+    config = CASES[0].config()
+    for again in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert type(again) is type(config) and vars(again) == vars(config)
+    assert type(config).__name__ == "AutoGPTQConfig"
+    method = mixture(CASES[0]).layer.quant_method
+    assert type(method).__name__ == "AutoGPTQMoEMethod" and not method.is_monolithic
+    experts.install()
+    assert type(CASES[0].config()) is type(config)
+
+
+REFUSED = [
+    (Case("gptq"), {"moe_backend": "marlin"}, "--moe-backend marlin was asked for"),
+    (Case("gptq"), {"has_bias": True}, "they have biases"),
+    (Case("gptq"), {"is_lora_enabled": True}, "LoRA is on"),
+    (Case("gptq"), {"activation": "RELU2"}, "activation is relu2"),
+    (Case("gptq"), {"activation": "GELU", "swiglu_limit": 7.0}, "activation is gelu with limit 7"),
+    (Case("gptq"), {"all2all_backend": "flashinfer_nvlink_one_sided"}, "tokens come in the form of flashinfer"),
+    (Case("gptq"), {"all2all_backend": "deepep_high_throughput", "hidden_dim": 320}, "padded to (512, 128)"),
+    (Case("gptq", 24), {}, "multiple of 16"),
+]
+
+
+@pytest.mark.parametrize(("case", "settings", "reason"), REFUSED, ids=[reason for *_, reason in REFUSED])
+def test_refused(
+    experts: ModuleType, case: Case, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    takeover_lines(caplog)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        layers = [RoutedExperts(*layer_arguments(case, dict(settings))) for _ in range(2)]
+    assert type(layers[0].quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
+    (line,) = takeover_lines(caplog)
+    assert reason in line and "experts of AutoGPTQMoEMethod to vLLM's own kernels" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("gptq", {"desc_act": True}, "in act-order"),
+        ("gptq", {"is_sym": False}, "asymmetric GPTQ"),
+        ("gptq", {"weight_bits": 8}, "they have 8 bits"),
+        ("awq", {"zero_point": False}, "without zero points"),
+    ],
+)
+def test_weights_that_are_refused(experts: ModuleType, name: str, changed: dict[str, Any], reason: str) -> None:
+    case = Case(name)
+    _, _, moe, config, _ = layer_arguments(case, {})
+    vars(config).update(changed)
+    layer = SimpleNamespace(moe_config=moe, params_dtype=case.dtype, hidden_size=HIDDEN)
+    method = type(config).__mro__[2].get_quant_method(config, layer, "")
+    assert reason in experts.why_not(method, layer, experts.FORMATS[type(method).__name__])
+
+
+def takeover_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Lines about layers that were left, and none of earlier ones afterwards."""
+    found = [r.message for r in caplog.records if "leaves" in r.message]
+    caplog.clear()
+    return found
+
+
+def test_experts_that_cannot_be_packed_are_given_back(
+    experts: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from w4gemm.integrations.engines.stacked import StackedNumbers
+
+    def refused(numbers: StackedNumbers) -> None:
+        raise ValueError("scales: the weights of 1 groups would not be finite")
+
+    monkeypatch.setattr(StackedNumbers, "check", refused)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        layer = mixture(CASES[0]).layer
+    assert layer.runs_on_vllm and type(layer.quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
+    assert "would not be finite" in takeover_lines(caplog)[0]
+    with pytest.raises(ValueError, match="would not be finite"):
+        mixture(CASES[0], enable_eplb=True)
+
+
+def test_everything_is_ready_once_the_last_layer_is_loaded(
+    experts: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    from w4gemm.choice import plan_cache
+
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        made = mixture(Case("compressed-tensors", 32, torch.float16))
+    assert any("1 layers of 4-bit experts" in r.message for r in caplog.records)
+    known = set(plan_cache._plans)
+    for tokens in (1, 3, 8):
+        made.layer.forward_modular(*inputs(torch.float16, tokens))
+    assert set(plan_cache._plans) == known

@@ -1,0 +1,12 @@
+"""Experts of compressed-tensors."""
+
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    CompressedTensorsMoEMethod,
+)
+
+
+class CompressedTensorsWNA16MoEMethod(CompressedTensorsMoEMethod):
+    def __init__(self, weight_quant, input_quant, moe, layer_name=None):
+        super().__init__(moe)
+        self.weight_quant = weight_quant
+        self.input_quant = input_quant
