@@ -212,6 +212,15 @@ def test_engine_arguments_are_vllms_defaults_but_for_what_is_said():
     assert json.loads(words[words.index("--compilation-config") + 1]) == arguments["compilation_config"]
 
 
+def test_starts_are_first_cold_or_warm(tmp_path):
+    """And share what vLLM knows of the model's class, but no compiled graphs."""
+    marlin, machete = (launch.Caches(tmp_path / name, tmp_path / "shared") for name in ("marlin", "machete"))
+    assert [marlin.start(), machete.start(), machete.start()] == ["first", "cold", "warm"]
+    (tmp_path / "marlin/vllm/modelinfos/a").touch()
+    assert (tmp_path / "machete/vllm/modelinfos/a").exists()
+    assert marlin.environment()["VLLM_CACHE_ROOT"] != machete.environment()["VLLM_CACHE_ROOT"]
+
+
 def test_a_source_trees_plugin_is_found_by_metadata(tmp_path):
     (point,) = launch.entry_points(ROOT / "pyproject.toml")
     assert point.partition(" = ")[2].startswith("w4gemm.integrations.vllm:")
@@ -271,7 +280,7 @@ def test_a_run_goes_on_when_one_implementation_fails(tmp_path, monkeypatch, caps
     kernels = {"default": {MACHETE: 14}, "marlin": {MACHETE: 14}}
 
     def run_offline(task, variables, log, seconds):
-        name = Path(variables["VLLM_CACHE_ROOT"]).parent.name
+        name = Path(variables["VLLM_CACHE_ROOT"]).parent.name.rpartition("-")[2]
         if name == "humming":
             raise launch.EngineError("ended with 1: out of memory")
         answers = [[1] * task.tokens_out] * 2

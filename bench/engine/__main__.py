@@ -23,6 +23,7 @@ from bench.engine.checkpoint import Packing, tensors_of, write
 from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
 from bench.engine.launch import (
     RESULTS,
+    Caches,
     EngineError,
     EngineOptions,
     environment,
@@ -48,7 +49,7 @@ class Case:
         serve: True to measure ``vllm serve``, False for ``LLM.generate``.
         starts: how often an engine starts; the last start is measured.
         seconds: limit of each process.
-        caches: folder of compiled code, one below it for each implementation.
+        caches: folder of compiled code, with one below it for each implementation, and one for all.
         plugin: folder with our plugin's metadata, if the package is not installed.
     """
 
@@ -63,6 +64,13 @@ class Case:
     caches: Path
     plugin: Path | None
     logs: Path
+
+    def __str__(self) -> str:
+        return f"{self.model.name}-{self.packing}"
+
+    def caches_of(self, implementation: Implementation) -> Caches:
+        """Return the implementation's folders of compiled code for this checkpoint."""
+        return Caches(self.caches / f"{self}-{implementation.name}", self.caches / "shared")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -164,7 +172,7 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, work: Path
     )
     logs = args.logs or work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    caches = work / "caches" / name
+    caches = work / "caches"
     return Case(model, packing, folder, options, task, args.serve, args.starts, args.seconds, caches, plugin, logs)
 
 
@@ -208,16 +216,15 @@ def offline(case: Case, implementation: Implementation) -> tuple[str, Result, li
     """
     arguments = case.options.arguments(case.folder, implementation, case.model, case.task.batches)
     task = replace(case.task, engine={**arguments, "skip_tokenizer_init": True, "disable_log_stats": True})
-    caches = case.caches / implementation.name
+    caches = case.caches_of(implementation)
     variables = environment(implementation, caches, case.plugin)
     rows: list[Row] = []
     for number in range(1, case.starts + 1):
-        cold = not caches.exists()
-        last = number == case.starts
-        log = case.logs / f"{case.model.name}-{case.packing}-{implementation.name}-{number}.log"
+        start, last = caches.start(), number == case.starts
+        log = case.logs / f"{case}-{implementation.name}-{number}.log"
         result = run_offline(replace(task, start_only=not last), variables, log, case.seconds)
         started, *found = rows_of(result, task)
-        rows += [{**started, "start": "cold" if cold else "warm"}, *found]
+        rows += [{**started, "start": start}, *found]
     name = checked(implementation, result.kernels, rows)
     if result.profile:
         rows.append(profile.row_of(result.profile))
@@ -231,13 +238,13 @@ def served(case: Case, implementation: Implementation) -> tuple[str, Result, lis
     arguments = case.options.arguments(case.folder, implementation, case.model, task.batches)
     if "compilation_config" in arguments:  # requests come and go: all of vLLM's batch sizes
         arguments["compilation_config"].pop("cudagraph_capture_sizes")
-    caches = case.caches / implementation.name
+    caches = case.caches_of(implementation)
     loads = [serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary) for batch in task.batches]
     variables = environment(implementation, caches, case.plugin)
-    log, cold = case.logs / f"{case.model.name}-{case.packing}-{implementation.name}-serve.log", not caches.exists()
+    log, start = case.logs / f"{case}-{implementation.name}-serve.log", caches.start()
     facts, found = serve.serve(arguments, variables, log, case.seconds, loads)
     result = Result(**facts)
-    rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": "cold" if cold else "warm"}]
+    rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": start}]
     for load, figures in zip(loads, found, strict=True):
         point = {"batch": load.at_a_time, "tokens_in": load.tokens_in, "tokens_out": load.tokens_out}
         rows.append({"phase": "serve", **point, **figures})

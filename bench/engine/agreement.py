@@ -22,6 +22,7 @@ from bench.engine.checkpoint import SYMMETRIC_WORD, Packing, pack_words
 from bench.engine.implementations import OURS, Implementation
 from bench.engine.launch import (
     RESULTS,
+    Caches,
     EngineError,
     EngineOptions,
     environment,
@@ -72,7 +73,9 @@ class Reading:
             likeliest=LIKELIEST,
         )
         name = f"{folder.name}-{implementation.name}"
-        variables = environment(implementation, self.work / "caches" / name, self.plugin)
+        caches = Caches(self.work / "caches" / name, self.work / "caches/shared")
+        caches.start()
+        variables = environment(implementation, caches, self.plugin)
         return run_offline(task, variables, self.work / f"{name}.log", self.seconds)
 
 

@@ -89,18 +89,42 @@ def work_folder(kept: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def environment(implementation: Implementation, caches: Path, plugin: Path | None) -> dict[str, str]:
-    """Return the environment of an engine's process, with compiled code under ``caches``.
+@dataclass(frozen=True)
+class Caches:
+    """Folders of compiled code: an implementation's ``own``, and what all implementations share."""
+
+    own: Path
+    shared: Path
+
+    def start(self) -> str:
+        """Make the folders, and return what a start now is: "warm" if the implementation started with them before,
+        "cold" if only others did, and "first" if none did."""
+        start = "warm" if self.own.exists() else "cold" if self.shared.exists() else "first"
+        infos = self.own / "vllm/modelinfos"  # vLLM's facts on the model's class
+        if not infos.is_symlink():
+            (self.shared / "modelinfos").mkdir(parents=True, exist_ok=True, mode=0o700)
+            infos.parent.mkdir(parents=True, mode=0o700)
+            infos.symlink_to((self.shared / "modelinfos").resolve())
+        return start
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that name the folders."""
+        own = {"VLLM_CACHE_ROOT": "vllm", "W4GEMM_CACHE_DIR": "w4gemm"}
+        folders = {name: str(self.own / folder) for name, folder in own.items()}
+        return {**folders, "TRITON_CACHE_DIR": str(self.shared / "triton")}
+
+
+def environment(implementation: Implementation, caches: Caches, plugin: Path | None) -> dict[str, str]:
+    """Return the environment of an engine's process.
 
     Args:
         plugin: what :func:`plugin_metadata` returned.
     """
     paths = [str(p) for p in (ROOT, ROOT / "src", plugin, os.environ.get("PYTHONPATH")) if p]
-    folders = {"VLLM_CACHE_ROOT": "vllm", "W4GEMM_CACHE_DIR": "w4gemm", "TRITON_CACHE_DIR": "triton"}
     return {
         **os.environ,
         **implementation.environment(),
-        **{name: str(caches / folder) for name, folder in folders.items()},
+        **caches.environment(),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",

@@ -80,7 +80,7 @@ def line_of(row: Row) -> Line | None:
     if phase == "serve":
         name = f"serve, {row['batch']} at a time: tokens/s"
         return Line(name, lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f}")
-    if phase == "start":
+    if phase == "start" and row["start"] != "first":  # which pays for the others'
         return Line(f"{row['start']} start: s", lambda r: r["seconds"], lambda r: f"{r['seconds']:.0f}", True)
     return None
 
