@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine_tensors import words
 from w4gemm.integrations.engines import weights as engine
 from w4gemm.packing import repack
 from w4gemm.weights.weight import QuantizedWeight
 
 N, K, GROUP = 272, 256, 64
 """Rows of three slices of 128, the last one short."""
-
-
-def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """int32 (..., columns / 8): nibble order[i] of a word is its number i."""
-    eights = codes.long().unflatten(-1, (-1, 8))
-    total = sum(eights[..., i] << 4 * place for i, place in enumerate(order))
-    return (total - (total >= 2**31) * 2**32).int()
 
 
 class Drawn:

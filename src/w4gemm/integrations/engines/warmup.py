@@ -8,10 +8,16 @@ from typing import NamedTuple
 
 import torch
 
+from w4gemm.api.ops import linear
 from w4gemm.choice import BOUNDS, PlanKey, interval, prepare
 from w4gemm.core import environment
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.problem import Device
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.jit import Unit
+from w4gemm.kernels import HELPERS
+from w4gemm.kernels.helper import LayerFacts
+from w4gemm.weights.weight import QuantizedWeight
 
 
 class Need(NamedTuple):
@@ -55,10 +61,18 @@ class Warmup:
         Raises:
             UnsupportedError: if a kernel cannot be compiled.
         """
-        self._expected.discard(layer)
         self._layers[need.what] = self._layers.get(need.what, 0) + 1
         if need.keys not in self._ready:
             self._needs.setdefault(need.keys, need)
+        self.settle(layer)
+
+    def settle(self, layer: object) -> None:
+        """Wait no longer for a layer, or for a whole model that was expected; prepare everything if it was the last.
+
+        Raises:
+            UnsupportedError: if a kernel cannot be compiled.
+        """
+        self._expected.discard(layer)
         if not self._expected:
             self._prepare()
 
@@ -88,6 +102,29 @@ class Warmup:
             "w4gemm runs %s; %d kernels ready in %.1f s: %d compiled, the others from %s",
             *(ran, done.units, done.seconds, done.compiled, environment.cache_dir() or "memory"),
         )
+
+
+def linear_need(what: str, w: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> Need:
+    """Return what :func:`w4gemm.linear` launches for a layer: x of ``dtype`` with any number of tokens, without and
+    with its bias if it has one."""
+    fp8, device = w.activations == "fp8", w.device
+    plain = [Epilogue(bias=biased) for biased in ((False,) if bias is None else (False, True))]
+    epilogues = [epilogue.of_quantized(dtype) if fp8 else epilogue for epilogue in plain]
+    tokens, taken = first_tokens(BOUNDS[-1] + 1), torch.float8_e4m3fn if fp8 else dtype
+    keys = tuple(
+        PlanKey.of(w.packed, m, taken, epilogue, False, device=device) for epilogue in epilogues for m in tokens
+    )
+    facts = LayerFacts(w.k, dtype, fp8, act_order=w.perm is not None)
+    helpers = tuple(helper.unit() for kind in HELPERS for helper in kind.needed(Device.of(device), facts))
+
+    @torch.inference_mode()
+    def run() -> None:
+        x = torch.zeros(tokens[-1], w.k, dtype=dtype, device=device)
+        for m in tokens:
+            for given in (None, bias)[: len(epilogues)]:
+                linear(x[:m], w, given)
+
+    return Need(what, keys, helpers, run)
 
 
 def first_tokens(most: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -24,9 +23,10 @@ from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.engine import LEAST
+from w4gemm.integrations.engines.supports import why_no_kernel
 from w4gemm.integrations.engines.warmup import Need, first_tokens
 from w4gemm.integrations.vllm import takeover
-from w4gemm.kernels import HELPERS, KERNELS
+from w4gemm.kernels import HELPERS
 from w4gemm.kernels.helper import LayerFacts
 from w4gemm.packing.layouts import layout_for
 
@@ -65,7 +65,7 @@ def why_not(c: MPLinearLayerConfig) -> str:
         return f"{k} input features of this GPU are not whole groups of {c.group_size}"
     if getattr(c, "has_g_idx", False) and k != full_k:
         return "act-order (desc_act) beside input features that are divided among GPUs"
-    return _unsupported(_problem(c, 16))
+    return why_no_kernel(_problem(c, 16))
 
 
 def _format(c: MPLinearLayerConfig) -> WeightFormat:
@@ -91,13 +91,6 @@ def _problem(c: MPLinearLayerConfig, m: int) -> GemmProblem:
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-@functools.cache
-def _unsupported(problem: GemmProblem) -> str:
-    """Return every reason why no kernel runs a problem, or the empty string."""
-    answers = [kernel.supports(problem) for kernel in KERNELS]
-    return "" if any(answers) else "; ".join(dict.fromkeys(answer.reason for answer in answers))
 
 
 class W4GemmLinearKernel(MPLinearKernel):

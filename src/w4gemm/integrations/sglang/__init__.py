@@ -1,0 +1,25 @@
+"""SGLang plugin: the 4-bit layers of SGLang's models on w4gemm's kernels.
+
+SGLang calls :func:`register`, an entry point of ``sglang.srt.plugins``, in each of its processes before it builds a
+model. Nothing here imports SGLang earlier, so the package costs nothing where SGLang is not.
+
+SGLang has a class for each 4-bit scheme, which makes a layer's parameters, changes them after loading, and multiplies.
+``PARTS`` are modules of this package that put hooks around the last two: what a scheme has loaded becomes a packed
+weight, and SGLang's own kernels run what they leave. :mod:`w4gemm.integrations.engines.engine` says how parts are
+installed.
+"""
+
+from __future__ import annotations
+
+from w4gemm.integrations.sglang.takeover import SGLANG
+
+PARTS: tuple[str, ...] = ("dense", "experts")
+"""Modules of this package, in the order in which they are installed."""
+
+_installed: list[str] = []
+"""Parts that this process has installed."""
+
+
+def register() -> None:
+    """Install every part that ``W4GEMM_SGLANG`` and this SGLang allow, once in each process. Called by SGLang."""
+    SGLANG.register(__name__, PARTS, _installed)

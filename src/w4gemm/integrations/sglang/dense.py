@@ -1,0 +1,198 @@
+"""Linear layers of GPTQ, AWQ and compressed-tensors models, and 4-bit ``lm_head``s of those.
+
+A scheme of SGLang's makes a layer's parameters and loads them. When it would repack them for Marlin, :func:`convert`
+packs them for our kernels, and :func:`apply` multiplies. compressed-tensors' W4AFP8 has no dense scheme in SGLang:
+:func:`fp8_scheme` gives it one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.api.ops import linear
+from w4gemm.integrations.engines import weights
+from w4gemm.integrations.engines.supports import product, why_no_kernel
+from w4gemm.integrations.engines.warmup import linear_need
+from w4gemm.integrations.sglang.takeover import LOADING, SGLANG, WARMUP, Hook, capability, exchange, hook
+
+TAKES = "4-bit linear layers of GPTQ, AWQ and compressed-tensors (W4A16, W4AFP8)"
+
+_QUANTIZATION = "sglang.srt.layers.quantization"
+_WEIGHT = "w4gemm_weight"
+"""Attribute of a layer that was taken over."""
+_FP8 = "w4gemm_fp8"
+"""Attribute of a scheme that :func:`fp8_scheme` made."""
+
+
+class Facts(NamedTuple):
+    """Facts that a scheme says of a layer, and its numbers."""
+
+    bits: int
+    numbers: weights.Numbers
+    divided: bool
+    """True if other GPUs have other columns of the weight."""
+
+
+class Scheme(NamedTuple):
+    """A scheme of SGLang's for linear layers."""
+
+    kind: str
+    """Its layers, in sentences."""
+    target: str
+    """Dotted name of the class."""
+    parameters: tuple[str, ...]
+    """Parameters that it may make; the first holds the codes."""
+    facts: Callable[[Any, Any], Facts]
+    """Reads the scheme and a layer that it has loaded."""
+
+
+def install() -> None:
+    """Put hooks around the schemes' methods.
+
+    Raises:
+        ImportError, AttributeError: if this SGLang has other schemes.
+    """
+    hooks = []
+    for scheme in SCHEMES:
+        converted = functools.partial(convert, scheme)
+        hooks.append(Hook(f"{scheme.target}.process_weights_after_loading", ("self", "layer"), converted))
+        hooks.append(Hook(f"{scheme.target}.apply_weights", ("self", "layer", "x", "bias"), apply))
+    parts = "self", "weight_quant", "input_quant", "format"
+    config = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
+    hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), LOADING])
+
+
+def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> None:
+    """Pack what a layer has loaded; or let SGLang's own method do its work, and log why.
+
+    Raises:
+        ValueError: for a layer that SGLang's own kernels cannot run.
+    """
+    if hasattr(layer, _WEIGHT):  # called again
+        return
+    fp8 = hasattr(self, _FP8)
+    try:
+        reason = _pack(scheme, self, layer, fp8)
+    except (AttributeError, TypeError, ValueError) as e:
+        reason = str(e)
+    if reason and fp8:
+        raise ValueError(f"w4gemm cannot run {scheme.kind} with fp8 activations, and neither can SGLang: {reason}")
+    if reason:
+        SGLANG.refuse(scheme.kind, reason)
+        own(self, layer)
+
+
+def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
+    """Return why a layer is not taken over, or the empty string: then it is."""
+    device = getattr(layer, scheme.parameters[0]).device
+    if reason := SGLANG.why_not_here(capability(device), fp8):
+        return reason
+    bits, numbers, divided = scheme.facts(self, layer)
+    if bits != 4:
+        return f"they have {bits} bits"
+    if numbers.g_idx is not None and divided:
+        return "they are in act-order (desc_act), and their input features are divided among GPUs"
+    dtype = torch.float16 if numbers.format.scale == "fp16" else torch.bfloat16
+    if reason := why_no_kernel(product(device, numbers.format, numbers.n, numbers.k, dtype, fp8)):
+        return reason
+    w = exchange(layer, scheme.parameters, _WEIGHT, weights.packed(numbers, "fp8" if fp8 else None))
+    setattr(layer, _WEIGHT, w)
+    WARMUP.loaded(layer, linear_need("4-bit linear layers", w, dtype, getattr(layer, "bias", None)))
+    return ""
+
+
+def apply(
+    own: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x (..., k) @ w.T + bias of a layer that was taken over; else what SGLang's own method does."""
+    w = getattr(layer, _WEIGHT, None)
+    return own(self, layer, x, bias) if w is None else linear(x, w, bias)
+
+
+def fp8_scheme(
+    own: Callable[..., Any], self: Any, weight_quant: Any, input_quant: Any, format: str | None = None
+) -> Any:
+    """Return a scheme for dense W4AFP8, int4 weights beside fp8 activations with a scale for each token; for all else
+    what SGLang's own method does."""
+    if not _is_w4afp8(weight_quant, input_quant, format or self.quant_format):
+        return own(self, weight_quant, input_quant, format)
+    if reason := SGLANG.why_not_here(capability(), fp8=True):
+        SGLANG.refuse("compressed-tensors' linear layers with fp8 activations", reason)
+        return own(self, weight_quant, input_quant, format)
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+
+    scheme = CompressedTensorsWNA16(
+        strategy=weight_quant.strategy,
+        num_bits=weight_quant.num_bits,
+        group_size=weight_quant.group_size,
+        symmetric=weight_quant.symmetric,
+        actorder=weight_quant.actorder,
+    )
+    setattr(scheme, _FP8, True)
+    return scheme
+
+
+def _is_w4afp8(weight: Any, activations: Any, packing: str) -> bool:
+    if weight is None or activations is None or packing != "pack-quantized":
+        return False
+    ours = weight.num_bits == 4 and weight.type == "int" and weight.symmetric and not weight.dynamic
+    theirs = activations.num_bits == 8 and activations.type == "float" and activations.dynamic is True
+    return ours and weight.strategy in ("group", "channel") and theirs and activations.strategy == "token"
+
+
+def _gptq(self: Any, layer: Any) -> Facts:
+    config, shapes = self.quant_config, self.kernel.kernel_config
+    numbers = weights.gptq(
+        layer.qweight.data,
+        layer.scales.data,
+        None,  # SGLang takes symmetric GPTQ only
+        config.group_size,
+        g_idx=layer.g_idx.data if config.desc_act else None,
+    )
+    return Facts(config.weight_bits, numbers, shapes.partition_weight_shape[0] != shapes.full_weight_shape[0])
+
+
+def _awq(self: Any, layer: Any) -> Facts:
+    config = self.quant_config
+    numbers = weights.awq(layer.qweight.data, layer.scales.data, layer.qzeros.data, config.group_size)
+    return Facts(config.weight_bits, numbers, False)
+
+
+def _compressed_tensors(self: Any, layer: Any) -> Facts:
+    shapes = self.kernel_config
+    zeros = None if self.symmetric else layer.weight_zero_point.data
+    g_idx = layer.weight_g_idx.data if self.has_g_idx else None
+    numbers = weights.rowwise(layer.weight_packed.data, layer.weight_scale.data, zeros, self.group_size, g_idx=g_idx)
+    return Facts(32 // self.pack_factor, numbers, shapes.partition_weight_shape[0] != shapes.full_weight_shape[0])
+
+
+SCHEMES = (
+    Scheme(
+        "GPTQ's linear layers",
+        f"{_QUANTIZATION}.gptq.schemes.GPTQMarlinLinearScheme",
+        ("qweight", "scales", "qzeros", "g_idx"),
+        _gptq,
+    ),
+    Scheme(
+        "AWQ's linear layers",
+        f"{_QUANTIZATION}.awq.schemes.AWQMarlinLinearScheme",
+        ("qweight", "scales", "qzeros"),
+        _awq,
+    ),
+    Scheme(
+        "AWQ's linear layers that Marlin does not take",
+        f"{_QUANTIZATION}.awq.schemes.AWQLinearScheme",
+        ("qweight", "scales", "qzeros"),
+        _awq,
+    ),
+    Scheme(
+        "compressed-tensors' linear layers",
+        f"{_QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16",
+        ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        _compressed_tensors,
+    ),
+)

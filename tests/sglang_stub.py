@@ -1,0 +1,414 @@
+"""The part of SGLang 0.5.23 that the plugin uses, in little: the same names, methods, parameters and shapes.
+
+The tests of the plugin run on this in place of SGLang, and on SGLang's own sources where they are (sglang_sources.py).
+``tests/sglang_interface.json`` has the parameters of every function here as the sources have them; a test compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+MODULES: dict[str, list[Any]] = defaultdict(list)
+"""Classes and functions of this file by the module of SGLang that has them."""
+
+
+def at(*modules: str) -> Callable[[Any], Any]:
+    """Put a class or function into modules below ``sglang.srt``; the first is the one that defines it."""
+
+    def put(value: Any) -> Any:
+        for module in modules:
+            MODULES[f"sglang.srt.{module}"].append(value)
+        return value
+
+    return put
+
+
+def install() -> None:
+    """Put the modules into sys.modules."""
+    for name in MODULES:
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            each = ".".join(parts[:i])
+            if each not in sys.modules:
+                sys.modules[each] = types.ModuleType(each)
+                sys.modules[each].__path__ = []  # type: ignore[attr-defined]
+                sys.modules[each].__spec__ = importlib.machinery.ModuleSpec(each, None)
+                if i > 1:
+                    setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[each])
+        for value in MODULES[name]:
+            setattr(sys.modules[name], value.__name__, value)
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+# --- plugins ---------------------------------------------------------------------------------------------------------
+
+
+@at("plugins.hook_registry")
+class HookType(Enum):
+    AROUND = "around"
+
+
+@at("plugins.hook_registry")
+class HookRegistry:
+    _hooks: ClassVar[dict[str, list[Any]]] = defaultdict(list)
+    _patched: ClassVar[set[str]] = set()
+
+    @classmethod
+    def register(cls, target, hook, hook_type=None, *, source=None):
+        cls._hooks[target].append(hook)
+
+    @classmethod
+    def apply_hooks(cls):
+        for target in cls._hooks.keys() - cls._patched:
+            module, name, method = target.rsplit(".", 2)
+            owner = getattr(sys.modules[module], name)
+            for hook in cls._hooks[target]:
+                setattr(owner, method, _around(hook, getattr(owner, method)))
+            cls._patched.add(target)
+
+
+def _around(hook, own):
+    @functools.wraps(own)
+    def hooked(*args, **kwargs):
+        return hook(own, *args, **kwargs)
+
+    return hooked
+
+
+@at("model_executor.model_runner")
+class ModelRunner:
+    def load_model(self):
+        self.load()
+
+
+# --- linear layers ---------------------------------------------------------------------------------------------------
+
+
+class Shapes(NamedTuple):
+    """The fields that are read of MarlinLinearLayerConfig."""
+
+    full_weight_shape: tuple[int, int]
+    partition_weight_shape: tuple[int, int]
+
+
+@at("layers.quantization.gptq.schemes")
+class GPTQMarlinLinearScheme:
+    def __init__(self, quant_config):
+        self.quant_config, self.kernel, self.asked = quant_config, types.SimpleNamespace(), []
+
+    def create_weights(
+        self,
+        layer,
+        input_size_per_partition,
+        output_partition_sizes,
+        input_size,
+        output_size,
+        params_dtype,
+        weight_loader,
+        **kwargs,
+    ):
+        k, n, config = input_size_per_partition, sum(output_partition_sizes), self.quant_config
+        self.kernel.kernel_config = Shapes((input_size, output_size), (k, n))
+        group = input_size if config.group_size == -1 else config.group_size
+        groups = (input_size if config.desc_act else k) // group if config.group_size != -1 else 1
+        layer.register_parameter("qweight", parameter(k // 8, n, dtype=torch.int32))
+        layer.register_parameter("g_idx", parameter(k, dtype=torch.int32))
+        layer.register_parameter("scales", parameter(groups, n, dtype=params_dtype))
+        layer.register_parameter("qzeros", parameter(groups, n // 8, dtype=torch.int32))
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply_weights(self, layer, x, bias):
+        self.asked.append("apply")
+
+
+class _AWQ:
+    def __init__(self, quant_config):
+        self.quant_config, self.asked = quant_config, []
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply_weights(self, layer, x, bias):
+        self.asked.append("apply")
+
+    def _create(self, layer, k, n, dtype):
+        groups = k // self.quant_config.group_size
+        layer.register_parameter("qweight", parameter(k, n // 8, dtype=torch.int32))
+        layer.register_parameter("qzeros", parameter(groups, n // 8, dtype=torch.int32))
+        layer.register_parameter("scales", parameter(groups, n, dtype=dtype))
+
+
+@at("layers.quantization.awq.schemes")
+class AWQMarlinLinearScheme(_AWQ):
+    def create_weights(
+        self,
+        layer,
+        input_size_per_partition,
+        output_partition_sizes,
+        input_size,
+        params_dtype,
+        weight_loader,
+        **kwargs,
+    ):
+        self._create(layer, input_size_per_partition, sum(output_partition_sizes), params_dtype)
+
+
+@at("layers.quantization.awq.schemes")
+class AWQLinearScheme(_AWQ):
+    def create_weights(
+        self, layer, input_size_per_partition, output_partition_sizes, params_dtype, weight_loader, **kwargs
+    ):
+        self._create(layer, input_size_per_partition, sum(output_partition_sizes), params_dtype)
+
+
+@at("layers.quantization.compressed_tensors.schemes")
+class CompressedTensorsWNA16:
+    def __init__(self, strategy, num_bits, group_size=None, symmetric=True, actorder=None):
+        self.pack_factor, self.symmetric, self.asked = 32 // num_bits, symmetric, []
+        self.group_size = -1 if group_size is None else group_size
+        self.has_g_idx = actorder == "group"
+
+    def create_weights(
+        self,
+        layer,
+        output_size,
+        input_size,
+        output_partition_sizes,
+        input_size_per_partition,
+        params_dtype,
+        weight_loader,
+        **kwargs,
+    ):
+        k, n = input_size_per_partition, sum(output_partition_sizes)
+        self.kernel_config = Shapes((input_size, output_size), (k, n))
+        groups = 1 if self.group_size == -1 else k // self.group_size
+        layer.register_parameter("weight_packed", parameter(n, k // self.pack_factor, dtype=torch.int32))
+        layer.register_parameter("weight_scale", parameter(n, groups, dtype=params_dtype))
+        layer.register_parameter("weight_shape", parameter(2, dtype=torch.int64))
+        if not self.symmetric:
+            layer.register_parameter("weight_zero_point", parameter(n // self.pack_factor, groups, dtype=torch.int32))
+        if self.has_g_idx:
+            layer.register_parameter("weight_g_idx", parameter(k, dtype=torch.int32))
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply_weights(self, layer, x, bias):
+        self.asked.append("apply")
+
+
+@at("layers.quantization.compressed_tensors.compressed_tensors")
+class CompressedTensorsConfig:
+    def _get_scheme_from_parts(self, weight_quant, input_quant, format=None):
+        raise NotImplementedError("No compressed-tensors compatible scheme was found.")
+
+
+# --- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+class _Named(NamedTuple):
+    value: str
+
+    def is_none(self):
+        return self.value == "none"
+
+
+@at("layers.moe.utils")
+def get_moe_a2a_backend():
+    return _Named("none")
+
+
+_names: set[str] = set()
+
+
+@at("layers.moe.utils")
+def resolve_moe_runner_backend(backend):
+    if backend not in _names:
+        raise ValueError(f"MoE runner backend {backend!r} is neither built in nor registered")
+    return _Named(backend)
+
+
+@at("layers.moe.moe_runner.base")
+class MoeQuantInfo:
+    pass
+
+
+@at("layers.moe.moe_runner.base")
+class DispatchMoeRunnerCore:
+    def __init__(self, config):
+        self.config = config
+
+    def run_from_dispatch(self, dispatch_output, quant_info, runner_config, hooks=None):
+        raise NotImplementedError
+
+
+_factories: dict[str, Callable[[Any], DispatchMoeRunnerCore]] = {}
+
+
+@at("layers.moe.moe_runner.runner")
+def register_moe_runner_core(backend_name, factory):
+    if backend_name in _factories:
+        raise ValueError(f"Runner core for {backend_name!r} is already registered")
+    _names.add(backend_name)
+    _factories[backend_name] = factory
+
+
+@at("layers.moe.moe_runner.runner")
+class MoeRunner:
+    def __init__(self, runner_backend, config, lora_enabled=False):
+        self.config, self.runner_core = config, _factories[runner_backend.value](config)
+
+    def run(self, dispatch_output, quant_info, lora_info=None):
+        return self.runner_core.run_from_dispatch(dispatch_output, quant_info, self.config, hooks=None)
+
+
+@at("layers.moe.token_dispatcher", "layers.moe.token_dispatcher.standard")
+class StandardCombineInput(NamedTuple):
+    hidden_states: torch.Tensor
+
+
+@at("layers.moe.token_dispatcher", "layers.moe.token_dispatcher.standard")
+class StandardDispatchOutput(NamedTuple):
+    hidden_states: torch.Tensor
+    hidden_states_scale: torch.Tensor | None
+    topk_output: Any
+    hidden_states_pre_quant: tuple[Any, ...] | None = None
+
+
+@at("layers.moe.topk")
+class StandardTopKOutput(NamedTuple):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    router_logits: torch.Tensor
+
+
+class _Experts:
+    """A scheme of experts; ``lies`` says how numbers lie in its parameters."""
+
+    def __init__(self, quant_config):
+        self.quant_config, self.asked = quant_config, []
+
+    def create_moe_runner(self, layer, moe_runner_config):
+        self.asked.append("runner")
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply_weights(self, layer, dispatch_output):
+        self.asked.append("apply")
+
+
+@at("layers.quantization.gptq.schemes")
+class GPTQMarlinMoEScheme(_Experts):
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        group, e = self.quant_config.group_size, num_experts
+        for product, k, n in products(hidden_size, intermediate_size_per_partition):
+            layer.register_parameter(f"{product}_qweight", parameter(e, k // 8, n, dtype=torch.int32))
+            layer.register_parameter(f"{product}_scales", parameter(e, k // group, n, dtype=torch.half))
+            layer.register_parameter(f"{product}_qzeros", parameter(e, k // group, n // 8, dtype=params_dtype))
+            layer.register_parameter(f"{product}_g_idx", parameter(e, k, dtype=torch.int32))
+            layer.register_parameter(f"{product}_g_idx_sort_indices", parameter(e, k, dtype=torch.int32))
+
+
+@at("layers.quantization.awq.schemes")
+class AWQMoEScheme(_Experts):
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        group, e = self.quant_config.group_size, num_experts
+        for product, k, n in products(hidden_size, intermediate_size_per_partition):
+            layer.register_parameter(f"{product}_qweight", parameter(e, k, n // 8, dtype=torch.int32))
+            layer.register_parameter(f"{product}_scales", parameter(e, k // group, n, dtype=params_dtype))
+            layer.register_parameter(f"{product}_qzeros", parameter(e, k // group, n // 8, dtype=torch.int32))
+
+
+@at("layers.quantization.compressed_tensors.schemes")
+class CompressedTensorsWNA16MoE(_Experts):
+    def __init__(self, quant_config, weight_quant, num_gpu_experts=-1):
+        super().__init__(quant_config)
+        self.num_bits, self.strategy = weight_quant.num_bits, weight_quant.strategy
+        self.group_size, self.actorder, self.sym = (
+            weight_quant.group_size,
+            weight_quant.actorder,
+            weight_quant.symmetric,
+        )
+
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        e = num_experts
+        for product, k, n in products(hidden_size, intermediate_size_per_partition):
+            groups = k // self.group_size
+            layer.register_parameter(f"{product}_weight_packed", parameter(e, k // 8, n, dtype=torch.int32))
+            layer.register_parameter(f"{product}_weight_scale", parameter(e, groups, n, dtype=params_dtype))
+            layer.register_parameter(f"{product}_weight_shape", parameter(e, 2, dtype=torch.float32))
+            if not self.sym:
+                zeros = parameter(e, groups, n // 8, dtype=torch.int32)
+                layer.register_parameter(f"{product}_weight_zero_point", zeros)
+            layer.register_parameter(f"{product}_weight_g_idx", parameter(e, k, dtype=torch.int32))
+            layer.register_parameter(f"{product}_g_idx_sort_indices", parameter(e, k, dtype=torch.int32))
+
+
+@at("layers.quantization.compressed_tensors.schemes")
+class CompressedTensorsW4AFP8MoE(_Experts):
+    def __init__(self, quant_config, weight_quant, input_quant):
+        super().__init__(quant_config)
+        self.num_bits, self.group_size = weight_quant.num_bits, weight_quant.group_size
+        self.weight_quant, self.input_quant = weight_quant, input_quant
+
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        e = num_experts
+        for product, k, n in products(hidden_size, intermediate_size_per_partition):
+            layer.register_parameter(f"{product}_weight_packed", parameter(e, n, k // 8, dtype=torch.int32))
+            scale = parameter(e, n, k // self.group_size, dtype=torch.float32)
+            layer.register_parameter(f"{product}_weight_scale", scale)
+            layer.register_parameter(f"{product}_weight_shape", parameter(e, 2, dtype=torch.int32))
+
+
+@at("layers.quantization.w4afp8")
+class W4AFp8MoEMethod:
+    def __init__(self, quant_config):
+        self.quant_config, self.asked = quant_config, []
+
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        group, e = self.quant_config.group_size, num_experts
+        for product, k, n in products(hidden_size, intermediate_size_per_partition):
+            layer.register_parameter(f"{product}_weight", parameter(e, n, k // 2, dtype=torch.int8))
+            scale = parameter(e, n, k // group, dtype=torch.float32)
+            layer.register_parameter(f"{product}_weight_scale_inv", scale)
+            shape = (e, 2) if product == "w13" else (e,)
+            layer.register_parameter(f"{product}_input_scale", parameter(*shape, dtype=torch.bfloat16))
+
+    def create_moe_runner(self, layer, moe_runner_config):
+        self.asked.append("runner")
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply(self, layer, dispatch_output):
+        self.asked.append("apply")
+
+
+def products(hidden: int, width: int) -> tuple[tuple[str, int, int], ...]:
+    """Name, k and n of both products."""
+    return ("w13", hidden, 2 * width), ("w2", width, hidden)
