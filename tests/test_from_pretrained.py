@@ -194,9 +194,13 @@ def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path)
         (lambda t: t.pop("model.layers.0.mlp.up_proj.qweight"), "there is no qweight"),
         (
             lambda t: t.update(
-                {k.replace("mlp.up_proj", "mlp.experts.0.up_proj"): t.pop(k) for k in list(t) if "0.mlp.up_proj" in k}
+                {
+                    k.replace(".mlp.", ".mlp.experts.0."): t.pop(k)
+                    for k in list(t)
+                    if "0.mlp.up" in k or "0.mlp.gate" in k
+                }
             ),
-            "no place for the experts model.layers.0.mlp.experts.0.up_proj",
+            "no place for the experts model.layers.0.mlp.experts.gate_up_proj",
         ),
     ],
     ids=["shape", "bias", "part", "experts"],

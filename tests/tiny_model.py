@@ -8,6 +8,30 @@ import numpy as np
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 64, 4, 2, 16, 96, 2
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+EXPERTS = 4
+_DEEPSEEK = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": HEADS,
+}
+MIXTURES = {
+    "qwen3_moe": {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": HEAD_DIM},
+    "mixtral": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    "deepseek_v2": _DEEPSEEK | {"topk_method": "greedy"},
+    "deepseek_v3": _DEEPSEEK,
+    "gpt_oss": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": HEAD_DIM, "sliding_window": 8},
+}
+"""Settings of a mixture's config, besides those of every model."""
 
 
 def _vocabulary() -> tuple[list[str], list[str]]:
@@ -77,37 +101,30 @@ def write_gguf(
 
 
 def write_dense(folder: Path, architecture: str = "llama") -> Path:
-    """A random model in safetensors, with a tokenizer; qwen2 has biases, which are not zero."""
+    """A random model in safetensors, with a tokenizer; qwen2 and gpt_oss have biases, which are not zero."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokens, merges = _vocabulary()
     torch.manual_seed(0)
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[architecture]
-    config = config_class(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=len(tokens),
         hidden_size=HIDDEN,
         intermediate_size=FFN,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
         eos_token_id=0,
         pad_token_id=0,
+        **{"num_key_value_heads": KV_HEADS} | MIXTURES.get(architecture, {}),
     )
-    model = model_class(config)
+    model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter)
+        elif ".experts." in name or "gate.weight" in name:  # so that experts and their choice matter
+            torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(m.split()) for m in merges]))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.experts import Stack, stacks
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo, quantization_config
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
@@ -51,38 +52,76 @@ class Packing(Protocol):
 class QuantizedFolder:
     """A folder with a quantized model as a :class:`w4gemm.checkpoints.base.Checkpoint`.
 
+    Args:
+        renamed: gives ``module.part`` for the name of a tensor in the folder.
+
     Raises:
         FormatError: if a file is missing or cut short, or a module has tensors that its packing does not know.
     """
 
-    def __init__(self, path: Path, packing: Packing) -> None:
+    def __init__(self, path: Path, packing: Packing, renamed: Callable[[str], str] = str) -> None:
         self.path, self._packing = path, packing
         self._stored = SafetensorsFolder(path)
-        owners = [_Name.of(name) for name in self._stored.tensors]
+        owners = [_Name.of(renamed(name)) for name in self._stored.tensors]
         quantized = {name.owner for name in owners if name.leaf in packing.marks}
         known = {*packing.marks, *packing.others}
-        self._parts: dict[str, dict[str, TensorInfo]] = {owner: {} for owner in quantized}
+        self._files: dict[str, str] = {}
+        parts: dict[str, dict[str, TensorInfo]] = {owner: {} for owner in quantized}
         self.tensors: dict[str, tuple[int, ...]] = {}
-        for (owner, leaf), (name, info) in zip(owners, self._stored.tensors.items(), strict=True):
+        for owned, (name, info) in zip(owners, self._stored.tensors.items(), strict=True):
+            owner, leaf = owned
+            self._files[str(owned)] = name
             if owner in quantized and (leaf in known or leaf == "bias"):
-                self._parts[owner][leaf] = info
+                parts[owner][leaf] = info
             if (owner not in quantized or leaf not in known) and not name.endswith(_IGNORED):
-                self.tensors[name] = info.shape
-        self.modules = {name: self._module(name, self._parts[name]) for name in sorted(quantized)}
+                self.tensors[str(owned)] = info.shape
+        self._parts = parts
+        self._own = {name: self._module(name, parts[name]) for name in sorted(quantized)}
+        self._stacks = self._stacked()
+        self.modules = dict(self._own)
+        for name, stack in self._stacks.items():
+            for source in (source for expert in stack.sources for source in expert):
+                del self.modules[source]
+                self.tensors.pop(f"{source}.bias", None)
+            self.modules[name] = stack.module
+            if stack.module.bias:
+                self.tensors[f"{name}.bias"] = stack.module.experts, stack.module.n
 
     def weight(self, name: str) -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no 4-bit module {name!r} among its {len(self.modules)}")
-        tensors = {leaf: self._stored.tensor(f"{name}.{leaf}") for leaf in self._parts[name] if leaf != "bias"}
+        stack = self._stacks.get(name)
         try:
-            return self._packing.weight(self.modules[name], tensors)
+            return self._weight(name) if stack is None else stack.weight(self._weight)
         except (TypeError, ValueError) as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
+
+    def _weight(self, name: str) -> QuantizedWeight:
+        tensors = {leaf: self._tensor(f"{name}.{leaf}") for leaf in self._parts[name] if leaf != "bias"}
+        return self._packing.weight(self._own[name], tensors)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
             raise FormatError(f"{self.path}: no dense tensor {name!r} among its {len(self.tensors)}")
-        return self._stored.tensor(name).to(dtype)
+        stack = self._stacks.get(name.removesuffix(".bias"))
+        if stack is not None:
+            return stack.bias(lambda source: self._tensor(f"{source}.bias")).to(dtype)
+        return self._tensor(name).to(dtype)
+
+    def stored_names(self, name: str) -> list[str]:
+        """Names in the folder's files of the tensors of a module, its bias too."""
+        stack = self._stacks.get(name)
+        owners = [name] if stack is None else [source for expert in stack.sources for source in expert]
+        return [self._files[f"{owner}.{leaf}"] for owner in owners for leaf in self._parts[owner]]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._stored.tensor(self._files[name])
+
+    def _stacked(self) -> dict[str, Stack]:
+        try:
+            return stacks(self._own)
+        except ValueError as e:
+            raise FormatError(f"{self.path}: {e}") from e
 
     def pretrained(self) -> Pretrained:
         return Pretrained(self.path)
@@ -103,12 +142,21 @@ class _Name(NamedTuple):
         owner, _, leaf = name.rpartition(".")
         return cls(owner, leaf)
 
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.leaf}" if self.owner else self.leaf
 
-def folder_format(method: str, contents: str, packing: Callable[[Mapping[str, Any]], Packing]) -> CheckpointFormat:
+
+def folder_format(
+    method: str,
+    contents: str,
+    packing: Callable[[Mapping[str, Any]], Packing],
+    renamed: Callable[[str], str] = str,
+) -> CheckpointFormat:
     """Return the format of folders that say they are quantized by ``method``.
 
     Args:
         packing: makes a Packing of the folder's quantization_config; raises ValueError for one that it cannot.
+        renamed: see :class:`QuantizedFolder`.
     """
 
     def find(path: Path) -> Path | None:
@@ -119,7 +167,7 @@ def folder_format(method: str, contents: str, packing: Callable[[Mapping[str, An
             meaning = packing(quantization_config(path) or {})
         except (TypeError, ValueError, KeyError, AttributeError) as e:
             raise FormatError(f"{path}: quantization_config of config.json: {e}") from e
-        return QuantizedFolder(path, meaning)
+        return QuantizedFolder(path, meaning, renamed)
 
     return CheckpointFormat(method, contents, find, open)
 

@@ -64,23 +64,23 @@ class OwnPacking:
         if not isinstance(text, str):
             raise ValueError(f"config.json names no format for it: {text!r}")
         format, activations = of_words(text)
-        n, half = check_tensor(stored, "codes", ("U8",))
+        experts = stored["codes"].shape[0] if "codes" in stored and len(stored["codes"].shape) == 3 else 0
+        *_, n, half = check_tensor(stored, "codes", ("U8",), stored["codes"].shape if experts else None)
         k = stored["perm"].shape[0] if "perm" in stored else 2 * half
-        for leaf, (dtype, shape) in zip(
-            format.part_names, packed_shape(format, "canonical", n, k).tensors, strict=True
-        ):
+        packed = packed_shape(format, "canonical", n, k, experts)
+        for leaf, (dtype, shape) in zip(format.part_names, packed.tensors, strict=True):
             check_tensor(stored, leaf, (_DTYPES[dtype],), shape)
         unknown = stored.keys() - {*format.part_names, "perm", "bias", STATE}
         if unknown:
             raise ValueError(f"{min(unknown)} is no tensor of {format}")
-        return Module(n, k, format, "bias" in stored, activations=activations)
+        return Module(n, k, format, "bias" in stored, experts, activations=activations)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         text = in_words(module.format, module.activations)
         if STATE in tensors and (stored := of_tensor(tensors[STATE])) != text:
             raise ValueError(f"config.json says that it is {text}, {STATE} says {stored}")
         parts = tuple(tensors[name] for name in module.format.part_names)
-        facts = tensors.get("perm"), 0, module.activations
+        facts = tensors.get("perm"), module.experts, module.activations
         w = QuantizedWeight(module.format, module.n, module.k, "canonical", parts, *facts)
         w.check_range()
         return w

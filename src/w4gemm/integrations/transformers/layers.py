@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
+from w4gemm.core.activation import parse
 from w4gemm.core.formats import WeightFormat
 
 Progress = Callable[[int, int, str], None]
@@ -69,9 +71,12 @@ def quantize_layers(
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Replace the 4-bit linear layers of a model by dense ones with the same numbers, in place; for comparing."""
+    """Replace the 4-bit linear layers and experts of a model by dense ones with the same numbers, in place; for
+    comparing."""
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, W4Linear):
+        if isinstance(layer, W4Experts):
+            model.set_submodule(name, _DenseExperts(layer, dtype))
+        elif isinstance(layer, W4Linear) and not layer.grouped:
             weight = layer.weight.dequantize(dtype)
             n, k = weight.shape
             dense = nn.Linear(k, n, bias=layer.bias is not None, device="meta")
@@ -80,3 +85,31 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
                 dense.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
             model.set_submodule(name, dense)
     return model
+
+
+class _DenseExperts(nn.Module):
+    """The sum that :class:`W4Experts` computes, by PyTorch's operators, one expert after the other."""
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(self, experts: W4Experts, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = experts.activation
+        for name, product in (("gate_up", experts.gate_up), ("down", experts.down)):
+            weight, bias, scale = product.weight.dequantize(dtype), product.bias, product.expert_scale
+            weight = weight if scale is None else weight * scale[:, None, None].to(dtype)
+            bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+            self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+            self.register_parameter(f"{name}_bias", bias)
+
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+        total, apply = torch.zeros_like(x), parse(self.activation).apply
+        gate_up, down = self.get_parameter("gate_up"), self.get_parameter("down")
+        for e in range(len(gate_up)):
+            first, second = (None if b is None else b[e] for b in (self.gate_up_bias, self.down_bias))
+            tokens, choices = torch.where(expert_ids == e)
+            hidden = apply(nn.functional.linear(x[tokens], gate_up[e], first))
+            d = nn.functional.linear(hidden, down[e], second)
+            total.index_add_(0, tokens, (d * expert_weights[tokens, choices, None]).to(x.dtype))
+        return total

@@ -21,6 +21,7 @@ from w4gemm.checkpoints.hugging_face import transformers_errors
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.layers import Progress
+from w4gemm.integrations.transformers.names import of_modules, renaming
 from w4gemm.integrations.transformers.places import AwaitedLinear, Place, listed, reserve, submodule
 
 if TYPE_CHECKING:
@@ -114,16 +115,18 @@ class _Filling:
         wanted = {name for name, _ in self.model.named_parameters()}  # one name of parameters that are tied
         wanted |= self.model.state_dict().keys() & {name for name, _ in self.model.named_buffers()}
         modules, tensors = self.checkpoint.modules, self.checkpoint.tensors
-        reserved = reserve(self.model, self.checkpoint)
+        renamed = renaming(self.model)
+        reserved = reserve(self.model, self.checkpoint, of_modules(self.checkpoint, renamed))
         placed: set[str] = set()
         strangers = []
         for done, name in enumerate((*modules, *tensors), 1):
             if name in placed:
                 continue  # a bias, which came with its weight
-            names = self.place_weight(name, reserved[name]) if name in modules else self.place_dense(name)
+            is_module = name in modules
+            names = self.place_weight(name, reserved[name]) if is_module else self.place_dense(name, renamed(name))
             placed |= names
             if not names:
-                experts = modules[name].experts if name in modules else 0
+                experts = modules[name].experts if is_module else 0
                 strangers.append(f"{name} ({experts} experts)" if experts else name)
             if progress is not None:
                 progress(done, len(modules) + len(tensors), "loading")
@@ -144,24 +147,26 @@ class _Filling:
         if not places:
             return set()
         weight, placed = self.checkpoint.weight(name), set()
-        stored, has_bias = f"{name}.bias", self.checkpoint.modules[name].bias
-        bias = self.checkpoint.dense(stored, self.dtype) if has_bias else None
+        stored = f"{name}.bias"
+        bias = self.checkpoint.dense(stored, self.dtype) if self.checkpoint.modules[name].bias else None
         for place in places:
             w = place.weight_of(weight).to(self.device)
             if self.activations is not None:
                 w = w.repack(activations=self.activations)
             layer = self.model.get_submodule(place.layer)
             assert isinstance(layer, AwaitedLinear)
+            has_bias = layer.has_bias
             layer.fill(w)
-            if layer.bias is not None and bias is not None:
+            if bias is not None and has_bias:
                 rows = slice(None) if place.rows is None else place.rows
                 layer.bias = nn.Parameter(bias[rows].to(self.device), requires_grad=False)
-            placed |= {f"{place.layer}.weight"} | ({f"{place.layer}.bias", stored} if has_bias else set())
+            placed |= {place.weight_name} | (set() if bias is None else {place.bias_name, stored})
         return placed
 
-    def place_dense(self, name: str) -> set[str]:
-        """Put a dense tensor into the parameter or buffer of its name; return that name, or none if there is none."""
-        owner, _, leaf = name.rpartition(".")
+    def place_dense(self, name: str, renamed: str) -> set[str]:
+        """Put a dense tensor into the parameter or buffer that the model has by another name or the same; return that
+        name, or none if there is none."""
+        owner, _, leaf = renamed.rpartition(".")
         module, shape = submodule(self.model, owner), self.checkpoint.tensors[name]
         target = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
         if module is None or target is None:
@@ -172,4 +177,4 @@ class _Filling:
             )
         tensor = self.checkpoint.dense(name, target.dtype).to(self.device)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
-        return {name}
+        return {renamed}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from w4gemm.checkpoints import Checkpoint
-from w4gemm.checkpoints.hugging_face import SafetensorsFolder
+from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
 from w4gemm.integrations.transformers.places import Place
 
@@ -31,6 +30,17 @@ def renaming(model: PreTrainedModel) -> Callable[[str], str]:
     return renamed
 
 
+def of_modules(checkpoint: Checkpoint, renamed: Callable[[str], str]) -> Callable[[str], str]:
+    """Return what gives the name in the model of a 4-bit module, by :func:`renaming`'s of tensors."""
+
+    def renamed_module(name: str) -> str:
+        if checkpoint.modules[name].experts:  # a parameter of the model's
+            return renamed(name)
+        return renamed(f"{name}.weight").removesuffix(".weight")
+
+    return renamed_module
+
+
 def check_shapes(model: PreTrainedModel, checkpoint: Checkpoint, renamed: Callable[[str], str]) -> None:
     """Raise FormatError for a dense tensor of another shape than its parameter, which transformers does not notice
     beside a quantizer."""
@@ -43,12 +53,13 @@ def check_shapes(model: PreTrainedModel, checkpoint: Checkpoint, renamed: Callab
             )
 
 
-def packed_names(folder: Path, checkpoint: Checkpoint, places: Mapping[str, Sequence[Place]]) -> set[str]:
+def packed_names(checkpoint: Checkpoint, places: Mapping[str, Sequence[Place]]) -> set[str]:
     """Patterns for the names of the packed tensors that have a place, which transformers is to leave alone."""
+    assert isinstance(checkpoint, QuantizedFolder)
     found = set()
-    for name in SafetensorsFolder(folder).tensors:
-        owner, _, leaf = name.rpartition(".")
-        if places.get(owner) and (name not in checkpoint.tensors or leaf == "bias"):
-            for layer in (owner, *(place.layer for place in places[owner])):
+    for module, own in places.items():
+        for name in checkpoint.stored_names(module) if own else ():
+            owner, _, leaf = name.rpartition(".")
+            for layer in (owner, *(place.layer for place in own)):
                 found.add(re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", re.escape(layer).replace("\\.", ".")) + f".{leaf}$")
     return found

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, Module
+from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.transformers.gates import activation_of
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -32,6 +36,7 @@ class AwaitedLinear(nn.Module):
         format: of the weight to come.
     """
 
+    filled: ClassVar[type[W4Linear]] = W4Linear
     bias: nn.Parameter | None
     place: torch.Tensor
 
@@ -42,6 +47,11 @@ class AwaitedLinear(nn.Module):
         self._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism is to pass it no DTensors
         self.register_parameter("bias", linear.bias)
         self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
+
+    @property
+    def has_bias(self) -> bool:
+        """True if the dense layer had a bias."""
+        return self.bias is not None
 
     @property
     def nbytes(self) -> int:
@@ -59,10 +69,64 @@ class AwaitedLinear(nn.Module):
         features that it had, because tensor parallelism asks for those of all shards."""
         features = self.in_features, self.out_features
         self._buffers.pop("place")
-        self.__class__ = W4Linear  # type: ignore[assignment]
+        self.__class__ = self.filled  # type: ignore[assignment]
         assert isinstance(self, W4Linear)
         self.adopt(w, self.dtype)
         self.in_features, self.out_features = features
+
+
+class AwaitedGrouped(AwaitedLinear):
+    """One product of experts whose 4-bit weights are still to come; :meth:`fill` makes it a :class:`W4GroupedLinear`.
+
+    Its bias comes with the weight, since transformers knows it by another name.
+
+    Args:
+        weight: the dense parameter that was here, (experts, n, k), or (experts, k, n) if ``transposed``.
+        activation: of the product's result, or None.
+    """
+
+    filled = W4GroupedLinear
+
+    def __init__(self, weight: nn.Parameter, transposed: bool, has_bias: bool, activation: str | None = None) -> None:
+        nn.Module.__init__(self)
+        self.experts, n, k = weight.shape
+        self.out_features, self.in_features = (k, n) if transposed else (n, k)
+        self.format, self.dtype, self._has_bias, self.activation = WeightFormat(), weight.dtype, has_bias, activation
+        self.register_parameter("bias", None)
+        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
+
+    @property
+    def has_bias(self) -> bool:
+        return self._has_bias
+
+    @property
+    def nbytes(self) -> int:
+        sizes = self.out_features, self.in_features, self.experts
+        return packed_shape(self.format, "canonical", *sizes).nbytes
+
+    def fill(self, w: QuantizedWeight) -> None:
+        activation = self.activation
+        super().fill(w)
+        self.activation = activation
+        self.register_buffer("expert_scale", None)
+        del self._has_bias, self.experts
+
+
+def awaited_experts(experts: nn.Module) -> W4Experts:
+    """Return what is to stand in the place of a model's experts, with products whose weights are still to come.
+
+    Raises:
+        ValueError: if w4gemm computes no such experts.
+    """
+    if getattr(experts, "has_post_expert_norm", False):
+        raise ValueError(f"its {type(experts).__name__} have a norm behind each expert")
+    transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
+    layer = W4Experts.__new__(W4Experts)
+    nn.Module.__init__(layer)
+    up, down = experts.get_parameter(GATE_UP), experts.get_parameter(DOWN)
+    layer.gate_up = AwaitedGrouped(up, transposed, has_bias, activation_of(experts))  # type: ignore[assignment]
+    layer.down = AwaitedGrouped(down, transposed, has_bias)  # type: ignore[assignment]
+    return layer
 
 
 @dataclass(frozen=True)
@@ -73,6 +137,18 @@ class Place:
     """Name of the linear layer in the model."""
     rows: slice | None = None
     """Rows of the module that are this layer's; None for all."""
+    dense: str = ""
+    """Name of the experts' dense parameter that was here; empty for that of a linear layer."""
+
+    @property
+    def weight_name(self) -> str:
+        """Name of the dense weight that was here."""
+        return self.dense or f"{self.layer}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """Name of the bias that is or was here, if there is one."""
+        return f"{self.dense}_bias" if self.dense else f"{self.layer}.bias"
 
     def weight_of(self, w: QuantizedWeight) -> QuantizedWeight:
         """This layer's weight, of the module's in the canonical layout, where every tensor has a row for each."""
@@ -98,10 +174,13 @@ def reserve(model: nn.Module, checkpoint: Checkpoint, renamed: Callable[[str], s
     Raises:
         FormatError: if a layer has another shape or bias than the module, or is tied to the embedding.
     """
-    found = {}
+    found: dict[str, list[Place]] = {}
     for name, module in checkpoint.modules.items():
+        if (place := _place_of_experts(model, checkpoint, renamed(name), module)) is not None:
+            found[name] = [place]
+            continue
         layers = _layers_of(model, checkpoint, renamed(name), module)
-        _check_bias(checkpoint, name, module, layers)
+        _check_bias(checkpoint, name, module, {n: layer.bias is not None for n, layer in layers.items()})
         found[name] = [] if len(layers) > 1 else [Place(layer) for layer in layers]
         start = 0
         for i, (target, layer) in enumerate(layers.items()):
@@ -134,11 +213,41 @@ def _layers_of(model: nn.Module, checkpoint: Checkpoint, name: str, module: Modu
     return layers
 
 
-def _check_bias(checkpoint: Checkpoint, name: str, module: Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Raise FormatError unless a module has a bias if its layers have one. A bias of zeros may be there without a
-    place: old GPTQ files have such a bias for every layer."""
+_PRODUCTS = {GATE_UP: "gate_up", DOWN: "down", "gate_up": "gate_up", "down": "down"}
+"""Products of a :class:`W4Experts`, by the last part of a module's name in folders of others, and of our own."""
+
+
+def _place_of_experts(model: nn.Module, checkpoint: Checkpoint, name: str, module: Module) -> Place | None:
+    """The place of a module of several experts, or None if it is none of them or the model has no such experts. The
+    first of both modules puts a :class:`W4Experts` in the place of the model's experts."""
+    owner, _, leaf = name.rpartition(".")
+    experts = submodule(model, owner)
+    if not module.experts or leaf not in _PRODUCTS or experts is None:
+        return None
+    if not isinstance(experts, W4Experts):
+        if not (hasattr(experts, GATE_UP) and hasattr(experts, "_apply_gate")):
+            return None
+        try:
+            experts = awaited_experts(experts)
+        except ValueError as e:
+            raise FormatError(f"{checkpoint.path}: {owner}: {e}") from e
+        model.set_submodule(owner, experts)
+    product = _PRODUCTS[leaf]
+    layer = getattr(experts, product)
+    came, wanted = (module.experts, module.n, module.k), (layer.experts, layer.out_features, layer.in_features)
+    if came != wanted:
+        raise FormatError(f"{checkpoint.path}: the weight of {name} has shape {came}, its config wants {wanted}")
+    layer.format = module.format
+    _check_bias(checkpoint, name, module, {name: layer.has_bias})
+    dense = next(dense for dense, other in _PRODUCTS.items() if other == product)
+    return Place(f"{owner}.{product}", dense=f"{owner}.{dense}")
+
+
+def _check_bias(checkpoint: Checkpoint, name: str, module: Module, layers: Mapping[str, bool]) -> None:
+    """Raise FormatError unless a module has a bias if its layers, True for those with one, have it. A bias of zeros
+    may be there without a place: old GPTQ files have such a bias for every layer."""
     stored = f"{name}.bias"
-    if not (others := [n for n, layer in layers.items() if (layer.bias is not None) != module.bias]):
+    if not (others := [n for n, has_bias in layers.items() if has_bias != module.bias]):
         return
     unused = stored in checkpoint.tensors and len(others) == len(layers)
     if unused and not checkpoint.dense(stored).any():

@@ -30,8 +30,8 @@ from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.layers import dequantize_layers
-from w4gemm.integrations.transformers.names import check_shapes, packed_names, renaming
-from w4gemm.integrations.transformers.places import AwaitedLinear, Place, listed, reserve
+from w4gemm.integrations.transformers.names import check_shapes, of_modules, packed_names, renaming
+from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, listed, reserve
 from w4gemm.integrations.transformers.sharding import local_shard
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import in_words, of_words
@@ -138,12 +138,12 @@ class W4GemmQuantizer(HfQuantizer):
         self._checkpoint = checkpoint = open_checkpoint(folder)
         renamed = renaming(model)
         check_shapes(model, checkpoint, renamed)
-        self._places = reserve(model, checkpoint, lambda name: renamed(f"{name}.weight").removesuffix(".weight"))
+        self._places = reserve(model, checkpoint, of_modules(checkpoint, renamed))
         homeless = [name for name, places in self._places.items() if not places and "expert" in name]
         if homeless:
             raise FormatError(f"{folder}: no place for the experts {listed(homeless)} in the model of its config")
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | packed_names(folder, checkpoint, self._places)
+        model._keys_to_ignore_on_load_unexpected = ignored | packed_names(checkpoint, self._places)
 
     def _await_dense(self, model: PreTrainedModel) -> None:
         config = self.quantization_config
@@ -170,21 +170,24 @@ class W4GemmQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
-        for layer, w in self._weights(model):
+        for layer, w, bias in self._weights(model):
             if self.quantization_config.activations is not None:
                 w = w.repack(activations=self.quantization_config.activations)
             layer.fill(w)
+            if bias is not None:
+                layer.bias = nn.Parameter(bias, requires_grad=False)
         self._checkpoint, self._places = None, {}
         describe(model)
         return model
 
-    def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, QuantizedWeight]]:
-        """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device."""
+    def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, QuantizedWeight, torch.Tensor | None]]:
+        """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; and the
+        bias of experts, which transformers does not load."""
         for name, layer in list(model.named_modules()):
             if isinstance(layer, _AwaitedDense):
                 if layer.quantized is None:
                     raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
-                yield layer, layer.quantized
+                yield layer, layer.quantized, None
         for name, places in self._places.items():
             assert self._checkpoint is not None
             w = self._checkpoint.weight(name) if places else None
@@ -192,7 +195,13 @@ class W4GemmQuantizer(HfQuantizer):
                 assert w is not None
                 layer = model.get_submodule(place.layer)
                 assert isinstance(layer, AwaitedLinear)
-                yield layer, local_shard(model, place.layer, place.weight_of(w)).to(layer.place.device)
+                device, bias = layer.place.device, None
+                if isinstance(layer, AwaitedGrouped):
+                    if self._sharded:
+                        raise ValueError(f"{place.layer}: experts cannot be split over processes yet; wanted tp_size 1")
+                    if layer.has_bias:
+                        bias = self._checkpoint.dense(f"{name}.bias", layer.dtype).to(device)
+                yield layer, local_shard(model, place.layer, place.weight_of(w)).to(device), bias
 
     # --- what transformers asks of a quantized model ----------------------------------------------------------------
 

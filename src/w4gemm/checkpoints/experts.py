@@ -1,0 +1,86 @@
+"""Experts that a checkpoint holds one by one, put together as models have them: :func:`stacks`.
+
+``model.layers.0.mlp.experts.3.up_proj`` is one of the modules of ``model.layers.0.mlp.experts.gate_up_proj``, which
+holds gates and ups of all experts, their rows in pairs. ``down_proj`` is the other product of the experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from w4gemm.checkpoints.base import Module
+from w4gemm.weights.weight import QuantizedWeight
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_ROLES = {
+    "gate_proj": (GATE_UP, 0),
+    "up_proj": (GATE_UP, 1),
+    "down_proj": (DOWN, 0),
+    "w1": (GATE_UP, 0),
+    "w3": (GATE_UP, 1),
+    "w2": (DOWN, 0),
+}
+"""By the last part of an expert's module: its product, and where it stands among that product's modules."""
+_NAME = re.compile(rf"(?P<owner>(?:.+\.)?experts)\.(?P<index>\d+)\.(?P<role>{'|'.join(_ROLES)})")
+_MODULES = {GATE_UP: 2, DOWN: 1}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A module of all experts of a layer, in a checkpoint that has modules of each."""
+
+    module: Module
+    sources: tuple[tuple[str, ...], ...]
+    """Names of each expert's modules: gate and up, or down."""
+
+    def weight(self, read: Callable[[str], QuantizedWeight]) -> QuantizedWeight:
+        """Return the weight (experts, n, k); ``read`` gives that of one of the ``sources``.
+
+        Raises:
+            ValueError: if an expert's columns are in act-order.
+        """
+        return QuantizedWeight.stack(self._experts(read), self.module.experts, "canonical")
+
+    def _experts(self, read: Callable[[str], QuantizedWeight]) -> Iterator[QuantizedWeight]:
+        for names in self.sources:
+            weights = [read(name) for name in names]
+            if any(w.perm is not None for w in weights):
+                raise ValueError(f"{names[0]} is in act-order, which experts cannot be; wanted desc_act false")
+            yield weights[0] if len(weights) == 1 else QuantizedWeight.interleave(*weights)
+
+    def bias(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return the bias (experts, n); ``read`` gives that of one of the ``sources``."""
+        return torch.stack([torch.stack([read(name) for name in names], -1).flatten() for names in self.sources])
+
+
+def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
+    """Return the modules of all experts that a checkpoint's modules make, by name.
+
+    Raises:
+        ValueError: if an expert is missing, or experts of a layer are not alike.
+    """
+    found: dict[str, dict[tuple[int, int], str]] = {}
+    for name in modules:
+        if match := _NAME.fullmatch(name):
+            product, position = _ROLES[match["role"]]
+            found.setdefault(f"{match['owner']}.{product}", {})[int(match["index"]), position] = name
+    return {name: _stack(name, sources, modules) for name, sources in found.items()}
+
+
+def _stack(name: str, found: Mapping[tuple[int, int], str], modules: Mapping[str, Module]) -> Stack:
+    count, each = max(index for index, _ in found) + 1, _MODULES[name.rpartition(".")[2]]
+    if missing := [f"{e}" for e in range(count) for i in range(each) if (e, i) not in found]:
+        raise ValueError(f"{name}: expert {missing[0]} of {count} lacks a 4-bit module")
+    sources = tuple(tuple(found[e, i] for i in range(each)) for e in range(count))
+    names = [name for expert in sources for name in expert]
+    first = modules[names[0]]
+    if others := [name for name in names if modules[name] != first]:
+        raise ValueError(f"{others[0]} is {modules[others[0]]}, wanted it like {names[0]}, {first}")
+    if each == 1:
+        return Stack(replace(first, experts=count), sources)
+    fused = tuple(name.rpartition(".")[2] for name in sources[0])
+    return Stack(replace(first, n=each * first.n, experts=count, fused=fused, interleaved=True), sources)

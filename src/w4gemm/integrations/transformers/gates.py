@@ -1,0 +1,62 @@
+"""The activation between both products of a model's experts: :func:`activation_of`.
+
+A model's code says it by a method, not by a name. So the method is called with numbers, and its result held against
+every gated activation, with the constants that the module has. A model whose formula is none of them is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from w4gemm.core.activation import ACTIVATIONS, canonical, parse
+
+_LIMITS = ("limit", "swiglu_limit")
+_ALPHAS = ("alpha", "swiglu_alpha")
+"""Attributes of experts in transformers, by the constant of :mod:`w4gemm.core.activation`."""
+_SAMPLES = 4096
+
+
+def activation_of(experts: nn.Module) -> str:
+    """Return the activation of a module of experts that transformers decorates with ``use_experts_implementation``.
+
+    Raises:
+        ValueError: if it is none of w4gemm's.
+    """
+    with torch.no_grad(), torch.device("cpu"):  # while transformers makes models on the meta device
+        both = _samples()
+        gate, up = both[0::2], both[1::2]
+        given = torch.cat((gate, up)) if getattr(experts, "is_concatenated", True) else both
+        wanted = experts._apply_gate(given[None])[0]  # type: ignore[operator]
+        for candidate in _candidates(experts):
+            found = parse(candidate).apply(both)
+            if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-6):
+                return candidate
+    known = ", ".join(name for name, formula in ACTIVATIONS.items() if formula.gated)
+    raise ValueError(f"its {type(experts).__name__} compute another activation than {known}")
+
+
+def _samples() -> torch.Tensor:
+    """float32: gates and ups in pairs, of magnitudes from 0.1 to 300."""
+    g, sizes = torch.Generator().manual_seed(0), torch.logspace(-1, 2.5, _SAMPLES, dtype=torch.float32)
+    pairs = 2 * torch.rand(_SAMPLES, 2, generator=g, dtype=torch.float32) - 1
+    return (sizes[:, None] * pairs).flatten()
+
+
+def _candidates(experts: nn.Module) -> Iterator[str]:
+    for name, formula in ACTIVATIONS.items():
+        if formula.gated:
+            yield name
+    limits, alphas = (_numbers(experts, names) for names in (_LIMITS, _ALPHAS))
+    for limit in limits:
+        yield str(canonical(f"silu_mul(limit={limit!r})"))
+        for alpha in alphas:
+            yield str(canonical(f"swiglu_oai(limit={limit!r},alpha={alpha!r})"))
+
+
+def _numbers(experts: nn.Module, names: tuple[str, ...]) -> set[float]:
+    found = (getattr(experts, name, None) for name in names)
+    return {float(number) for number in found if isinstance(number, (int, float)) and 0 < number < math.inf}

@@ -1,0 +1,188 @@
+"""Models with experts, loaded with all of them packed: the numbers are those of transformers' own dense model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import test_awq
+import test_compressed_tensors
+import test_gptq
+from quantized_model import Writer, change, configure, convert
+from tiny_model import EXPERTS, LAYERS, write_dense
+from w4gemm import FormatError, W4Experts, W4GroupedLinear, WeightFormat
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.cli.__main__ import main
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load
+from w4gemm.weights.random import random_weight
+
+ROUTERS = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "mlp.router")
+FOLDERS: dict[str, tuple[str, dict[str, Any], Writer]] = {
+    "qwen3_moe-gptq": ("qwen3_moe", test_gptq.CONFIG, test_gptq.writer(-1)),
+    "mixtral-awq": ("mixtral", test_awq.CONFIG, test_awq.writer(zeros=(1, 15))),
+    "deepseek_v2-gptq": ("deepseek_v2", test_gptq.CONFIG, test_gptq.writer(-1)),
+    "deepseek_v3-compressed-tensors": (
+        "deepseek_v3",
+        test_compressed_tensors.config(),
+        test_compressed_tensors.writer(),
+    ),
+}
+IDS = torch.arange(1, 12)[None]
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(IDS).logits
+
+
+def dense_model(folder: Path, weights: Mapping[str, torch.Tensor], marks: tuple[str, ...]) -> torch.nn.Module:
+    """transformers' own model of a quantized folder, with ``weights`` in the place of the tensors that have marks."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: t for name, t in tensors.items() if not name.endswith(marks)}
+    dense = folder.parent / f"{folder.name}-dense"
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps(config))
+    save_file(tensors | {name: t.contiguous() for name, t in weights.items()}, dense / "model.safetensors")
+    return AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+
+
+MARKS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_shape")
+
+
+def quantized(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    architecture, config, write = FOLDERS[kind]
+    return convert(write_dense(folder, architecture), config, write, ROUTERS)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_experts_of_their_own(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Folders with modules of each expert."""
+    folder = tmp_path / "model"
+    wanted = quantized(folder, kind)
+    checkpoint = open_checkpoint(folder)
+    stacked = {name: module for name, module in checkpoint.modules.items() if module.experts}
+    assert stacked and all(module.experts == EXPERTS for module in stacked.values())
+    for name, module in stacked.items():
+        owner, sources = name.rpartition(".")[0], module.fused or ("down_proj", "w2")
+        each = [[wanted[f"{owner}.{e}.{s}"] for s in sources if f"{owner}.{e}.{s}" in wanted] for e in range(EXPERTS)]
+        rows = [torch.stack(weights, 1).flatten(0, 1) for weights in each]
+        assert torch.equal(checkpoint.weight(name).dequantize(), torch.stack(rows)), name
+    model, _ = load(folder)
+    experts = [module for module in model.modules() if isinstance(module, W4Experts)]
+    assert 2 * len(experts) == len(stacked) and experts[0].activation == "silu_mul"
+    dense = dense_model(folder, {f"{name}.weight": t for name, t in wanted.items()}, MARKS)
+    torch.testing.assert_close(logits(model), logits(dense), rtol=1e-4, atol=1e-4)
+    assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    assert "layers in 4 bits" in capsys.readouterr().err
+
+
+def write_gpt_oss(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """Write a tiny gpt-oss in OpenAI's layout, and return its experts' dense weights as transformers has them."""
+    write_dense(folder, "gpt_oss")
+    config = json.loads((folder / "config.json").read_text()) | settings
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    wanted = {}
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, k, n = tensors.pop(name).shape
+            each = [random_weight(WeightFormat.parse("mxfp4"), n, k, seed=e) for e in range(experts)]
+            tensors[f"{name}_blocks"] = torch.stack([w.tensors[0].view(n, k // 32, 16) for w in each])
+            tensors[f"{name}_scales"] = torch.stack([w.tensors[1].view(torch.uint8) for w in each])
+            wanted[name] = torch.stack([w.dequantize().T for w in each])
+
+    change(folder, pack)
+    return wanted
+
+
+@pytest.mark.parametrize(("limit", "activation"), [(7.0, "swiglu_oai"), (0.5, "swiglu_oai(limit=0.5)")])
+def test_gpt_oss(tmp_path: Path, limit: float, activation: str) -> None:
+    folder = tmp_path / "model"
+    wanted = write_gpt_oss(folder, swiglu_limit=limit)
+    model, _ = load(folder)
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts, W4Experts) and experts.activation == activation
+    assert experts.gate_up.bias.shape == (EXPERTS, 2 * 96) and str(experts.gate_up.format) == "e2m1_g32_e8m0"
+    dense = dense_model(folder, wanted, ("_blocks", "_scales"))
+    torch.testing.assert_close(logits(model), logits(dense), rtol=1e-4, atol=1e-4)
+    assert sum(isinstance(module, W4GroupedLinear) for module in model.modules()) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe-gptq", "mixtral-awq", "gpt_oss"])
+def test_from_pretrained_and_back(tmp_path: Path, kind: str) -> None:
+    """The same numbers as by ``load``, and again after ``save_pretrained``."""
+    folder, saved = tmp_path / "model", tmp_path / "saved"
+    write_gpt_oss(folder, swiglu_limit=3.0) if kind == "gpt_oss" else quantized(folder, kind)
+    own = load(folder)[0]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig(), dtype=torch.float32)
+    assert torch.equal(logits(loaded), logits(own))
+    loaded.save_pretrained(saved)
+    for again in (load_beside(saved), AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)):
+        assert torch.equal(logits(again), logits(own))
+    dense = dequantize_layers(loaded, torch.float32)
+    assert not any(isinstance(module, W4Experts) for module in dense.modules())
+    torch.testing.assert_close(logits(dense), logits(own), rtol=1e-4, atol=1e-4)
+
+
+def load_beside(folder: Path) -> torch.nn.Module:
+    """``load``, with the tokenizer of the folder beside it."""
+    for file in (folder.parent / "model").glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return load(folder)[0]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    quantized(folder, "qwen3_moe-gptq")
+
+    def refused(message: str) -> None:
+        with pytest.raises(FormatError, match=message):
+            load(folder)
+
+    kept = load_file(folder / "model.safetensors")
+    one = "model.layers.1.mlp.experts.2.up_proj"
+    for leaf in ("qweight", "qzeros", "scales", "g_idx"):
+        change(folder, lambda tensors, leaf=leaf: tensors.pop(f"{one}.{leaf}", None))
+    refused(r"model\.layers\.1\.mlp\.experts\.gate_up_proj: expert 2 of 4 lacks a 4-bit module")
+    save_file(kept, folder / "model.safetensors")
+    configure(folder, dynamic={rf"-:{one}": {}})
+    refused(r"says by .* that it is dense, but it has GPTQ's tensors")
+    configure(folder, dynamic={})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "tanh"}))
+    refused(r"model\.layers\.0\.mlp\.experts: its Qwen3MoeExperts compute another activation than silu_mul")
+    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 64}))
+    refused(r"experts\.down_proj has shape \(4, 64, 32\), its config wants \(4, 64, 64\)")
+
+
+def test_damaged_gpt_oss(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_gpt_oss(folder)
+    name = "model.layers.1.mlp.experts.down_proj"
+    kept = load_file(folder / "model.safetensors")
+    for leaf, damaged, message in (
+        ("scales", kept[f"{name}_scales"][:, :5].clone(), "down_proj: blocks have shape .* and scales"),
+        ("scales", kept[f"{name}_scales"].float(), "wanted scales of uint8"),
+        ("bias", kept[f"{name}_bias"][:2].clone(), "bias has shape"),
+    ):
+        save_file(kept | {f"{name}_{leaf}": damaged}, folder / "model.safetensors")
+        with pytest.raises(FormatError, match=message):
+            open_checkpoint(folder)
+    scales = kept[f"{name}_scales"].clone()
+    scales[1, 2, 0] = 255
+    save_file(kept | {f"{name}_scales": scales}, folder / "model.safetensors")
+    with pytest.raises(FormatError, match="down_proj: "):
+        open_checkpoint(folder).weight(name)
