@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import agreement, launch, page, profile, rows, serve, worker  # noqa: E402
+from bench.engine import agreement, launch, page, preload, profile, rows, serve, worker  # noqa: E402
 from bench.engine.checkpoint import Packing, tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
@@ -249,6 +249,36 @@ def test_a_process_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path):
         launch.run_offline(task, variables, tmp_path / "hangs", 1)
 
 
+@pytest.fixture
+def preloaded(tmp_path):
+    """A process to fork from, whose "vLLM" fails, hangs or names the variables of its engine."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os, time\n__version__ = '0'\nclass LLM:\n    def __init__(self, wish):\n"
+        "        if wish == 'hang': print('hanging', flush=True); time.sleep(60)\n"
+        "        if wish == 'fail': raise ValueError('no such kernel')\n"
+        "    def collective_rpc(self, name): return [{'linear': {os.environ['W4GEMM_VLLM']: 1}}]\n"
+    )
+    process = preload.Preloaded({"PYTHONPATH": f"{tmp_path}:{ROOT}"}, ROOT, tmp_path / "preload.log")
+    yield process
+    process.close()
+
+
+def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp_path):
+    def run(wish: str, switch: str, seconds: float = 60.0) -> Result:
+        task = Task({"wish": wish}, 512, start_only=True)
+        return launch.run_offline(task, {"W4GEMM_VLLM": switch}, tmp_path / f"{wish}.log", seconds, preloaded)
+
+    assert preloaded.ready()
+    assert run("on", "on").kernels == {"linear": {"on": 1}}
+    with pytest.raises(launch.EngineError, match="ended with 1: ValueError: no such kernel"):
+        run("fail", "on")
+    with pytest.raises(launch.EngineError, match="not done in 1 s: hanging"):
+        run("hang", "on", 1.0)
+    assert run("off", "off").kernels == {"linear": {"off": 1}}
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -279,7 +309,7 @@ def test_a_run_goes_on_when_one_implementation_fails(tmp_path, monkeypatch, caps
     """And its table, rows and reasons are those of what the engines returned."""
     kernels = {"default": {MACHETE: 14}, "marlin": {MACHETE: 14}}
 
-    def run_offline(task, variables, log, seconds):
+    def run_offline(task, variables, log, seconds, preloaded):
         name = Path(variables["VLLM_CACHE_ROOT"]).parent.name.rpartition("-")[2]
         if name == "humming":
             raise launch.EngineError("ended with 1: out of memory")
@@ -288,7 +318,7 @@ def test_a_run_goes_on_when_one_implementation_fails(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(program, "run_offline", run_offline)
     out = tmp_path / "rows.jsonl"
-    options = ["--tiny", "--batch", "2", "--work", str(tmp_path / "work"), "--out", str(out)]
+    options = ["--tiny", "--fresh", "--batch", "2", "--work", str(tmp_path / "work"), "--out", str(out)]
     program.main([*options, "--impl", "default", "marlin", "humming"])
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["kind"] for row in found} == {"engine"} and {row["format"] for row in found} == {"gptq-int4-g128"}

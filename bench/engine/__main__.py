@@ -15,6 +15,7 @@ import argparse
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,16 +29,35 @@ from bench.engine.launch import (
     EngineOptions,
     environment,
     plugin_metadata,
+    preloaded_vllm,
     run_offline,
     work_folder,
 )
 from bench.engine.models import MODELS, Model, cut, model_named, tiny
 from bench.engine.offline import Result, Task
+from bench.engine.preload import Preloaded
 from bench.engine.rows import Answers, Row, add_agreement, rows_of, table
 
 import w4gemm
 from w4gemm.console.progress import say
 from w4gemm.tuning import record
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where engines run.
+
+    Attributes:
+        work: folder of checkpoints and of compiled code.
+        logs: folder for what engines print.
+        plugin: folder with our plugin's metadata, if the package is not installed.
+        preloaded: process to fork engines of ``LLM.generate`` from.
+    """
+
+    work: Path
+    logs: Path
+    plugin: Path | None
+    preloaded: Preloaded | None
 
 
 @dataclass(frozen=True)
@@ -49,8 +69,6 @@ class Case:
         serve: True to measure ``vllm serve``, False for ``LLM.generate``.
         starts: how often an engine starts; the last start is measured.
         seconds: limit of each process.
-        caches: folder of compiled code, with one below it for each implementation, and one for all.
-        plugin: folder with our plugin's metadata, if the package is not installed.
     """
 
     model: Model
@@ -61,16 +79,15 @@ class Case:
     serve: bool
     starts: int
     seconds: float
-    caches: Path
-    plugin: Path | None
-    logs: Path
+    place: Place
 
     def __str__(self) -> str:
         return f"{self.model.name}-{self.packing}"
 
     def caches_of(self, implementation: Implementation) -> Caches:
         """Return the implementation's folders of compiled code for this checkpoint."""
-        return Caches(self.caches / f"{self}-{implementation.name}", self.caches / "shared")
+        caches = self.place.work / "caches"
+        return Caches(caches / f"{self}-{implementation.name}", caches / "shared")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,11 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = [pair for model in models for pair in formats_of(model, packings)]
     facts, end = record.facts(), time.monotonic() + args.budget
     random.Random(facts["utc"]).shuffle(implementations)
-    with work_folder(args.work) as work:
-        ours = any(OURS in (i.linear, i.experts) for i in implementations)
-        plugin = plugin_metadata(work / "plugin") if ours else None
+    with place_of(args, implementations) as place:
         for model, packing in cases:
-            case = case_of(args, model, packing, work, plugin)
+            case = case_of(args, model, packing, place)
             common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
             common |= {"format": str(packing), "dtype": args.dtype, "gpus": args.gpus}
             common["mode"] = "eager" if args.eager else "graphs" if args.no_compile else "default"
@@ -96,6 +111,20 @@ def main(argv: Sequence[str] | None = None) -> None:
                 record.append(args.out, *(row | facts for row in rows))
                 shown += rows
             say(f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}\n{table(shown)}")
+
+
+@contextmanager
+def place_of(args: argparse.Namespace, implementations: Sequence[Implementation]) -> Iterator[Place]:
+    """Give the place; what is temporary is removed at its end."""
+    with ExitStack() as stack:
+        work = stack.enter_context(work_folder(args.work))
+        logs = args.logs or work / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        ours = any(OURS in (i.linear, i.experts) for i in implementations)
+        plugin = plugin_metadata(work / "plugin") if ours else None
+        preload = not (args.serve or args.fresh)
+        preloaded = stack.enter_context(preloaded_vllm(plugin, logs / "preload.log")) if preload else None
+        yield Place(work, logs, plugin, preloaded)
 
 
 def formats_of(model: Model, packings: Sequence[Packing]) -> list[tuple[Model, Packing]]:
@@ -126,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--starts", type=int, default=1, help="engine starts; the last is measured (default: %(default)s)")
     p.add_argument("--no-compile", action="store_true", help="CUDA graphs of decode steps alone: starts sooner")
     p.add_argument("--eager", action="store_true", help="neither compilation nor CUDA graphs")
+    p.add_argument("--fresh", action="store_true", help="each engine imports vLLM anew, instead of being forked")
     p.add_argument("--gpus", type=int, default=1, help="tensor parallel size (default: %(default)s)")
     p.add_argument("--memory", type=float, default=0.85, help="part of the GPU's that vLLM takes (default: 0.85)")
     p.add_argument("--dtype", default="bfloat16", help="of activations (default: %(default)s)")
@@ -139,10 +169,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def case_of(args: argparse.Namespace, model: Model, packing: Packing, work: Path, plugin: Path | None) -> Case:
+def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Place) -> Case:
     """Write the checkpoint, if it is not there from an earlier run, and return what to do with it."""
     name = f"{model.name}-{packing}"
-    folder = work / "models" / name
+    folder = place.work / "models" / name
     done = folder / "complete"
     if not done.exists():
         start = time.monotonic()
@@ -170,10 +200,7 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, work: Path
         repeat=args.repeat,
         profile=args.profile,
     )
-    logs = args.logs or work / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    caches = work / "caches"
-    return Case(model, packing, folder, options, task, args.serve, args.starts, args.seconds, caches, plugin, logs)
+    return Case(model, packing, folder, options, task, args.serve, args.starts, args.seconds, place)
 
 
 def measure(case: Case, implementations: Sequence[Implementation], common: Row, end: float) -> Iterator[list[Row]]:
@@ -217,12 +244,12 @@ def offline(case: Case, implementation: Implementation) -> tuple[str, Result, li
     arguments = case.options.arguments(case.folder, implementation, case.model, case.task.batches)
     task = replace(case.task, engine={**arguments, "skip_tokenizer_init": True, "disable_log_stats": True})
     caches = case.caches_of(implementation)
-    variables = environment(implementation, caches, case.plugin)
+    variables = environment(implementation, caches, case.place.plugin)
     rows: list[Row] = []
     for number in range(1, case.starts + 1):
         start, last = caches.start(), number == case.starts
-        log = case.logs / f"{case}-{implementation.name}-{number}.log"
-        result = run_offline(replace(task, start_only=not last), variables, log, case.seconds)
+        log = case.place.logs / f"{case}-{implementation.name}-{number}.log"
+        result = run_offline(replace(task, start_only=not last), variables, log, case.seconds, case.place.preloaded)
         started, *found = rows_of(result, task)
         rows += [{**started, "start": start}, *found]
     name = checked(implementation, result.kernels, rows)
@@ -240,8 +267,8 @@ def served(case: Case, implementation: Implementation) -> tuple[str, Result, lis
         arguments["compilation_config"].pop("cudagraph_capture_sizes")
     caches = case.caches_of(implementation)
     loads = [serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary) for batch in task.batches]
-    variables = environment(implementation, caches, case.plugin)
-    log, start = case.logs / f"{case}-{implementation.name}-serve.log", caches.start()
+    variables = environment(implementation, caches, case.place.plugin)
+    log, start = case.place.logs / f"{case}-{implementation.name}-serve.log", caches.start()
     facts, found = serve.serve(arguments, variables, log, case.seconds, loads)
     result = Result(**facts)
     rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": start}]

@@ -19,6 +19,7 @@ from typing import Any
 from bench.engine.implementations import Implementation
 from bench.engine.models import Model
 from bench.engine.offline import Result, Task
+from bench.engine.preload import Preloaded
 from bench.engine.worker import EXTENSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,11 +121,14 @@ def environment(implementation: Implementation, caches: Caches, plugin: Path | N
     Args:
         plugin: what :func:`plugin_metadata` returned.
     """
+    return {**base_environment(plugin), **implementation.environment(), **caches.environment()}
+
+
+def base_environment(plugin: Path | None) -> dict[str, str]:
+    """Return what the environments of all engines have in common."""
     paths = [str(p) for p in (ROOT, ROOT / "src", plugin, os.environ.get("PYTHONPATH")) if p]
     return {
         **os.environ,
-        **implementation.environment(),
-        **caches.environment(),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
@@ -179,26 +183,43 @@ def entry_points(pyproject: Path) -> list[str]:
     return found
 
 
-def run_offline(task: Task, variables: dict[str, str], log: Path, seconds: float) -> Result:
-    """Run ``bench.engine.offline`` and return what it found.
+def run_offline(
+    task: Task, variables: dict[str, str], log: Path, seconds: float, preloaded: Preloaded | None = None
+) -> Result:
+    """Run ``bench.engine.offline`` in a process of its own and return what it found.
 
     Args:
         log: file for all that the engine prints.
+        preloaded: a process to fork it from, if it can; None to start a new one.
 
     Raises:
         EngineError: if it fails or is not done within ``seconds``; with the last error that it printed.
     """
     task_file, result_file = log.with_suffix(".task.json"), log.with_suffix(".result.json")
     task_file.write_text(json.dumps(asdict(task)))
+    result_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "bench.engine.offline", str(task_file), str(result_file)]
-    with started(command, variables, log) as process:
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"not done in {seconds:.0f} s: {last_error(log)}") from None
-    if code or not result_file.exists():
+    try:
+        if preloaded and preloaded.ready():
+            code = preloaded.run(task_file, result_file, variables, log, seconds)
+        else:
+            with started(command, variables, log) as process:
+                code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"not done in {seconds:.0f} s: {last_error(log)}") from None
+    if not result_file.exists():  # an engine may fail while it ends
         raise EngineError(f"ended with {code}: {last_error(log)}")
     return Result(**json.loads(result_file.read_text()))
+
+
+@contextmanager
+def preloaded_vllm(plugin: Path | None, log: Path) -> Iterator[Preloaded]:
+    """Give a process to fork engines from, which is importing vLLM meanwhile."""
+    found = Preloaded(base_environment(plugin), ROOT, log)
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 @contextmanager
