@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, write_model
 from tiny_model import LAYERS
-from w4gemm import FormatError
+from w4gemm import FormatError, WeightFormat
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.transformers import load
 
@@ -137,6 +137,48 @@ def test_the_package_that_defines_the_format(
     assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
 
 
+@pytest.mark.parametrize("packing", ["mxfp4-pack-quantized", "nvfp4-pack-quantized"])
+def test_4_bit_floats_of_the_package(tmp_path: Path, packing: str) -> None:
+    """MXFP4 bit for bit in float32; NVFP4 within its roundings, because the package divides scales by the tensor's
+    before it multiplies."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    torch.manual_seed(0)
+    n, k, mx = 20, 384, packing.startswith("mx")
+    group = 32 if mx else 16
+    weights: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group" if mx else "tensor_group"}
+    weights |= {"group_size": group, "symmetric": True, "scale_dtype": "torch.uint8" if mx else "torch.float8_e4m3fn"}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    compressor = BaseCompressor.get_value_from_registry(packing)
+    exponents = torch.randint(-8, -2, (n, k // group))
+    given = {
+        "weight": torch.randn(n, k) * 0.05,
+        "weight_scale": 2.0**exponents if mx else torch.rand(n, k // group) * 400,
+    }
+    if not mx:
+        given["weight_global_scale"] = torch.tensor([3000.0])
+    stored = compressor.compress(given, scheme)
+    save_file({f"linear.{leaf}": t.contiguous() for leaf, t in stored.items()}, tmp_path / "model.safetensors")
+    group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 4, "type": "float"}}
+    settings = {"quant_method": "compressed-tensors", "format": packing, "config_groups": {"group_0": group_0}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    weight = open_checkpoint(tmp_path).weight("linear")
+    assert (str(weight.format), weight.activations) == (str(WeightFormat.parse(packing[:5])), None)
+    # what the package's decompress does, in float32 instead of bf16
+    numbers = unpack_fp4_from_uint8(stored["weight_packed"], n, k).float()
+    scales = compressor._decompress_scale(stored["weight_scale"], torch.float32)
+    factor = {} if mx else {"global_scale": stored["weight_global_scale"]}
+    wanted = dequantize(numbers, scales, args=scheme.weights, dtype=torch.float32, **factor)
+    torch.testing.assert_close(weight.dequantize(), wanted, rtol=0 if mx else 2**-22, atol=0)
+    configure(tmp_path, config_groups={"group_0": {"targets": ["Linear"], "weights": weights | {"type": "int"}}})
+    with pytest.raises(FormatError, match="its weight is of type 'int', wanted 'float'"):
+        open_checkpoint(tmp_path)
+
+
 def test_targets_choose_the_group(tmp_path: Path) -> None:
     """A name goes before a pattern, a pattern before the class; what is ignored stays dense."""
     fine, coarse = writer(), writer(64)
@@ -160,8 +202,8 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
         (config({"num_bits": 8}), "its weight has 8 bits, wanted 4"),
         (config({"strategy": "tensor"}), "int with a scale for each tensor, wanted int with a scale for each group or"),
         (config({"group_size": 64}), r"weight_scale has shape \(\d+, \d\), wanted \(\d+, \d\)"),
-        (config(packing="nvfp4-pack-quantized"), "its format is 'nvfp4-pack-quantized', wanted pack-quantized or"),
-        (config(packing="mxfp4-pack-quantized"), "its format is 'mxfp4-pack-quantized', wanted pack-quantized or"),
+        (config(packing="nvfp4-pack-quantized"), "its weight is of type 'int', wanted 'float'"),
+        (config(packing="mxfp4-pack-quantized"), "its weight is of type 'int', wanted 'float'"),
         (config(packing="int-quantized"), "there is no weight beside its"),
         (config({"symmetric": False}), "there is no weight_zero_point beside its"),
         (config(ignore=("re:.*mlp",)), "config.json ignores it, but it has quantized tensors"),

@@ -15,7 +15,7 @@ gguf = pytest.importorskip("gguf")
 from w4gemm import FormatError, QuantizedWeight, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.gguf import GGUFCheckpoint  # noqa: E402
-from w4gemm.checkpoints.gguf_file import Array, GGUFFile  # noqa: E402
+from w4gemm.checkpoints.gguf_file import INT4_FORMATS, Array, GGUFFile  # noqa: E402
 
 TYPES = {"Q4_0": WeightFormat(32, "none", "fp16"), "Q4_1": WeightFormat(32, "float", "fp16")}
 
@@ -81,6 +81,34 @@ def test_weights_equal_gguf_dequantize(small: Path) -> None:
             assert weight.format == TYPES[tensor.tensor_type.name]
             assert (weight.n, weight.k) == tuple(tensor.shape[::-1])
             assert torch.equal(weight.dequantize(), wanted), name
+
+
+@pytest.mark.parametrize("type", ["IQ4_NL", "MXFP4", "NVFP4"])
+def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: str) -> None:
+    rng = np.random.default_rng(0)
+    number = gguf.GGMLQuantizationType[type]
+    elements, size = gguf.GGML_QUANT_SIZES[number]
+    n, k = 24, 4 * elements
+    blocks = rng.integers(0, 256, (n, 4, size), np.uint8)
+    if type == "IQ4_NL":
+        blocks[..., :2] = (rng.standard_normal((n, 4, 1)) / 64).astype(np.float16).view(np.uint8)
+    elif type == "MXFP4":
+        blocks[..., 0] = rng.integers(0, 150, (n, 4))
+    else:
+        blocks[..., :4] = rng.integers(0, 0x80, (n, 4, 4))  # 0x7f, which stands for 0, too
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("a", blocks.reshape(n, -1), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(tmp_path / "a.gguf")
+    wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(n, -1), number).copy())
+    weight = file.weight("a")
+    assert (weight.n, weight.k, weight.format) == (n, k, INT4_FORMATS[type])
+    assert torch.equal(weight.dequantize(), wanted)
+    rows = torch.tensor([3, 1])
+    assert torch.equal(file.weight("a", rows).dequantize(), wanted[rows])
 
 
 def test_rows_are_taken_in_order(small: Path) -> None:
@@ -160,7 +188,7 @@ def test_wrong_tensor_names_and_types(small: Path) -> None:
     file = GGUFFile(small)
     with pytest.raises(FormatError, match="no tensor 'nothing' among its 8"):
         file.weight("nothing")
-    with pytest.raises(FormatError, match=r"'eight' is Q8_0.*wanted Q4_0 or Q4_1"):
+    with pytest.raises(FormatError, match=r"'eight' is Q8_0.*wanted Q4_0 or Q4_1 or IQ4_NL"):
         file.weight("eight")
     with pytest.raises(FormatError, match=r"'cube' has shape \(2, 3, 32\)"):
         file.weight("cube")

@@ -1,9 +1,14 @@
-"""Folders in compressed-tensors (llm-compressor): 4-bit integers in the formats pack-quantized and int-quantized.
+"""Folders in compressed-tensors (llm-compressor): 4-bit integers in the formats pack-quantized and int-quantized, 4-bit
+floats in mxfp4-pack-quantized and nvfp4-pack-quantized.
 
 A module of pack-quantized is ``weight_packed`` int32 (n, k / 8), eight codes of a row a word, with q + 8 as code of q;
 one of int-quantized is ``weight`` int8 (n, k), which holds q itself. Both have ``weight_scale`` (n, groups). Asymmetric
 ones have ``weight_zero_point``, q's zero point, int32 (n / 8, groups) with eight of a column a word, or int8 (n,
 groups). Older files in act-order have ``weight_g_idx`` int32 (k), the group of each column. w = (q - z) * s.
+
+A module of 4-bit floats is ``weight_packed`` uint8 (n, k / 2), the even column in the low nibble, and ``weight_scale``
+(n, groups): the exponents of powers of two as uint8 (mxfp4), or e4m3 with a float32 ``weight_global_scale`` (1) that
+divides (nvfp4). Activations that the config wants in 4 bits are multiplied as they come, in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,11 +29,15 @@ from w4gemm.checkpoints.quantized_folder import (
     check_tensor,
     folder_format,
     unpack_int4,
+    unpack_pairs,
 )
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
-FORMATS = ("pack-quantized", "int-quantized")
+FLOATS = {"mxfp4-pack-quantized": WeightFormat.parse("mxfp4"), "nvfp4-pack-quantized": WeightFormat.parse("nvfp4")}
+FORMATS = ("pack-quantized", "int-quantized", *FLOATS)
+_FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
+"""safetensors' names of the dtypes of scales of 4-bit floats, by scale rule."""
 _CODE_OF_ZERO = 8
 _FP8_PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 """The only ``input_activations`` that are not left as they come."""
@@ -47,7 +56,7 @@ class CompressedTensors:
         "weight_shape",
         "weight_global_scale",
     )
-    others = ("weight",)
+    others = ("weight", "input_global_scale")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
@@ -63,6 +72,8 @@ class CompressedTensors:
         if packing not in FORMATS:
             raise ValueError(f"its format is {packing!r}, wanted {' or '.join(FORMATS)}")
         check_bits(weights.get("num_bits"))
+        if packing in FLOATS:
+            return _float_module(FLOATS[packing], scheme, stored)
         if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
             kind = f"{weights.get('type')} with a scale for each {weights.get('strategy')}"
             raise ValueError(f"its weight is {kind}, wanted int with a scale for each group or channel")
@@ -73,6 +84,7 @@ class CompressedTensors:
             n, k = check_tensor(stored, "weight", ("I8",))
         if more := stored.keys() & {
             "weight_global_scale",
+            "input_global_scale",
             "weight" if packing == "pack-quantized" else "weight_packed",
         }:
             raise ValueError(f"{min(more)} is no tensor of {packing}")
@@ -93,6 +105,8 @@ class CompressedTensors:
         shape = tensors.get("weight_shape", torch.tensor((module.n, module.k))).tolist()
         if shape != [module.n, module.k]:
             raise ValueError(f"weight_shape is {shape}, but its tensors have shape {[module.n, module.k]}")
+        if module.format.element == "e2m1":
+            return _float_weight(module, tensors)
         if "weight_packed" in tensors:
             codes = unpack_int4(tensors["weight_packed"])
         else:
@@ -127,6 +141,31 @@ def _named(name: str, patterns: Iterable[str]) -> bool:
     return any(re.match(p[3:], name) if p.startswith("re:") else p == name for p in patterns)
 
 
+def _float_module(format: WeightFormat, scheme: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> Module:
+    """Return a module of 4-bit floats."""
+    if (kind := scheme["weights"].get("type")) != "float":
+        raise ValueError(f"its weight is of type {kind!r}, wanted 'float'")
+    n, half = check_tensor(stored, "weight_packed", ("U8",))
+    check_tensor(stored, "weight_scale", _FLOAT_SCALES[format.scale], (n, format.groups(2 * half)))
+    known = {"weight_packed", "weight_scale", "weight_shape", "bias", "input_global_scale"}
+    if format.has_channels:
+        check_tensor(stored, "weight_global_scale", ("F32",), (1,))
+        known.add("weight_global_scale")
+    if more := stored.keys() - known:
+        raise ValueError(f"{min(more)} is no tensor of {format}")
+    four_bits = (scheme.get("input_activations") or {}).get("num_bits") == 4
+    return Module(n, 2 * half, format, "bias" in stored, activations=None if four_bits else _activations(scheme))
+
+
+def _float_weight(module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    scales = tensors["weight_scale"].view(module.format.scale_dtype)
+    channels = None
+    if module.format.has_channels:
+        channels = (1 / tensors["weight_global_scale"]).expand(module.n).contiguous()
+    w = QuantizedWeight.from_codes(module.format, unpack_pairs(tensors["weight_packed"]), scales, channels=channels)
+    return replace(w, activations=module.activations)
+
+
 def _activations(scheme: Mapping[str, Any]) -> str | None:
     """Return :attr:`Module.activations` of a config group."""
     found = scheme.get("input_activations")
@@ -156,6 +195,6 @@ def _zero_codes(stored: torch.Tensor | None, n: int) -> torch.Tensor | None:
 
 FORMAT = folder_format(
     "compressed-tensors",
-    "a folder with a model in compressed-tensors (pack-quantized or int-quantized, 4 bits)",
+    "a folder with a model in compressed-tensors (pack-, int-, mxfp4-pack- or nvfp4-pack-quantized, 4 bits)",
     CompressedTensors.of,
 )

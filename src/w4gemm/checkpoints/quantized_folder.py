@@ -226,6 +226,11 @@ def unpack_int4(packed: torch.Tensor, order: tuple[int, ...] | None = None) -> t
     return codes if order is None else codes.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
 
 
+def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """Return the nibbles of uint8 (..., bytes) as uint8 (..., 2 * bytes), the low one first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
 def check_bits(bits: Any) -> None:
     if bits != 4:
         raise ValueError(f"its weight has {bits!r} bits, wanted 4")
