@@ -115,6 +115,18 @@ def test_where_layers_are_taken_over(
     assert reason in found and bool(reason) == bool(found)
 
 
+def test_what_info_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = takeover.VLLM
+    monkeypatch.setattr(type(vllm), "version", lambda self: "")
+    assert vllm.answer((9, 0)) == "vLLM: not installed"
+    monkeypatch.setattr(type(vllm), "version", lambda self: "0.26.0")
+    assert vllm.answer((9, 0)) == "vLLM 0.26.0: w4gemm runs its 4-bit layers; W4GEMM_VLLM=off switches it off"
+    assert vllm.answer((9, 0), "needs CuTe DSL").endswith("its own kernels run 4-bit layers: needs CuTe DSL")
+    assert vllm.answer((8, 0)).endswith("W4GEMM_VLLM=on takes over")
+    monkeypatch.setenv("W4GEMM_VLLM", "maybe")
+    assert "wanted auto, on or off, got 'maybe'" in vllm.answer((9, 0))
+
+
 def test_importing_the_plugin_imports_no_vllm() -> None:
     script = (
         f"import sys; sys.path[:] = {sys.path!r}\nimport w4gemm.integrations.vllm\nassert 'vllm' not in sys.modules"

@@ -4,7 +4,7 @@ A plan is chosen for an interval of m, as if m were the interval's last value, s
 rarely chooses or compiles anything. Importing this imports no DSL.
 """
 
-from w4gemm.choice.choose import Plan, compiled_for, configs, plan, recorded
+from w4gemm.choice.choose import Decision, Plan, compiled_for, configs, decide, plan, recorded
 from w4gemm.choice.explanation import Explanation, explain
 from w4gemm.choice.intervals import BOUNDS, interval, interval_of, representative, span
 from w4gemm.choice.plan_cache import PlanKey, forget, plan_for, tuning_with
@@ -13,6 +13,7 @@ from w4gemm.choice.verdict import Verdict, why
 
 __all__ = [
     "BOUNDS",
+    "Decision",
     "Explanation",
     "Plan",
     "PlanKey",
@@ -20,6 +21,7 @@ __all__ = [
     "Verdict",
     "compiled_for",
     "configs",
+    "decide",
     "explain",
     "forget",
     "interval",

@@ -8,18 +8,20 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from w4gemm.choice import store
 from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
-from w4gemm.cli.problems import add_layer_arguments, parse_layers
+from w4gemm.cli.problems import ALL_TOKENS, Layer, add_layer_arguments, layers_of, parse_layers
 from w4gemm.console.devices import device_line
 from w4gemm.console.options import DTYPES, parse_tokens, positive
 from w4gemm.console.progress import progress_bar, say
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
 from w4gemm.core.problem import GPUS
+from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
 
@@ -34,7 +36,16 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_layer_arguments(parser)
+    which = add_layer_arguments(parser)
+    which.add_argument(
+        "--vllm",
+        metavar="PATH",
+        help="a folder quantized by GPTQ, AWQ or compressed-tensors, whose layers vLLM fuses: in the dtype of its "
+        "config.json, unless --dtype says another, and for any number of tokens",
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=positive, default=1, metavar="N", help="with --vllm: GPUs that share each layer"
+    )
     parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="the folder, made if needed")
     parser.add_argument("--arch", choices=GPUS, default="sm_90a", help="(default: %(default)s)")
     parser.add_argument(
@@ -49,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float8_e4m3fn"),
-        default="bfloat16",
-        help="of the model's activations (default: %(default)s); float8_e4m3fn: as --activations fp8, for models in "
+        help="of the model's activations (default: bfloat16); float8_e4m3fn: as --activations fp8, for models in "
         "either 16-bit dtype",
     )
     parser.add_argument(
@@ -81,7 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     device = GPUS[args.arch]
     device = replace(device, name=args.gpu or device.name, sms=args.sms or device.sms)
-    layers, tokens = parse_layers(args), parse_tokens(args.m)
+    task = _task_of_vllm(args) if args.vllm is not None else _task_of_layers(args)
+    layers, tokens = task.layers, parse_tokens(task.m)
     uses = [
         Use(
             device,
@@ -90,11 +101,11 @@ def run(args: argparse.Namespace) -> int:
             epilogue_activations=tuple(canonical(name) or "" for name in args.fused),
             residual=args.residual,
             expert_scale=args.expert_scale,
-            act_order=args.act_order,
+            act_order=args.act_order or task.act_order,
             top_k=args.top_k or 0,
             batch_invariant=args.batch_invariant,
         )
-        for dtype in (_HALVES if args.dtype == "float8_e4m3fn" else (DTYPES[args.dtype],))
+        for dtype in task.dtypes
     ]
     wanted = [problem for use in uses for layer in layers for problem in problems_of(layer, tokens, use)]
     say(f"{device_line(device)}; {len(wanted)} problems")
@@ -115,6 +126,33 @@ def run(args: argparse.Namespace) -> int:
         f"{args.output}: {len(units)} kernels, {size / 2**20:.1f} MiB, in {seconds:.1f} s; {len(records)} tuned configs"
     )
     return 0
+
+
+class _Task(NamedTuple):
+    """Layers to compile for, and how they are called."""
+
+    layers: list[Layer]
+    dtypes: tuple[torch.dtype, ...]
+    """16-bit dtypes of the activations."""
+    m: str
+    """Numbers of tokens, as --m says them."""
+    act_order: bool = False
+
+
+def _task_of_layers(args: argparse.Namespace) -> _Task:
+    if args.tensor_parallel != 1:
+        raise ValueError("--tensor-parallel: wanted it with --vllm only; --shapes can say the sizes of one GPU")
+    dtype = args.dtype or "bfloat16"
+    return _Task(parse_layers(args), _HALVES if dtype == "float8_e4m3fn" else (DTYPES[dtype],), args.m)
+
+
+def _task_of_vllm(args: argparse.Namespace) -> _Task:
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    if dtype is not None and dtype not in _HALVES:
+        raise ValueError(f"--dtype: wanted float16 or bfloat16 with --vllm, got {args.dtype}")
+    model = read_model(args.vllm, args.tensor_parallel, dtype)
+    m = "1.." if args.m == ALL_TOKENS else args.m  # LLM(...) takes up to 16384 tokens a step
+    return _Task(layers_of(model.layers), (model.dtype,), m, model.act_order)
 
 
 def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> int:

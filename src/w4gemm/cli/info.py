@@ -16,13 +16,18 @@ from w4gemm.choice import store
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
 from w4gemm.core import environment, trust
+from w4gemm.integrations.engines.engine import Engine
+from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.jit import disk
-from w4gemm.kernels.requirements import driver_cuda_version
+from w4gemm.kernels.gpu import MIN_DRIVER
+from w4gemm.kernels.requirements import driver_cuda_version, missing_for_dsl
 from w4gemm.tuning.record import facts
 
 NAME = "info"
 HELP = "print versions, the machine, and what each kernel says about it"
 DESCRIPTION = "Print versions, the machine, and what each kernel says about it."
+ENGINES = (VLLM,)
+"""Serving engines with a plugin of ours."""
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "gguf", "safetensors", "numpy")
 
 
@@ -52,6 +57,7 @@ def collect() -> dict[str, Any]:
         "torch_cuda": torch.version.cuda or "",
         "environment": environment.settings(),
         **_cache(),
+        "engines": [_engine(engine) for engine in ENGINES],
         "devices": [_device(name) for name in devices],
     }
 
@@ -69,6 +75,7 @@ def as_text(found: dict[str, Any]) -> str:
         *([found["cache_refused"]] if found["cache_refused"] else ()),
         f"tuned configs: {', '.join(tables) or 'none'}",
         *(f"{name}={value}" for name, value in found["environment"].items()),
+        *(answer for answer in found["engines"]),
     ]
     for device in found["devices"]:
         lines.append(f"{device['device']}{': ' + device['name'] if device['name'] else ''}, for {device['problem']}")
@@ -93,6 +100,12 @@ def _cache() -> dict[str, Any]:
         "objects": len(disk.stored()),
         "tables": tables,
     }
+
+
+def _engine(engine: Engine) -> str:
+    """Return what runs an engine's 4-bit layers on the first GPU."""
+    capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+    return engine.answer(capability, missing_for_dsl(MIN_DRIVER))
 
 
 def _device(name: str) -> dict[str, Any]:

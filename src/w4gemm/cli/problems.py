@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints import Module, open_checkpoint
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
 
+ALL_TOKENS = "1..8192"
+"""Numbers of tokens if none are given."""
 _FP8 = torch.float8_e4m3fn
 _SIZE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")
 
@@ -34,8 +37,8 @@ class Layer:
     """"fp8" if the layer quantizes x, whatever dtype the others are asked for in."""
 
 
-def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --model or --shapes, --format and --m."""
+def add_layer_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add --model or --shapes, --format and --m; return the group of the first two."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", metavar="PATH", help="a GGUF file, or a folder with one or a Hugging Face model")
     which.add_argument(
@@ -47,10 +50,11 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", help="of layers that say none (default: int4_g128)")
     parser.add_argument(
         "--m",
-        default="1..8192",
+        default=ALL_TOKENS,
         metavar="M",
         help="tokens, of experts on average: numbers and ranges like 1..64,512 or 1.. (default: %(default)s)",
     )
+    return which
 
 
 def problems(
@@ -98,7 +102,11 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
 
 
 def _layers_of_model(path: str) -> list[Layer]:
-    modules = open_checkpoint(path).modules.values()
+    return layers_of(open_checkpoint(path).modules.values())
+
+
+def layers_of(modules: Iterable[Module]) -> list[Layer]:
+    """Return the layers that modules of a checkpoint are."""
     return [Layer(m.n, m.k, m.format, m.bias, m.experts, m.activations) for m in modules]
 
 

@@ -99,6 +99,23 @@ class Engine:
             )
         return ""
 
+    def answer(self, capability: Capability | None, needs: str = "") -> str:
+        """Return in words what runs the engine's 4-bit layers on a GPU.
+
+        Args:
+            capability: as for :meth:`why_not_here`.
+            needs: why the kernels do not run here, or the empty string.
+        """
+        if not (version := self.version()):
+            return f"{self.name}: not installed"
+        try:
+            reason = self.why_not_here(capability) or needs
+        except ValueError as e:
+            reason = str(e)
+        if reason:
+            return f"{self.name} {version}: its own kernels run 4-bit layers: {reason}"
+        return f"{self.name} {version}: w4gemm runs its 4-bit layers; {self.variable}=off switches it off"
+
     def announce(self, taken: Sequence[str]) -> None:
         """Log once an engine what is taken over; the processes that it starts say nothing."""
         if multiprocessing.parent_process() is None:

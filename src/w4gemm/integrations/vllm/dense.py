@@ -114,7 +114,7 @@ class W4GemmLinearKernel(MPLinearKernel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         c = self.config
-        self.epilogues = _epilogue(c, False), _epilogue(c, True)
+        self.plain, self.biased = _epilogue(c, False), _epilogue(c, True)
         # vLLM's operator, so that its passes and the compiler can fuse it with what makes x
         self.quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN) if c.act_type == _FP8 else None
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
@@ -143,7 +143,7 @@ class W4GemmLinearKernel(MPLinearKernel):
             rows,
             tuple(getattr(layer, name) for name in self.names),
             self.packed,
-            self.epilogues[bias is not None],
+            self.plain if bias is None else self.biased,
             EpilogueOperands(bias=bias, token_scale=token_scale),
             perm=getattr(layer, _PERM, None),
             batch_invariant=self.batch_invariant,
@@ -166,7 +166,7 @@ class W4GemmLinearKernel(MPLinearKernel):
     def _need(self, layer: torch.nn.Module) -> Need:
         """Return what this layer launches for 1 to ``most_tokens`` tokens, with and without its bias if it has one."""
         blocks, bias = getattr(layer, self.w_q_name), getattr(layer, "bias", None)
-        epilogues = self.epilogues[: 1 if bias is None else 2]
+        epilogues = (self.plain,) if bias is None else (self.plain, self.biased)
         tokens, facts = first_tokens(self.most_tokens), (self.config.act_type, self.batch_invariant)
         keys = tuple(
             PlanKey.of(self.packed, m, facts[0], epilogue, facts[1], device=blocks.device)

@@ -1,0 +1,122 @@
+"""Layers that vLLM makes of a checkpoint's modules: neighbours fused, and divided among GPUs. Importing this imports no
+vLLM."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.checkpoints import Checkpoint, Module, awq, compressed_tensors, find_checkpoint, gptq
+from w4gemm.core.errors import FormatError
+
+FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT)
+"""Checkpoints whose layers are taken over."""
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+"""Last parts of the names of modules that vLLM loads into one layer."""
+KEYS_AND_VALUES = ("k_proj", "v_proj")
+"""Modules whose heads are copied if there are fewer than GPUs."""
+DIVIDED_INPUTS = ("o_proj", "out_proj", "down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h")
+"""Modules of which each GPU gets some of the input features; of the others some of the output features."""
+WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Modules that each GPU has whole."""
+VOCABULARY_STEP = 64
+"""vLLM rounds the vocabulary up to a multiple of it."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)")
+_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class Model(NamedTuple):
+    """A model as vLLM runs it on each of several GPUs."""
+
+    layers: tuple[Module, ...]
+    """Each shape and format once; with and without a bias if it has one, because one GPU adds it."""
+    dtype: torch.dtype
+    """dtype of the activations, and of the scales."""
+    act_order: bool
+    """True if columns may be in act-order."""
+
+
+def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = None) -> Model:
+    """Return what a checkpoint's headers say of its 4-bit layers; nothing else is read.
+
+    Args:
+        tensor_parallel: number of GPUs that share each layer.
+        dtype: of the model; None for that of config.json.
+
+    Raises:
+        FileNotFoundError, FormatError: if there is no such checkpoint, or vLLM's layers for it are not taken over.
+        ValueError: if a layer cannot be divided among so many GPUs.
+    """
+    found = find_checkpoint(path)
+    if found.format not in FORMATS:
+        raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in FORMATS)}, got {found.format.contents}")
+    checkpoint = found.format.open(found.path, None)
+    config = json.loads((found.path / "config.json").read_text())
+    text = config.get("text_config") or config
+    named = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
+    model_dtype = dtype or {"float16": torch.float16}.get(named, torch.bfloat16)
+    layers: dict[Module, None] = {}
+    for module in _fused(checkpoint, text, tensor_parallel):
+        length = module.format.group_length(module.k)
+        if module.k % length:
+            continue  # left to vLLM
+        format = replace(module.format, scale=_SCALES[model_dtype])
+        each = replace(module, format=format, fused=())
+        layers |= dict.fromkeys((replace(each, bias=False), each))
+    return Model(tuple(layers), model_dtype, bool(config["quantization_config"].get("desc_act")))
+
+
+def _fused(checkpoint: Checkpoint, config: Mapping[str, Any], gpus: int) -> list[Module]:
+    """Return one GPU's modules, fused. config: of the language model."""
+    families: dict[str, dict[str, Module]] = defaultdict(dict)
+    experts: dict[tuple[str, str], int] = defaultdict(int)
+    for name, module in checkpoint.modules.items():
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            parent, last = match[1], match[3]
+            experts[parent, last] += 1
+        else:
+            parent, _, last = name.rpartition(".")
+        families[parent][last] = _divided(name, last, module, config, gpus)
+    layers = []
+    for parent, family in families.items():
+        for names in FUSED:
+            together = [family[name] for name in names if name in family]
+            alike = {(m.k, m.format, m.activations) for m in together}
+            if len(together) == len(names) and len(alike) == 1:
+                family[names[0]] = replace(together[0], n=sum(m.n for m in together))
+                for name in names[1:]:
+                    del family[name]
+        layers += [replace(m, experts=m.experts or experts[parent, last]) for last, m in family.items()]
+    return layers
+
+
+def _divided(name: str, last: str, module: Module, config: Mapping[str, Any], gpus: int) -> Module:
+    """Return a module's part on one of several GPUs."""
+    n, k = module.n, module.k
+    if last == "lm_head":
+        n = -(-n // VOCABULARY_STEP) * VOCABULARY_STEP
+    heads = config.get("num_key_value_heads")
+    if last in DIVIDED_INPUTS:
+        return replace(module, k=_part(name, "input", k, gpus))
+    if last in WHOLE:
+        return module
+    if last in KEYS_AND_VALUES and heads and heads < gpus:
+        return replace(module, n=_part(name, "output", n, heads))
+    return replace(module, n=_part(name, "output", n, gpus))
+
+
+def _part(name: str, what: str, size: int, gpus: int) -> int:
+    if size % gpus:
+        raise ValueError(f"--tensor-parallel: {name} has {size} {what} features, which do not divide by {gpus}")
+    return size // gpus

@@ -1,0 +1,135 @@
+"""Layers that vLLM makes of a checkpoint: fused, divided among GPUs, compiled for ahead of time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from test_vllm_dense import Case, config_of, dense  # noqa: F401 (a fixture)
+from w4gemm import FormatError, choice
+from w4gemm.checkpoints import Module
+from w4gemm.cli.__main__ import main
+from w4gemm.cli.needs import Use, problems_of
+from w4gemm.cli.problems import layers_of
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200
+from w4gemm.integrations.vllm.models import Model, read_model
+
+HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 256, 384, 8, 2, 1000
+
+
+def write(folder: Path, modules: dict[str, tuple[int, int, bool]], group: int = 64, **config: Any) -> Path:
+    """A GPTQ folder of modules (n, k, with a bias); its scales are float16."""
+    folder.mkdir(exist_ok=True)
+    scheme = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False}
+    settings = {"num_key_value_heads": KV_HEADS, "dtype": "bfloat16", "quantization_config": scheme} | config
+    (folder / "config.json").write_text(json.dumps(settings))
+    tensors: dict[str, torch.Tensor] = {"model.norm.weight": torch.ones(HIDDEN)}
+    for name, (n, k, bias) in modules.items():
+        tensors[f"{name}.qweight"] = torch.zeros(k // 8, n, dtype=torch.int32)
+        tensors[f"{name}.qzeros"] = torch.zeros(k // group, n // 8, dtype=torch.int32)
+        tensors[f"{name}.scales"] = torch.zeros(k // group, n, dtype=torch.float16)
+        if bias:
+            tensors[f"{name}.bias"] = torch.zeros(n, dtype=torch.float16)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def llama(folder: Path, **config: Any) -> Path:
+    head = HIDDEN // HEADS
+    shapes = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN, True),
+        "self_attn.k_proj": (KV_HEADS * head, HIDDEN, True),
+        "self_attn.v_proj": (KV_HEADS * head, HIDDEN, True),
+        "self_attn.o_proj": (HIDDEN, HIDDEN, False),
+        "mlp.gate_proj": (INNER, HIDDEN, False),
+        "mlp.up_proj": (INNER, HIDDEN, False),
+        "mlp.down_proj": (HIDDEN, INNER, False),
+    }
+    named = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
+    return write(folder, named | {"lm_head": (VOCABULARY, HIDDEN, False)}, **config)
+
+
+def sizes(model: Model) -> set[tuple[int, int, bool]]:
+    return {(layer.n, layer.k, layer.bias) for layer in model.layers}
+
+
+def test_neighbours_are_fused(tmp_path: Path) -> None:
+    model = read_model(str(llama(tmp_path / "m")))
+    assert sizes(model) == {
+        (HIDDEN + 2 * 64, HIDDEN, True),
+        (HIDDEN + 2 * 64, HIDDEN, False),  # GPUs but the first add no bias of a layer whose inputs are divided
+        (HIDDEN, HIDDEN, False),
+        (2 * INNER, HIDDEN, False),
+        (HIDDEN, INNER, False),
+        (1024, HIDDEN, False),  # the vocabulary, rounded up
+    }
+    assert len(model.layers) == 6 and model.dtype == torch.bfloat16 and not model.act_order
+    assert {str(layer.format) for layer in model.layers} == {"int4_g64"}  # scales in the model's dtype
+    half = read_model(str(tmp_path / "m"), dtype=torch.float16)
+    assert half.dtype == torch.float16 and {str(layer.format) for layer in half.layers} == {"int4_g64_fp16"}
+
+
+def test_layers_are_divided_among_gpus(tmp_path: Path) -> None:
+    """Heads of keys and values are copied if there are fewer than GPUs."""
+    found = sizes(read_model(str(llama(tmp_path / "m")), tensor_parallel=4))
+    assert {(HIDDEN // 4 + 2 * 32, HIDDEN, False), (HIDDEN, 64, False), (2 * INNER // 4, HIDDEN, False)} <= found
+    assert (256, HIDDEN, False) in found  # lm_head
+    assert not {k for n, k, _ in found if k == INNER // 4}  # 96 columns are not whole groups of 64: left to vLLM
+    with pytest.raises(
+        ValueError, match=r"--tensor-parallel: lm_head has 1024 output features, which do not divide by 3"
+    ):
+        read_model(str(tmp_path / "m"), tensor_parallel=3)
+
+
+def test_experts_are_layers_of_several(tmp_path: Path) -> None:
+    shapes = {"gate_proj": (96, HIDDEN, False), "up_proj": (96, HIDDEN, False), "down_proj": (HIDDEN, 128, False)}
+    named = {f"model.layers.0.mlp.experts.{e}.{name}": shape for e in range(4) for name, shape in shapes.items()}
+    model = read_model(str(write(tmp_path / "m", named)))
+    assert {(m.experts, m.n, m.k) for m in model.layers} == {(4, 192, HIDDEN), (4, HIDDEN, 128)}
+
+
+def test_other_checkpoints_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(FormatError):
+        read_model(str(tmp_path))
+    assert main(["compile", "--vllm", str(tmp_path / "no"), "-o", str(tmp_path / "o")]) == 1
+    assert main(["compile", "--shapes", "64x64", "--tensor-parallel", "2", "-o", str(tmp_path / "o")]) == 1
+    assert "--tensor-parallel: wanted it with --vllm only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", [Case("gptq", 64), Case("ct", dtype=torch.float16), Case("ct", fp8=True)], ids=str)
+def test_what_is_compiled_is_what_the_plugin_runs(
+    case: Case,
+    dense: ModuleType,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(dense, "Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)}))
+    module = Module(
+        192, 256, WeightFormat(case.group_size, scale=case.format.scale), activations="fp8" if case.fp8 else None
+    )
+    use, tokens = Use(H200, case.dtype), [1, 16, 512]
+    for bias in (False, True):
+        compiled = {p for layer in layers_of([replace(module, bias=bias)]) for p in problems_of(layer, tokens, use)}
+        config = config_of(case, 192, 256)
+        run = {replace(dense._problem(config, m), epilogue=dense._epilogue(config, bias)) for m in tokens}
+        assert {choice.decide(p).unit for p in compiled} == {choice.decide(p).unit for p in run}
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cutlass")
+    asked: list[int] = []
+    monkeypatch.setattr("w4gemm.cli.compile.fill", lambda folder, units, workers: asked.append(len(units)) or 0)
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "c"))
+    folder = str(llama(tmp_path / "m"))
+    assert main(["compile", "--vllm", folder, "--tensor-parallel", "2", "--m", "1,64", "-o", str(tmp_path / "o")]) == 0
+    assert asked and asked[0] >= 2
+    assert "12 problems" in capsys.readouterr().err  # six layers, two numbers of tokens
