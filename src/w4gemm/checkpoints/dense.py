@@ -51,10 +51,15 @@ class DenseCheckpoint:
 
     Args:
         format: what to quantize to; None for :func:`default_format`.
+
+    Attributes:
+        search: as for :func:`w4gemm.quantize`.
+        device: where weights are quantized; they come back on the CPU.
     """
 
     def __init__(self, path: Path, format: WeightFormat | None = None) -> None:
         self.path, self._format = path, format
+        self.search, self.device = False, torch.device("cpu")
 
     @functools.cached_property
     def modules(self) -> dict[str, Module]:
@@ -76,7 +81,8 @@ class DenseCheckpoint:
     def weight(self, name: str) -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no linear layer {name!r} among its {len(self.modules)}")
-        return quantize(self._read(f"{name}.weight"), self.modules[name].format)
+        weight = self._read(f"{name}.weight").to(self.device)
+        return quantize(weight, self.modules[name].format, search=self.search).to("cpu")
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.quantized_folder import check_tensor, folder_format
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.weights.state import in_words, of_tensor, of_words
+from w4gemm.weights.state import as_tensor, in_words, of_tensor, of_words
 from w4gemm.weights.weight import QuantizedWeight
 
 METHOD = "w4gemm"
@@ -84,6 +84,22 @@ class OwnPacking:
         w = QuantizedWeight(module.format, module.n, module.k, "canonical", parts, *facts)
         w.check_range()
         return w
+
+
+class OwnWriter:
+    """A :class:`w4gemm.checkpoints.writing.WeightWriter`: every format, bit for bit."""
+
+    name = METHOD
+
+    def check(self, module: Module) -> None:
+        if module.k % 2:
+            raise ValueError(f"wanted an even k, got {module.k}: shapes in a folder do not tell odd ones")
+
+    def tensors(self, w: QuantizedWeight) -> dict[str, torch.Tensor]:
+        return w.named_tensors() | {STATE: as_tensor(in_words(w.format, w.activations))}
+
+    def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        return settings(checkpoint.modules.items())
 
 
 FORMAT = folder_format(METHOD, "a folder with a model that w4gemm wrote", OwnPacking)

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import w4gemm
-from w4gemm.cli import bench, cache, compile, explain, gemm, generate, info, tune
+from w4gemm.cli import bench, cache, compile, convert, explain, gemm, generate, info, inspect, tune
 from w4gemm.core.environment import configure_logging
 from w4gemm.core.errors import UnsupportedError
 
-COMMANDS = (generate, explain, gemm, tune, compile, cache, bench, info)
+COMMANDS = (generate, inspect, convert, explain, gemm, tune, compile, cache, bench, info)
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, UnsupportedError)
 
 

@@ -1,0 +1,90 @@
+"""4-bit weights as compressed-tensors stores them: pack-quantized integers, and MXFP4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from w4gemm.checkpoints.base import Checkpoint, Module
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
+
+_MXFP4 = WeightFormat.parse("mxfp4")
+
+
+class CompressedTensorsWriter:
+    """A :class:`w4gemm.checkpoints.writing.WeightWriter`. Bits stay the same; what compressed-tensors cannot hold is
+    refused: float zero points, codebooks, float32 scales of channels, act-order, k that is no multiple of 8."""
+
+    name = "compressed-tensors"
+
+    def check(self, module: Module) -> None:
+        if module.format != _MXFP4 and (
+            module.format.element != "int4" or module.format.zero == "float" or module.format.scale_dtype.itemsize != 2
+        ):
+            raise ValueError(f"compressed-tensors does not hold {module.format}; --to w4gemm does")
+        if module.k % 8:
+            raise ValueError(f"compressed-tensors wants k to be a multiple of 8, got {module.k}")
+
+    def tensors(self, w: QuantizedWeight) -> dict[str, torch.Tensor]:
+        if w.perm is not None:
+            raise ValueError("compressed-tensors from 0.20 on does not hold weights in act-order; --to w4gemm does")
+        packed, scales, *zeros = w.tensors
+        if w.format == _MXFP4:
+            return {"weight_packed": packed, "weight_scale": scales.view(torch.uint8)}
+        found = {
+            "weight_packed": packed.contiguous().view(torch.int32),  # little-endian: the canonical order
+            "weight_scale": scales,
+            "weight_shape": torch.tensor([w.n, w.k]),
+        }
+        if zeros:
+            found["weight_zero_point"] = _along_rows(zeros[0])
+        return found
+
+    def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        kinds: dict[tuple[WeightFormat, str | None], list[str]] = {}
+        for name, module in checkpoint.modules.items():
+            kinds.setdefault((module.format, module.activations), []).append(name)
+        ordered = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+        groups = {
+            f"group_{i}": _group(*kind, ["Linear"] if i == 0 else names) for i, (kind, names) in enumerate(ordered)
+        }
+        formats = {group["format"] for group in groups.values()}
+        dense = [name.removesuffix(".weight") for name, shape in checkpoint.tensors.items() if len(shape) == 2]
+        return {
+            "quant_method": self.name,
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": dense,
+        }
+
+
+def _group(format: WeightFormat, activations: str | None, targets: list[str]) -> dict[str, Any]:
+    floats = format == _MXFP4
+    weights = {
+        "num_bits": 4,
+        "type": "float" if floats else "int",
+        "symmetric": not format.has_zero,
+        "strategy": "channel" if format.group_size == PER_COLUMN else "group",
+        "group_size": None if format.group_size == PER_COLUMN else format.group_size,
+        "dynamic": False,
+        **({"scale_dtype": "torch.uint8"} if floats else {}),
+    }
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": fp8 if activations == "fp8" else None,
+        "output_activations": None,
+        "format": "mxfp4-pack-quantized" if floats else "pack-quantized",
+    }
+
+
+def _along_rows(zeros: torch.Tensor) -> torch.Tensor:
+    """Pack codes uint8 (n, groups) as int32 (ceil(n / 8), groups), the first row of eight lowest."""
+    n, groups = zeros.shape
+    padded = torch.nn.functional.pad(zeros, (0, 0, 0, -n % 8)).view(-1, 4, 2, groups)
+    bytes = padded[:, :, 0] | (padded[:, :, 1] << 4)
+    return bytes.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)

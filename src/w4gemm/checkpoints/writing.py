@@ -1,0 +1,216 @@
+"""Folders of safetensors, written from a checkpoint one module at a time: :func:`write_folder`.
+
+Shards are planned from the checkpoint's headers, and each is renamed into its place when it is whole. So a run that was
+interrupted goes on after the last whole shard, and memory holds no more than one. config.json comes last: a folder
+without it is not taken for a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from w4gemm.checkpoints.base import Checkpoint, Module
+from w4gemm.checkpoints.hugging_face import transformers_errors
+from w4gemm.core.errors import FormatError
+from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.weights.weight import QuantizedWeight
+
+_PLAN = "w4gemm_plan"
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*")
+"""Files beside the weights that are copied: tokenizer, generation config, licence."""
+
+
+class WeightWriter(Protocol):
+    """How 4-bit modules are stored in a folder. Methods raise ValueError; the caller adds the module's name."""
+
+    name: str
+
+    def check(self, module: Module) -> None:
+        """Raise ValueError for a module that cannot be stored."""
+        ...
+
+    def tensors(self, w: QuantizedWeight) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of a weight in the canonical layout, by the last parts of their names."""
+        ...
+
+    def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Return the quantization_config of a folder with the checkpoint's modules."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Modules and dense tensors of each shard."""
+
+    shards: tuple[tuple[str, ...], ...]
+    key: str
+    """Digest of everything that decides what is written."""
+
+    def file(self, index: int) -> str:
+        count = len(self.shards)
+        return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    folder: Path,
+    writer: WeightWriter,
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int = 4 * 2**30,
+    how: str = "",
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> int:
+    """Write a checkpoint as a folder; return how many shards were there already, from a run that was interrupted.
+
+    Args:
+        dtype: of dense tensors.
+        how: words for how dense weights are quantized, so that a run with others does not go on.
+        progress: called as ``progress(done, total, name)`` after each module and dense tensor.
+
+    Raises:
+        FileExistsError: if the folder holds anything but shards of the same run.
+        FormatError: if a module cannot be stored.
+    """
+    for name, module in checkpoint.modules.items():
+        try:
+            if module.experts or module.fused:
+                raise ValueError("experts and fused modules cannot be written yet")
+            writer.check(module)
+        except ValueError as e:
+            raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
+    if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
+        raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
+    plan = _plan(checkpoint, writer, dtype, shard_bytes, how)
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_folder(folder, plan)
+    total, done, whole = sum(map(len, plan.shards)), 0, 0
+    places: dict[str, str] = {}
+    for index, names in enumerate(plan.shards):
+        file = folder / plan.file(index)
+        if file.exists():
+            whole, done = whole + 1, done + len(names)
+            progress(done, total, f"{file.name} is there")
+        else:
+            found: dict[str, torch.Tensor] = {}
+            for name in names:
+                found |= _stored(checkpoint, name, writer, dtype)
+                done += 1
+                progress(done, total, name)
+            _save(file, found, plan.key)
+        places |= dict.fromkeys(_names(file), file.name)
+    if len(plan.shards) > 1:
+        index_file = {"metadata": {}, "weight_map": dict(sorted(places.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2) + "\n")
+    _write_config(checkpoint, folder, writer.config(checkpoint), dtype)
+    return whole
+
+
+def _plan(checkpoint: Checkpoint, writer: WeightWriter, dtype: torch.dtype, shard_bytes: int, how: str) -> Plan:
+    modules = checkpoint.modules
+    sizes = {name: packed_shape(m.format, "canonical", m.n, m.k).nbytes for name, m in modules.items()}
+    sizes |= {name: math.prod(shape) * dtype.itemsize for name, shape in checkpoint.tensors.items()}
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    source = checkpoint.path.resolve()
+    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+    facts = {
+        "source": [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        "formats": {name: f"{m.format} {m.activations}" for name, m in modules.items()},
+        "to": [writer.name, str(dtype), how],
+        "shards": shards,
+    }
+    return Plan(tuple(map(tuple, shards)), hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+
+
+def _check_folder(folder: Path, plan: Plan) -> None:
+    """Raise FileExistsError for anything that is no shard of this plan."""
+    from safetensors import SafetensorError, safe_open
+
+    expected = {plan.file(i) for i in range(len(plan.shards))}
+    for file in sorted(folder.iterdir()):
+        if file.name.endswith(".unfinished"):
+            continue
+        key = None
+        if file.name in expected:
+            try:
+                with safe_open(file, "pt") as f:
+                    key = (f.metadata() or {}).get(_PLAN)
+            except SafetensorError:
+                key = None
+        if key != plan.key:
+            raise FileExistsError(
+                f"{folder} holds {file.name}, which is not of an interrupted run of the same conversion; wanted an "
+                "empty folder"
+            )
+
+
+def _stored(checkpoint: Checkpoint, name: str, writer: WeightWriter, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if name not in checkpoint.modules:
+        return {name: checkpoint.dense(name, dtype)}
+    try:
+        return {f"{name}.{leaf}": t for leaf, t in writer.tensors(checkpoint.weight(name)).items()}
+    except ValueError as e:
+        raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
+
+
+def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
+    from safetensors.torch import save_file
+
+    unfinished = file.with_name(file.name + ".unfinished")
+    whole = {name: t.cpu().contiguous().clone() for name, t in tensors.items()}  # no two may share their memory
+    save_file(whole, unfinished, metadata={"format": "pt", _PLAN: key})
+    unfinished.chmod(0o644)  # safetensors lets nobody else read what it writes
+    os.replace(unfinished, file)
+
+
+def _names(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as f:
+        return list(f.keys())
+
+
+def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any], dtype: torch.dtype) -> None:
+    source, options = checkpoint.pretrained()
+    if options:  # a GGUF file, which holds them in its own way
+        from transformers import AutoConfig, AutoTokenizer
+
+        with transformers_errors(checkpoint.path):
+            config = AutoConfig.from_pretrained(source, local_files_only=True, **options).to_dict()
+            AutoTokenizer.from_pretrained(source, local_files_only=True, **options).save_pretrained(folder)
+        config["architectures"] = config.get("architectures") or _architecture(config)
+    else:
+        for pattern in _COPIED:
+            for file in source.glob(pattern):
+                if file.name != "config.json" and not file.name.endswith(".index.json"):
+                    shutil.copy(file, folder)
+        config = json.loads((source / "config.json").read_bytes())
+    config.pop("torch_dtype", None)
+    config |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+
+
+def _architecture(config: Mapping[str, Any]) -> list[str]:
+    """Class of the causal language model of a config, as a folder names it."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = AutoConfig.for_model(config["model_type"]).model_type
+    return [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]

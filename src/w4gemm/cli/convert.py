@@ -1,0 +1,87 @@
+"""``w4gemm convert``: a checkpoint as a folder that w4gemm, or any reader of compressed-tensors, loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter
+from w4gemm.checkpoints.dense import DenseCheckpoint
+from w4gemm.checkpoints.w4gemm import OwnWriter
+from w4gemm.checkpoints.writing import WeightWriter, write_folder
+from w4gemm.console.devices import choose_device
+from w4gemm.console.options import WIDE_DTYPES, positive
+from w4gemm.console.progress import progress_bar, say
+
+MIB = 2**20
+NAME = "convert"
+HELP = "write a checkpoint as another kind of folder; quantize a dense model"
+DESCRIPTION = (
+    "Write a checkpoint as a Hugging Face folder. Weights in 4 bits keep every bit; what the other format cannot hold "
+    "is refused. A dense model is quantized. A run that was interrupted goes on where it was: give the same command."
+)
+_WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWriter(), CompressedTensorsWriter())}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="a GGUF file, or a folder with one or with a Hugging Face model")
+    parser.add_argument("output", type=Path, help="the folder, which is made")
+    parser.add_argument("--to", choices=_WRITERS, default=OwnWriter.name, help="(default: %(default)s)")
+    parser.add_argument(
+        "--format", help="of a dense model's weights (default: int4_g128, or the largest smaller group that divides k)"
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="try 24 smaller ranges for each group of a dense model: slower, closer"
+    )
+    parser.add_argument("--device", help="where a dense model is quantized: cpu, cuda or cuda:N (default: as generate)")
+    parser.add_argument(
+        "--dtype", choices=WIDE_DTYPES, help="of dense tensors (default: the model's dtype; bfloat16 if it says none)"
+    )
+    parser.add_argument(
+        "--shard-size", type=positive, default=4096, metavar="MIB", help="of a file, at most (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(args.path, args.format)
+    how = ""
+    if isinstance(checkpoint, DenseCheckpoint):
+        checkpoint.search, (checkpoint.device, _) = args.search, choose_device(args.device)
+        how = "search" if args.search else "nearest"
+    elif args.format or args.search:
+        raise ValueError(f"--format, --search: {args.path} is in 4 bits already, and keeps its formats")
+    if not checkpoint.modules:
+        raise ValueError(f"PATH: {args.path} holds no 4-bit modules, and none that could be quantized")
+    dtype = WIDE_DTYPES[args.dtype or _dtype_of(args.path)]
+    with progress_bar() as progress:
+        resumed = write_folder(
+            checkpoint,
+            args.output,
+            _WRITERS[args.to],
+            dtype=dtype,
+            shard_bytes=args.shard_size * MIB,
+            how=how,
+            progress=progress,
+        )
+    if resumed:
+        say(f"{resumed} files were there already")
+    size = sum(file.stat().st_size for file in args.output.glob("*.safetensors"))
+    say(
+        f"{args.output}: {len(checkpoint.modules)} modules in 4 bits, {len(checkpoint.tensors)} dense tensors in "
+        f"{str(dtype).removeprefix('torch.')}, {size / MIB:.1f} MiB, in {time.perf_counter() - started:.1f} s"
+    )
+    return 0
+
+
+def _dtype_of(path: Path) -> str:
+    """Name of the dtype that a folder's config.json says its model has."""
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return "bfloat16"
+    found = config.get("dtype", config.get("torch_dtype"))
+    return found if found in WIDE_DTYPES else "bfloat16"

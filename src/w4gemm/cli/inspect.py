@@ -1,0 +1,136 @@
+"""``w4gemm inspect``: what a checkpoint holds, in which formats, and what will run its layers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from w4gemm import choice
+from w4gemm.checkpoints import Checkpoint, Module, find_checkpoint, open_checkpoint
+from w4gemm.cli.problems import layers_of, problems
+from w4gemm.console.devices import described_device, device_line
+from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens
+from w4gemm.core.problem import Device
+from w4gemm.packing.packed_shape import packed_shape
+
+NAME = "inspect"
+HELP = "say what a checkpoint holds and what will run its layers"
+DESCRIPTION = (
+    "The 4-bit layers of a checkpoint, by name, with their formats and sizes, and the kernel and config that will run "
+    "them for each number of tokens. Only headers are read."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="a GGUF file, or a folder with one or with a Hugging Face model")
+    parser.add_argument("--format", help="what a dense model is quantized to (default: int4_g128)")
+    add_device_arguments(parser, simulated=True)
+    parser.add_argument("--m", default="1,64,2048", metavar="M", help="numbers of tokens (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object, module by module")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What layers have in common that are one line of the table."""
+
+    name: str
+    """Their names, with ``*`` for numbers."""
+    module: Module
+
+    @property
+    def size(self) -> str:
+        m = self.module
+        return f"{m.experts} x {m.n} x {m.k}" if m.experts else f"{m.n} x {m.k}"
+
+    @property
+    def format(self) -> str:
+        extra = [self.module.activations] if self.module.activations else []
+        return " ".join((str(self.module.format), *extra))
+
+
+def run(args: argparse.Namespace) -> int:
+    found = find_checkpoint(args.path)
+    checkpoint = open_checkpoint(args.path, args.format)
+    device = described_device(args.device)
+    tokens, dtype = parse_tokens(args.m), chosen_dtype(args.dtype, device)
+    kinds = Counter(_Kind(_starred(name), module) for name, module in checkpoint.modules.items())
+    ran = {kind.module: _runs(kind.module, tokens, device, dtype) for kind in kinds}
+    if args.json:
+        print(json.dumps(_facts(found.format.name, checkpoint, ran, device), indent=2))
+        return 0
+    packed = sum(_nbytes(module) for module in checkpoint.modules.values())
+    numbers = sum(math.prod(shape) for shape in checkpoint.tensors.values())
+    print(f"{checkpoint.path}: {found.format.name}")
+    print(
+        f"{len(checkpoint.modules)} modules in 4 bits, {packed / 2**20:.1f} MiB; "
+        f"{len(checkpoint.tensors)} dense tensors, {numbers / 1e6:.1f} million numbers"
+    )
+    print(device_line(device))
+    head = ("layers", "format", "n x k", "", "MiB", *(f"m {m}" for m in tokens))
+    rows = [
+        (
+            kind.name,
+            kind.format,
+            kind.size,
+            f"x {count}",
+            f"{count * _nbytes(kind.module) / 2**20:.1f}",
+            *ran[kind.module].values(),
+        )
+        for kind, count in kinds.items()
+    ]
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    print()
+    for row in (head, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _nbytes(module: Module) -> int:
+    """Bytes of a module's weight in the canonical layout."""
+    return packed_shape(module.format, "canonical", module.n, module.k, module.experts).nbytes
+
+
+def _runs(module: Module, tokens: list[int], device: Device, dtype: torch.dtype) -> dict[int, str]:
+    """``kernel/config`` for each number of tokens, of each expert on average; or why nothing runs."""
+    found = {}
+    for m, problem in zip(tokens, problems(layers_of([module]), tokens, device, dtype), strict=True):
+        answer = choice.explain(problem)
+        found[m] = "/".join(map(str, answer.chosen)) if answer.chosen else "nothing: see w4gemm explain"
+    return found
+
+
+def _facts(format: str, checkpoint: Checkpoint, ran: dict[Module, dict[int, str]], device: Device) -> dict[str, Any]:
+    modules = {
+        name: {
+            "format": str(m.format),
+            "n": m.n,
+            "k": m.k,
+            "experts": m.experts,
+            "bias": m.bias,
+            "activations": m.activations,
+            "fused": list(m.fused),
+            "bytes": _nbytes(m),
+            "runs": ran[m],
+        }
+        for name, m in checkpoint.modules.items()
+    }
+    tensors = {name: list(shape) for name, shape in checkpoint.tensors.items()}
+    return {
+        "path": str(checkpoint.path),
+        "checkpoint": format,
+        "device": device_line(device),
+        "modules": modules,
+        "dense": tensors,
+    }

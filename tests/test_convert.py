@@ -1,0 +1,187 @@
+"""Converted folders hold the same bits; runs that were interrupted go on; inspect says what is in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+import test_awq
+import test_compressed_tensors
+import test_gptq
+from quantized_model import Writer, write_model
+from tiny_model import LAYERS, write_dense, write_gguf
+from w4gemm import FormatError, quantize
+from w4gemm.checkpoints import find_checkpoint, open_checkpoint
+from w4gemm.checkpoints.w4gemm import OwnPacking
+from w4gemm.cli.__main__ import main
+from w4gemm.integrations.transformers import load
+
+SOURCES: dict[str, tuple[dict[str, Any], Writer]] = {
+    "gptq": (test_gptq.CONFIG | {"sym": False}, test_gptq.writer(-1, zeros=(1, 15))),
+    "awq": (test_awq.CONFIG, test_awq.writer(zeros=(0, 15))),
+    "compressed-tensors": (
+        test_compressed_tensors.config(
+            packing="int-quantized",
+            input_activations=test_compressed_tensors.FP8,
+            weights={"group_size": -1} | {"strategy": "channel"},
+        ),
+        test_compressed_tensors.writer(-1, packed=False),
+    ),
+}
+
+
+def convert(*args: object) -> int:
+    return main(["convert", *map(str, args)])
+
+
+def assert_same(folder: Path, source: Path) -> None:
+    ours, theirs = open_checkpoint(folder), open_checkpoint(source)
+    assert ours.modules == theirs.modules
+    for name in theirs.modules:
+        assert torch.equal(ours.weight(name).dequantize(), theirs.weight(name).dequantize()), name
+        assert ours.weight(name).activations == theirs.weight(name).activations
+    assert {name: ours.tensors[name] for name in theirs.tensors} == dict(theirs.tensors)
+    assert all(torch.equal(ours.dense(name), theirs.dense(name)) for name in theirs.tensors)
+
+
+@pytest.mark.parametrize("to", ["w4gemm", "compressed-tensors"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_bits_stay(tmp_path: Path, source: str, to: str) -> None:
+    write_model(tmp_path / "in", *SOURCES[source])
+    assert convert(tmp_path / "in", tmp_path / "out", "--to", to) == 0
+    assert find_checkpoint(tmp_path / "out").format.name == to
+    assert_same(tmp_path / "out", tmp_path / "in")
+    (model, tokenizer), (wanted, _) = load(tmp_path / "out"), load(tmp_path / "in")
+    ids = tokenizer("hello there", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, wanted(ids).logits)
+
+
+def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from safetensors.torch import load_file
+
+    write_model(tmp_path / "in", *SOURCES["awq"])
+    assert convert(tmp_path / "in", tmp_path / "out", "--to", "compressed-tensors") == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    n, k = tensors[f"{name}.weight_shape"].tolist()
+    codes = unpack_from_int32(tensors[f"{name}.weight_packed"], 4, torch.Size((n, k)))
+    zeros = unpack_from_int32(tensors[f"{name}.weight_zero_point"], 4, torch.Size((n, k // 32)), packed_dim=0)
+    scales = tensors[f"{name}.weight_scale"].float().repeat_interleave(32, 1)
+    wanted = open_checkpoint(tmp_path / "in").weight(name).dequantize()
+    assert torch.equal((codes.float() - zeros.float().repeat_interleave(32, 1)) * scales, wanted)
+
+
+def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2")
+    assert convert(path, tmp_path / "out", "--dtype", "float32") == 0
+    assert_same(tmp_path / "out", path)
+    (model, tokenizer), (wanted, _) = load(tmp_path / "out"), load(path)
+    ids = tokenizer("hello there", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, wanted(ids).logits)
+    assert convert(path, tmp_path / "other", "--to", "compressed-tensors") == 1
+    assert "compressed-tensors does not hold int4_g32_zfloat_fp16; --to w4gemm does" in capsys.readouterr().err
+    stretched = write_gguf(tmp_path / "stretched.gguf", rope_freqs=np.linspace(1, 8, 8))
+    assert convert(stretched, tmp_path / "third") == 1
+    assert "model.rotary_emb.inv_freq is of its own" in capsys.readouterr().err
+
+
+def test_a_dense_model_is_quantized(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "in")
+    args = ("--to", "compressed-tensors", "--format", "int4_g32", "--search")
+    assert convert(folder, tmp_path / "out", *args) == 0
+    ours, theirs = open_checkpoint(tmp_path / "out"), open_checkpoint(folder, "int4_g32")
+    assert len(ours.modules) == 7 * LAYERS
+    theirs.search = True  # type: ignore[attr-defined]
+    for name in ours.modules:
+        assert torch.equal(ours.weight(name).dequantize(), theirs.weight(name).dequantize())
+    with torch.inference_mode():
+        plain = quantize(torch.randn(4, 64), "int4_g32")
+    assert plain.format == ours.modules["model.layers.0.mlp.up_proj"].format
+
+
+def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    write_model(tmp_path / "in", *SOURCES["gptq"])
+    out, read = tmp_path / "out", []
+    from w4gemm.checkpoints import gptq
+
+    weight = gptq.GPTQPacking.weight
+
+    def counted(self: Any, module: Any, tensors: Any) -> Any:
+        read.append(module)
+        if len(read) == limit:
+            raise KeyboardInterrupt
+        return weight(self, module, tensors)
+
+    monkeypatch.setattr(gptq.GPTQPacking, "weight", counted)
+    sizes = ("--shard-size", 1)
+    monkeypatch.setattr("w4gemm.cli.convert.MIB", 2**13)
+    limit = 6
+    assert convert(tmp_path / "in", out, *sizes) == 130
+    assert not (out / "config.json").exists()
+    there = len(list(out.glob("*.safetensors")))
+    assert there > 1
+    limit, before = -1, len(read)
+    assert convert(tmp_path / "in", out, *sizes) == 0
+    assert f"{there} files were there already" in capsys.readouterr().err
+    assert len(read) - before < 7 * LAYERS
+    assert not list(out.glob("*.unfinished"))
+    assert_same(out, tmp_path / "in")
+    assert convert(tmp_path / "in", out, *sizes) == 1
+    assert "which is not of an interrupted run" in capsys.readouterr().err
+
+
+def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "in", *SOURCES["awq"])
+    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    (tmp_path / "out" / "config.json").unlink()
+    for file in tmp_path.glob("out/*"):
+        if file.suffix != ".safetensors":
+            file.unlink()
+    assert convert(tmp_path / "in", tmp_path / "out", "--to", "compressed-tensors") == 1
+    assert "holds model.safetensors, which is not of an interrupted run" in capsys.readouterr().err
+    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    assert convert(tmp_path / "in", tmp_path / "x", "--format", "int4_g32") == 1
+    assert "is in 4 bits already" in capsys.readouterr().err
+
+
+def test_config_and_tensors_that_disagree_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "in", *SOURCES["awq"])
+    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "w4gemm"}}))
+    with pytest.raises(FormatError, match="config.json names no format"):
+        open_checkpoint(tmp_path / "out")
+    settings = {"quant_method": "w4gemm", "format": "int4_g32_zint_fp16 fp8"}
+    file.write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(FormatError, match="config.json says that it is int4_g32_zint_fp16 fp8, _extra_state says"):
+        open_checkpoint(tmp_path / "out").weight("model.layers.0.mlp.up_proj")
+    assert OwnPacking({"format": None}).marks
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = write_model(tmp_path, *SOURCES["gptq"])
+    assert main(["inspect", str(tmp_path), "--device", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert f"{len(wanted)} modules in 4 bits" in text and "NVIDIA H200" in text
+    row = next(line for line in text.splitlines() if line.startswith("model.layers.*.mlp.down_proj"))
+    assert "int4_g32_zint_fp16" in row and "64 x 96" in row and "x 2" in row and "sm90_" in row
+    assert main(["inspect", str(tmp_path), "--device", "cpu", "--m", "3", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["checkpoint"] == "gptq" and facts["modules"].keys() == wanted.keys()
+    module = facts["modules"]["model.layers.1.mlp.up_proj"]
+    assert (module["n"], module["k"], module["bytes"]) == (96, 64, 96 * 32 + 96 * 2 * 3)
+    assert all(run.startswith("cpu_mixed_gemm") for run in module["runs"].values())
+    assert facts["dense"]["model.norm.weight"] == [64]
