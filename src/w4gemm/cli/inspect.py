@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What layers have in common that are one line of the table."""
+    """Layers of one line of the table: their names with stars, and what they are."""
 
     name: str
     """Their names, with ``*`` for numbers."""
