@@ -1,0 +1,39 @@
+"""The benchmark of a whole layer of experts: both layers compute the same, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import experts
+
+
+@pytest.mark.parametrize("limit", [7.0, 0.5])
+def test_both_layers(limit):
+    sizes = experts.Sizes(experts=6, top_k=2, hidden=96, intermediate=64, limit=limit)
+    products = experts.drawn_products(sizes, "cpu")
+    ours, theirs = experts.our_layer(sizes, products, "w4a16"), experts.their_layer(sizes, products, torch.float32)
+    ours.gate_up.bias.data, ours.down.bias.data = (p.bias.float() for p in products)
+    for routing in ("uniform", "zipf"):
+        given = experts.draw(sizes, 20, routing, 1, "cpu", torch.float32)
+        wanted = experts.exact(theirs, given)
+        assert wanted.std() > 0.05
+        with torch.no_grad():
+            for layer in (ours, experts.peer(theirs, "eager"), experts.peer(theirs, "batched_mm")):
+                assert experts.relative(layer(*given), wanted) < 1e-5
+
+
+def test_a_line_names_what_is_faster():
+    rows = [
+        {"impl": "w4gemm", "work": "w4a16_experts", "us_p50": 10.0, "rel_error": 0.003},
+        {"impl": "transformers_grouped_mm", "work": "w4a16_experts", "us_p50": 25.0, "rel_error": 0.003},
+    ]
+    assert experts.line("one", rows).startswith(
+        "one: transformers / w4gemm 2.50; w4gemm w4a16_experts 10.0 us (error 0.0030)"
+    )
