@@ -14,6 +14,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -156,10 +157,12 @@ def run(piece: Slice, seconds: float, logs: Path) -> Outcome:
     # PyTorch's allocator would hide accesses past a tensor's end
     environment = {**os.environ, **({} if piece.tool == "none" else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})}
     with log.open("w") as out:
+        process = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)
         try:
-            subprocess.run(arguments, stdout=out, stderr=out, timeout=max(1.0, seconds), env=environment)
+            process.wait(max(1.0, seconds))
         except subprocess.TimeoutExpired:
-            pass
+            os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
+            process.wait()
     text = log.read_text(errors="replace")
     summary = SUMMARY.search(text)
     errors = int(summary[1]) if summary else None
@@ -206,14 +209,12 @@ def report(tool: str, outcomes: list[Outcome], out: Path) -> None:
     wanted, done = sum(o.slice.cells for o in outcomes), sum(o.done for o in outcomes)
     errors = sum(o.errors or 0 for o in outcomes)
     unfinished = sum(o.errors is None for o in outcomes)
-    print(
-        f"{tool:10} {done:4} of {wanted} cells right, {errors} findings, {unfinished} of {len(outcomes)} without a summary"
-    )
+    cut = f"{unfinished} of {len(outcomes)} processes without a summary"
+    print(f"{tool:10} {done:4} of {wanted} cells right, {errors} findings, {cut}")
     for o in outcomes:
         if tool != "none" and (o.errors or o.done < o.slice.cells):
-            print(
-                f"   {tool}-{o.slice.first}.log: {o.done} of {o.slice.cells} cells, {o.errors} findings, {o.seconds:.0f} s"
-            )
+            found = f"{o.done} of {o.slice.cells} cells, {o.errors} findings, {o.seconds:.0f} s"
+            print(f"   {tool}-{o.slice.first}.log: {found}")
     if tool != "none":
         facts = {"kind": "sanitizer", "tool": tool, "part": "tests/sanitize_matrix.py", "products": done}
         row = {**facts, "of": wanted, "kernel_errors": errors, "without_summary": unfinished, **record.facts()}
