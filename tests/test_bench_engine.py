@@ -268,7 +268,8 @@ def preloaded(tmp_path):
 def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp_path):
     def run(wish: str, switch: str, seconds: float = 60.0) -> Result:
         task = Task({"wish": wish}, 512, start_only=True)
-        return launch.run_offline(task, {"W4GEMM_VLLM": switch}, tmp_path / f"{wish}.log", seconds, preloaded)
+        variables = {"W4GEMM_VLLM": switch, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        return launch.run_offline(task, variables, tmp_path / f"{wish}.log", seconds, preloaded)
 
     assert preloaded.ready()
     assert run("on", "on").kernels == {"linear": {"on": 1}}
@@ -277,6 +278,10 @@ def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp
     with pytest.raises(launch.EngineError, match="not done in 1 s: hanging"):
         run("hang", "on", 1.0)
     assert run("off", "off").kernels == {"linear": {"off": 1}}
+    preloaded.close()
+    with pytest.raises(launch.EngineError, match="ended with -1: nothing was printed"):
+        run("none", "on")
+    assert not preloaded.ready() and run("again", "on").kernels  # by a process that imports vLLM itself
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

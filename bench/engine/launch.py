@@ -247,6 +247,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def last_error(log: Path) -> str:
     """Return the last line of a log that names an error; else its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line and "^" not in line and "raise " not in line]
     return (errors or lines or ["nothing was printed"])[-1][-400:]

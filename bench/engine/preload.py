@@ -59,16 +59,16 @@ class Preloaded:
         """Run ``bench.engine.offline`` in a process of its own, of which nothing is left at the end.
 
         Returns:
-            Its exit code.
+            Its exit code; -1 if it could not be forked.
 
         Raises:
             subprocess.TimeoutExpired: if it is not done in time.
         """
         order = {"task": str(task), "result": str(result), "variables": variables, "log": str(log)}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
-        child = int(self._line(30) or 0)
+        child = self._forked(order)
+        if child is None:
+            self._ready = False
+            return -1
         try:
             code = self._line(seconds)
         finally:
@@ -78,6 +78,17 @@ class Preloaded:
             self._line(30)
             raise subprocess.TimeoutExpired("bench.engine.offline", seconds)
         return int(code)
+
+    def _forked(self, order: dict[str, Any]) -> int | None:
+        """Return the number of the process that takes an order; None if this one has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            return None
+        line = self._line(30)
+        return int(line) if line else None
 
     def close(self) -> None:
         """End the process."""
