@@ -75,6 +75,8 @@ HEAVY = ("all", "gated", "bias", "gpt-oss", "kimi")
 """Epilogues of the largest tiles."""
 DRAWN = 64
 """Random cases besides those of the strata."""
+FLOATS_DRAWN = 12
+"""Cases of the largest tiles of e2m1, drawn at random."""
 
 
 class Case(NamedTuple):
@@ -174,13 +176,27 @@ def largest() -> list[Case]:
     return found
 
 
+def largest_of_floats() -> list[Case]:
+    """Some of the largest tiles of e2m1, whose decoder needs more registers than others beside as many scales."""
+    cases = {}
+    for mode, name, epilogue in itertools.product(MODES, ("mxfp4", "nvfp4"), HEAVY):
+        case = Case("sm90_mixed_gemm", GemmConfig(8, 64, 128), name, mode, epilogue)
+        for config in configs_of(kernel_named(case.kernel), case.problem):
+            found = case._replace(config=config)
+            key = stratum(found), name, epilogue
+            tile = config.tile_m * config.tile_n
+            if key not in cases or tile > cases[key].config.tile_m * cases[key].config.tile_n:
+                cases[key] = found
+    return random.Random(source_hash("kernels")).sample(list(cases.values()), FLOATS_DRAWN)
+
+
 def drawn() -> list[Case]:
     return random.Random(source_hash("kernels")).sample(list(variants()), DRAWN)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        more = variants() if metafunc.config.getoption("every_variant") else drawn()
+        more = variants() if metafunc.config.getoption("every_variant") else [*largest_of_floats(), *drawn()]
         cases = [(case, True) for case in largest()] + [(case, False) for case in more]
         metafunc.parametrize("case, whole", cases, ids=[str(case) for case, _ in cases])
 
@@ -266,6 +282,7 @@ OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
         ("sm80_mixed_gemm", "128x128x64_1x1x1_coop", "int4_g32_zfloat", torch.bfloat16),
         ("sm80_mixed_gemm", "64x128x128_1x1x1_stream", "int4_g64_zint_fp16", torch.float16),
         ("sm80_mixed_gemm", "64x128x128_1x1x1_stream", "iq4_g32_fp16", torch.bfloat16),
+        ("sm80_mixed_gemm", "64x128x128_1x1x1_coop", "nvfp4", torch.bfloat16),
         ("dequantize_gemm", None, "int4_g32_zfloat_fp16", torch.bfloat16),
     ],
 )

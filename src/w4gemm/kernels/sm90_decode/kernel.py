@@ -467,16 +467,18 @@ class Decode:
         x_fragments: list[list[tuple[Int32, Int32]]],
     ) -> None:
         """The same with weights that are decoded together with their scales."""
-        geometry = self.variant.block
+        geometry, together = self.variant.block, self.variant.block.groups_per_word
         steps = geometry.scale_group // 16
-        for g, atom in itertools.product(range(geometry.groups), range(len(words))):
-            prepared = self.decoder.prepare(scales(atom, g), Int32(0), g % geometry.groups_per_word)
-            for step in range(g * steps, (g + 1) * steps):
-                a = self.decoder.decode((words[atom][step],), prepared)
-                for tb in range(self.variant.token_blocks):
-                    sums = [acc[i, tb, block * 4 + atom] for i in range(4)]
-                    for i, y in enumerate(mma_sync(self.variant.kind, sums, a, x_fragments[tb][step])):
-                        acc[i, tb, block * 4 + atom] = y
+        for first, atom in itertools.product(range(0, geometry.groups, together), range(len(words))):
+            scale_words = scales(atom, first)
+            for field in range(min(together, geometry.groups)):
+                prepared = self.decoder.prepare(scale_words, Int32(0), field)
+                for step in range((first + field) * steps, (first + field + 1) * steps):
+                    a = self.decoder.decode((words[atom][step],), prepared)
+                    for tb in range(self.variant.token_blocks):
+                        sums = [acc[i, tb, block * 4 + atom] for i in range(4)]
+                        for i, y in enumerate(mma_sync(self.variant.kind, sums, a, x_fragments[tb][step])):
+                            acc[i, tb, block * 4 + atom] = y
 
     def sum_x(self, fragments: list[tuple[Int32, Int32]], first: int, count: int) -> list[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""

@@ -116,6 +116,10 @@ def _large(v: Variant) -> bool:
     return (c.tile_m, c.schedule) == (128, "pingpong") or (c.tile_m, c.tile_n) == (256, 128)
 
 
+def _decodes_floats(v: Variant) -> bool:
+    return v.weight.codec.element == "e2m1"
+
+
 SPACE = Space(
     _candidates,
     f"tile_m {listed(sorted((*TILE_M, *_BETWEEN)))}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; "
@@ -165,6 +169,15 @@ SPACE = Space(
             "looking for an expert's rows takes registers: the scales of several groups would spill",
             lambda v: (
                 v.grouped and _many_groups(v) and (_large(v) or (v.config.tile_k, v.config.cluster_n) == (512, 2))
+            ),
+        ),
+        Rule(
+            "e2m1 beside 256 tokens",
+            "the parts of a code word take registers: a stream's bounds, or an expert's rows in pingpong, would spill",
+            lambda v: (
+                _decodes_floats(v)
+                and v.config.tile_m == 256
+                and (v.stream_k or (v.grouped and v.config.schedule == "pingpong"))
             ),
         ),
         GROUPED_RESIDUAL,
