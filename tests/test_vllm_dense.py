@@ -333,3 +333,15 @@ def test_a_layer_that_is_dropped_is_not_waited_for(dense: ModuleType, caplog: py
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         kept.kernel.process_weights_after_loading(kept.layer)
     assert "w4gemm runs 1 4-bit linear layers" in caplog.text
+
+
+def test_a_kernel_that_cannot_be_compiled_ends_the_start_not_a_request(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(*arguments: Any) -> None:
+        raise w4gemm.UnsupportedError("sm90_decode cannot be compiled")
+
+    monkeypatch.setattr("w4gemm.integrations.engines.warmup.prepare", prepare)
+    kernel, layer, _ = make(Case("gptq"))
+    with pytest.raises(w4gemm.UnsupportedError, match=r"(?s)sm90_decode cannot be compiled.*W4GEMM_VLLM=off leaves"):
+        kernel.process_weights_after_loading(layer)

@@ -4,11 +4,11 @@ A plan is chosen for an interval of m, as if m were the interval's last value, s
 rarely chooses or compiles anything. Importing this imports no DSL.
 """
 
+from w4gemm.choice.ahead import Prepared, prepare
 from w4gemm.choice.choose import Decision, Plan, compiled_for, configs, decide, plan, recorded
 from w4gemm.choice.explanation import Explanation, explain
 from w4gemm.choice.intervals import BOUNDS, interval, interval_of, representative, span
 from w4gemm.choice.plan_cache import PlanKey, forget, plan_for, tuning_with
-from w4gemm.choice.prepare import Prepared, prepare
 from w4gemm.choice.verdict import Verdict, why
 
 __all__ = [

@@ -12,6 +12,7 @@ from w4gemm.api.ops import linear
 from w4gemm.choice import BOUNDS, PlanKey, interval, prepare
 from w4gemm.core import environment
 from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.jit import Unit
@@ -90,7 +91,13 @@ class Warmup:
             return
         keys = [key for need in needs for key in need.keys]
         helpers = list(dict.fromkeys(unit for need in needs for unit in need.helpers))
-        done = prepare(keys, helpers, *_rank())
+        try:
+            done = prepare(keys, helpers, *_rank())
+        except UnsupportedError as e:
+            engine = self._engine
+            raise UnsupportedError(
+                f"{e}\n{engine.variable}=off leaves these layers to {engine.name}'s own kernels"
+            ) from e
         for need in needs:
             if need.run is not None:
                 need.run()
