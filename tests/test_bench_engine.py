@@ -365,7 +365,8 @@ def test_a_profile_is_that_of_decode_steps():
     "kernel, group",
     [
         ("void marlin_moe_wna16::Marlin<...>", "4-bit products"),
-        ("kernel_cutlass_sm90_mixed_gemm_...", "4-bit products"),
+        ("kernel_cutlass_kernel_w4gemmkernelssm90_mixed_gemmkernelMixedGemm_object_at__...", "4-bit products"),
+        ("kernel_cutlass_kernel_w4gemmkernelsactivation_quantize...", "quantization"),
         ("void cutlass::device_kernel<machete::MacheteKernel...>", "4-bit products"),
         ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", "16-bit products"),
         ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90...>>", "attention"),

@@ -7,20 +7,23 @@ from typing import Any
 
 from bench.engine.offline import PROFILED_STEPS
 
+_FOUR_BITS = "|".join(
+    (
+        *("w4gemm", "mixed_gemm", "sm90_decode", "dequantize_gemm", "marlin", "machete", "humming"),
+        *("w4a8", "mixedinput", "integer_subbyte", "matmul_ogs", "mxfp4"),
+    )
+)
 GROUPS = (
     ("copies", r"memcpy|memset"),
-    ("attention", r"flash|fmha|attention|attn|reshape_and_cache|concat_and_cache|merge_state|mla|prepare_varlen"),
-    ("rope", r"rotary|rope"),
-    ("routing", r"topk|moe_align|moe_sum|moe_permute|count_and_sort|grouped_topk|expert_map|routing|row_combine"),
-    (
-        "4-bit products",
-        r"w4gemm|mixed_gemm|sm90_decode|dequantize_gemm|marlin|machete|humming|w4a8|int4|matmul_ogs|mxfp4",
-    ),
+    ("routing", r"topk|moe_align|moe_sum|moe_permute|count_and_sort|expert_map|routing|row_combine"),
+    ("quantization", r"(?<!de)quant"),
+    ("4-bit products", _FOUR_BITS),
+    ("attention", r"flash|fmha|attention|attn|reshape_and_cache|concat_and_cache|merge_state|_mla|prepare_varlen"),
+    ("rope", r"rotary|_rope"),
     ("norm", r"rms_?norm|layer_?norm|_rsqrt"),
     ("activation", r"silu|act_and_mul|swiglu|gelu"),
     ("16-bit products", r"nvjet|gemm|gemv|cublas|cutlass|wgmma|splitk|dot_kernel"),
     ("sampling", r"argmax|softmax|sample|logits|top_p|gumbel|penalt|exponential|sort"),
-    ("quantization", r"quant"),
 )
 """Groups with the pattern of their kernels' names; the first that fits. What fits none is "other"."""
 
