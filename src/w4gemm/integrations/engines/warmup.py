@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,11 @@ class Need(NamedTuple):
     run: Callable[[], None] | None = None
     """Launches each plan once."""
 
+    @property
+    def kind(self) -> Hashable:
+        """Equal for layers that launch the same."""
+        return self.keys, self.helpers
+
 
 class Warmup:
     """The preparation of an engine's layers in this process.
@@ -46,11 +52,11 @@ class Warmup:
         self._engine = engine
         self._expected: weakref.WeakSet[object] = weakref.WeakSet()
         """Layers that were made, and whose weights are not loaded yet."""
-        self._needs: dict[tuple[PlanKey, ...], Need] = {}
+        self._needs: dict[Hashable, Need] = {}
         """Needs of loaded layers, one for each kind and shape."""
         self._layers: dict[str, int] = {}
         """Number of loaded layers by ``Need.what``."""
-        self._ready: set[tuple[PlanKey, ...]] = set()
+        self._ready: set[Hashable] = set()
 
     def expect(self, layer: object) -> None:
         """Wait with the preparation for this layer, as long as it lives."""
@@ -63,8 +69,8 @@ class Warmup:
             UnsupportedError: if a kernel cannot be compiled.
         """
         self._layers[need.what] = self._layers.get(need.what, 0) + 1
-        if need.keys not in self._ready:
-            self._needs.setdefault(need.keys, need)
+        if need.kind not in self._ready:
+            self._needs.setdefault(need.kind, need)
         self.settle(layer)
 
     def settle(self, layer: object) -> None:
@@ -101,7 +107,7 @@ class Warmup:
         for need in needs:
             if need.run is not None:
                 need.run()
-            self._ready.add(need.keys)
+            self._ready.add(need.kind)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a launch that fails shall fail here
         ran = ", ".join(f"{count} {what}" for what, count in layers.items())
@@ -111,27 +117,47 @@ class Warmup:
         )
 
 
-def linear_need(what: str, w: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> Need:
-    """Return what :func:`w4gemm.linear` launches for a layer: x of ``dtype`` with any number of tokens, without and
-    with its bias if it has one."""
+class LinearUse(NamedTuple):
+    """How an engine calls a linear layer."""
+
+    dtype: torch.dtype
+    """16-bit dtype of the model."""
+    call: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
+    """Called with x of this dtype and a bias or None; None for :func:`w4gemm.linear`."""
+    most_tokens: int = BOUNDS[-1] + 1
+    batch_invariant: bool = False
+    quantizes: bool = False
+    """True if the engine quantizes x itself where the weight wants fp8 activations."""
+
+
+def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: LinearUse) -> Need:
+    """Return what is launched for a layer with 1 to ``use.most_tokens`` tokens, without and with its bias if it has
+    one."""
     fp8, device = w.activations == "fp8", w.device
     plain = [Epilogue(bias=biased) for biased in ((False,) if bias is None else (False, True))]
-    epilogues = [epilogue.of_quantized(dtype) if fp8 else epilogue for epilogue in plain]
-    tokens, taken = first_tokens(BOUNDS[-1] + 1), torch.float8_e4m3fn if fp8 else dtype
+    epilogues = [epilogue.of_quantized(use.dtype) if fp8 else epilogue for epilogue in plain]
+    tokens, taken = first_tokens(use.most_tokens), torch.float8_e4m3fn if fp8 else use.dtype
     keys = tuple(
-        PlanKey.of(w.packed, m, taken, epilogue, False, device=device) for epilogue in epilogues for m in tokens
+        PlanKey.of(w.packed, m, taken, epilogue, use.batch_invariant, device=device)
+        for epilogue in epilogues
+        for m in tokens
     )
-    facts = LayerFacts(w.k, dtype, fp8, act_order=w.perm is not None)
+    facts = LayerFacts(w.k, use.dtype, fp8 and not use.quantizes, act_order=w.perm is not None)
     helpers = tuple(helper.unit() for kind in HELPERS for helper in kind.needed(Device.of(device), facts))
+    call = use.call or functools.partial(_linear, w)
 
     @torch.inference_mode()
     def run() -> None:
-        x = torch.zeros(tokens[-1], w.k, dtype=dtype, device=device)
+        x = torch.zeros(tokens[-1], w.k, dtype=use.dtype, device=device)
         for m in tokens:
             for given in (None, bias)[: len(epilogues)]:
-                linear(x[:m], w, given)
+                call(x[:m], given)
 
     return Need(what, keys, helpers, run)
+
+
+def _linear(w: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return linear(x, w, bias)
 
 
 def first_tokens(most: int) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 from w4gemm.api.ops import linear
 from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.supports import product, why_no_kernel
-from w4gemm.integrations.engines.warmup import linear_need
+from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.sglang.takeover import LOADING, SGLANG, WARMUP, Hook, capability, exchange, hook
 
 TAKES = "4-bit linear layers of GPTQ, AWQ and compressed-tensors (W4A16, W4AFP8)"
@@ -101,7 +101,7 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
         return reason
     w = exchange(layer, scheme.parameters, _WEIGHT, weights.packed(numbers, "fp8" if fp8 else None))
     setattr(layer, _WEIGHT, w)
-    WARMUP.loaded(layer, linear_need("4-bit linear layers", w, dtype, getattr(layer, "bias", None)))
+    WARMUP.loaded(layer, linear_need("4-bit linear layers", w, getattr(layer, "bias", None), LinearUse(dtype)))
     return ""
 
 

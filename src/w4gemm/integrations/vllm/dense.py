@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,17 +18,14 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
 from w4gemm.api.ops import packed_linear
-from w4gemm.choice import PlanKey
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.engine import LEAST
 from w4gemm.integrations.engines.supports import why_no_kernel
-from w4gemm.integrations.engines.warmup import Need, first_tokens
+from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import takeover
-from w4gemm.kernels import HELPERS
-from w4gemm.kernels.helper import LayerFacts
 from w4gemm.packing.layouts import layout_for
 
 TAKES = "4-bit linear layers of GPTQ, AWQ and compressed-tensors"
@@ -131,7 +129,9 @@ class W4GemmLinearKernel(MPLinearKernel):
         named = dict(zip(self.names, w.tensors, strict=True)) | ({} if w.perm is None else {_PERM: w.perm})
         for name, t in named.items():
             layer.register_parameter(name, torch.nn.Parameter(t, requires_grad=False))
-        takeover.WARMUP.loaded(self, self._need(layer))
+        call = functools.partial(self.apply_weights, layer)
+        use = LinearUse(out_dtype(self.config), call, self.most_tokens, self.batch_invariant, quantizes=True)
+        takeover.WARMUP.loaded(self, linear_need("4-bit linear layers", w, getattr(layer, "bias", None), use))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x (..., k) @ w.T + bias; traced by torch.compile."""
@@ -162,29 +162,6 @@ class W4GemmLinearKernel(MPLinearKernel):
         g_idx = _rows_first(layer, self.w_gidx_name) if getattr(c, "has_g_idx", False) else None
         words, scales = _rows_first(layer, self.w_q_name), _rows_first(layer, self.w_s_name)
         return weights.rowwise(words, scales, zeros, c.group_size, g_idx=g_idx)
-
-    def _need(self, layer: torch.nn.Module) -> Need:
-        """Return what this layer launches for 1 to ``most_tokens`` tokens, with and without its bias if it has one."""
-        blocks, bias = getattr(layer, self.w_q_name), getattr(layer, "bias", None)
-        epilogues = (self.plain,) if bias is None else (self.plain, self.biased)
-        tokens, facts = first_tokens(self.most_tokens), (self.config.act_type, self.batch_invariant)
-        keys = tuple(
-            PlanKey.of(self.packed, m, facts[0], epilogue, facts[1], device=blocks.device)
-            for epilogue in epilogues
-            for m in tokens
-        )
-        act_order = LayerFacts(self.packed.k, out_dtype(self.config), act_order=hasattr(layer, _PERM))
-        device = Device.of(blocks.device)
-        helpers = tuple(helper.unit() for kind in HELPERS for helper in kind.needed(device, act_order))
-
-        @torch.inference_mode()
-        def run() -> None:
-            x = torch.zeros(tokens[-1], self.packed.k, dtype=out_dtype(self.config), device=blocks.device)
-            for m in tokens:
-                for given in (None, bias)[: len(epilogues)]:
-                    self.apply_weights(layer, x[:m], given)
-
-        return Need("4-bit linear layers", keys, helpers, run)
 
 
 def _rows_first(layer: torch.nn.Module, name: str) -> torch.Tensor:
