@@ -140,6 +140,7 @@ def their_layer(sizes: Sizes, products: tuple[Product, Product], dtype: torch.dt
         weight = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
         setattr(layer, name, torch.nn.Parameter(weight, requires_grad=False))
         setattr(layer, f"{name}_bias", torch.nn.Parameter(bias.to(dtype), requires_grad=False))
+    layer.limit = sizes.limit  # transformers 5.17 does not take it from the config
     return layer.requires_grad_(False).eval()
 
 

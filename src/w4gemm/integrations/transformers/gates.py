@@ -24,7 +24,7 @@ def activation_of(experts: nn.Module) -> str:
     """Return the activation of a module of experts that transformers decorates with ``use_experts_implementation``.
 
     Raises:
-        ValueError: if it is none of w4gemm's.
+        ValueError: if it is none of w4gemm's, or has another limit than the model's config says.
     """
     with torch.no_grad(), torch.device("cpu"):  # while transformers makes models on the meta device
         both = _samples()
@@ -34,9 +34,22 @@ def activation_of(experts: nn.Module) -> str:
         for candidate in _candidates(experts):
             found = parse(candidate).apply(both)
             if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-6):
+                _check_limit(experts, candidate)
                 return candidate
     known = ", ".join(name for name, formula in ACTIVATIONS.items() if formula.gated)
     raise ValueError(f"its {type(experts).__name__} compute another activation than {known}")
+
+
+def _check_limit(experts: nn.Module, activation: str) -> None:
+    """Raise ValueError if the config's ``swiglu_limit`` is not the activation's: transformers 5.17 takes 7 for every
+    gpt-oss."""
+    stated = getattr(getattr(experts, "config", None), "swiglu_limit", None)
+    limit = dict(parse(activation).constants).get("limit")
+    if isinstance(stated, (int, float)) and 0 < stated < math.inf and stated != limit:
+        raise ValueError(
+            f"its config says swiglu_limit {stated}, but {type(experts).__name__} of this transformers compute "
+            f"{activation}; a newer transformers may obey"
+        )
 
 
 def _samples() -> torch.Tensor:
