@@ -249,6 +249,17 @@ def test_a_process_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path):
         launch.run_offline(task, variables, tmp_path / "hangs", 1)
 
 
+def test_the_reason_is_the_engines_own_error(tmp_path):
+    log = tmp_path / "log"
+    lines = (
+        "core.py:9] ValueError: too little memory",
+        "    raise RuntimeError(",
+        "RuntimeError: failed. See root cause above.",
+    )
+    log.write_text("\n".join(lines))
+    assert launch.last_error(log) == "core.py:9] ValueError: too little memory"
+
+
 @pytest.fixture
 def preloaded(tmp_path):
     """A process to fork from, whose "vLLM" fails, hangs or names the variables of its engine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -249,5 +250,5 @@ def last_error(log: Path) -> str:
     """Return the last line of a log that names an error; else its last line."""
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and "^" not in line and "raise " not in line]
-    return (errors or lines or ["nothing was printed"])[-1][-400:]
+    named = [line for line in lines if re.search(r"\w(Error|Exception|Exit): ", line) and "See root cause" not in line]
+    return (named or lines or ["nothing was printed"])[-1][-400:]
