@@ -30,6 +30,9 @@ class W4Linear(torch.nn.Module):
     weight in act-order also ``perm``, and the names of the format and the activations: the same bits whatever device
     wrote it.
 
+    ``pre_quant_scale`` (k,), a buffer, or None, multiplies x before anything else, in x's dtype: for checkpoints that
+    moved factors of x into the weight, such as ModelOpt's AWQ. ``state_dict`` holds it.
+
     Args:
         in_features, out_features: k and n, the weight's columns and rows.
         bias: True for a bias (n,), which starts at zero, without requires_grad.
@@ -48,6 +51,7 @@ class W4Linear(torch.nn.Module):
     grouped = False
     """True if the weight is one of several experts."""
     bias: torch.nn.Parameter | None
+    pre_quant_scale: torch.Tensor | None
     _weight: QuantizedWeight
     _bound: BoundLinear | None
 
@@ -92,6 +96,8 @@ class W4Linear(torch.nn.Module):
     def adopt(self, w: QuantizedWeight, dtype: torch.dtype) -> None:
         """Become a layer with weight ``w`` that advertises ``dtype``; the bias and the module's hooks stay."""
         self.activation, self.batch_invariant, self.dtype = None, False, dtype
+        if "pre_quant_scale" not in self._buffers:
+            self.register_buffer("pre_quant_scale", None)
         self.weight = w
 
     @classmethod
@@ -143,6 +149,8 @@ class W4Linear(torch.nn.Module):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (scale := self._buffers.get("pre_quant_scale")) is not None:
+            x = x * scale.to(x.dtype)
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
         w, activation, batch_invariant = self._weight, self.activation, self.batch_invariant
         if not is_eager(x, bias):
@@ -158,6 +166,7 @@ class W4Linear(torch.nn.Module):
         extra = f", experts={w.experts}" if w.experts else ""
         extra += ", act_order=True" if w.perm is not None else ""
         extra += f", activation={self.activation}" if self.activation else ""
+        extra += ", pre_quant_scale=True" if self._buffers.get("pre_quant_scale") is not None else ""
         extra += ", batch_invariant=True" if self.batch_invariant else ""
         extra += f", activations={self.activations}" if self.activations else ""
         return (
@@ -247,6 +256,10 @@ class W4Linear(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        given = state_dict.get(prefix + "pre_quant_scale")
+        if given is not None and (self.pre_quant_scale is None or self.pre_quant_scale.is_meta):
+            device = given.device if self.weight.device.type == "meta" else self.weight.device
+            self.pre_quant_scale = torch.ones(self.weight.k, dtype=given.dtype, device=device)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

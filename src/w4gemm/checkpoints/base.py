@@ -35,6 +35,8 @@ class Module:
     """True if the rows of fused modules alternate; otherwise one module follows the other."""
     activations: str | None = None
     """See :attr:`w4gemm.QuantizedWeight.activations`: "fp8" if x is quantized before it is multiplied."""
+    pre_quant_scale: bool = False
+    """True if ``<name>.pre_quant_scale`` (k), which x is multiplied by first, is among the checkpoint's tensors."""
 
 
 class Pretrained(NamedTuple):

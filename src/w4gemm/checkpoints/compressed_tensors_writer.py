@@ -24,6 +24,8 @@ class CompressedTensorsWriter:
             module.format.element != "int4" or module.format.zero == "float" or module.format.scale_dtype.itemsize != 2
         ):
             raise ValueError(f"compressed-tensors does not hold {module.format}; --to w4gemm does")
+        if module.pre_quant_scale:
+            raise ValueError("compressed-tensors has no factors of x (pre_quant_scale); --to w4gemm has")
         if module.k % 8:
             raise ValueError(f"compressed-tensors wants k to be a multiple of 8, got {module.k}")
 

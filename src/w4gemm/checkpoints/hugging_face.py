@@ -17,8 +17,8 @@ FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """Return ``quantization_config`` of a folder's config.json, by which a quantized model's format is recognized; None
-    if there is no such file or the model is dense.
+    """Return ``quantization_config`` of a folder's config.json, by which a quantized model's format is recognized, or
+    what ModelOpt writes into hf_quant_config.json; None if there are no such files or the model is dense.
 
     Raises:
         FormatError: if config.json cannot be read.
@@ -30,6 +30,11 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
         return None
     except (ValueError, AttributeError, RecursionError) as e:
         raise FormatError(f"path: {str(folder / 'config.json')!r} is no JSON object: {e}") from e
+    if found is None and (modelopt := folder / "hf_quant_config.json").is_file():
+        try:
+            found = {"quant_method": "modelopt", **json.loads(modelopt.read_bytes())["quantization"]}
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
+            raise FormatError(f"path: {str(modelopt)!r} says no quantization: {type(e).__name__}: {e}") from e
     if found is not None and not isinstance(found, dict):
         raise FormatError(f"path: {str(folder / 'config.json')!r}: quantization_config is {found!r}, no object")
     return found

@@ -27,6 +27,10 @@ _IGNORED = ".rotary_emb.inv_freq"
 """End of the names of tensors that models computed and saved before 2023; they hold nothing of their own."""
 
 
+BESIDE = ("bias", "pre_quant_scale")
+"""Last parts of the names of a module's dense tensors, which are the checkpoint's, too."""
+
+
 class Packing(Protocol):
     """The meaning of a quantized module's tensors. Methods raise ValueError; the caller adds folder and name."""
 
@@ -71,7 +75,7 @@ class QuantizedFolder:
         for owned, (name, info) in zip(owners, self._stored.tensors.items(), strict=True):
             owner, leaf = owned
             self._files[str(owned)] = name
-            if owner in quantized and (leaf in known or leaf == "bias"):
+            if owner in quantized and (leaf in known or leaf in BESIDE):
                 parts[owner][leaf] = info
             if (owner not in quantized or leaf not in known) and not name.endswith(_IGNORED):
                 self.tensors[str(owned)] = info.shape
@@ -97,7 +101,7 @@ class QuantizedFolder:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 
     def _weight(self, name: str) -> QuantizedWeight:
-        tensors = {leaf: self._tensor(f"{name}.{leaf}") for leaf in self._parts[name] if leaf != "bias"}
+        tensors = {leaf: self._tensor(f"{name}.{leaf}") for leaf in self._parts[name] if leaf not in BESIDE}
         return self._packing.weight(self._own[name], tensors)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

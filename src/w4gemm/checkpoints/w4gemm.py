@@ -16,7 +16,7 @@ import torch
 
 from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.quantized_folder import check_tensor, folder_format
+from w4gemm.checkpoints.quantized_folder import BESIDE, check_tensor, folder_format
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.state import as_tensor, in_words, of_tensor, of_words
 from w4gemm.weights.weight import QuantizedWeight
@@ -70,10 +70,11 @@ class OwnPacking:
         packed = packed_shape(format, "canonical", n, k, experts)
         for leaf, (dtype, shape) in zip(format.part_names, packed.tensors, strict=True):
             check_tensor(stored, leaf, (_DTYPES[dtype],), shape)
-        unknown = stored.keys() - {*format.part_names, "perm", "bias", STATE}
+        unknown = stored.keys() - {*format.part_names, "perm", *BESIDE, STATE}
         if unknown:
             raise ValueError(f"{min(unknown)} is no tensor of {format}")
-        return Module(n, k, format, "bias" in stored, experts, activations=activations)
+        scaled = "pre_quant_scale" in stored
+        return Module(n, k, format, "bias" in stored, experts, activations=activations, pre_quant_scale=scaled)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         text = in_words(module.format, module.activations)

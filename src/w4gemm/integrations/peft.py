@@ -55,6 +55,8 @@ class W4LoraLinear(Linear):
             return
         if any(self.lora_bias[name] for name in names):
             raise ValueError("lora_bias: an adapter with a bias cannot be merged into a 4-bit layer")
+        if layer.pre_quant_scale is not None:
+            raise ValueError("an adapter cannot be merged into a layer that scales x (pre_quant_scale)")
         before = layer.weight
         merged = before.dequantize() + sum(self.get_delta_weight(name).float() for name in names)
         if safe_merge and not torch.isfinite(merged).all():

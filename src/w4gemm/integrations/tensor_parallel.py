@@ -56,7 +56,10 @@ class W4RowwiseParallel(ParallelStyle):
         if layer.activation is not None:
             raise ValueError(f"activation: wanted None in a rowwise layer, got {layer.activation!r}")
         index = device_mesh.get_local_rank()
+        columns = layer.weight.k // device_mesh.size()
         layer.weight = layer.weight.shard(1, index, device_mesh.size())
+        if layer.pre_quant_scale is not None:
+            layer.pre_quant_scale = layer.pre_quant_scale[index * columns : (index + 1) * columns].clone()
         if index:
             layer.bias = None
         layer.register_forward_hook(lambda _, args, y: _Sum.apply(y, device_mesh))

@@ -78,6 +78,8 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             model.set_submodule(name, _DenseExperts(layer, dtype))
         elif isinstance(layer, W4Linear) and not layer.grouped:
             weight = layer.weight.dequantize(dtype)
+            if layer.pre_quant_scale is not None:
+                weight = (layer.weight.dequantize() * layer.pre_quant_scale.float()).to(dtype)
             n, k = weight.shape
             dense = nn.Linear(k, n, bias=layer.bias is not None, device="meta")
             dense.weight = nn.Parameter(weight, requires_grad=False)

@@ -34,18 +34,22 @@ class AwaitedLinear(nn.Module):
     Args:
         linear: the dense layer that was here.
         format: of the weight to come.
+        pre_quant_scale: True if the layer is to have one.
     """
 
     filled: ClassVar[type[W4Linear]] = W4Linear
     bias: nn.Parameter | None
     place: torch.Tensor
+    pre_quant_scale: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear, format: WeightFormat) -> None:
+    def __init__(self, linear: nn.Linear, format: WeightFormat, pre_quant_scale: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features, self.format = linear.in_features, linear.out_features, format
         self.dtype = linear.weight.dtype
         self._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism is to pass it no DTensors
         self.register_parameter("bias", linear.bias)
+        scale = torch.empty(self.in_features, dtype=self.dtype, device="meta") if pre_quant_scale else None
+        self.register_buffer("pre_quant_scale", scale)
         self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
 
     @property
@@ -188,7 +192,7 @@ def reserve(model: nn.Module, checkpoint: Checkpoint, renamed: Callable[[str], s
             start += layer.out_features
             if len(layers) > 1:
                 found[name].append(Place(target, rows))
-            model.set_submodule(target, AwaitedLinear(layer, module.format))
+            model.set_submodule(target, AwaitedLinear(layer, module.format, module.pre_quant_scale))
     return found
 
 

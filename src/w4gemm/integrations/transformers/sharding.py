@@ -41,6 +41,8 @@ def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> Quanti
         if style in _ROWS:
             return w.shard(0, index, count)
         if style in _COLUMNS:
+            if getattr(model.get_submodule(name), "pre_quant_scale", None) is not None:
+                raise ValueError("its pre_quant_scale is not split yet")
             return w.shard(1, index, count)
         if style == _FUSED_ROWS:
             return _rows(w, torch.arange(w.n).view(2, count, -1)[:, index].flatten())

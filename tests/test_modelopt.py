@@ -1,0 +1,108 @@
+"""Folders quantized by ModelOpt hold its numbers, and x is scaled where its AWQ wants it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from quantized_model import Numbers, Writer, change, configure, write_model
+from tiny_model import LAYERS
+from w4gemm import FormatError, W4Linear, WeightFormat
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, summarize
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+INT4 = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32, "exclude_modules": ["lm_head"]}
+E2M1 = torch.tensor(WeightFormat.parse("nvfp4").element_rule.values)
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def nvfp4(name: str, n: int, k: int) -> Any:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(n, k // 16, generator=generator) * 400).to(torch.float8_e4m3fn)
+    factor = torch.tensor(2.0**-14)  # a power of two, so that no order of multiplying rounds
+    weight = E2M1[codes.int()] * scales.float().repeat_interleave(16, 1) * factor
+    stored = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, "weight_scale_2": factor}
+    return stored | {"input_scale": torch.tensor(0.5)}, weight
+
+
+def int4(smooth: tuple[str, ...] = ()) -> Writer:
+    def write(name: str, n: int, k: int) -> Any:
+        numbers = Numbers.random(n, k, 32, dtype=torch.bfloat16)
+        q = (torch.from_numpy(numbers.codes) - 8).to(torch.int8).view(torch.uint8) & 15  # two's complement
+        stored = {"weight": q[::2] | q[1::2] << 4, "weight_scale": numbers.scales}
+        if name.endswith(smooth) and smooth:
+            stored["pre_quant_scale"] = torch.rand(k, generator=torch.Generator().manual_seed(k)) + 0.5
+        return stored, numbers.weight
+
+    return write
+
+
+@pytest.mark.parametrize(("config", "write", "format"), [(NVFP4, nvfp4, "nvfp4"), (INT4, int4(), "int4_g32")])
+@pytest.mark.parametrize("own_file", [False, True], ids=["config", "hf_quant_config"])
+def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: str, own_file: bool) -> None:
+    wanted = write_model(tmp_path, config, write)
+    if own_file:
+        whole = json.loads((tmp_path / "config.json").read_text())
+        quantization = whole.pop("quantization_config")
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    checkpoint = open_checkpoint(tmp_path)
+    for name, weight in wanted.items():
+        assert torch.equal(checkpoint.weight(name).dequantize(), weight), name
+    model, _ = load(tmp_path)
+    assert summarize(model).formats == {str(WeightFormat.parse(format)): 7 * LAYERS}
+    ids = torch.arange(1, 8)[None]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4GemmConfig(), dtype=torch.float32)
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_x_is_scaled_before_the_product(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, INT4, int4(("o_proj", "down_proj")))
+    model, _ = load(tmp_path)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, W4Linear)}
+    scaled = {name for name, m in layers.items() if m.pre_quant_scale is not None}
+    assert scaled == {name for name in layers if name.endswith(("o_proj", "down_proj"))}
+    down, ids = layers[DOWN], torch.arange(1, 8)[None]
+    x, scale = torch.randn(3, down.in_features), torch.rand(96, generator=torch.Generator().manual_seed(96)) + 0.5
+    assert torch.equal(down.pre_quant_scale, scale) and "pre_quant_scale=True" in repr(down)
+    torch.testing.assert_close(down(x), (x * scale) @ wanted[DOWN].T)
+    with torch.inference_mode():
+        logits = model(ids).logits
+        model.save_pretrained(tmp_path / "saved")
+        options = {"quantization_config": W4GemmConfig(), "dtype": torch.float32}
+        for folder in (tmp_path, tmp_path / "saved"):
+            again = AutoModelForCausalLM.from_pretrained(folder, **options)
+            assert torch.equal(again(ids).logits, logits)
+        torch.testing.assert_close(dequantize_layers(again, torch.float32)(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    fresh = W4Linear(96, 64, bias=False, format="int4_g32")
+    fresh.load_state_dict(down.state_dict())
+    assert torch.equal(fresh(x), down(x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "message"),
+    [
+        ({"quant_algo": "W4A8_AWQ"}, None, "quantized by 'W4A8_AWQ'; wanted one of NVFP4,"),
+        ({"exclude_modules": ["*down_proj"]}, None, "the config excludes it, but it has quantized tensors"),
+        ({"group_size": 64}, None, "weight_scale has shape"),
+        ({}, {f"{DOWN}.weight_scale_2": torch.tensor(1.0)}, "two scales"),
+        ({}, {f"{DOWN}.pre_quant_scale": torch.ones(95)}, r"pre_quant_scale has shape \(95,\), wanted \(96,\)"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], changed: Any, message: str) -> None:
+    write_model(tmp_path, INT4, int4())
+    configure(tmp_path, **settings)
+    change(tmp_path, lambda t: t.update(changed or {}))
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(tmp_path)
