@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.mxfp4 import MXFP4Packing
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
+from w4gemm.jit.pool import CompilePool
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 
@@ -84,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     products = drawn_products(sizes, "cuda")
     ours = {work: our_layer(sizes, products, work) for work in args.work.split(",")}
     theirs = their_layer(sizes, products, torch.bfloat16)
-    for m, routing in itertools.product(parse_tokens(args.tokens, "tokens"), args.routing.split(",")):
+    tokens = parse_tokens(args.tokens, "tokens")
+    compile_ahead(ours.values(), [sizes.top_k * m for m in tokens])
+    for m, routing in itertools.product(tokens, args.routing.split(",")):
         if time.monotonic() - started > args.seconds:
             return
         rows = measure(sizes, ours, theirs, m, routing)
@@ -197,15 +200,27 @@ def peer(layer: Any, way: str) -> Layer:
     return run
 
 
-def plans(layer: W4Experts, rows: int) -> str:
-    """Configs of both products, the first of gathered rows."""
-    found = []
+def keys(layer: W4Experts, rows: int) -> Iterator[choice.PlanKey]:
+    """What the plans of both products are looked up by, the first of gathered rows."""
     for product, gathered in ((layer.gate_up, True), (layer.down, False)):
         epilogue, dtype = Epilogue(product.activation, bias=True), torch.bfloat16
         if product.activations == "fp8":
             dtype, epilogue = torch.float8_e4m3fn, epilogue.of_quantized(dtype)
-        found.append(str(choice.plan_for(choice.PlanKey.of(product.weight, rows, dtype, epilogue, gathered=gathered))))
-    return " ".join(found)
+        yield choice.PlanKey.of(product.weight, rows, dtype, epilogue, gathered=gathered)
+
+
+def plans(layer: W4Experts, rows: int) -> str:
+    """Configs of both products."""
+    return " ".join(str(choice.plan_for(key)) for key in keys(layer, rows))
+
+
+def compile_ahead(layers: Iterable[W4Experts], rows: Sequence[int]) -> None:
+    """Compile on all cores, because one process compiles one kernel at a time."""
+    decisions = [choice.decide(key.problem()) for layer in layers for m in rows for key in keys(layer, m)]
+    units = dict.fromkeys(unit for decision in decisions if (unit := decision.unit) is not None)
+    with CompilePool() as pool:
+        for future in pool.submit(units):
+            future.result()
 
 
 def exact(layer: Any, given: Draw) -> torch.Tensor:

@@ -27,6 +27,9 @@ def test_both_layers(limit):
         with torch.no_grad():
             for layer in (ours, experts.peer(theirs, "eager"), experts.peer(theirs, "batched_mm")):
                 assert experts.relative(layer(*given), wanted) < 1e-5
+            quantized = experts.our_layer(sizes, products, "w4a8")
+            given = experts.draw(sizes, 20, routing, 1, "cpu", torch.bfloat16)
+            assert 1e-3 < experts.relative(quantized(*given), experts.exact(theirs, given)) < 5e-2
 
 
 def test_a_line_names_what_is_faster():
