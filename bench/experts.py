@@ -201,7 +201,7 @@ def peer(layer: Any, way: str) -> Layer:
 
 
 def keys(layer: W4Experts, rows: int) -> Iterator[choice.PlanKey]:
-    """What the plans of both products are looked up by, the first of gathered rows."""
+    """Keys of the plans of both products, the first of gathered rows."""
     for product, gathered in ((layer.gate_up, True), (layer.down, False)):
         epilogue, dtype = Epilogue(product.activation, bias=True), torch.bfloat16
         if product.activations == "fp8":
