@@ -195,6 +195,8 @@ def main() -> None:
             launch(cell)
             print(f"right: {cell}", flush=True)
         return
+    if not Path(command("memcheck", 0)[0]).exists():
+        parser.error("there is no compute-sanitizer in PATH or /usr/local/cuda/bin")
     given.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + given.seconds
     for tools in (["none"], given.tools.split(",")):

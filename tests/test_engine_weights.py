@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine_tensors import words
 from w4gemm.integrations.engines import weights as engine
+from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
 from w4gemm.packing import repack
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -80,31 +83,34 @@ def test_signed_pairs_with_float32_scales_are_rounded_once() -> None:
     drawn.check(engine.packed(engine.rowwise(pairs.to(torch.int8), drawn.scales, None, GROUP)))
 
 
-def test_stored_zero_points_of_a_symmetric_weight_must_be_symmetric() -> None:
-    drawn = Drawn("int")
-    assert drawn.zeros is not None
-    eights = torch.full_like(drawn.zeros, 8)
-    for zeros, fine in ((eights, True), (drawn.zeros, False)):
-        numbers = engine.symmetric(engine.gptq(words(drawn.codes).T, drawn.scales.T, words(zeros.T), GROUP, added=0))
-        if fine:
-            assert engine.packed(numbers).format.name == "int4_g64_fp16"
-        else:
-            with pytest.raises(ValueError, match="symmetric"):
-                engine.packed(numbers)
-
-
 @pytest.mark.parametrize("zero", ["none", "int"])
-def test_experts_have_gate_and_up_in_pairs(zero: str) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_have_gate_and_up_in_pairs(zero: str, transposed: bool) -> None:
     drawn = Drawn(zero, torch.bfloat16)
+
+    def stacked(t: torch.Tensor | None, along: str) -> Stacked | None:
+        return None if t is None else Stacked(torch.stack((t.T, t.T) if transposed else (t, t)), transposed, along)
+
     zeros = None if drawn.zeros is None else words(drawn.zeros.T).T
-    numbers = engine.rowwise(words(drawn.codes), drawn.scales, zeros, GROUP)
-    experts = engine.packed_experts(2, lambda e: numbers, gated=True)
-    dense = drawn.weight.dequantize()
+    codes, scales = stacked(words(drawn.codes), "k"), stacked(drawn.scales, "")
+    assert codes is not None and scales is not None
+    numbers = StackedNumbers(drawn.weight.format, codes, scales, stacked(zeros, "n"))
+    numbers.check()
+    experts, dense = numbers.packed(gated=True), drawn.weight.dequantize()
     paired = torch.stack((dense[: N // 2], dense[N // 2 :]), 1).flatten(0, 1)
     assert experts.experts == 2 and experts.layout == "cpu"
     for e in range(2):
         assert torch.equal(experts.expert(e).dequantize(), paired)
-    assert torch.equal(engine.packed_experts(2, lambda e: numbers, gated=False).dequantize()[1], dense)
+    assert torch.equal(numbers.packed().dequantize()[1], dense)
+
+
+def test_signed_pairs_of_experts() -> None:
+    drawn = Drawn("none", torch.bfloat16)
+    q = drawn.codes.to(torch.int8) - 8
+    pairs = ((q[:, ::2] & 15) | (q[:, 1::2] << 4)).to(torch.int8)
+    codes, scales = Stacked(pairs[None], False, "k", signed=True), Stacked(drawn.scales[None], False)
+    found = StackedNumbers(drawn.weight.format, codes, scales).packed()
+    assert torch.equal(found.dequantize()[0], drawn.weight.dequantize())
 
 
 def test_scales_that_are_not_finite_are_refused_wherever_they_are() -> None:
@@ -123,5 +129,5 @@ def test_memory_beside_the_result_is_that_of_a_slice() -> None:
         seen.append(stop - start)
         return numbers.rows(start, stop)
 
-    engine.packed(engine.replace(numbers, rows=rows))
+    engine.packed(replace(numbers, rows=rows))
     assert seen == [128, 128, 16]

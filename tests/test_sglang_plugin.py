@@ -32,6 +32,8 @@ else:
     sglang_stub.install()
 
 from w4gemm import QuantizedWeight, linear  # noqa: E402
+from w4gemm.choice import plan_cache  # noqa: E402
+from w4gemm.core.activation import canonical  # noqa: E402
 from w4gemm.integrations import sglang as plugin  # noqa: E402
 from w4gemm.integrations.engines import engine, supports, warmup  # noqa: E402
 from w4gemm.integrations.sglang import dense, experts, takeover  # noqa: E402
@@ -69,7 +71,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     waiting, model = warmup.Warmup(takeover.SGLANG), torch.nn.Module()
     waiting.expect(model)
     monkeypatch.delenv("W4GEMM_SGLANG", raising=False)
-    for part in (takeover, dense):  # waits for a model that no test loads
+    for part in (takeover, dense, experts):  # waits for a model that no test loads
         monkeypatch.setattr(part, "WARMUP", waiting)
     for part in (dense, experts):
         monkeypatch.setattr(part, "capability", lambda device=None: (9, 0))
@@ -292,7 +294,7 @@ def test_a_model_is_prepared_when_all_its_layers_are_loaded(
 ) -> None:
     names = "awq", "gptq", "awq other"
     fresh = warmup.Warmup(takeover.SGLANG)
-    for part in (takeover, dense):
+    for part in (takeover, dense, experts):
         monkeypatch.setattr(part, "WARMUP", fresh)
     ran: list[int] = []
     monkeypatch.setattr(warmup, "linear", lambda x, w, bias: ran.append(len(x)))
@@ -380,6 +382,7 @@ def moe_config(**facts: Any) -> SimpleNamespace:
         "apply_router_weight_on_input": False,
         "no_combine": False,
         "num_experts": EXPERTS,
+        "top_k": 2,
     }
     return SimpleNamespace(**{**defaults, **facts})
 
@@ -476,6 +479,40 @@ def test_experts(name: str, factor: float | None) -> None:
     assert empty.shape == (0, HIDDEN)
 
 
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({}, "silu_mul"),
+        ({"swiglu_limit": 10.0}, "silu_mul(limit=10)"),
+        ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, "swiglu_oai"),
+        ({"activation": "gelu"}, ""),
+        ({"is_gated": False}, ""),
+    ],
+)
+def test_activations_of_experts(facts: dict[str, Any], named: str) -> None:
+    found = experts.fused_activation(moe_config(**facts))
+    assert bool(found) == bool(named) and (not found or canonical(found) == canonical(named))
+
+
+def test_a_model_of_experts_is_prepared_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = warmup.Warmup(takeover.SGLANG)
+    monkeypatch.setattr(experts, "WARMUP", waiting)
+    monkeypatch.setattr(experts, "BOUNDS", (8,))
+    model = torch.nn.Module()
+    waiting.expect(model)
+    method, layer, _ = loaded("ct")
+    method.process_weights_after_loading(layer)
+    (need,) = waiting._needs.values()
+    assert len(need.keys) == 2 * len(warmup.first_tokens(5))
+    before = dict(plan_cache._plans)
+    waiting.settle(model)
+    after = plan_cache._plans
+    x = torch.randn(3, HIDDEN).bfloat16()
+    plans = len(after)
+    method.apply_weights(layer, dispatched(x, torch.tensor([[0, 1], [2, 3], [0, 2]]), torch.ones(3, 2)))
+    assert len(after) == plans >= len(before)
+
+
 def test_moved_rows_of_experts_are_what_is_run() -> None:
     """SGLang rebalances experts by copying rows of every parameter of a layer."""
     method, layer, _ = loaded("awq")
@@ -492,7 +529,6 @@ def test_moved_rows_of_experts_are_what_is_run() -> None:
     [
         ({"activation": "gelu"}, "their activation is gelu"),
         ({"is_gated": False}, "without gates"),
-        ({"swiglu_limit": 7.0}, "alpha or a limit"),
         ({"no_combine": True}, "sum is left to others"),
     ],
 )

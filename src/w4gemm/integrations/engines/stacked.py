@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from w4gemm.checkpoints.quantized_folder import unpack_int4
+from w4gemm.checkpoints.quantized_folder import SYMMETRIC, unpack_int4
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
@@ -31,12 +31,14 @@ class Stacked:
         tensor: (experts, n, columns), or (experts, columns, n) if ``transposed``.
         along: of a tensor of integers that hold several 4-bit numbers each: "n" or "k", the dimension of which they do.
         order: as for :func:`unpack_int4`.
+        signed: True if the 4-bit numbers are q in two's complement, in place of q + 8.
     """
 
     tensor: torch.Tensor
     transposed: bool
     along: str = ""
     order: tuple[int, ...] | None = None
+    signed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,6 +59,8 @@ class Stacked:
         if not self.along:
             return tensor.transpose(1, 2) if self.transposed else tensor
         numbers = unpack_int4(tensor.movedim(1 + self._packed, -1), self.order)
+        if self.signed:
+            numbers = numbers ^ SYMMETRIC
         return numbers if self.along == "k" else numbers.transpose(1, 2)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,18 @@ class Need(NamedTuple):
     def kind(self) -> Hashable:
         """Equal for layers that launch the same."""
         return self.keys, self.helpers
+
+
+class ExpertsCall(NamedTuple):
+    """How a layer's experts are called."""
+
+    dtype: torch.dtype
+    """That of the model's activations."""
+    top_k: int
+    each: Sequence[int]
+    """Numbers of rows of an expert, each the first of an interval."""
+    gathered: bool = True
+    """True if rows of x are read through indices."""
 
 
 class Warmup:
@@ -74,17 +86,12 @@ class Warmup:
         self.settle(layer)
 
     def settle(self, layer: object) -> None:
-        """Wait no longer for a layer, or for a whole model that was expected; prepare everything if it was the last.
+        """Wait no longer for a layer that the engine's own kernels run after all, or for a whole model that was
+        expected; prepare everything if it was the last.
 
         Raises:
             UnsupportedError: if a kernel cannot be compiled.
         """
-        self._expected.discard(layer)
-        if not self._expected:
-            self._prepare()
-
-    def left(self, layer: object) -> None:
-        """Wait no longer for a layer that the engine's own kernels run after all."""
         self._expected.discard(layer)
         if not self._expected:
             self._prepare()
@@ -158,6 +165,23 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
 
 def _linear(w: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return linear(x, w, bias)
+
+
+def experts_need(
+    gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, call: ExpertsCall, run: Callable[[], None] | None
+) -> Need:
+    """Return what the products of experts launch, and the small kernels beside them."""
+    device, plain = Device.of(gate_up.device), Epilogue()
+    keys: list[PlanKey] = []
+    helpers: dict[Unit, None] = {}
+    for w, fused in ((gate_up, activation), (down, None)):
+        fp8 = w.activations == "fp8"
+        epilogue = (plain.of_quantized(call.dtype) if fp8 else plain)._replace(activation=fused)
+        x, gathered = torch.float8_e4m3fn if fp8 else call.dtype, call.gathered and w is gate_up
+        keys += [PlanKey.of(w, rows * w.experts, x, epilogue, gathered=gathered, device=w.device) for rows in call.each]
+        facts = LayerFacts(w.k, call.dtype, fp8, top_k=call.top_k)
+        helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
+    return Need("layers of 4-bit experts", tuple(keys), tuple(helpers), run)
 
 
 def first_tokens(most: int) -> list[int]:

@@ -1,18 +1,18 @@
 """A weight from the tensors that an engine has loaded, rows after rows, so that little memory is needed beside it.
 
 An engine holds the 4-bit numbers of a layer as its checkpoint does: :func:`gptq`, :func:`awq` and :func:`rowwise` say
-what such tensors mean. :func:`packed` makes a weight of one layer, :func:`packed_experts` of a mixture's.
+what such tensors mean, and :func:`packed` makes a weight. Those of experts have a file of their own, stacked.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from w4gemm.checkpoints.awq import ORDER
-from w4gemm.checkpoints.quantized_folder import SYMMETRIC, check_symmetric, unpack_int4
+from w4gemm.checkpoints.quantized_folder import SYMMETRIC, unpack_int4
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
@@ -117,41 +117,6 @@ def rowwise(
     return Numbers(codes.shape[0], codes.shape[1] * (2 if signed else 8), format, codes.device, rows, g_idx)
 
 
-def symmetric(numbers: Numbers) -> Numbers:
-    """Return numbers without zero points, of a checkpoint that says it is symmetric and stores them.
-
-    Reading rows raises ValueError if a zero point is not :data:`SYMMETRIC`.
-    """
-
-    def rows(start: int, stop: int) -> WeightComponents:
-        found = numbers.rows(start, stop)
-        if found.zeros is not None:
-            check_symmetric(found.zeros)
-        return found._replace(zeros=None)
-
-    return replace(numbers, format=replace(numbers.format, zero="none"), rows=rows)
-
-
-def gate_and_up(numbers: Numbers) -> Numbers:
-    """Return the numbers with rows in pairs: row 2 i is row i, row 2 i + 1 is row n / 2 + i, as ``silu_mul`` wants.
-
-    Raises:
-        ValueError: if n is no multiple of 16, because engines pack eight rows a word.
-    """
-    if numbers.n % 16:
-        raise ValueError(f"n: wanted a multiple of 16 for gate and up, got {numbers.n}")
-    half = numbers.n // 2
-
-    def rows(start: int, stop: int) -> WeightComponents:
-        gate, up = (numbers.rows(at + start // 2, at + stop // 2) for at in (0, half))
-        return WeightComponents.of(
-            None if g is None or u is None else torch.stack((g, u), 1).flatten(0, 1)
-            for g, u in zip(gate, up, strict=True)
-        )
-
-    return replace(numbers, rows=rows)
-
-
 def packed(numbers: Numbers, activations: str | None = None) -> QuantizedWeight:
     """Return the weight in the layout that its device's fastest kernel for these activations reads.
 
@@ -173,19 +138,6 @@ def packed(numbers: Numbers, activations: str | None = None) -> QuantizedWeight:
     tensors = packed_shape(format, layout, n, k).empty(device)
     pack_rows(layout_named(layout), tensors, rows, (format, n, k))
     return QuantizedWeight(format, n, k, layout, tensors, perm, activations=activations)
-
-
-def packed_experts(
-    count: int, numbers_of: Callable[[int], Numbers], *, gated: bool, activations: str | None = None
-) -> QuantizedWeight:
-    """Return the weight of ``count`` experts; memory holds the result and one expert.
-
-    Args:
-        numbers_of: the numbers of an expert.
-        gated: True for gates and ups, of which each expert has n / 2 rows after one another: see :func:`gate_and_up`.
-    """
-    each = (gate_and_up(numbers_of(e)) if gated else numbers_of(e) for e in range(count))
-    return QuantizedWeight.stack((packed(numbers, activations) for numbers in each), count)
 
 
 def _format(group_size: int, scales: torch.Tensor, zeros: torch.Tensor | None) -> WeightFormat:

@@ -12,15 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore, MoeQuantInfo
 from sglang.srt.layers.moe.moe_runner.runner import MoeRunner, register_moe_runner_core
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_backend
 
 from w4gemm.api.experts import W4Experts
-from w4gemm.integrations.engines import weights
+from w4gemm.checkpoints.awq import ORDER
+from w4gemm.choice import BOUNDS
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
 from w4gemm.integrations.engines.supports import product, why_no_kernel
-from w4gemm.integrations.sglang.takeover import SGLANG, Hook, capability, exchange, hook
+from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, first_tokens
+from w4gemm.integrations.sglang.takeover import SGLANG, WARMUP, Hook, capability, exchange, hook
 
 TAKES = "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, W4AFP8)"
 
@@ -31,6 +36,8 @@ _RUNNER = "w4gemm_runner"
 """Attribute of a layer whose experts shall be taken over."""
 _EXPERTS = "w4gemm_experts"
 """Attribute of a layer whose experts were taken over."""
+_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""Scale rules by the dtype of scales."""
 
 
 @dataclass
@@ -63,23 +70,53 @@ class Facts(NamedTuple):
 
     bits: int
     group_size: int
+    asymmetric: bool = False
     activations: str | None = None
     refused: str = ""
     """Why they cannot be taken, or the empty string."""
 
 
 class Method(NamedTuple):
-    """A class of SGLang's for layers of experts."""
+    """A class of SGLang's for layers of experts, and how it loads them.
+
+    Parameters are named ``w13_*`` (gates, then ups) and ``w2_*``; ``codes``, ``scales`` and ``zeros`` are what follows.
+    """
 
     kind: str
     """Its layers, in sentences."""
     target: str
     """Dotted name of the class."""
-    apply: str
-    """Name of the method that multiplies."""
     facts: Callable[[Any], Facts]
-    numbers: Callable[[Facts, Any, str, int], weights.Numbers]
-    """Read the numbers of an expert from a layer: of the product "w13" (gates, then ups) or "w2"."""
+    codes: str
+    scales: str
+    zeros: str = ""
+    transposed: bool = True
+    """True if matrices lie as (k, n)."""
+    along: str = "k"
+    """Dimension of which codes are packed; zero points are along n."""
+    order: tuple[int, ...] | None = None
+    signed: bool = False
+    apply: str = "apply_weights"
+    """Name of the method that multiplies."""
+
+    def numbers(self, layer: Any, product: str, facts: Facts) -> StackedNumbers:
+        """Return the numbers of a product, "w13" or "w2", that a layer has loaded.
+
+        Raises:
+            ValueError: for a group size that there is not.
+        """
+        scales = getattr(layer, f"{product}_{self.scales}").data
+        scales = scales.bfloat16() if scales.dtype == torch.float32 else scales  # as SGLang's own kernels take them
+        zeros = getattr(layer, f"{product}_{self.zeros}").data if facts.asymmetric else None
+        format = WeightFormat(facts.group_size, "int" if facts.asymmetric else "none", _SCALES[scales.dtype])
+        return StackedNumbers(
+            format,
+            Stacked(
+                getattr(layer, f"{product}_{self.codes}").data, self.transposed, self.along, self.order, self.signed
+            ),
+            Stacked(scales, self.transposed),
+            None if zeros is None else Stacked(zeros, self.transposed, "n", self.order),
+        )
 
 
 def install() -> None:
@@ -122,15 +159,23 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return facts.refused
     if not get_moe_a2a_backend().is_none():
         return f"tokens come in the form of {get_moe_a2a_backend().value}"
-    if config.activation != "silu" or not config.is_gated:
+    if not fused_activation(config):
         return f"their activation is {config.activation}{'' if config.is_gated else ' without gates'}"
-    if any(limit is not None for limit in (config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit)):
-        return "their activation has an alpha or a limit"
     if config.apply_router_weight_on_input or config.no_combine:
         return "the router's weights are applied on the input, or the sum is left to others"
     if layer.with_bias:
         return "they have biases"
     return ""
+
+
+def fused_activation(config: Any) -> str:
+    """Return the activation between the products, by MoeRunnerConfig, as :func:`w4gemm.linear` names it; the empty
+    string if it has none."""
+    if config.activation != "silu" or not config.is_gated:
+        return ""
+    if config.gemm1_alpha is not None:  # gpt-oss
+        return f"swiglu_oai(alpha={config.gemm1_alpha:g}, limit={config.gemm1_clamp_limit:g})"
+    return "silu_mul" if config.swiglu_limit is None else f"silu_mul(limit={config.swiglu_limit:g})"
 
 
 def convert(method: Method, own: Callable[..., None], self: Any, layer: Any) -> None:
@@ -152,28 +197,44 @@ def convert(method: Method, own: Callable[..., None], self: Any, layer: Any) -> 
 
 def _pack(method: Method, self: Any, layer: Any) -> str:
     """Return why a layer's experts are not taken over, or the empty string: then they are."""
-    facts = method.facts(self)
+    facts, config = method.facts(self), layer.moe_runner_config
     if getattr(self, "load_up_proj_weight_first", False):
         return "their ups lie before their gates"
-    count, dtype = layer.num_local_experts, layer.moe_runner_config.params_dtype
-    weights_of = []
-    for name in ("w13", "w2"):
-        read = functools.partial(method.numbers, facts, layer, name)
-        first = read(0)
+    loaded = {name: method.numbers(layer, name, facts) for name in ("w13", "w2")}
+    for numbers in loaded.values():
+        numbers.check()
+        (n, k), device = numbers.codes.shape, numbers.codes.tensor.device
         fp8 = facts.activations == "fp8"
-        if reason := why_no_kernel(product(first.device, first.format, first.n, first.k, dtype, fp8, count)):
+        if reason := why_no_kernel(product(device, numbers.format, n, k, config.params_dtype, fp8, numbers.experts)):
             return reason
-        weights_of.append(read)
-    packed = [
-        weights.packed_experts(count, read, gated=gated, activations=facts.activations)
-        for read, gated in zip(weights_of, (True, False), strict=True)
-    ]
-    names = [name for name in layer._parameters if name.startswith(("w13_", "w2_"))]
-    gate_up = exchange(layer, names, "w13_w4gemm", packed[0])
-    down = exchange(layer, (), "w2_w4gemm", packed[1])
+    weights = []
+    for name in ("w13", "w2"):
+        packed = loaded.pop(name).packed(facts.activations, gated=name == "w13")
+        old = [each for each in layer._parameters if each.startswith(f"{name}_")]
+        weights.append(exchange(layer, old, f"{name}_w4gemm", packed))
+    activation = fused_activation(config)
+    experts = W4Experts(*weights, dtype=config.params_dtype, activation=activation)
     # beside the module, so that its buffers are not found a second time
-    object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(W4Experts(gate_up, down, dtype=dtype)))
+    object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts))
+    WARMUP.loaded(layer, _need(experts, activation, config))
     return ""
+
+
+def _need(experts: W4Experts, activation: str, config: Any) -> Need:
+    """Return what a layer's experts launch for any number of tokens."""
+    gate_up, down = experts.gate_up.weight, experts.down.weight
+    count, top_k = gate_up.experts, config.top_k
+    each = first_tokens(-(-(BOUNDS[-1] + 1) * top_k // count))
+
+    @torch.inference_mode()
+    def run() -> None:
+        for rows in each:
+            tokens = (rows - 1) * count // top_k + 1
+            x = torch.zeros(tokens, gate_up.k, dtype=config.params_dtype, device=gate_up.device)
+            ids = torch.arange(tokens * top_k, dtype=torch.int32, device=gate_up.device).view(tokens, top_k)
+            experts(x, ids % count, torch.zeros(tokens, top_k, device=gate_up.device))
+
+    return experts_need(gate_up, down, activation, ExpertsCall(config.params_dtype, top_k, each), run)
 
 
 def apply(own: Callable[..., Any], self: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -184,90 +245,70 @@ def apply(own: Callable[..., Any], self: Any, layer: Any, dispatch_output: Any) 
 
 def _gptq(self: Any) -> Facts:
     config = self.quant_config
-    act_order = config.desc_act and config.group_size != -1
+    act_order = config.desc_act and config.group_size != PER_COLUMN
     refused = "they are in act-order (desc_act), each expert in its own" if act_order else ""
     return Facts(config.weight_bits, config.group_size, refused=refused)
 
 
-def _gptq_numbers(facts: Facts, layer: Any, product: str, expert: int) -> weights.Numbers:
-    qweight, scales = (getattr(layer, f"{product}_{name}").data[expert] for name in ("qweight", "scales"))
-    return weights.gptq(qweight, scales, None, facts.group_size)
-
-
 def _awq(self: Any) -> Facts:
-    return Facts(self.quant_config.weight_bits, self.quant_config.group_size)
-
-
-def _awq_numbers(facts: Facts, layer: Any, product: str, expert: int) -> weights.Numbers:
-    names = "qweight", "scales", "qzeros"
-    qweight, scales, qzeros = (getattr(layer, f"{product}_{name}").data[expert] for name in names)
-    return weights.awq(qweight, scales, qzeros, facts.group_size)
+    return Facts(self.quant_config.weight_bits, self.quant_config.group_size, True)
 
 
 def _compressed_tensors(self: Any) -> Facts:
     act_order = self.actorder is not None and self.actorder not in ("static", "weight")
     refused = f"they are in act-order (actorder {self.actorder}), each expert in its own" if act_order else ""
-    group_size = -1 if self.strategy == "channel" else self.group_size
-    return Facts(self.num_bits, group_size, refused=refused)
-
-
-def _compressed_tensors_numbers(facts: Facts, layer: Any, product: str, expert: int) -> weights.Numbers:
-    """SGLang loads compressed-tensors' experts transposed, so that they lie as GPTQ's."""
-    words, scales = (getattr(layer, f"{product}_{name}").data[expert] for name in ("weight_packed", "weight_scale"))
-    zeros = getattr(layer, f"{product}_weight_zero_point", None)
-    return weights.gptq(words, scales, None if zeros is None else zeros.data[expert], facts.group_size, added=0)
+    group_size = PER_COLUMN if self.strategy == "channel" else self.group_size
+    return Facts(self.num_bits, group_size, not self.sym, refused=refused)
 
 
 def _compressed_tensors_fp8(self: Any) -> Facts:
     kind = self.input_quant.type
     refused = "" if kind == "float" else f"their activations are 8-bit {kind}"
-    return Facts(self.num_bits, self.group_size, "fp8", refused)
-
-
-def _rowwise_numbers(codes: str, scales: str, facts: Facts, layer: Any, product: str, expert: int) -> weights.Numbers:
-    words, s = (getattr(layer, f"{product}_{name}").data[expert] for name in (codes, scales))
-    return weights.rowwise(words, s, None, facts.group_size)
+    return Facts(self.num_bits, self.group_size, activations="fp8", refused=refused)
 
 
 def _w4afp8(self: Any) -> Facts:
     """Activations get a scale for each token, where SGLang's own kernel takes one from the checkpoint for all."""
-    return Facts(4, self.quant_config.group_size, "fp8")
+    return Facts(4, self.quant_config.group_size, activations="fp8")
 
+
+_COMPRESSED = "weight_packed", "weight_scale", "weight_zero_point"
 
 METHODS = (
     Method(
         "GPTQ's experts",
         f"{_QUANTIZATION}.gptq.schemes.GPTQMarlinMoEScheme",
-        "apply_weights",
         _gptq,
-        _gptq_numbers,
+        *("qweight", "scales"),
     ),
     Method(
         "AWQ's experts",
         f"{_QUANTIZATION}.awq.schemes.AWQMoEScheme",
-        "apply_weights",
         _awq,
-        _awq_numbers,
+        *("qweight", "scales", "qzeros"),
+        along="n",
+        order=ORDER,
     ),
     Method(
         "compressed-tensors' experts",
         f"{_QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16MoE",
-        "apply_weights",
         _compressed_tensors,
-        _compressed_tensors_numbers,
+        *_COMPRESSED,
     ),
     Method(
         "compressed-tensors' experts with fp8 activations",
         f"{_QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW4AFP8MoE",
-        "apply_weights",
         _compressed_tensors_fp8,
-        functools.partial(_rowwise_numbers, "weight_packed", "weight_scale"),
+        *_COMPRESSED,
+        transposed=False,
     ),
     Method(
         "W4AFP8's experts",
         f"{_QUANTIZATION}.w4afp8.W4AFp8MoEMethod",
-        "apply",
         _w4afp8,
-        functools.partial(_rowwise_numbers, "weight", "weight_scale_inv"),
+        *("weight", "weight_scale_inv"),
+        transposed=False,
+        signed=True,
+        apply="apply",
     ),
 )

@@ -189,7 +189,7 @@ class _Method:
             vars(self.vllm_method).update(vars(self))
             layer.quant_method = self.vllm_method
             self.vllm_method.process_weights_after_loading(layer)
-            takeover.WARMUP.left(self)
+            takeover.WARMUP.settle(self)
             return
         owned = [name for name in layer._parameters if name.startswith(("w13_", "w2_"))]
         weights = {}

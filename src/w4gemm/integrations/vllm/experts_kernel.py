@@ -18,13 +18,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from w4gemm.api.grouped import grouped_linear, masked_linear
 from w4gemm.api.routing import Routing, combine, route
-from w4gemm.choice import PlanKey
-from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.problem import Device
-from w4gemm.integrations.engines.warmup import Need, first_tokens
-from w4gemm.jit import Unit
-from w4gemm.kernels import HELPERS
-from w4gemm.kernels.helper import LayerFacts
+from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, first_tokens
 from w4gemm.weights.weight import QuantizedWeight
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -57,18 +51,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
 
     def _need(self, each: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
         """Return what is launched for numbers of rows of an expert, each the first of an interval."""
-        dtype, device = self.moe_config.in_dtype, Device.of(self.gate_up.device)
-        plain, top_k = Epilogue(), self.moe_config.experts_per_token
-        keys: list[PlanKey] = []
-        helpers: dict[Unit, None] = {}
-        for w, activation in ((self.gate_up, self.fused_activation), (self.down, None)):
-            fp8 = w.activations == "fp8"
-            epilogue = (plain.of_quantized(dtype) if fp8 else plain)._replace(activation=activation)
-            x, rows_of_x = torch.float8_e4m3fn if fp8 else dtype, gathered and w is self.gate_up
-            keys += [PlanKey.of(w, rows * w.experts, x, epilogue, gathered=rows_of_x, device=w.device) for rows in each]
-            facts = LayerFacts(w.k, dtype, fp8, top_k=top_k)
-            helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
-        return Need("layers of 4-bit experts", tuple(keys), tuple(helpers), run)
+        call = ExpertsCall(self.moe_config.in_dtype, self.moe_config.experts_per_token, each, gathered)
+        return experts_need(self.gate_up, self.down, self.fused_activation, call, run)
 
     # The plugin chooses these classes itself, having checked the layer, and vLLM's lists of kernels do not have them.
     @staticmethod
