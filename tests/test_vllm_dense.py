@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import logging
 import sys
@@ -345,3 +346,16 @@ def test_a_kernel_that_cannot_be_compiled_ends_the_start_not_a_request(
     kernel, layer, _ = make(Case("gptq"))
     with pytest.raises(w4gemm.UnsupportedError, match=r"(?s)sm90_decode cannot be compiled.*W4GEMM_VLLM=off leaves"):
         kernel.process_weights_after_loading(layer)
+
+
+def test_no_tuple_is_indexed_by_a_comparison() -> None:
+    """PyTorch 2.11's compiler takes no bool as an index, which this PyTorch's does."""
+    package = Path(w4gemm.__file__).parent
+    found = [
+        f"{file.relative_to(package)}:{node.lineno}"
+        for folder in ("api", "integrations/engines", "integrations/vllm", "core", "packing")
+        for file in (package / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Compare, ast.BoolOp))
+    ]
+    assert not found
