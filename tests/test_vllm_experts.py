@@ -65,6 +65,8 @@ class Case(NamedTuple):
 
     @property
     def format(self) -> WeightFormat:
+        if self.name == "gpt_oss_mxfp4":
+            return WeightFormat.parse("mxfp4")
         scale = {torch.float16: "fp16"}.get(self.dtype, "bf16")
         return WeightFormat(self.group_size, "int" if self.asymmetric else "none", scale)
 
@@ -79,6 +81,8 @@ class Case(NamedTuple):
             return cls(4, self.group_size, True)
         if self.name == "moe_wna16":
             return cls(4, self.group_size, self.asymmetric)
+        if self.name == "gpt_oss_mxfp4":
+            return cls()
         grouped = self.group_size != -1
         weights = SimpleNamespace(
             num_bits=4,
@@ -118,7 +122,7 @@ def words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), bits:
 
 def stored(case: Case, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> dict[str, Any]:
     """The parameters of a product of all experts, from its numbers (experts, n, columns)."""
-    bits, along_n = (8 if case.name == "moe_wna16" else 32), case.name == "awq"
+    bits, along_n = (8 if case.name in ("moe_wna16", "gpt_oss_mxfp4") else 32), case.name == "awq"
     order = tuple(ORDER) if along_n else tuple(range(bits // 4))
 
     def packed(numbers: torch.Tensor, over_rows: bool) -> torch.Tensor:
@@ -126,6 +130,8 @@ def stored(case: Case, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.T
 
     compressed = case.name == "compressed-tensors"
     names = ("weight_packed", "weight_scale", "weight_zero_point") if compressed else ("qweight", "scales", "qzeros")
+    if case.name == "gpt_oss_mxfp4":
+        names, scales = ("weight", "weight_scale", ""), scales.view(torch.uint8)
     tensors = [packed(codes, along_n), scales, None if zeros is None else packed(zeros, True)]
     return {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
 
@@ -136,6 +142,8 @@ class Mixture(NamedTuple):
     layer: Any
     gate_up: QuantizedWeight
     down: QuantizedWeight
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    """Biases of gate_up and down, (experts, n)."""
 
     def expected(
         self,
@@ -150,8 +158,9 @@ class Mixture(NamedTuple):
         for t, j in torch.nonzero(ids >= 0).tolist():
             e, weight = int(ids[t, j]), weights[t, j].double()
             row = x[t : t + 1].double() * (weight.to(x.dtype).double() if on_input else 1)
-            hidden = linear_reference(row, self.gate_up.expert(e), activation=activation)
-            d[t] += (1 if on_input else weight) * linear_reference(hidden, self.down.expert(e))[0]
+            biases = [None if bias is None else bias[e].double() for bias in self.biases]
+            hidden = linear_reference(row, self.gate_up.expert(e), biases[0], activation=activation)
+            d[t] += (1 if on_input else weight) * linear_reference(hidden, self.down.expert(e), biases[1])[0]
         return d
 
 
@@ -163,8 +172,11 @@ def mixture(case: Case, **settings: Any) -> Mixture:
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+    whole = case.name == "gpt_oss_mxfp4"
+    if whole:
+        settings |= {"has_bias": True, "activation": "SWIGLUOAI"}
     layer = RoutedExperts(*layer_arguments(case, settings), **settings)
-    weights = {}
+    weights, biases = {}, []
     for product, n, k in (("w13", 2 * WIDTH, HIDDEN), ("w2", HIDDEN, WIDTH)):
         each = [random_components(case.format, n, k, seed=31 * e + n) for e in range(EXPERTS)]
         weights[product] = [QuantizedWeight.from_codes(case.format, *parts[:3]) for parts in each]
@@ -175,9 +187,16 @@ def mixture(case: Case, **settings: Any) -> Mixture:
             parameter = torch.nn.Parameter((t.mT if case.transposed else t).contiguous(), requires_grad=False)
             parameter.is_transposed = case.transposed
             layer.register_parameter(f"{product}_{name}", parameter)
+        biases.append(torch.randn(EXPERTS, n).to(case.dtype) if whole else None)
+        if whole:
+            here = torch.nn.Parameter(biases[-1][-layer.local_num_experts :].clone(), requires_grad=False)
+            layer.register_parameter(f"{product}_bias", here)
         for unused in ("g_idx", "weight_shape"):
             layer.register_parameter(f"{product}_{unused}", torch.nn.Parameter(torch.zeros(2), requires_grad=False))
     layer.quant_method.process_weights_after_loading(layer)
+    down = QuantizedWeight.stack(weights["w2"])
+    if whole:
+        return Mixture(layer, QuantizedWeight.stack(weights["w13"]), down, tuple(biases))
     halves = [
         [
             type(w).from_codes(w.format, *(None if t is None else t[rows] for t in w.parts()[:3]))
@@ -186,7 +205,7 @@ def mixture(case: Case, **settings: Any) -> Mixture:
         for w in weights["w13"]
     ]
     pairs = [QuantizedWeight.interleave(gate, up) for gate, up in halves]
-    return Mixture(layer, QuantizedWeight.stack(pairs), QuantizedWeight.stack(weights["w2"]))
+    return Mixture(layer, QuantizedWeight.stack(pairs), down)
 
 
 def layer_arguments(case: Case, settings: dict[str, Any]) -> tuple[Any, ...]:
@@ -201,7 +220,7 @@ def layer_arguments(case: Case, settings: dict[str, Any]) -> tuple[Any, ...]:
     if "activation" in settings:
         settings["activation"] = MoEActivation[settings["activation"]]
     parallel = FusedMoEParallelConfig(**of(FusedMoEParallelConfig))
-    sizes = (EXPERTS, TOP_K, settings.pop("hidden_dim", HIDDEN), WIDTH, local, case.dtype)
+    sizes = (EXPERTS, TOP_K, settings.pop("hidden_dim", HIDDEN), settings.pop("width", WIDTH), local, case.dtype)
     moe = FusedMoEConfig(*sizes, moe_parallel_config=parallel, **of(FusedMoEConfig))
     manager = SimpleNamespace(expert_map=settings.pop("expert_map", None))
     return "experts", case.dtype, moe, case.config(), manager
@@ -230,6 +249,18 @@ def test_formats(experts: ModuleType, case: Case) -> None:
         none = made.layer.forward_modular(x[:0], weights[:0], ids[:0])
     assert got.dtype == case.dtype and none.shape == (0, HIDDEN)
     assert_near(got, made.expected(x, weights, ids), case)
+
+
+GPT_OSS = Case("gpt_oss_mxfp4", 32)
+
+
+def test_gpt_oss(experts: ModuleType) -> None:
+    """MXFP4 with biases and its activation, in its own sizes: vLLM's method would pad 128 features to 256."""
+    made = mixture(GPT_OSS)
+    x, weights, ids = inputs(torch.bfloat16)
+    assert {name for name, _ in made.layer.named_parameters()} >= {"w13_bias", "w2_bias", "w13_weight", "w2_weight"}
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, ids, activation="swiglu_oai"), GPT_OSS)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=str)
@@ -310,6 +341,11 @@ REFUSED = [
     (Case("gptq"), {"moe_backend": "marlin"}, "--moe-backend marlin was asked for"),
     (Case("gptq"), {"has_bias": True}, "they have biases"),
     (Case("gptq"), {"is_lora_enabled": True}, "LoRA is on"),
+    (
+        GPT_OSS,
+        {"has_bias": True, "activation": "SWIGLUOAI", "width": 80},
+        "80 features of this GPU are not whole groups",
+    ),
     (Case("gptq"), {"activation": "RELU2"}, "activation is relu2"),
     (Case("gptq"), {"activation": "GELU", "swiglu_limit": 7.0}, "activation is gelu with limit 7"),
     (Case("gptq"), {"all2all_backend": "flashinfer_nvlink_one_sided"}, "tokens come in the form of flashinfer"),
@@ -329,7 +365,7 @@ def test_refused(
         layers = [RoutedExperts(*layer_arguments(case, dict(settings))) for _ in range(2)]
     assert type(layers[0].quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
     (line,) = takeover_lines(caplog)
-    assert reason in line and "experts of AutoGPTQMoEMethod to vLLM's own kernels" in line
+    assert reason in line and f"experts of {type(layers[0].quant_method).__name__} to vLLM's own kernels" in line
 
 
 @pytest.mark.parametrize(

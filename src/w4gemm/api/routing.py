@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from w4gemm.api.arguments import require_tensor
-from w4gemm.api.modes import is_plain, is_watched
+from w4gemm.api.modes import current_gpu, is_plain, is_watched
 from w4gemm.core.errors import kind_of
 from w4gemm.kernels import launcher
+from w4gemm.kernels.expert_route.spec import MOST_CHOICES, ExpertRoute
 from w4gemm.kernels.row_combine.spec import RowCombine
 
 
@@ -25,15 +27,21 @@ class Routing(NamedTuple):
     """int32 (tokens, top k): the row of each choice; -1 if its expert is elsewhere."""
 
 
-def route(expert_ids: torch.Tensor, experts: int) -> Routing:
+def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None = None) -> Routing:
     """Sort the choices of tokens by expert. The host reads nothing, so that a CUDA graph can capture it.
+
+    On Hopper a kernel of our own does it in one launch, elsewhere PyTorch's operators in more than a dozen; both give
+    the same.
 
     Args:
         expert_ids: integers (tokens, top k), the router's choices. An id outside 0 .. experts - 1 is an expert
-            elsewhere (expert parallelism): its rows come last and belong to no expert here.
+            elsewhere (expert parallelism): its rows come last and belong to no expert here. Their ``tokens`` are any of
+            the tokens.
+        expert_map: int32 (global experts,) on the ids' device, or None. Ids then name global experts, of which this
+            gives the one here, or a negative number; an id outside the map is elsewhere.
 
     Raises:
-        TypeError, ValueError: for another dtype or shape.
+        TypeError, ValueError: for another dtype, shape or device.
     """
     if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {kind_of(expert_ids)}")
@@ -41,7 +49,21 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
         raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
     if not isinstance(experts, int) or isinstance(experts, bool) or experts < 1:
         raise ValueError(f"experts: wanted an int from 1 on, got {experts!r}")
+    if expert_map is not None:
+        if not isinstance(expert_map, torch.Tensor) or expert_map.dtype != torch.int32 or expert_map.dim() != 1:
+            raise TypeError(f"expert_map: wanted torch.int32 (global experts,) or None, got {kind_of(expert_map)}")
+        if expert_map.device != expert_ids.device:
+            raise ValueError(f"expert_map: wanted expert_ids' device {expert_ids.device}, got {expert_map.device}")
     expert_ids = expert_ids.contiguous()  # its rows are the order of everything below
+    device = expert_ids.device
+    current = device.type == "cuda" and device.index == current_gpu()
+    if current and is_plain(expert_ids) and 0 < expert_ids.numel() <= MOST_CHOICES and not is_watched():
+        sort = launcher(ExpertRoute.of, device, expert_ids.dtype, experts, expert_map is not None)
+        if sort is not None:
+            return _routed(sort, expert_ids, experts, None if expert_map is None else expert_map.contiguous())
+    if expert_map is not None:
+        padded = torch.nn.functional.pad(expert_map, (1, 1), value=-1)  # what is outside takes the first or the last
+        expert_ids = padded[expert_ids.clamp(-1, len(expert_map)).long() + 1]
     here = (expert_ids >= 0) & (expert_ids < experts)
     ids, order = torch.where(here, expert_ids, experts).flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)
@@ -51,6 +73,18 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
     row_of_choice = torch.where(here, row_of_choice.view(expert_ids.shape), -1)
     tokens = torch.empty_like(row_of_choice).view(-1)  # int32 as kernels read it: the division converts in one launch
     torch.div(order, max(1, expert_ids.shape[1]), rounding_mode="floor", out=tokens)
+    return Routing(m_offsets, tokens, row_of_choice)
+
+
+def _routed(
+    sort: Callable[..., None], expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
+) -> Routing:
+    """Return what the kernel ``sort`` makes of contiguous ids."""
+    choices, device = expert_ids.numel(), expert_ids.device
+    m_offsets, tokens = (torch.empty(size, dtype=torch.int32, device=device) for size in (experts + 1, choices))
+    row_of_choice = torch.empty(expert_ids.shape, dtype=torch.int32, device=device)
+    flat = expert_ids.view(-1), expert_map, m_offsets, tokens, row_of_choice.view(-1)
+    sort(*flat, expert_ids.shape[1])
     return Routing(m_offsets, tokens, row_of_choice)
 
 

@@ -72,7 +72,7 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
 def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
     """Every small kernel that may run before or behind a layer."""
     fp8 = use.fp8 or layer.activations == "fp8"
-    facts = LayerFacts(layer.k, use.dtype, fp8, use.act_order, use.top_k if layer.experts else 0)
+    facts = LayerFacts(layer.k, use.dtype, fp8, use.act_order, use.top_k if layer.experts else 0, layer.experts)
     return (helper.unit() for kind in HELPERS for helper in kind.needed(use.device, facts))
 
 

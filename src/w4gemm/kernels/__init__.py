@@ -7,6 +7,7 @@ from w4gemm.kernels.base import Kernel, Operands, Resources, Status
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm
+from w4gemm.kernels.expert_route.spec import ExpertRoute
 from w4gemm.kernels.helper import Helper, launcher
 from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
@@ -25,7 +26,7 @@ KERNELS: tuple[Kernel, ...] = (
     CpuMixedGemm(),
 )
 
-HELPERS: tuple[type[Helper], ...] = (ColumnGather, RowCombine, ActivationQuantize)
+HELPERS: tuple[type[Helper], ...] = (ColumnGather, ExpertRoute, RowCombine, ActivationQuantize)
 """The small kernels beside the products."""
 
 

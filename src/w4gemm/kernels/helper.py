@@ -34,6 +34,8 @@ class LayerFacts(NamedTuple):
     """True if the weight may have a perm."""
     top_k: int = 0
     """Experts of a token whose results are added up behind the layer; 0 for none."""
+    experts: int = 0
+    """Experts of the layer."""
 
 
 class Helper(Protocol):

@@ -49,6 +49,8 @@ class ExpertsCall(NamedTuple):
     """Numbers of rows of an expert, each the first of an interval."""
     gathered: bool = True
     """True if rows of x are read through indices."""
+    bias: bool = False
+    """True if both products have one."""
 
 
 class Warmup:
@@ -171,7 +173,7 @@ def experts_need(
     gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, call: ExpertsCall, run: Callable[[], None] | None
 ) -> Need:
     """Return what the products of experts launch, and the small kernels beside them."""
-    device, plain = Device.of(gate_up.device), Epilogue()
+    device, plain = Device.of(gate_up.device), Epilogue(bias=call.bias)
     keys: list[PlanKey] = []
     helpers: dict[Unit, None] = {}
     for w, fused in ((gate_up, activation), (down, None)):
@@ -179,7 +181,7 @@ def experts_need(
         epilogue = (plain.of_quantized(call.dtype) if fp8 else plain)._replace(activation=fused)
         x, gathered = torch.float8_e4m3fn if fp8 else call.dtype, call.gathered and w is gate_up
         keys += [PlanKey.of(w, rows * w.experts, x, epilogue, gathered=gathered, device=w.device) for rows in call.each]
-        facts = LayerFacts(w.k, call.dtype, fp8, top_k=call.top_k)
+        facts = LayerFacts(w.k, call.dtype, fp8, top_k=call.top_k, experts=w.experts)
         helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
     return Need("layers of 4-bit experts", tuple(keys), tuple(helpers), run)
 

@@ -17,6 +17,7 @@ from vllm import envs
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.platforms import current_platform
 
@@ -24,17 +25,17 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.integrations.vllm import takeover
-from w4gemm.integrations.vllm.experts_formats import FORMATS, ExpertsFormat, fused_activation
-from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, W4gemmExperts
+from w4gemm.integrations.vllm.experts_formats import FORMATS, ExpertsFormat, fused_activation, in_pairs
+from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, Biases, W4gemmExperts
 from w4gemm.kernels import KERNELS
 from w4gemm.packing.layouts import layout_for
 from w4gemm.weights.weight import QuantizedWeight
 
-TAKES = "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8)"
+TAKES = "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, gpt-oss' MXFP4)"
 
 CONFIGS = (
     *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
-    *("compressed-tensors", "moe_wna16", "inc"),
+    *("compressed-tensors", "moe_wna16", "inc", "mxfp4", "gpt_oss_mxfp4"),
 )
 """Names of vLLM's quantization configs whose experts may have 4 bits."""
 
@@ -113,13 +114,15 @@ def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
         return f"their activation is {moe.activation.value}{limit}"
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is on"
-    if moe.has_bias or moe.is_lora_enabled:
-        return "they have biases" if moe.has_bias else "LoRA is on"
+    if moe.is_lora_enabled:
+        return "LoRA is on"
+    if moe.has_bias and not meaning.biases:
+        return "they have biases"
     parallel = moe.moe_parallel_config
     if parallel.use_fi_nvl_two_sided_kernels or parallel.use_fi_nvl_one_sided_kernels:
         return f"tokens come in the form of {parallel.all2all_backend}"
     sizes = layer.hidden_size, moe.intermediate_size_per_partition
-    padded = method.maybe_roundup_sizes(*sizes, moe.in_dtype, parallel)
+    padded = FusedMoEMethodBase.maybe_roundup_sizes(method, *sizes, moe.in_dtype, parallel)
     if padded != sizes:
         return f"their sizes {sizes} are padded to {padded}"
     return _no_kernel(moe, *sizes, settings.format(layer.params_dtype), fp8)
@@ -130,7 +133,7 @@ def _no_kernel(moe: Any, hidden: int, width: int, format: WeightFormat, fp8: boo
     device, experts = Device.of(torch.get_default_device()), moe.num_local_experts
     dtype = torch.float8_e4m3fn if fp8 else moe.in_dtype
     layout = layout_for(device, format, dtype)
-    plain = Epilogue(token_scale=fp8, out_dtype=moe.in_dtype if fp8 else None)
+    plain = Epilogue(token_scale=fp8, out_dtype=moe.in_dtype if fp8 else None, bias=moe.has_bias)
     gated = plain._replace(activation=fused_activation(moe))
     for n, k, epilogue, gathered in ((2 * width, hidden, gated, True), (hidden, width, plain, False)):
         problem = GemmProblem(
@@ -174,6 +177,10 @@ class _Method:
         """True: an expert is its rows of the layer's parameters, and nothing else."""
         return True
 
+    def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the sizes that tokens are sent in; our products need no padding of their own, as vLLM's MXFP4 does."""
+        return FusedMoEMethodBase.maybe_roundup_sizes(self, *args, **kwargs)
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the experts. If they cannot be packed, vLLM's own method goes on with them."""
         meaning = FORMATS[type(self).__name__]
@@ -183,26 +190,26 @@ class _Method:
             for loaded in products.values():
                 loaded.check()
         except (TypeError, ValueError) as e:
-            if self.moe.moe_parallel_config.enable_eplb:  # which vLLM's own method may not support
-                raise
+            if self.moe.moe_parallel_config.enable_eplb or meaning.biases:
+                raise  # vLLM's own method may not support EPLB, and pads MXFP4
             takeover.refuse(f"experts of {type(self).__name__}", str(e))
             vars(self.vllm_method).update(vars(self))
             layer.quant_method = self.vllm_method
             self.vllm_method.process_weights_after_loading(layer)
             takeover.WARMUP.settle(self)
             return
-        owned = [name for name in layer._parameters if name.startswith(("w13_", "w2_"))]
-        weights = {}
+        weights = []
         for product in ("w13", "w2"):
-            packed = products.pop(product).packed(settings.activations, gated=product == "w13")
-            for name in owned:
-                if name.startswith(f"{product}_"):
+            gated = product == "w13" and not in_pairs(self.moe)
+            packed = products.pop(product).packed(settings.activations, gated=gated)
+            for name in [name for name in layer._parameters if name.startswith(f"{product}_")]:
+                if name != f"{product}_bias":
                     delattr(layer, name)
-            weights[product] = _as_parameters(layer, product, packed)
-        self._make_kernel(layer, **weights)
+            weights.append(_as_parameters(layer, product, packed))
+        self._make_kernel(layer, *weights)
         takeover.WARMUP.loaded(self, self.moe_kernel.fused_experts.need(self.most_tokens))
 
-    def _make_kernel(self, layer: Any, w13: QuantizedWeight, w2: QuantizedWeight) -> None:
+    def _make_kernel(self, layer: Any, gate_up: QuantizedWeight, down: QuantizedWeight) -> None:
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         tables = layer._expert_routing_tables()
         prepare = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, tables, allow_new_interface=True)
@@ -212,7 +219,8 @@ class _Method:
             self.experts_cls = BatchedW4gemmExperts
             given["max_num_tokens"] = prepare.max_num_tokens_per_rank()
             given["num_dispatchers"] = prepare.num_dispatchers()
-        experts = self.experts_cls(w13, w2, fused_activation(self.moe), **given)
+        biases = Biases(*(getattr(layer, f"{product}_bias", None) for product in ("w13", "w2")))
+        experts = self.experts_cls(gate_up, down, fused_activation(self.moe), biases, **given)
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:

@@ -9,7 +9,7 @@ vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ class Settings(NamedTuple):
     """That of :class:`w4gemm.QuantizedWeight`."""
     refused: str = ""
     """Why these experts cannot be taken, or the empty string."""
+    named: str = ""
+    """The string of a format that has one form only."""
 
     def format(self, scales: torch.dtype) -> WeightFormat:
         """Return the format of weights with scales of a dtype.
@@ -38,6 +40,8 @@ class Settings(NamedTuple):
         Raises:
             TypeError, ValueError: if there is none.
         """
+        if self.named:
+            return WeightFormat.parse(self.named)
         if scales not in _SCALES:
             raise TypeError(f"scales: wanted {' or '.join(map(str, _SCALES))}, got {scales}")
         return WeightFormat(self.group_size, "int" if self.asymmetric else "none", _SCALES[scales])
@@ -51,6 +55,7 @@ class ExpertsFormat:
         settings: reads a method, and its layer, for what the parameters do not say.
         scales, codes, zeros: names.
         along, order: of codes, as for :class:`Stacked`. Zero points lie along n.
+        biases: True if the method may load biases too, ``w13_bias`` and ``w2_bias``.
     """
 
     settings: Callable[[Any, Any], Settings]
@@ -59,6 +64,7 @@ class ExpertsFormat:
     zeros: str
     along: str = "k"
     order: tuple[int, ...] | None = None
+    biases: bool = False
 
     def loaded(self, layer: torch.nn.Module, product: str, settings: Settings) -> StackedNumbers:
         """Return the numbers of a product, "w13" or "w2", that a layer holds.
@@ -72,14 +78,28 @@ class ExpertsFormat:
             return Stacked(parameter, getattr(parameter, "is_transposed", False), along, self.order)
 
         scales = stacked(self.scales)
+        format = settings.format(scales.tensor.dtype)
+        if settings.named:  # stored as bytes
+            scales = replace(scales, tensor=scales.tensor.view(format.scale_dtype))
         zeros = stacked(self.zeros, "n") if settings.asymmetric else None
-        return StackedNumbers(settings.format(scales.tensor.dtype), stacked(self.codes, self.along), scales, zeros)
+        return StackedNumbers(format, stacked(self.codes, self.along), scales, zeros)
+
+
+_IN_PAIRS = "swigluoai"
+"""vLLM's name of the activation whose gates and ups it loads in pairs, as our epilogue wants them."""
+
+
+def in_pairs(moe: Any) -> bool:
+    """True if the rows of ``w13`` are pairs of a gate and an up; else all gates come first."""
+    return moe.activation.value == _IN_PAIRS
 
 
 def fused_activation(moe: Any) -> str:
     """Return the activation between the products of a layer, by FusedMoEConfig, as :func:`w4gemm.linear` names it; the
     empty string if it has none."""
     name, limit = moe.activation.value, moe.swiglu_limit
+    if name == _IN_PAIRS:  # with its own limit, whatever the layer says
+        return "swiglu_oai" if limit in (None, 7) else ""
     if name == "silu":
         return "silu_mul" if limit is None else f"silu_mul(limit={limit:g})"
     return {"gelu": "gelu_mul", "gelu_tanh": "gelu_tanh_mul"}.get(name, "") if limit is None else ""
@@ -124,6 +144,12 @@ def _moe_wna16(method: Any, layer: Any) -> Settings:
     )
 
 
+def _mxfp4(method: Any, layer: Any) -> Settings:
+    width = layer.moe_config.intermediate_size_per_partition
+    straddle = "" if width % 32 == 0 else f"{width} features of this GPU are not whole groups of 32"
+    return Settings(32, refused=straddle, named="mxfp4")
+
+
 def _other_bits(bits: int) -> str:
     return "" if bits == 4 else f"they have {bits} bits"
 
@@ -138,5 +164,6 @@ FORMATS: Mapping[str, ExpertsFormat] = {
     "CompressedTensorsWNA16MarlinMoEMethod": ExpertsFormat(_compressed_tensors, *_COMPRESSED),
     "CompressedTensorsWNA16MoEMethod": ExpertsFormat(_compressed_tensors, *_COMPRESSED),
     "CompressedTensorsW4A8Fp8MoEMethod": ExpertsFormat(_compressed_tensors_fp8, *_COMPRESSED),
+    "GptOssMxfp4MoEMethod": ExpertsFormat(_mxfp4, "weight", "weight_scale", "", biases=True),
 }
 """By the name of vLLM's method."""

@@ -10,7 +10,7 @@ The weights are the layer's parameters, so that whoever moves an expert's rows m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -24,18 +24,28 @@ from w4gemm.weights.weight import QuantizedWeight
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
+class Biases(NamedTuple):
+    """Biases of both products, (experts, n) each, or None."""
+
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
 class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
     """Common base of both formats.
 
     Args:
         gate_up: rows in pairs of a gate and an up.
         activation: as for :func:`w4gemm.linear`.
+        biases: in the order of rows.
         others: arguments of vLLM's base.
     """
 
-    def __init__(self, gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, **others: Any) -> None:
+    def __init__(
+        self, gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, biases: Biases, **others: Any
+    ) -> None:
         super().__init__(**others)
-        self.gate_up, self.down, self.fused_activation = gate_up, down, activation
+        self.gate_up, self.down, self.fused_activation, self.biases = gate_up, down, activation, biases
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -51,7 +61,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
 
     def _need(self, each: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
         """Return what is launched for numbers of rows of an expert, each the first of an interval."""
-        call = ExpertsCall(self.moe_config.in_dtype, self.moe_config.experts_per_token, each, gathered)
+        bias = self.biases.gate_up is not None
+        call = ExpertsCall(self.moe_config.in_dtype, self.moe_config.experts_per_token, each, gathered, bias)
         return experts_need(self.gate_up, self.down, self.fused_activation, call, run)
 
     # The plugin chooses these classes itself, having checked the layer, and vLLM's lists of kernels do not have them.
@@ -108,19 +119,19 @@ class W4gemmExperts(_Experts):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        ids = topk_ids if expert_map is None else local_ids(topk_ids, expert_map)
-        self._routing = routing = route(ids, self.gate_up.experts)
+        self._routing = routing = route(topk_ids, self.gate_up.experts, expert_map)
         hidden = grouped_linear(
             hidden_states,
             self.gate_up,
             routing.m_offsets,
+            self.biases.gate_up,
             indices=routing.tokens,
             activation=self.fused_activation,
             token_scale=a1q_scale,
             out_dtype=output.dtype,
             out=workspace2,
         )
-        grouped_linear(hidden, self.down, routing.m_offsets, out=output)
+        grouped_linear(hidden, self.down, routing.m_offsets, self.biases.down, out=output)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return _Combine(self._routing)
@@ -212,12 +223,13 @@ class BatchedW4gemmExperts(_Experts):
             hidden_states,
             self.gate_up,
             counts,
+            self.biases.gate_up,
             activation=self.fused_activation,
             token_scale=a1q_scale,
             out_dtype=output.dtype,
             out=workspace2,
         )
-        masked_linear(hidden, self.down, counts, out=output)
+        masked_linear(hidden, self.down, counts, self.biases.down, out=output)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceDelegate()
@@ -225,8 +237,3 @@ class BatchedW4gemmExperts(_Experts):
     def need(self, most_tokens: int) -> Need:
         """Return what is launched: one plan a product, since a plan is chosen for all rows that there is room for."""
         return self._need([self.max_num_tokens * self.num_dispatchers], False, None)
-
-
-def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
-    """Return the experts of this rank that global ids (tokens, top k) name, -1 for others and for ids of -1."""
-    return torch.nn.functional.pad(expert_map, (0, 1), value=-1)[ids.long()]  # -1 takes the last

@@ -23,6 +23,12 @@ class RoutedExperts(torch.nn.Module):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.register_buffer("_expert_map", expert_map_manager.expert_map)
         self.quant_method = quant_config.get_quant_method(self, layer_name)
+        moe_config.intermediate_size_per_partition = self.quant_method.maybe_roundup_sizes(
+            self.hidden_size,
+            moe_config.intermediate_size_per_partition,
+            moe_config.in_dtype,
+            moe_config.moe_parallel_config,
+        )[1]
 
     @property
     def expert_map(self):

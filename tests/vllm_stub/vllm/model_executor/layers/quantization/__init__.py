@@ -16,12 +16,14 @@ def get_quantization_config(quantization: str) -> type:
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
     method_to_config: dict[str, type] = {
         "awq": AutoAWQConfig,
         "gptq": AutoGPTQConfig,
         "compressed-tensors": CompressedTensorsConfig,
         "moe_wna16": MoeWNA16Config,
+        "gpt_oss_mxfp4": GptOssMxfp4Config,
     }
     method_to_config.update(_CUSTOMIZED_METHOD_TO_QUANT_CONFIG)
     if quantization not in method_to_config:

@@ -1,0 +1,73 @@
+"""Host side of the sort of choices by expert; ``w4gemm.api.routing`` is its only caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from w4gemm.core.problem import Device
+from w4gemm.jit import Program, Unit
+from w4gemm.kernels.helper import LayerFacts, runs_on
+from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+
+_MOST_EXPERTS = 1024
+"""A thread for each."""
+MOST_CHOICES = 2**17
+"""Choices up to which one CTA is faster than PyTorch's sort, which takes more than a dozen launches."""
+_IDS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class ExpertRoute:
+    """The order of tokens' choices by expert, on SM90.
+
+    Args:
+        dtype: that of the ids.
+        mapped: True if ids name global experts, of which a map says which are here.
+    """
+
+    dtype: torch.dtype
+    experts: int
+    mapped: bool
+
+    name: ClassVar[str] = "expert_route"
+
+    @classmethod
+    def of(cls, device: Device, dtype: torch.dtype, experts: int, mapped: bool) -> ExpertRoute | None:
+        """Return the kernel; None where it does not run."""
+        if dtype not in _IDS or not 0 < experts <= _MOST_EXPERTS or not runs_on(Sm90MixedGemm(), device):
+            return None
+        return cls(dtype, experts, mapped)
+
+    @classmethod
+    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ExpertRoute]:
+        if not layer.top_k:
+            return ()
+        every = (cls.of(device, dtype, layer.experts, mapped) for dtype in _IDS for mapped in (False, True))
+        return tuple(found for found in every if found is not None)
+
+    def unit(self) -> Unit:
+        return Unit(self.name, (str(self.dtype), self.experts, self.mapped), "sm_90a", self._program)
+
+    def _program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.expert_route.kernel import Route
+
+        choices = cute.sym_int()
+
+        def vector(dtype: type, size: object) -> cute.Tensor:
+            return make_fake_compact_tensor(dtype, (size,), assumed_align=dtype.width // 8)  # type: ignore[attr-defined]
+
+        ids = vector(cutlass.Int32 if self.dtype == torch.int32 else cutlass.Int64, choices)
+        expert_map = vector(cutlass.Int32, cute.sym_int()) if self.mapped else None
+        m_offsets = vector(cutlass.Int32, self.experts + 1)
+        tokens, row_of_choice = vector(cutlass.Int32, choices), vector(cutlass.Int32, choices)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        arguments = (ids, expert_map, m_offsets, tokens, row_of_choice, 1, stream)
+        return Program(Route(self.experts, self.mapped), arguments)

@@ -1,0 +1,20 @@
+"""MXFP4."""
+
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+
+class Mxfp4Config(QuantizationConfig):
+    def get_quant_method(self, layer, prefix):
+        return GptOssMxfp4MoEMethod(layer.moe_config)
+
+
+class GptOssMxfp4Config(Mxfp4Config):
+    pass
+
+
+class GptOssMxfp4MoEMethod(FusedMoEMethodBase):
+    def maybe_roundup_sizes(
+        self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+    ) -> tuple[int, int]:
+        return -(-hidden_size // 256) * 256, -(-intermediate_size_per_partition // 256) * 256
