@@ -145,6 +145,18 @@ def test_from_pretrained_and_back(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(logits(dense), logits(own), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3-compressed-tensors", "gpt_oss"])
+def test_convert(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts keep their numbers in a folder of w4gemm's own; compressed-tensors has no place for them together."""
+    folder, converted = tmp_path / "model", tmp_path / "converted"
+    write_gpt_oss(folder) if kind == "gpt_oss" else quantized(folder, kind)
+    assert main(["convert", str(folder), str(converted)]) == 0
+    assert torch.equal(logits(load_beside(converted)), logits(load(folder)[0]))
+    assert main(["inspect", str(converted)]) == 0 and f"{EXPERTS} x " in capsys.readouterr().out
+    assert main(["convert", str(folder), str(tmp_path / "other"), "--to", "compressed-tensors"]) == 1
+    assert "compressed-tensors holds each expert by itself" in capsys.readouterr().err
+
+
 def load_beside(folder: Path) -> torch.nn.Module:
     """``load``, with the tokenizer of the folder beside it."""
     for file in (folder.parent / "model").glob("tokenizer*"):

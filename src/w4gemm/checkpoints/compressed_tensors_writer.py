@@ -20,6 +20,8 @@ class CompressedTensorsWriter:
     name = "compressed-tensors"
 
     def check(self, module: Module) -> None:
+        if module.experts:
+            raise ValueError("compressed-tensors holds each expert by itself, not all in one; --to w4gemm does")
         if module.format != _MXFP4 and (
             module.format.element != "int4" or module.format.zero == "float" or module.format.scale_dtype.itemsize != 2
         ):
