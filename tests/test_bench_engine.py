@@ -204,9 +204,9 @@ OPTIONS = launch.EngineOptions("bfloat16", compiled=True, eager=False, gpus=2, m
 
 
 def test_engine_arguments_are_vllms_defaults_but_for_what_is_said():
-    arguments = OPTIONS.arguments(Path("/m"), Implementation.parse("marlin"), model_named("llama-3-8b"), (1, 64))
-    assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 8, 64]}
-    assert (arguments["max_num_seqs"], arguments["tensor_parallel_size"]) == (64, 2)
+    arguments = OPTIONS.arguments(Path("/m"), Implementation.parse("marlin"), model_named("llama-3-8b"), (1, 256))
+    assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [*launch.CAPTURED, 256]}
+    assert (arguments["max_num_seqs"], arguments["tensor_parallel_size"]) == (256, 2)
     words = serve.command(arguments, 8000)
     assert "--no-enable-prefix-caching" in words and words[words.index("--linear-backend") + 1] == "marlin"
     assert json.loads(words[words.index("--compilation-config") + 1]) == arguments["compilation_config"]

@@ -263,8 +263,9 @@ def served(case: Case, implementation: Implementation) -> tuple[str, Result, lis
     """Start a server and put a load on it for each number of requests at a time. Returns and raises as offline."""
     task = case.task
     arguments = case.options.arguments(case.folder, implementation, case.model, task.batches)
-    if "compilation_config" in arguments:  # requests come and go: all of vLLM's batch sizes
-        arguments["compilation_config"].pop("cudagraph_capture_sizes")
+    if compilation := arguments.pop("compilation_config", None):
+        compilation.pop("cudagraph_capture_sizes")  # requests come and go: all of vLLM's batch sizes
+        arguments |= {"compilation_config": compilation} if compilation else {}
     caches = case.caches_of(implementation)
     loads = [serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary) for batch in task.batches]
     variables = environment(implementation, caches, case.place.plugin)

@@ -25,6 +25,8 @@ from bench.engine.worker import EXTENSION
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/results/engine.jsonl"
+CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Batch sizes with CUDA graphs, beside those that are measured; vLLM captures more of them by default."""
 PLUGIN_GROUP = "vllm.general_plugins"
 
 
@@ -72,7 +74,7 @@ class EngineOptions:
         }
         if self.eager:
             return {**arguments, "enforce_eager": True}
-        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *batches})}
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted({*CAPTURED, *batches})}
         if not self.compiled:  # mode 0 alone would drop the CUDA graphs
             compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return {**arguments, "compilation_config": compilation}
@@ -247,8 +249,9 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def last_error(log: Path) -> str:
-    """Return the last line of a log that names an error; else its last line."""
+    """Return the last line of a log that names an error and not another process's; else its last line."""
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if re.search(r"\w(Error|Exception|Exit): ", line) and "See root cause" not in line]
-    return (named or lines or ["nothing was printed"])[-1][-400:]
+    named = [line for line in lines if re.search(r"\w(Error|Exception|Exit): ", line)]
+    own = [line for line in named if not re.search(r"root cause", line)]
+    return (own or named or lines or ["nothing was printed"])[-1][-400:]

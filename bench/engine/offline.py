@@ -11,6 +11,7 @@ import random
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -160,7 +161,10 @@ def measure(task: Task) -> Result:
     if task.prefill:
         result.prefill_s = engine.prefill()
     if task.profile:
-        result.profile = engine.profile()
+        try:
+            result.profile = engine.profile()
+        except Exception:  # times are worth more
+            traceback.print_exc()
     return result
 
 

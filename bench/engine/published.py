@@ -144,7 +144,6 @@ TINY = {
     "n_group": 4,
     "topk_group": 2,
     "q_lora_rank": 128,
-    "kv_lora_rank": 128,
     "layer_types": ["sliding_attention", "full_attention"],
 }
 """Sizes of a model in small."""

@@ -80,8 +80,8 @@ def serve(
                 found.append(asyncio.run(asyncio.wait_for(load.put_on(base), max(1.0, end - time.monotonic()))))
             except (TimeoutError, asyncio.TimeoutError):
                 raise EngineError(f"{load.at_a_time} requests at a time: not done in {seconds:.0f} s") from None
-            except OSError as e:
-                raise EngineError(f"{load.at_a_time} requests at a time: {e}: {last_error(log)}") from None
+            except Exception as e:  # of the connection, of the server, of what it answers
+                raise EngineError(f"{load.at_a_time} requests at a time: {e!r}: {last_error(log)}") from None
         return facts, found
 
 
