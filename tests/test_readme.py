@@ -46,6 +46,14 @@ def test_the_blocks_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(names["same"].perm, names["g_idx"].argsort(stable=True).int())
 
 
+def test_the_blocks_of_engines() -> None:
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/engines.md").read_text(), re.DOTALL):
+        exec(compile(block, "engines.md", "exec"), names)
+    assert names["y"].shape == (5, 256) and names["d"].shape == (4, 8, 128)
+    assert torch.equal(names["out"], torch.from_numpy(names["out2"]))
+
+
 def test_the_engines_block() -> None:
     """docs/commands.md's block that stands alone."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/commands.md").read_text(), re.DOTALL)
