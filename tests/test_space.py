@@ -115,6 +115,7 @@ def test_rules_have_names_of_their_own_and_exclude_something(kernel):
     problems = [problem_of(kernel, format, **form) for format in formats for form in forms]
     problems += [replace(p, device=GPUS["sm_89"]) for p in problems]
     problems += [replace(p, n=4092, epilogue=Epilogue("gelu", residual=True)) for p in problems]
+    problems += [replace(p, epilogue=Epilogue(block_scale=True)) for p in problems]
     likes = [kernel.like(problem) for problem in problems if kernel.supports(problem)]
     candidates = list(kernel.space.candidates())
     for rule in rules:

@@ -8,6 +8,7 @@ import torch
 from w4gemm.core.activation import canonical, is_gated
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import (
+    SCALE_BLOCK,
     Epilogue,
     EpilogueOperands,
     bias_dtype,
@@ -107,25 +108,28 @@ def checked_epilogue(
         given: alpha, bias, residual and token_scale as they came.
         shape: the result's, without its last dimension.
     """
-    alpha, bias, residual, token_scale = given[:4]  # the others need no more than ``Epilogue.wanted`` says
+    alpha, bias, residual, scale = given[:4]  # the others need no more than ``Epilogue.wanted`` says
     activation = checked_activation(activation, w.n)
     require_out_dtype(out_dtype)
     if bias is not None:
         _check_bias(bias, x, w, out_dtype)
     if alpha is not None:
         alpha = _checked_alpha(alpha, x.device)
-    if token_scale is not None:
-        token_scale = _checked_token_scale(token_scale, x)
+    token_scale, block_scale = (None, None) if scale is None else _checked_token_scale(scale, x)
+    if block_scale is not None and w.perm is not None:
+        raise ValueError(
+            "token_scale: wanted one number for each row of x beside a weight in act-order, which takes "
+            f"x's columns in another order, got one for each {SCALE_BLOCK} columns"
+        )
     if out_dtype == default_out_dtype(x.dtype):
         out_dtype = None
-    is_same = alpha is given.alpha and token_scale is given.token_scale
-    operands = given if is_same else EpilogueOperands(alpha, bias, residual, token_scale, *given[4:])
+    operands = given
+    if alpha is not given.alpha or token_scale is not scale:
+        operands = given._replace(alpha=alpha, token_scale=token_scale, block_scale=block_scale)
     epilogue = Epilogue.of(operands, activation, out_dtype)
-    if any(t is not None for t in given[4:]):
+    if given.expert_scale is not None:
         asked = epilogue.wanted(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
-        for name in given._fields[4:]:
-            if name in asked:
-                require_tensor(name, getattr(given, name), *asked[name], x.device)
+        require_tensor("expert_scale", given.expert_scale, *asked["expert_scale"], x.device)
     if residual is not None:
         result, wanted = epilogue.result_dtype(x.dtype), (*shape, epilogue.columns(w.n))
         like = "like the result"
@@ -144,17 +148,22 @@ def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, out_dty
     require_tensor("bias", bias, wanted, shape, x.device, like=like, size=size)
 
 
-def _checked_token_scale(scale: object, x: torch.Tensor) -> torch.Tensor:
+def _checked_token_scale(scale: object, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the scales of rows, or those of each 128 columns of a row: one of both."""
+    of_rows, blocks = x.shape[:-1], -(-x.shape[-1] // SCALE_BLOCK)
     if x.dtype != FP8:
         raise TypeError(f"token_scale: wanted None for x of {x.dtype}, since only fp8 x has scales")
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"token_scale: wanted torch.float32 {tuple(x.shape[:-1])}, got {kind_of(scale)}")
-    if scale.shape not in (x.shape[:-1], (*x.shape[:-1], 1)) or scale.device != x.device:
+        raise TypeError(f"token_scale: wanted torch.float32 {tuple(of_rows)}, got {kind_of(scale)}")
+    shapes = of_rows, (*of_rows, 1), (*of_rows, blocks)
+    if scale.shape not in shapes or scale.device != x.device:
         raise ValueError(
-            f"token_scale: wanted shape {tuple(x.shape[:-1])}, one number for each row of x, on {x.device}, got "
-            f"{tuple(scale.shape)} on {scale.device}"
+            f"token_scale: wanted shape {tuple(of_rows)}, one number for each row of x, or {shapes[2]}, one for each "
+            f"{SCALE_BLOCK} columns of it, on {x.device}, got {tuple(scale.shape)} on {scale.device}"
         )
-    return scale.reshape(-1).contiguous()
+    if scale.shape == shapes[2] and blocks > 1:
+        return None, scale.movedim(-1, 0).reshape(blocks, -1).T  # if copied, as kernels read it
+    return scale.reshape(-1).contiguous(), None
 
 
 def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:

@@ -110,7 +110,8 @@ def run(
     if m == 0:
         return
     gathered = operands.rows.indices is not None
-    if gathered and device.type == "cuda" and not (x.stride(1) == 1 and takes_rows(x)):
+    in_place = operands.epilogue.block_scale is None and x.stride(1) == 1 and takes_rows(x)
+    if gathered and device.type == "cuda" and not in_place:
         operands, gathered = operands.gathered_first(), False
     key = PlanKey.of(weight, m, x.dtype, epilogue, batch_invariant, gathered, config=config, device=device)
     launch(plan_for(key).launch, operands, device)

@@ -67,7 +67,9 @@ def linear(
             "silu_mul", silu(gate) * up, "gelu_mul", "gelu_tanh_mul", "swiglu_oai" of gpt-oss, "situ_mul" of Kimi-K3.
             Their constants may be others: "silu_mul(limit=10)"; see :mod:`w4gemm.core.activation`.
         residual: contiguous, of the result's shape and dtype.
-        token_scale: float32 (...), for fp8 x only: the number that each row of it is multiplied by.
+        token_scale: float32 (...), for fp8 x only: the number that each row of it is multiplied by; or, on Hopper and
+            the CPU, (..., ceil(k / 128)) of any strides: one for each 128 columns of a row; they are read in place if
+            the tokens of a block are contiguous, and copied otherwise.
         out_dtype: dtype of the result: float32, float16 or bfloat16; None for x's, bfloat16 for fp8 x.
         out: where to write the result: contiguous, of its shape and dtype, 16-byte aligned, sharing no memory with the
             other tensors; but it may be the residual itself. Not together with gradients.

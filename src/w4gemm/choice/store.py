@@ -151,11 +151,13 @@ def key_of(problem: GemmProblem) -> Key:
 
 
 def epilogue_kind(problem: GemmProblem) -> str:
-    """``silu_mul``, ``residual`` and ``float32``, as far as they are asked for: other bytes move, and d is stored in
-    another way. alpha, a bias and the other activations cost too little to choose by."""
+    """``silu_mul``, ``residual``, ``block_scale`` and ``float32``, as far as they are asked for: other bytes move, d is
+    stored in another way, or sums are scaled in the main loop. alpha, a bias and the other activations cost too little
+    to choose by."""
     asked = {
         "silu_mul": problem.epilogue.gated,
         "residual": problem.epilogue.residual,
+        "block_scale": problem.epilogue.block_scale,
         "float32": problem.out_dtype == torch.float32 != problem.dtype,
     }
     return "+".join(name for name, wanted in asked.items() if wanted)

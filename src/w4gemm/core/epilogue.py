@@ -45,6 +45,8 @@ class EpilogueOperands(NamedTuple):
     """float32 (m,), or one for each row of x if rows of x are gathered."""
     expert_scale: Any = None
     """float32 (experts,): the products of each expert are multiplied by it."""
+    block_scale: Any = None
+    """float32 (rows of x, ceil(k / 128)), of any strides."""
     channel_scale: Any = None
     """float32 (n,), or (experts, n): the last one, filled in by the launch if the weight has one."""
 
@@ -58,10 +60,18 @@ class EpilogueOperands(NamedTuple):
 
     def of_rows(self, rows: slice) -> EpilogueOperands:
         """The operands of these rows of d."""
-        residual, scale = (None if t is None else t[rows] for t in (self.residual, self.token_scale))
-        return self._replace(residual=residual, token_scale=scale)
+        given = {name: getattr(self, name) for name in ("residual", "token_scale", "block_scale")}
+        return self._replace(**{name: t[rows] for name, t in given.items() if t is not None})
+
+    def scaled_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """x (m, k), float32 or float64, with its blocks of 128 columns multiplied by their scales, if they have any."""
+        if self.block_scale is None:
+            return x
+        return x * self.block_scale.to(x.dtype).repeat_interleave(SCALE_BLOCK, dim=1)[:, : x.shape[1]]
 
 
+SCALE_BLOCK = 128
+"""Columns of x that share a block scale."""
 PER_EXPERT = ("bias", "expert_scale", "channel_scale")
 """Operands that have a leading dimension (experts) if the weight has experts."""
 NO_OPERANDS = EpilogueOperands()
@@ -69,6 +79,8 @@ NO_OPERANDS = EpilogueOperands()
 
 class Epilogue(NamedTuple):
     """d = act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once to d's dtype.
+
+    Of all this only ``block_scale`` multiplies x itself.
 
     A gated activation, such as ``silu_mul``, takes the rows of w in pairs, gate and up, so that d has n / 2 columns:
     d[:, i] = silu(y[:, 2 i]) * y[:, 2 i + 1] + residual[:, i], with y = alpha * (x @ w.T) + bias.
@@ -90,16 +102,18 @@ class Epilogue(NamedTuple):
     """True if each row of fp8 x has a float32 that its products are multiplied by: (m)."""
     expert_scale: bool = False
     """True if each expert has a float32 that its products are multiplied by: (experts)."""
+    block_scale: bool = False
+    """True if each 128 columns of a row of fp8 x have a float32 that they are multiplied by: (m, ceil(k / 128))."""
 
     @classmethod
     def of(
         cls, operands: EpilogueOperands, activation: str | None = None, out_dtype: torch.dtype | None = None
     ) -> Epilogue:
         """The epilogue that asks for exactly ``operands``."""
-        alpha, bias, residual, token_scale, expert_scale, _ = operands
+        alpha, bias, residual, *scales, _ = operands
         kind = None if alpha is None else "device" if isinstance(alpha, torch.Tensor) else "host"
-        scales = token_scale is not None, expert_scale is not None
-        return cls(activation, kind, bias is not None, residual is not None, out_dtype, *scales)
+        given = (scale is not None for scale in scales)
+        return cls(activation, kind, bias is not None, residual is not None, out_dtype, *given)
 
     def of_quantized(self, dtype: torch.dtype) -> Epilogue:
         """The epilogue beside x of ``dtype`` that is quantized to fp8 on the way: d keeps the dtype."""
@@ -126,7 +140,7 @@ class Epilogue(NamedTuple):
     @property
     def linear(self) -> bool:
         """True if there is at most a bias, so that the gradients are those of a plain linear layer."""
-        scaled = self.alpha is not None or self.token_scale or self.expert_scale
+        scaled = self.alpha is not None or self.token_scale or self.expert_scale or self.block_scale
         return self.activation is None and not self.residual and not scaled
 
     def columns(self, n: int) -> int:
@@ -136,7 +150,8 @@ class Epilogue(NamedTuple):
     def wanted(
         self, dtype: torch.dtype, shape: tuple[Any, ...], n: Any, experts: Any = 0, x_rows: Any = None
     ) -> dict[str, tuple[torch.dtype, tuple[Any, ...]]]:
-        """Return dtype and shape of each tensor that is asked for, by its name in :class:`EpilogueOperands`.
+        """Return dtype and shape of each contiguous tensor that is asked for, by its name in
+        :class:`EpilogueOperands`: all but ``block_scale``.
 
         Args:
             dtype: that of x.
@@ -163,7 +178,7 @@ class Epilogue(NamedTuple):
     def apply(self, sums: torch.Tensor, operands: EpilogueOperands) -> torch.Tensor:
         """Return d (m, columns) for ``sums``, x @ w.T (m, n), in its dtype: the formula in PyTorch. A weight's channel
         scale is part of the weight here, so ``operands`` have none."""
-        alpha, bias, residual, token_scale, expert_scale, _ = operands
+        alpha, bias, residual, token_scale, expert_scale, *_ = operands
         d = sums if token_scale is None else sums * token_scale.to(sums.dtype)[:, None]
         d = d if expert_scale is None else d * expert_scale.to(d.dtype)
         d = d if alpha is None else d * alpha
@@ -174,7 +189,8 @@ class Epilogue(NamedTuple):
     def __str__(self) -> str:
         factors = ("alpha * " if self.alpha else "") + ("token_scale * " if self.token_scale else "")
         factors = ("expert_scale * " if self.expert_scale else "") + factors
-        text = f"{factors}x @ w.T" + (" + bias" if self.bias else "")
+        x = "(block_scale * x)" if self.block_scale else "x"
+        text = f"{factors}{x} @ w.T" + (" + bias" if self.bias else "")
         text = f"{self.activation}({text})" if self.activation else text
         text += " + residual" if self.residual else ""
         return text if self.out_dtype is None else f"{text} as {str(self.out_dtype).removeprefix('torch.')}"

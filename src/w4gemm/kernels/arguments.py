@@ -59,8 +59,9 @@ class Arguments(NamedTuple):
     """int32: the clusters of this kernel that the device holds at once."""
 
     def behind_tma(self) -> Arguments:
-        """The arguments of device code that gets x beside them, as TMA sees it, and a grid of the right size."""
-        return self._replace(x=None, max_clusters=None)
+        """The arguments of device code that gets x and its scales beside them, as TMA sees them, and a grid of the
+        right size."""
+        return self._replace(x=None, epilogue=self.epilogue._replace(block_scale=None), max_clusters=None)
 
 
 def flat(
@@ -126,6 +127,9 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
         operands["alpha"] = cutlass.Float32(1.0)
     if asked.residual:
         operands["residual"] = result()
+    if asked.block_scale:  # tokens are contiguous, as TMA wants them
+        strides = (1, cute.sym_int64(divisibility=4))
+        operands["block_scale"] = make_fake_tensor(cutlass.Float32, (m, cute.sym_int()), strides, assumed_align=16)
     if variant.channel_scales:
         operands["channel_scale"] = compact(cutlass.Float32, *((experts, n) if variant.grouped else (n,)))
     return Arguments(

@@ -63,9 +63,9 @@ class Operands(NamedTuple):
         indices = self.rows.indices
         if indices is None:
             return self
-        epilogue = self.epilogue
-        if epilogue.token_scale is not None:
-            epilogue = epilogue._replace(token_scale=epilogue.token_scale.index_select(0, indices))
+        scales = {name: getattr(self.epilogue, name) for name in ("token_scale", "block_scale")}
+        own = {name: t.index_select(0, indices) for name, t in scales.items() if t is not None}
+        epilogue = self.epilogue._replace(**own)
         rows = self.rows._replace(indices=None)
         return self._replace(x=selected(self.x, 0, indices), epilogue=epilogue, rows=rows)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.epilogue import SCALE_BLOCK, Epilogue
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
@@ -108,6 +108,16 @@ class Variant:
         return self.weight.codec.scales_on_sums
 
     @property
+    def block_scales(self) -> bool:
+        """True if each 128 columns of a row of x have a scale."""
+        return self.epilogue.block_scale
+
+    @property
+    def promotes(self) -> bool:
+        """True if sums of ranges of columns are scaled before they are added to the accumulators."""
+        return self.scales_on_sums or self.block_scales
+
+    @property
     def decode_table_bytes(self) -> int:
         """Bytes of shared memory of the decoder's table."""
         return self.weight.codec.table_bytes
@@ -165,6 +175,8 @@ class GpuKernel(ABC):
     layout = "mma16"
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     """dtypes of x."""
+    block_scales = False
+    """True if it takes a scale for each 128 columns of a row of x."""
     variant: type[Variant]
     space: Space
     """Which configs are legal, and why others are not."""
@@ -194,6 +206,9 @@ class GpuKernel(ABC):
             return Status.no(
                 f"reads the {self.layout} layout, the weight lies in {problem.layout}; call w.repack('{self.layout}')"
             )
+        if problem.epilogue.block_scale and (not self.block_scales or problem.experts):
+            beside = " beside experts" if self.block_scales else ""
+            return Status.no(f"takes one scale for each row of x{beside}, not one for each {SCALE_BLOCK} columns")
         if problem.gathered and not problem.experts:
             return Status.no("gathers rows of x for a weight of several experts only")
         if problem.experts > EXPERT_MAPS[-1]:
@@ -266,6 +281,8 @@ class GpuKernel(ABC):
                 epilogue = epilogue.with_channel_scale(weight[1])
             if size:
                 memory = workspace.allocated(x.device, size) if given is None else workspace.divided(given)
+            if epilogue.block_scale is not None:
+                epilogue = epilogue._replace(block_scale=_by_columns(epilogue.block_scale))
             residual = epilogue.residual
             if residual is not None and residual.data_ptr() % 16:
                 epilogue = epilogue._replace(residual=residual.clone())
@@ -279,6 +296,15 @@ class GpuKernel(ABC):
 def takes_rows(x: torch.Tensor) -> bool:
     """True if a kernel can gather rows of x itself, 16 bytes at a time."""
     return x.stride(0) * x.itemsize % 16 == x.shape[1] * x.itemsize % 16 == x.data_ptr() % 16 == 0
+
+
+def _by_columns(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales (m, blocks) with contiguous tokens at multiples of 16 bytes, which TMA can read: themselves, as
+    DeepEP gives them, or a copy."""
+    if scales.stride(0) == 1 and scales.stride(1) % 4 == scales.data_ptr() % 16 == 0 and scales.stride(1) > 0:
+        return scales
+    m, blocks = scales.shape
+    return scales.new_empty(blocks, -(-m // 4) * 4).T[:m].copy_(scales)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:

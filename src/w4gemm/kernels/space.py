@@ -83,8 +83,9 @@ _ANY = GemmConfig(8, 64, 128)
 
 
 def _plain(like: Any, config: GemmConfig) -> Any:
-    """The variant that is shown to rules that do not look at the epilogue."""
-    return replace(like, config=config, epilogue=PLAIN, vector=True)
+    """The variant that is shown to rules that do not look at the epilogue. Scales of x, which are multiplied by in the
+    main loop, are no part of it."""
+    return replace(like, config=config, epilogue=PLAIN._replace(block_scale=like.epilogue.block_scale), vector=True)
 
 
 @functools.cache

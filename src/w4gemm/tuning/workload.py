@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from w4gemm.core.epilogue import EpilogueOperands, bias_dtype
+from w4gemm.core.epilogue import SCALE_BLOCK, EpilogueOperands, bias_dtype
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Operands
 from w4gemm.tuning.timing import Timing, time_calls, time_graphs
@@ -67,6 +67,9 @@ class Workload:
         copies = self._copies if m <= _MANY_TOKENS else self._copies[:4]
         token_scale = torch.rand(m, device=self.device) + 0.5 if epilogue.token_scale else None
         given = EpilogueOperands(alpha, bias, residual, token_scale)
+        if epilogue.block_scale:
+            blocks = -(-problem.k // SCALE_BLOCK)
+            given = given._replace(block_scale=torch.rand(blocks, m, device=self.device).T + 0.5)
         return [Operands(xs[i % 2], w, out, given) for i, w in enumerate(copies)]
 
     def error(self, launch: Launch, operands: Operands) -> float:
@@ -75,8 +78,9 @@ class Workload:
         operands.out.fill_(float("nan"))
         launch(operands)
         rows = slice(0, _CHECKED_ROWS)
-        sums = operands.x[rows].float() @ self._dense.T
-        wanted = self.problem.epilogue.apply(sums, operands.epilogue.of_rows(rows))
+        given = operands.epilogue.of_rows(rows)
+        sums = given.scaled_blocks(operands.x[rows].float()) @ self._dense.T
+        wanted = self.problem.epilogue.apply(sums, given)
         return ((operands.out[rows].float() - wanted).norm() / wanted.norm()).item()
 
     def time(self, launches: list[Launch], operands: list[Operands], replays: int) -> list[Timing]:

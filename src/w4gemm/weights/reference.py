@@ -21,9 +21,12 @@ def linear_reference(
     token_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """act(alpha * token_scale * (x @ w.T) + bias) + residual as float64, with the weights of
-    ``w.dequantize(torch.float32)``."""
-    d = x.double() @ w.dequantize(torch.float32).double().T
-    return Epilogue(activation).apply(d, EpilogueOperands(alpha, bias, residual, token_scale))
+    ``w.dequantize(torch.float32)``. token_scale: float32 (m,) or, for each 128 columns of x, (m, ceil(k / 128))."""
+    given = EpilogueOperands(alpha, bias, residual, token_scale)
+    if token_scale is not None and token_scale.dim() == 2:
+        given = given._replace(token_scale=None, block_scale=token_scale)
+    d = given.scaled_blocks(x.double()) @ w.dequantize(torch.float32).double().T
+    return Epilogue(activation).apply(d, given)
 
 
 def grouped_reference(
@@ -44,7 +47,9 @@ def grouped_reference(
     for e, (first, last) in enumerate(itertools.pairwise(ends)):
         rows, own = slice(first, last), None if bias is None else bias[e]
         added, scale = (None if t is None else t[rows] for t in (residual, token_scale))
-        sums = linear_reference(x[rows], w.expert(e))
-        given = EpilogueOperands(alpha, own, added, scale, None if expert_scale is None else expert_scale[e])
+        is_block = scale is not None and scale.dim() == 2
+        sums = linear_reference(x[rows], w.expert(e), token_scale=scale if is_block else None)
+        given = EpilogueOperands(alpha, own, added, None if is_block else scale)
+        given = given._replace(expert_scale=None if expert_scale is None else expert_scale[e])
         d[rows] = Epilogue(activation).apply(sums, given)
     return d

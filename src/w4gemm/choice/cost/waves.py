@@ -50,7 +50,8 @@ def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float
 
 def timed_as(kernel: Any, problem: GemmProblem) -> str:
     """Name that the kernel's configs are measured under: either way to scale fp8 has times of its own."""
-    folded = kernel.name == "sm90_fp8_gemm" and not scales_on_sums(problem.format)
+    promoted = scales_on_sums(problem.format) or problem.epilogue.block_scale
+    folded = kernel.name == "sm90_fp8_gemm" and not promoted
     return f"{kernel.name} folded" if folded else kernel.name
 
 

@@ -103,8 +103,11 @@ class CpuMixedGemm:
         for first in range(0, operands.x.shape[0], config.tile_m):
             tokens = slice(first, first + config.tile_m)
             x = operands.x[tokens]
-            d = method(x.float() if x.dtype == torch.float8_e4m3fn else x, operands.weight, problem, config)
-            operands.out[tokens] = problem.epilogue.apply(d, operands.epilogue.of_rows(tokens))
+            given = operands.epilogue.of_rows(tokens)
+            if x.dtype == torch.float8_e4m3fn:
+                x = given.scaled_blocks(x.float())
+            d = method(x, operands.weight, problem, config)
+            operands.out[tokens] = problem.epilogue.apply(d, given)
 
 
 def _summed_together(format: WeightFormat, k: int) -> int:

@@ -38,6 +38,12 @@ def _spills_with_groups(v: Variant) -> bool:
     )
 
 
+def _spills_with_block_scales(v: Variant) -> bool:
+    """True if scales of x do not fit beside sums, and scales of groups if these are applied to sums."""
+    several = v.scales_on_sums and v.block.bytes > ONE_GROUP and (v.warpgroups > 2 or v.config.tile_m > 64)
+    return v.block_scales and (several or (v.warpgroups == 4 and v.config.tile_m > 32))
+
+
 def _spills_with_activation(v: Variant) -> bool:
     """True if an activation of each feature does not fit beside the accumulators of 256 tokens; where rows
     are gathered it does."""
@@ -58,7 +64,7 @@ SPACE = Space(
         Rule(
             "one chunk for two fragment buffers",
             "with scales on sums a k-slice has a chunk of 128 columns for each of two fragment buffers: tile_k 256",
-            lambda v: v.scales_on_sums and v.config.tile_k == 128,
+            lambda v: v.promotes and v.config.tile_k == 128,
         ),
         Rule(
             "blocks for each k set",
@@ -71,7 +77,7 @@ SPACE = Space(
         Rule(
             "registers",
             "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
-            lambda v: v.config.tile_m > _MAX_TILE_M[v.scales_on_sums][v.config.schedule].get(v.config.tile_n, 0),
+            lambda v: v.config.tile_m > _MAX_TILE_M[v.promotes][v.config.schedule].get(v.config.tile_n, 0),
         ),
         Rule(
             "long slices of two row blocks",
@@ -82,6 +88,12 @@ SPACE = Space(
             "several groups",
             "scales and zero points of several groups spill beside two sets of accumulators",
             _spills_with_groups,
+        ),
+        Rule(
+            "scales of x",
+            "they take registers, which four warpgroups lack for 64 tokens, and scales of several groups leave none "
+            "for more than 64 or to more than two warpgroups",
+            _spills_with_block_scales,
         ),
         Rule(
             "four groups with zero points",
@@ -98,7 +110,7 @@ SPACE = Space(
             "looking for an expert's rows takes registers, which pingpong and four warpgroups lack for 33 to 128",
             lambda v: (
                 v.grouped
-                and (v.config.schedule == "pingpong" or (v.scales_on_sums and v.warpgroups == 4))
+                and (v.config.schedule == "pingpong" or (v.promotes and v.warpgroups == 4))
                 and 32 < v.config.tile_m <= 128
             ),
         ),

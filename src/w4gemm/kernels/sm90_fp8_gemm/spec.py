@@ -10,13 +10,15 @@ from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 
 class Sm90Fp8Gemm(Sm90MixedGemm):
     """W4A8 on SM90, e4m3 activations: any m, n, k, every format without float zero points. Scales are applied to the
-    float32 sums of a group; e4m3 ones to the weights, which are then rounded to e4m3."""
+    float32 sums of a group; e4m3 ones to the weights, which are then rounded to e4m3. Scales for each 128 columns of a
+    row of x are applied to the sums of these columns."""
 
     name = "sm90_fp8_gemm"
     layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     revision = 2
     space = SPACE
+    block_scales = True
     parts = (
         "256x128x128_1x1x1_coop+128x64x256_1x1x1_coop",
         "256x128x128_1x1x1_coop+256x64x128_1x1x1_coop",

@@ -52,7 +52,8 @@ because this kernel lets its successor start only after its own wait.
 With fp8 activations (variant.kind "e4m3", the kernel sm90_fp8_gemm) a k chunk is 128 columns, still 128 bytes of x, and
 the codes become e4m3. If variant.scales_on_sums, the scales multiply the float32 sums of each group:
 ``multiply_groups`` takes the place of ``multiply_stage``, with two sets of sums of a range of tokens beside the
-accumulators.
+accumulators. So it does if each 128 columns of a row of x have a scale (variant.block_scales), which multiplies the
+sums too: TMA brings a stage's scales, tile_m for each weight block along k, with x and on the same barrier.
 
 If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a
 warp of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2
@@ -84,7 +85,7 @@ from w4gemm.kernels.device.expert_tiles import ExpertTiles, max_m_tiles, with_in
 from w4gemm.kernels.device.ptx import shared_address
 from w4gemm.kernels.sm90_mixed_gemm.roles.consumer import Consumer, ConsumerMemory, Output
 from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import Mainloop
-from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, XSource
+from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, ScaleSource, XSource
 from w4gemm.kernels.sm90_mixed_gemm.roles.producer import Producer, WeightSource
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
@@ -156,7 +157,9 @@ class Sm90Kernel:
             clusters = clusters * iterations  # at least one iteration per CTA
         if const_expr(variant.persistent):
             clusters = cutlass.min(clusters, args.max_clusters)
-        self.kernel(self.x_source(args.x), mma, self.out_target(out), args.behind_tma()).launch(
+        self.kernel(
+            self.x_source(args.x, args.epilogue.block_scale), mma, self.out_target(out), args.behind_tma()
+        ).launch(
             grid=[clusters * self.scheduler.cluster_size, 1, 1],
             block=[variant.threads, 1, 1],
             cluster=[self.scheduler.cluster_size, 1, 1],
@@ -166,8 +169,8 @@ class Sm90Kernel:
             use_pdl=True,
         )
 
-    def x_source(self, x: cute.Tensor) -> XSource:
-        """TMA that loads x, and the layout of x in all stages."""
+    def x_source(self, x: cute.Tensor, block_scale: cute.Tensor | None) -> XSource:
+        """TMA that loads x and its scales, and the layout of x in all stages."""
         variant, config = self.variant, self.variant.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         chunks = self.producer.k_chunks * variant.stages
@@ -177,11 +180,22 @@ class Sm90Kernel:
         box_layout = cute.tile_to_shape(atom, (*box_shape, variant.boxes * chunks), order=(0, 1, 2))
         if variant.gathered:
             return XSource(None, x, operand_layout, box_layout)
+        scales = self.scale_source(block_scale) if variant.block_scales else None
         multicast = config.cluster_n > 1
         copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
         box = cute.tile_to_shape(atom, box_shape, order=(0, 1))
         tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, box_shape, num_multicast=config.cluster_n)
-        return XSource(tma, tma_x, operand_layout, box_layout)
+        return XSource(tma, tma_x, operand_layout, box_layout, scales)
+
+    def scale_source(self, block_scale: cute.Tensor) -> ScaleSource:
+        """TMA that loads the scales of a tile's rows for a k-slice. block_scale: float32 (m, k blocks)."""
+        variant = self.variant
+        shape, size = (variant.config.tile_m, variant.blocks_k), variant.block_scale_bytes // 4
+        strides = (1, variant.config.tile_m)
+        box = cute.make_layout(shape, stride=strides)
+        tma, scales = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), block_scale, box, shape)
+        stages = cute.make_layout((*shape, variant.stages), stride=(*strides, size))
+        return ScaleSource(tma, scales, stages)
 
     def out_target(self, out: cute.Tensor) -> OutTarget:
         """TMA that stores d, and the layout of the staging buffers."""
@@ -213,6 +227,10 @@ class Sm90Kernel:
             )
             staging = shared_address(staging)
         s_weight = smem.allocate_array(Int32, variant.stages * variant.weight_bytes // 4, byte_alignment=128)
+        s_scales = Int32(0)
+        if const_expr(variant.block_scales):
+            words = variant.stages * variant.block_scale_bytes // 4
+            s_scales = shared_address(smem.allocate_array(Int32, words, byte_alignment=128))
         full = smem.allocate_array(Int64, variant.stages, byte_alignment=8)
         empty = smem.allocate_array(Int64, variant.stages, byte_alignment=8)
         expert_tiles, s_k_sets = None, s_x.iterator
@@ -260,7 +278,7 @@ class Sm90Kernel:
             # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
             cluster = clusters - 1 - cluster
         params = SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
-        pipeline = Pipeline(full, empty, s_x, shared_address(s_weight))
+        pipeline = Pipeline(full, empty, s_x, shared_address(s_weight), s_scales)
         if warp >= 4 * variant.warpgroups:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(variant.producer_registers)

@@ -156,9 +156,9 @@ class Variant(gpu.Variant):
 
     @property
     def token_splits(self) -> int:
-        """Number of ranges of tokens that are multiplied one after the other if scales are applied to sums: two sets of
+        """Number of ranges of tokens that are multiplied one after the other if sums are promoted: two sets of
         sums of one range must fit into the registers beside the accumulators."""
-        if not self.scales_on_sums:
+        if not self.promotes:
             return 1
         registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
         room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
@@ -175,9 +175,15 @@ class Variant(gpu.Variant):
         return self.config.tile_m * self.config.tile_k * self.itemsize
 
     @property
+    def block_scale_bytes(self) -> int:
+        """Bytes of the scales of x per stage, [k block][token] in float32; what TMA writes begins at a multiple of
+        128."""
+        return -(-self.config.tile_m * self.blocks_k * 4 // 128) * 128 if self.block_scales else 0
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes per stage."""
-        return self.weight_bytes + self.x_bytes
+        return self.weight_bytes + self.x_bytes + self.block_scale_bytes
 
     @property
     def box_tokens(self) -> int:

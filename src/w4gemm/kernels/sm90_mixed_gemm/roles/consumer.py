@@ -94,7 +94,7 @@ class Consumer:
         cute.arch.griddepcontrol_wait()
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
-        accumulators = flat if variant.scales_on_sums else self.mainloop.by_m64_atom(acc, flat)
+        accumulators = flat if variant.promotes else self.mainloop.by_m64_atom(acc, flat)
         operands = MmaOperands(accumulators, fragment, x_operands, packed, memory.decode_lut)
         if const_expr(variant.decode_table_bytes > 0):  # while the first stages are on their way
             self.mainloop.decoder.fill_table(memory.decode_lut, cute.arch.thread_idx()[0], 128 * variant.warpgroups)
@@ -128,7 +128,7 @@ class Consumer:
                     current, state = state.stage, state.after(variant.stages)
                     done = i * variant.stages_per_iteration + number
                     stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
-                    if const_expr(variant.scales_on_sums):
+                    if const_expr(variant.promotes):
                         self.mainloop.multiply_groups(mma, pipeline, operands, sums, stage_state, consumer)
                     else:
                         self.mainloop.multiply_stage(mma, pipeline, operands, stage_state, consumer, number)
@@ -139,7 +139,7 @@ class Consumer:
             if const_expr(variant.loads_early):
                 own = self.output_tile(tile, consumer, output, expert_tiles)
                 loaded = self.epilogue.load(own.output.operands, own.coord, own.output.d.shape[0])
-            if const_expr(not variant.scales_on_sums):
+            if const_expr(not variant.promotes):
                 warpgroup.wait_group(0)
                 if k_slices > 0:
                     self.mainloop.release(pipeline, previous, consumer)

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.ptx import fence_proxy_async, fma
+from w4gemm.kernels.device.ptx import fence_proxy_async, fma, load_shared, to_float
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
@@ -90,6 +90,8 @@ class Mainloop:
         """Code words of a packed block that a thread holds."""
         self.groups = variant.stage_block.groups
         """Scale groups of a packed block."""
+        self.promotions = self.groups if variant.scales_on_sums else 1
+        """Ranges of columns of a k chunk whose sums are promoted."""
         self.runs = variant.stage_block.runs
         """Runs of scale words, each of one or two groups."""
 
@@ -114,9 +116,9 @@ class Mainloop:
         return [cute.make_tensor(flat.iterator + r * (cute.size(flat) // count), layout) for r in range(count)]
 
     def group_sums(self, thr: Any) -> GroupSums | None:
-        """Registers for scales on sums; None if scales are in the weights."""
+        """Registers for sums that are promoted; None if none are."""
         variant = self.variant
-        if not variant.scales_on_sums:
+        if not variant.promotes:
             return None
         shape = thr.partition_shape_C((variant.config.tile_n, variant.config.tile_m // variant.token_splits))
         first, second = (
@@ -129,7 +131,7 @@ class Mainloop:
         self, operands: MmaOperands, sums: GroupSums | None, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord
     ):
         """Bring the first packed block of a tile's first stage into registers, behind the wait for it."""
-        if const_expr(self.variant.scales_on_sums):
+        if const_expr(self.variant.promotes):
             self.begin_groups(operands, sums, pipeline, stage, consumer)
         else:
             self.load_packed_block(operands.packed, pipeline, stage, 0, consumer)
@@ -202,9 +204,10 @@ class Mainloop:
         """
         variant = self.variant
         acc, fragment = operands.accumulators, operands.fragment
-        chunks, steps = self.k_chunks // variant.k_sets, 4 // self.groups
+        chunks, steps = self.k_chunks // variant.k_sets, 4 // self.promotions
         x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
-        batches_per_chunk = self.groups * variant.token_splits
+        batches_per_chunk = self.promotions * variant.token_splits
+        scales_of_x = pipeline.scales + state.stage * variant.block_scale_bytes
         for batch in cutlass.range_constexpr(chunks * batches_per_chunk):
             chunk, batch_in_chunk = divmod(batch, batches_per_chunk)
             group, tokens = divmod(batch_in_chunk, variant.token_splits)
@@ -222,9 +225,11 @@ class Mainloop:
             warpgroup.commit_group()
             if const_expr(batch > 0):
                 warpgroup.wait_group(1)
-                self.add_scaled_sums(acc, sums, batch - 1)
-            for row in cutlass.range_constexpr(2):
-                batch_scales[row] = sums.scales[2 * group + row]
+                block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
+                self.add_scaled_sums(acc, sums, batch - 1, self.block_scales(scales_of_x, block, batch - 1, consumer))
+            if const_expr(variant.scales_on_sums):
+                for row in cutlass.range_constexpr(2):
+                    batch_scales[row] = sums.scales[2 * group + row]
             if const_expr(batch_in_chunk == batches_per_chunk - 1 and chunk < chunks - 1):
                 self.decode_group_chunk(operands, sums.scales, (chunk + 1) % 2)
                 if const_expr(chunk + 2 < chunks):
@@ -233,7 +238,9 @@ class Mainloop:
             self.wait_full(pipeline, state.next)
             self.begin_groups(operands, sums, pipeline, state.next.stage, consumer)
         warpgroup.wait_group(0)
-        self.add_scaled_sums(acc, sums, chunks * batches_per_chunk - 1)
+        last = chunks * batches_per_chunk - 1
+        block = consumer.k_set * chunks + chunks - 1
+        self.add_scaled_sums(acc, sums, last, self.block_scales(scales_of_x, block, last, consumer))
         self.release(pipeline, state.stage, consumer)
 
     @cute.jit
@@ -249,18 +256,35 @@ class Mainloop:
         """Decode what is packed into a fragment buffer, and take the scales of rows g and g + 8 of each group."""
         registers = cute.recast_tensor(operands.fragment, Int32)
         self.decode_chunk(operands.packed, registers, 0, buffer, operands.decode_lut)
-        for group in range(self.groups):
+        for group in range(self.groups if self.variant.scales_on_sums else 0):
             first = self.code_words + group * self.variant.block.words_per_scale
             for row, scale in enumerate(self.decoder.scales((operands.packed[first],))):
                 scales[2 * group + row] = scale
 
-    def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int) -> None:
-        """Add the sums of an MMA batch to acc, times the scales of rows g and g + 8."""
+    def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int, of_x: list[Float32]) -> None:
+        """Add the sums of an MMA batch to acc, times the scales of rows g and g + 8 if they are applied to sums, and
+        those of x, if it has some."""
         batch_sums, scales = sums.batch(batch)
         flat = cute.make_tensor(batch_sums.iterator, cute.make_layout(cute.size(batch_sums)))
         first = batch % self.variant.token_splits * cute.size(flat)
         for i in range(cute.size(flat)):
-            acc[first + i] = fma(flat[i], scales[i // 2 % 2], acc[first + i])
+            factors = [of_x[i // 4 * 2 + i % 2]] if of_x else []
+            if self.variant.scales_on_sums:
+                factors.append(scales[i // 2 % 2])
+            value = flat[i] if len(factors) == 1 else flat[i] * factors[0]
+            acc[first + i] = fma(value, factors[-1], acc[first + i])
+
+    def block_scales(self, address: Int32, block: Int32 | int, batch: int, consumer: ConsumerCoord) -> list[Float32]:
+        """The scales of x for the sums of an MMA batch that a thread holds, two for each eight tokens; none if rows of
+        x have no scales of 128 columns. address: of the stage's scales. block: the k block in the stage."""
+        variant = self.variant
+        if not variant.block_scales:
+            return []
+        tokens = variant.config.tile_m // variant.token_splits
+        first = batch % variant.token_splits * tokens + consumer.thread % 4 * 2
+        at = address + (block * variant.config.tile_m + first) * 4
+        words = [word for eight in range(tokens // 8) for word in load_shared(at + eight * 32, 2)]
+        return [to_float("f32", word) for word in words]
 
     def wait_full(self, pipeline: Pipeline, state: PipelineState) -> None:
         """Wait until a stage is filled, and visible to WGMMA: what cp.async wrote needs a fence besides the barrier."""

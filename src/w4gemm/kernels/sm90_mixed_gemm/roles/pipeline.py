@@ -19,6 +19,18 @@ class Pipeline(NamedTuple):
     """x of all stages, as WGMMA reads it."""
     weights: Int32
     """Address of the weights of all stages."""
+    scales: Int32
+    """Address of the scales of x of all stages, if each 128 columns have one."""
+
+
+class ScaleSource(NamedTuple):
+    """Where the producer reads scales of x."""
+
+    tma: cute.CopyAtom
+    scales: cute.Tensor
+    """float32 (m, k blocks) as TMA sees it."""
+    layout: cute.Layout
+    """(token, k block, stage) of the scales of all stages."""
 
 
 class XSource(NamedTuple):
@@ -32,3 +44,5 @@ class XSource(NamedTuple):
     """x of all stages, as WGMMA reads it."""
     box_layout: cute.ComposedLayout
     """The same memory as boxes."""
+    scales: ScaleSource | None = None
+    """None unless each 128 columns of a row have a scale."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Int64, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, TileRows, weight_of_expert
@@ -14,7 +14,7 @@ from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.ptx import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, XSource
+from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, ScaleSource, XSource
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import ClusterCoord, SchedulerParams, TileScheduler, WorkTile
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 
@@ -105,6 +105,8 @@ class Producer:
                 row_numbers = self.row_gather.indices(indices, rows.first, rows.end, warp)
             else:
                 partitions = self.partition(source, s_x, rows, coord)
+            if const_expr(variant.block_scales):
+                scales = self.partition_scales(source.scales, pipeline.scales, rows)
             own = weight.blocks
             if const_expr(variant.grouped):
                 own = weight_of_expert(weight.blocks, rows.expert, weight.n_blocks)
@@ -118,6 +120,13 @@ class Producer:
                     target = shared_address(s_x.iterator) + stage * variant.x_bytes
                     self.row_gather.copy(source.x, row_numbers, k_slice, target, warp)
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                if const_expr(variant.block_scales):
+                    cute.copy(
+                        source.scales.tma,
+                        scales.source[(None, 0, k_slice)],
+                        scales.shared[(None, stage)],
+                        tma_bar_ptr=full + stage,
+                    )
                 for chunk in cutlass.range_constexpr(0 if variant.gathered else self.k_chunks):
                     for b in cutlass.range_constexpr(variant.boxes):
                         if b < boxes:
@@ -202,6 +211,17 @@ class Producer:
             partitions.append(BoxPartition(*partition))
         return partitions
 
+    def partition_scales(self, source: ScaleSource, address: Int32, rows: TileRows) -> BoxPartition:
+        """TMA's view of the scales of a tile's rows of x: shared by stage, in global memory by (0, k-slice)."""
+        config = self.variant.config
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=128)
+        shared = cute.make_tensor(pointer, source.layout)
+        tokens_on = cute.domain_offset((rows.first, 0), source.scales)
+        tiles = cute.local_tile(tokens_on, (config.tile_m, self.variant.blocks_k), (None, None))
+        whole = cute.make_layout(1)
+        both = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        return BoxPartition(*cpasync.tma_partition(source.tma, 0, whole, *both))
+
     @cute.jit
     def load_weight(
         self, weight: cute.Tensor, pipeline: Pipeline, n_tile: Int32, fill: StageFill, multicast: WeightMulticast
@@ -211,6 +231,8 @@ class Producer:
         with cute.arch.elect_one():
             barrier = shared_address(pipeline.full + fill.stage)
             transaction_bytes = variant.weight_bytes + fill.boxes * (variant.x_bytes // variant.boxes)
+            if const_expr(variant.block_scales):
+                transaction_bytes += variant.config.tile_m * variant.blocks_k * 4
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + fill.stage, transaction_bytes)
             for r in cutlass.range_constexpr(variant.blocks_n):
                 # past the last block of rows: that block again, whose results are not stored

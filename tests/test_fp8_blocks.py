@@ -1,0 +1,156 @@
+"""fp8 activations with a scale for each 128 columns of a row: on the CPU, what is compiled, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, masked_linear
+from w4gemm.choice.cost import ranked
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.problem import GPUS, H200, GemmProblem
+from w4gemm.jit import object_code
+from w4gemm.kernels import kernel_named
+from w4gemm.kernels.gpu import _by_columns
+from w4gemm.weights.random import random_weight
+from w4gemm.weights.reference import grouped_reference, linear_reference
+
+FP8 = torch.float8_e4m3fn
+FORMATS = ("int4_g128", "int4_g32_zint", "int4_col", "int4_g128_e4m3", "mxfp4")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = {"cpu": 4e-3, "cuda": 5e-3}
+"""Relative errors: roundings to bf16, on a GPU also of sums of fp8 products."""
+
+
+def made(format: str, n: int, k: int, device: str, experts: int = 0) -> QuantizedWeight:
+    """A random weight in the layout for fp8 activations."""
+    each = [random_weight(WeightFormat.parse(format), n, k, seed) for seed in range(experts or 1)]
+    w = QuantizedWeight.stack(each, layout="canonical") if experts else each[0]
+    return w.to(device).repack("mma8" if device == "cuda" else None)
+
+
+def activations(*shape: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in fp8, and scales of its blocks over three binades, some 0, by columns as DeepEP gives them."""
+    g = torch.Generator().manual_seed(sum(shape))
+    *rows, k = shape
+    scales = torch.exp2(4 * torch.rand(*rows[:-1], -(-k // 128), rows[-1], generator=g) - 2)
+    scales[torch.rand(scales.shape, generator=g) < 0.05] = 0
+    return torch.randn(shape, generator=g).to(device, FP8), scales.to(device).transpose(-1, -2)
+
+
+def close(d: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert torch.isfinite(d).all()
+    assert (d.double() - wanted).norm() <= TOLERANCE[d.device.type] * wanted.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("m, n, k", [(1, 200, 512), (7, 130, 333), (40, 192, 2752), (300, 200, 1100)])
+def test_linear(device, format, m, n, k):
+    w, (x, scales) = made(format, n, k, device), activations(m, k, device=device)
+    bias = torch.randn(n, device=device).bfloat16()
+    d = linear(x, w, bias, token_scale=scales, activation="silu")
+    close(d, linear_reference(x, w, bias, token_scale=scales, activation="silu"))
+    for same in (scales.contiguous(), scales.repeat(1, 2)[:, : scales.shape[1]]):
+        assert torch.equal(linear(x, w, bias, token_scale=same, activation="silu"), d)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
+def test_every_config_on_a_gpu(format):
+    """One-hot x times a power of two: the weights, bit for bit, and another scale for each block."""
+    m, n, k = 140, 328, 2048
+    w = made(format, n, k, "cuda")
+    x, columns = torch.zeros(m, k, device="cuda"), torch.randperm(k, generator=torch.Generator().manual_seed(0))[:m]
+    x[torch.arange(m), columns.cuda()] = 2
+    scales = torch.exp2(torch.randint(-8, 8, (m, k // 128), device="cuda").float())
+    exact = (w.dequantize()[:, columns.cuda()] * 2 * scales[torch.arange(m), columns.cuda() // 128]).T
+    epilogue = Epilogue(out_dtype=torch.float32, block_scale=True)
+    problem = GemmProblem(m, n, k, FP8, w.format, "mma8", epilogue)
+    configs = kernel_named("sm90_fp8_gemm").configs(problem)
+    for config in configs[:: max(1, len(configs) // 24)]:
+        d = linear(x.to(FP8), w, token_scale=scales, out_dtype=torch.float32, config=f"sm90_fp8_gemm/{config}")
+        assert torch.equal(d, exact), str(config)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
+def test_experts(device, format):
+    """Contiguous, gathered and padded rows."""
+    w = made(format, 136, 512, device, experts=3)
+    x, scales = activations(41, 512, device=device)
+    offsets = torch.tensor([0, 5, 5, 41], dtype=torch.int32, device=device)
+    wanted = grouped_reference(x, w, offsets, token_scale=scales)
+    close(grouped_linear(x, w, offsets, token_scale=scales), wanted)
+    order = torch.randperm(41, generator=torch.Generator().manual_seed(0)).to(device)
+    mixed = x.view(torch.uint8)[order].view(FP8)
+    gathered = grouped_linear(mixed, w, offsets, indices=torch.argsort(order), token_scale=scales[order])
+    close(gathered, wanted)
+    x, scales = activations(3, 20, 512, device=device)
+    counts = torch.tensor([20, 0, 7], dtype=torch.int32, device=device)
+    d = masked_linear(x, w, counts, token_scale=scales)
+    for e, count in enumerate(counts.tolist()):
+        close(d[e, :count], linear_reference(x[e, :count], w.expert(e), token_scale=scales[e, :count]))
+
+
+def test_through_the_operator():
+    w, (x, scales) = made("mxfp4", 72, 300, "cpu"), activations(2, 3, 300, device="cpu")
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, s: linear(x, w, token_scale=s), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, scales), linear(x, w, token_scale=scales))
+
+
+def test_one_block_is_a_row():
+    w, (x, scales) = made("int4_g32", 8, 100, "cpu"), activations(5, 100, device="cpu")
+    assert torch.equal(linear(x, w, token_scale=scales), linear(x, w, token_scale=scales[:, 0]))
+
+
+def test_strides():
+    """By columns, as TMA reads them, they stay where they are."""
+    aligned = torch.rand(4, 12).T
+    assert _by_columns(aligned) is aligned
+    for other in (aligned.contiguous(), torch.rand(4, 13).T, aligned[1:], torch.rand(4, 1).T.expand(12, 4)):
+        copy = _by_columns(other)
+        assert torch.equal(copy, other) and copy.stride(0) == 1 and copy.stride(1) % 4 == 0
+
+
+def test_refusals():
+    w, (x, scales) = made("int4_g128", 8, 512, "cpu"), activations(5, 512, device="cpu")
+    with pytest.raises(ValueError, match=r"each row of x, or \(5, 4\), one for each 128 columns of it.*got \(5, 3\)"):
+        linear(x, w, token_scale=scales[:, :3])
+    perm = torch.randperm(512).int()
+    with pytest.raises(
+        ValueError, match="token_scale: wanted one number for each row of x beside a weight in act-order"
+    ):
+        linear(x, replace(w.repack("canonical"), perm=perm), token_scale=scales)
+    problem = GemmProblem(5, 64, 512, FP8, w.format, "mma8", Epilogue(block_scale=True), GPUS["sm_89"])
+    reason = kernel_named("sm89_fp8_gemm").supports(problem).reason
+    assert reason == "takes one scale for each row of x, not one for each 128 columns"
+    reason = kernel_named("sm90_fp8_gemm").supports(replace(problem, device=H200, experts=2)).reason
+    assert reason == "takes one scale for each row of x beside experts, not one for each 128 columns"
+
+
+def test_what_can_be_chosen_depends_on_it():
+    """Sums are promoted, for which fewer tokens have room; other measurements hold."""
+    kernel = kernel_named("sm90_fp8_gemm")
+    plain = GemmProblem(512, 8192, 8192, FP8, WeightFormat.parse("mxfp4"), "mma8")
+    blocks = replace(plain, epilogue=Epilogue(block_scale=True))
+    assert max(c.tile_m for c in kernel.configs(plain)) == 256
+    assert max(c.tile_m * c.tile_n for c in kernel.configs(blocks)) < 256 * 128
+    exact = replace(blocks, format=WeightFormat())
+    assert set(kernel.configs(exact)) <= set(kernel.configs(blocks))
+
+
+@pytest.mark.parametrize("format, m", [("int4_g128", 16), ("mxfp4", 512), ("int4_g32_zint", 64)])
+def test_machine_code(format, m):
+    """The config that is ranked first: nothing spills, WGMMAs are in flight, and TMA brings the scales besides x."""
+    sass, kernel = pytest.importorskip("sass"), kernel_named("sm90_fp8_gemm")
+    pytest.importorskip("cutlass")
+    plain = GemmProblem(m, 8192, 8192, FP8, WeightFormat.parse(format), "mma8", Epilogue(bias=True))
+    blocks = replace(plain, epilogue=Epilogue(bias=True, block_scale=True))
+    config = ranked([kernel], blocks)[0][2]
+    codes = [sass.disassemble(object_code(kernel.unit(p, config))) for p in (plain, blocks)]
+    sass.check(codes[1], "QGMMA", asynchronous="g32_zint" not in format)
+    assert codes[1].count("UTMALDG") == codes[0].count("UTMALDG") + 1
