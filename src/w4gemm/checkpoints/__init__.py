@@ -54,7 +54,8 @@ def find_checkpoint(path: str | Path) -> Found:
         if (found := format.find(path)) is not None:
             return Found(format, found)
     known = "; ".join(format.contents for format in FORMATS)
-    raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}")
+    other = "; a model of another method can, once its package dequantized it" if quantization_config(path) else ""
+    raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}{other}")
 
 
 def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) -> Checkpoint:

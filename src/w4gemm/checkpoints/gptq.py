@@ -59,8 +59,8 @@ class GPTQPacking:
         version = config.get("checkpoint_format", config.get("format")) or "gptq"
         if version not in _STORED_ZERO:
             raise ValueError(
-                f"checkpoint_format is {version!r}, whose packing is not known; wanted {' or '.join(_STORED_ZERO)}, "
-                "which GPTQModel saves"
+                f"checkpoint_format is {version!r}, whose packing is not known; wanted {' or '.join(_STORED_ZERO)}: "
+                "save the model again by GPTQModel in one of them"
             )
         if (word := config.get("pack_dtype", "int32")) != "int32":
             raise ValueError(f"pack_dtype is {word!r}, wanted 'int32'")

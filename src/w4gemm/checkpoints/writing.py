@@ -85,7 +85,7 @@ def write_folder(
     for name, module in checkpoint.modules.items():
         try:
             if module.fused and not module.experts:
-                raise ValueError("fused modules cannot be written yet")
+                raise ValueError(f"it is {' and '.join(module.fused)} in one, which cannot be written yet")
             writer.check(module)
         except ValueError as e:
             raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
@@ -118,7 +118,7 @@ def write_folder(
 
 def _plan(checkpoint: Checkpoint, writer: WeightWriter, dtype: torch.dtype, shard_bytes: int, how: str) -> Plan:
     modules = checkpoint.modules
-    sizes = {name: packed_shape(m.format, "canonical", m.n, m.k).nbytes for name, m in modules.items()}
+    sizes = {name: packed_shape(m.format, "canonical", m.n, m.k, m.experts).nbytes for name, m in modules.items()}
     sizes |= {name: math.prod(shape) * dtype.itemsize for name, shape in checkpoint.tensors.items()}
     shards: list[list[str]] = [[]]
     filled = 0
