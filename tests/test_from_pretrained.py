@@ -90,6 +90,38 @@ def test_quantized_folders(tmp_path: Path, config: dict[str, Any], write: Writer
     assert torch.equal(logits(load(tmp_path / "saved")[0]), logits(model))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("config", "write"), FOLDERS.values(), ids=FOLDERS)
+def test_on_a_gpu(tmp_path: Path, config: dict[str, Any], write: Writer, dtype: torch.dtype, enabled: None) -> None:
+    wanted = write_model(tmp_path, config, write)
+    options: dict[str, Any] = {"dtype": dtype, "device_map": "cuda"}
+    model = from_pretrained(tmp_path, **options)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
+    for name, weight in wanted.items():
+        assert torch.equal(model.get_submodule(name).weight.dequantize().cpu(), weight), name
+    ids = IDS.cuda()
+    with torch.inference_mode():
+        found = model(ids).logits.float()
+        model.save_pretrained(tmp_path / "saved")
+        assert torch.equal(from_pretrained(tmp_path / "saved", **options)(ids).logits.float(), found)
+        dense = dequantize_layers(model, dtype)(ids).logits.float()
+    assert (found - dense).norm() / dense.norm() < (0.1 if "input_activations" in str(config) else 0.03)
+
+
+@pytest.mark.gpu
+def test_a_dense_model_is_quantized_on_the_gpu(tmp_path: Path) -> None:
+    options = {"quantization_config": W4GemmConfig("int4_g32"), "dtype": torch.bfloat16}
+    folder = write_dense(tmp_path)
+    there, here = from_pretrained(folder, device_map="cuda", **options), from_pretrained(folder, **options)
+    for name, layer in here.named_modules():
+        if isinstance(layer, W4Linear):
+            assert torch.equal(there.get_submodule(name).weight.dequantize().cpu(), layer.weight.dequantize()), name
+    ids, settings = IDS.cuda(), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    static = there.generate(ids, cache_implementation="static", **settings)  # compiled, so it may round otherwise
+    assert torch.equal(static[:, : len(IDS[0]) + 1], there.generate(ids, **settings)[:, : len(IDS[0]) + 1])
+
+
 def test_the_config_alone_is_enough_and_enable_is_undone(tmp_path: Path) -> None:
     write_model(tmp_path, *FOLDERS["awq"])
     model = from_pretrained(tmp_path, quantization_config=W4GemmConfig(activations="fp8"), dtype=torch.bfloat16)

@@ -50,13 +50,23 @@ def with_lora(model: torch.nn.Module, **config: Any) -> torch.nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(**settings))
 
 
+@pytest.mark.gpu
+def test_training_on_a_gpu(base: Callable[[], torch.nn.Module]) -> None:
+    model = base().to("cuda", torch.bfloat16)
+    dense = with_lora(dequantize_layers(copy.deepcopy(model), torch.bfloat16))
+    losses, wanted = train(with_lora(model)), train(dense)
+    assert losses[-1] < 0.8 * losses[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=0.05, atol=0)
+
+
 def train(model: torch.nn.Module) -> list[float]:
+    ids = IDS.to(model.device)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.02)
     losses = []
     for _ in range(STEPS):
-        loss = model(input_ids=IDS, labels=IDS).loss
+        loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
