@@ -170,7 +170,11 @@ def _linear(w: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> t
 
 
 def experts_need(
-    gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, call: ExpertsCall, run: Callable[[], None] | None
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    activation: str | None,
+    call: ExpertsCall,
+    run: Callable[[], None] | None,
 ) -> Need:
     """Return what the products of experts launch, and the small kernels beside them."""
     device, plain = Device.of(gate_up.device), Epilogue(bias=call.bias)

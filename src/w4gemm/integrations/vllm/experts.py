@@ -26,7 +26,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.experts_formats import FORMATS, ExpertsFormat, fused_activation, in_pairs
-from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, Biases, W4gemmExperts
+from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, Product, W4gemmExperts
 from w4gemm.kernels import KERNELS
 from w4gemm.packing.layouts import layout_for
 from w4gemm.weights.weight import QuantizedWeight
@@ -219,8 +219,10 @@ class _Method:
             self.experts_cls = BatchedW4gemmExperts
             given["max_num_tokens"] = prepare.max_num_tokens_per_rank()
             given["num_dispatchers"] = prepare.num_dispatchers()
-        biases = Biases(*(getattr(layer, f"{product}_bias", None) for product in ("w13", "w2")))
-        experts = self.experts_cls(gate_up, down, fused_activation(self.moe), biases, **given)
+        dtype, activation = self.moe.in_dtype, fused_activation(self.moe)
+        first = Product.of(gate_up, getattr(layer, "w13_bias", None), dtype, activation)
+        second = Product.of(down, getattr(layer, "w2_bias", None), dtype, None)
+        experts = self.experts_cls(first, second, **given)
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:

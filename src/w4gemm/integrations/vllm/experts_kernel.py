@@ -16,36 +16,61 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-from w4gemm.api.grouped import grouped_linear, masked_linear
+from w4gemm.api import boundary
+from w4gemm.api.activations import quantize_activations
 from w4gemm.api.routing import Routing, combine, route
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, first_tokens
+from w4gemm.kernels import Operands
+from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.weights.weight import QuantizedWeight
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-class Biases(NamedTuple):
-    """Biases of both products, (experts, n) each, or None."""
+class Product(NamedTuple):
+    """One of the products of a layer, without the checks of a user's call, which take longer than a launch."""
 
-    gate_up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
+    weight: QuantizedWeight
+    bias: torch.Tensor | None
+    """(experts, n), or None."""
+    epilogue: Epilogue
+
+    @classmethod
+    def of(
+        cls, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, activation: str | None
+    ) -> Product:
+        """Return the product beside x of ``dtype``, which is quantized if the weight says so."""
+        plain = Epilogue(bias=bias is not None)
+        epilogue = plain if weight.activations is None else plain.of_quantized(dtype)
+        return cls(weight, bias, epilogue._replace(activation=activation))
+
+    def write(self, x: torch.Tensor, out: torch.Tensor, rows: ExpertRows, token_scale: torch.Tensor | None) -> None:
+        """Write the product of x (rows of x, k) to ``out`` (rows, columns).
+
+        Args:
+            token_scale: float32, one for each row of x; None if x is not quantized, or not yet.
+        """
+        if self.epilogue.token_scale and token_scale is None:
+            x, token_scale = quantize_activations(x)
+        elif token_scale is not None:
+            token_scale = token_scale.reshape(-1)
+        operands = EpilogueOperands(bias=self.bias, token_scale=token_scale)
+        boundary.run(self.weight.packed, Operands(x, self.weight.tensors, out, operands, rows), self.epilogue)
 
 
 class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
     """Common base of both formats.
 
     Args:
-        gate_up: rows in pairs of a gate and an up.
-        activation: as for :func:`w4gemm.linear`.
-        biases: in the order of rows.
+        gate_up: its rows are pairs of a gate and an up.
         others: arguments of vLLM's base.
     """
 
-    def __init__(
-        self, gate_up: QuantizedWeight, down: QuantizedWeight, activation: str, biases: Biases, **others: Any
-    ) -> None:
+    def __init__(self, gate_up: Product, down: Product, **others: Any) -> None:
         super().__init__(**others)
-        self.gate_up, self.down, self.fused_activation, self.biases = gate_up, down, activation, biases
+        self.products = gate_up, down
+        self.gate_up, self.down = gate_up.weight, down.weight
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -61,9 +86,9 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
 
     def _need(self, each: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
         """Return what is launched for numbers of rows of an expert, each the first of an interval."""
-        bias = self.biases.gate_up is not None
-        call = ExpertsCall(self.moe_config.in_dtype, self.moe_config.experts_per_token, each, gathered, bias)
-        return experts_need(self.gate_up, self.down, self.fused_activation, call, run)
+        fused = self.products[0].epilogue
+        call = ExpertsCall(self.moe_config.in_dtype, self.moe_config.experts_per_token, each, gathered, fused.bias)
+        return experts_need(self.gate_up, self.down, fused.activation, call, run)
 
     # The plugin chooses these classes itself, having checked the layer, and vLLM's lists of kernels do not have them.
     @staticmethod
@@ -120,18 +145,10 @@ class W4gemmExperts(_Experts):
         apply_router_weight_on_input: bool,
     ) -> None:
         self._routing = routing = route(topk_ids, self.gate_up.experts, expert_map)
-        hidden = grouped_linear(
-            hidden_states,
-            self.gate_up,
-            routing.m_offsets,
-            self.biases.gate_up,
-            indices=routing.tokens,
-            activation=self.fused_activation,
-            token_scale=a1q_scale,
-            out_dtype=output.dtype,
-            out=workspace2,
-        )
-        grouped_linear(hidden, self.down, routing.m_offsets, self.biases.down, out=output)
+        gate_up, down = self.products
+        first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
+        gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
+        down.write(workspace2, output, ExpertRows(first, end), None)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return _Combine(self._routing)
@@ -218,18 +235,13 @@ class BatchedW4gemmExperts(_Experts):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        counts = expert_tokens_meta.expert_num_tokens
-        hidden = masked_linear(
-            hidden_states,
-            self.gate_up,
-            counts,
-            self.biases.gate_up,
-            activation=self.fused_activation,
-            token_scale=a1q_scale,
-            out_dtype=output.dtype,
-            out=workspace2,
-        )
-        masked_linear(hidden, self.down, counts, self.biases.down, out=output)
+        counts, most = expert_tokens_meta.expert_num_tokens, hidden_states.shape[1]
+        first = torch.arange(0, len(counts) * most, most, dtype=torch.int32, device=counts.device)
+        rows = ExpertRows(first, first + counts)
+        gate_up, down = self.products
+        hidden = workspace2.flatten(0, 1)
+        gate_up.write(hidden_states.flatten(0, 1), hidden, rows, a1q_scale)
+        down.write(hidden, output.flatten(0, 1), rows, None)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceDelegate()
