@@ -192,7 +192,8 @@ def main(only: str = "") -> None:
 
 def dense() -> None:
     """16-bit activations, also of experts, and the quantization of activations."""
-    for format in (WeightFormat(128), WeightFormat(32, "float", "fp16")):
+    formats = WeightFormat(128), WeightFormat(32, "float", "fp16"), WeightFormat.parse("nvfp4")
+    for format in formats:
         for i, (config, (m, n, k)) in enumerate(CASES.items()):
             w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack()
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
@@ -205,7 +206,7 @@ def dense() -> None:
         grouped(format)
     activations()
     torch.cuda.synchronize()
-    print(f"{4 * len(CASES)} products, those of experts and 18 quantizations, all right")
+    print(f"{2 * len(formats) * len(CASES)} products, those of experts and 18 quantizations, all right")
 
 
 if __name__ == "__main__":

@@ -94,11 +94,13 @@ def _launch_us(kernel: Any, problem: GemmProblem, config: GemmConfig, operations
 
 def _decode_overhead(kernel: Any, problem: GemmProblem) -> float:
     """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
+    model = reference().models["decoding"]
+    if problem.format.element == "e2m1" and problem.dtype.itemsize == 2:
+        if problem.dtype == torch.float16:
+            return model["e2m1_half"]
+        return model[f"e2m1_{problem.format.scale}" + ("_few" if kernel.name == "sm90_decode" else "")]
     if kernel.name != "sm90_mixed_gemm":
         return 0.0
-    model = reference().models["decoding"]
-    if problem.format.element == "e2m1":
-        return model["e2m1_half" if problem.dtype == torch.float16 else "e2m1"]
     same = problem.dtype == problem.format.scale_dtype
     if problem.dtype == torch.float16:
         return model["half" if same else "half_other_scales"]

@@ -84,8 +84,8 @@ class Variant(gpu.Variant):
     @property
     def scales_in_registers(self) -> bool:
         """True if a stage's scales are read together with its codes, so that the stage can be refilled before it is
-        multiplied. More than 256 bytes per packed block would take too many registers."""
-        return self.block.scale_bytes <= 256
+        multiplied. More than 256 bytes per packed block (8 tokens beside 8-bit scales: 512) take too many registers."""
+        return self.block.scale_bytes <= (512 if self.config.tile_m == 8 and self.block.scale_bits == 8 else 256)
 
     @staticmethod
     def ctas_per_sm(config: GemmConfig) -> int:
