@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -295,4 +297,5 @@ def checked(implementation: Implementation, kernels: Kernels, rows: list[Row]) -
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # which leaves no engine behind
     main()
