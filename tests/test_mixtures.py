@@ -22,8 +22,8 @@ import test_compressed_tensors
 import test_gptq
 from quantized_model import Writer, change, configure, convert
 from tiny_model import EXPERTS, LAYERS, write_dense
-from w4gemm import FormatError, W4Experts, W4GroupedLinear, WeightFormat
-from w4gemm.checkpoints import open_checkpoint
+from w4gemm import FormatError, W4Experts, W4GroupedLinear, WeightFormat, quantize
+from w4gemm.checkpoints import dense, open_checkpoint
 from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load
 from w4gemm.weights.random import random_weight
@@ -86,8 +86,8 @@ def test_experts_of_their_own(tmp_path: Path, kind: str, capsys: pytest.CaptureF
     model, _ = load(folder)
     experts = [module for module in model.modules() if isinstance(module, W4Experts)]
     assert 2 * len(experts) == len(stacked) and experts[0].activation == "silu_mul"
-    dense = dense_model(folder, {f"{name}.weight": t for name, t in wanted.items()}, MARKS)
-    torch.testing.assert_close(logits(model), logits(dense), rtol=1e-4, atol=1e-4)
+    plain = dense_model(folder, {f"{name}.weight": t for name, t in wanted.items()}, MARKS)
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
     assert "layers in 4 bits" in capsys.readouterr().err
 
@@ -124,8 +124,8 @@ def test_gpt_oss(tmp_path: Path, limit: float, activation: str) -> None:
     experts = model.model.layers[0].mlp.experts
     assert isinstance(experts, W4Experts) and experts.activation == activation
     assert experts.gate_up.bias.shape == (EXPERTS, 2 * 96) and str(experts.gate_up.format) == "e2m1_g32_e8m0"
-    dense = dense_model(folder, wanted, ("_blocks", "_scales"))
-    torch.testing.assert_close(logits(model), logits(dense), rtol=1e-4, atol=1e-4)
+    plain = dense_model(folder, wanted, ("_blocks", "_scales"))
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert sum(isinstance(module, W4GroupedLinear) for module in model.modules()) == 2 * LAYERS
 
 
@@ -140,9 +140,31 @@ def test_from_pretrained_and_back(tmp_path: Path, kind: str) -> None:
     loaded.save_pretrained(saved)
     for again in (load_beside(saved), AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)):
         assert torch.equal(logits(again), logits(own))
-    dense = dequantize_layers(loaded, torch.float32)
-    assert not any(isinstance(module, W4Experts) for module in dense.modules())
-    torch.testing.assert_close(logits(dense), logits(own), rtol=1e-4, atol=1e-4)
+    plain = dequantize_layers(loaded, torch.float32)
+    assert not any(isinstance(module, W4Experts) for module in plain.modules())
+    torch.testing.assert_close(logits(plain), logits(own), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_dense_mixture_is_quantized(tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts too; their numbers are those of each, rounded. Qwen's are read one layer at a time."""
+    write_dense(tmp_path, architecture)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    if architecture != "mixtral":  # it renames its modules
+        monkeypatch.setattr(dense, "_read_by_transformers", None)
+    model, _ = load(tmp_path, format="int4_g32")
+    experts, before = (m.model.layers[1].mlp.experts for m in (model, own))
+    assert isinstance(experts, W4Experts)
+    for product, parameter in ((experts.gate_up, before.gate_up_proj), (experts.down, before.down_proj)):
+        rows = parameter.detach().mT if architecture == "gpt_oss" else parameter.detach()
+        if architecture != "gpt_oss" and product is experts.gate_up:
+            rows = torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
+        for e in range(EXPERTS):
+            assert torch.equal(product.weight.expert(e).dequantize(), quantize(rows[e], "int4_g32").dequantize())
+    if architecture == "gpt_oss":
+        assert torch.equal(experts.gate_up.bias, before.gate_up_proj_bias)
+    difference = (logits(model) - logits(own)).norm() / logits(own).norm()
+    assert 0 < difference < 1
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3-compressed-tensors", "gpt_oss"])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.hugging_face import FILES, SafetensorsFolder, quantization_config, transformers_errors
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
@@ -47,7 +48,7 @@ class DenseCheckpoint:
 
     Its modules are known from config.json alone. If the folder's safetensors have every tensor under the model's name,
     they are read one at a time. Otherwise transformers reads all when the first is asked for, because it knows how to
-    rename and merge the tensors of older models.
+    rename and merge the tensors of older models. Experts are modules too, all of a layer's together.
 
     Args:
         format: what to quantize to; None for :func:`default_format`.
@@ -64,29 +65,46 @@ class DenseCheckpoint:
     @functools.cached_property
     def modules(self) -> dict[str, Module]:
         layers = linear_layers(self._outline)
-        return {
+        linear = {
             name: Module(
                 m.out_features, m.in_features, self._format or default_format(m.in_features), m.bias is not None
             )
             for name, m in layers.items()
         }
+        products = self._products.items()
+        return linear | {name: p.module(self._format, default_format(p.sizes[2])) for name, p in products}
+
+    @functools.cached_property
+    def _products(self) -> dict[str, DenseProduct]:
+        return dense_products(self._outline)
 
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         kept = self._outline.state_dict().keys()  # without buffers that no file holds
         found = dict(self._outline.named_parameters()) | dict(self._outline.named_buffers())
-        weights = {f"{name}.weight" for name in self.modules}
-        return {name: tuple(t.shape) for name, t in found.items() if name in kept and name not in weights}
+        weights = {name if module.experts else f"{name}.weight" for name, module in self.modules.items()}
+        renamed: dict[str, str] = {f"{name}_bias": f"{name}.bias" for name in self._products}
+        names = [name for name in found if name in kept and name not in weights]
+        return {renamed.get(name, name): tuple(found[name].shape) for name in names}
 
     def weight(self, name: str) -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no linear layer {name!r} among its {len(self.modules)}")
-        weight = self._read(f"{name}.weight").to(self.device)
-        return quantize(weight, self.modules[name].format, search=self.search).to("cpu")
+        product = self._products.get(name)
+        if product is None:
+            return self._quantized(name, self._read(f"{name}.weight"))
+        each = (self._quantized(name, weight) for weight in product.weights(self._read(name)))
+        return QuantizedWeight.stack(each, product.shape[0], "canonical")
+
+    def _quantized(self, name: str, weight: torch.Tensor) -> QuantizedWeight:
+        return quantize(weight.to(self.device), self.modules[name].format, search=self.search).to("cpu")
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
             raise FormatError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}")
+        product = self._products.get(name.removesuffix(".bias"))
+        if product is not None:
+            return product.biases(self._read(f"{product.name}_bias")).to(dtype)
         return self._read(name).to(dtype)
 
     def pretrained(self) -> Pretrained:
@@ -103,13 +121,26 @@ class DenseCheckpoint:
     @functools.cached_property
     def _read(self) -> Callable[[str], torch.Tensor]:
         """Reader of a tensor by its name, in the dtype that it is stored in."""
-        shapes = self.tensors | {f"{name}.weight": (m.n, m.k) for name, m in self.modules.items()}
+        linear = {f"{name}.weight": m for name, m in self.modules.items() if not m.experts}
+        shapes: dict[str, tuple[int, ...]] = {name: (m.n, m.k) for name, m in linear.items()}
+        biases = {f"{name}.bias": f"{name}_bias" for name in self._products}
+        shapes |= {biases.get(name, name): shape for name, shape in self.tensors.items()}
+        shapes |= {name: product.shape for name, product in self._products.items()}
         if any((self.path / file).is_file() for file in FILES):
             stored = SafetensorsFolder(self.path)
-            if all(name in stored.tensors and stored.tensors[name].shape == shape for name, shape in shapes.items()):
-                return stored.tensor
+            others = {n for n, shape in shapes.items() if n not in stored.tensors or stored.tensors[n].shape != shape}
+            single = {n: self._products[n].sources(stored.tensors) for n in others if n in self._products}
+            if others == {name for name, sources in single.items() if sources is not None}:
+                return lambda name: _read_one(stored, name, single.get(name))
         tensors = _read_by_transformers(self.path)
         return tensors.__getitem__
+
+
+def _read_one(stored: SafetensorsFolder, name: str, sources: list[list[str]] | None) -> torch.Tensor:
+    """A tensor, or the tensors of all experts as one parameter."""
+    if sources is None:
+        return stored.tensor(name)
+    return torch.stack([torch.cat([stored.tensor(source) for source in expert]) for expert in sources])
 
 
 def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,9 +17,9 @@ from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, Module
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
+from w4gemm.checkpoints.gates import activation_of
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.transformers.gates import activation_of
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
