@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ def test_training_equals_that_beside_dense_layers(base: Callable[[], torch.nn.Mo
 
 
 def test_all_linear_layers_but_the_head(base: Callable[[], torch.nn.Module]) -> None:
-    adapted = with_lora(base(), target_modules="all-linear")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        adapted = with_lora(base(), target_modules="all-linear")
     assert sum(isinstance(m, W4LoraLinear) for m in adapted.modules()) == 7 * LAYERS
     assert not isinstance(adapted.base_model.model.lm_head, peft.tuners.lora.LoraLayer)
 
@@ -136,6 +139,26 @@ def test_gradients_under_torch_compile(base: Callable[[], torch.nn.Module]) -> N
     found = torch.autograd.grad(compiled(x).square().sum(), (x, layer.lora_A["default"].weight))
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_layers_with_an_activation_are_refused(base: Callable[[], torch.nn.Module]) -> None:
+    model = base()
+    model.model.layers[0].mlp.down_proj.activation = "relu"
+    with pytest.raises(ValueError, match="activation: wanted None in a layer with an adapter, got 'relu'"):
+        with_lora(model)
+
+
+def test_the_trainer_takes_it(base: Callable[[], torch.nn.Module], tmp_path: Path) -> None:
+    """transformers' Trainer, with activation checkpointing; it refuses a model without adapters."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        tmp_path, max_steps=2, report_to=[], use_cpu=True, gradient_checkpointing=True, disable_tqdm=True
+    )
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+    assert Trainer(with_lora(base()), arguments, train_dataset=rows).train().training_loss > 0
+    with pytest.raises(ValueError, match="purely quantized"):
+        Trainer(base(), arguments, train_dataset=rows)
 
 
 @pytest.mark.parametrize(

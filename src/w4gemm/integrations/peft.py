@@ -32,7 +32,8 @@ class W4LoraLinear(Linear):
     adapter; unmerging brings back the weight that was there, bit for bit.
 
     Raises:
-        ValueError: for an initialization or a variant of LoRA that changes or reads the dense weight.
+        ValueError: for an initialization or a variant of LoRA that changes or reads the dense weight; for a layer with
+            an activation, which would have to come after the sum.
     """
 
     def __init__(self, base_layer: torch.nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
@@ -40,8 +41,16 @@ class W4LoraLinear(Linear):
             raise ValueError(
                 f"init_lora_weights: wanted one of {_INITS} beside 4-bit weights, got {config.init_lora_weights!r}"
             )
+        layer = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
+        if layer.activation is not None:
+            raise ValueError(f"activation: wanted None in a layer with an adapter, got {layer.activation!r}")
         super().__init__(base_layer, adapter_name, config, **kwargs)
         self._before_merge: QuantizedWeight | None = None
+
+    def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
+        """Features of this process's shard, which its adapter is to match."""
+        layer: W4Linear = self.get_base_layer()
+        return layer.weight.k, layer.weight.n
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], None]:
