@@ -144,13 +144,25 @@ def _read_one(stored: SafetensorsFolder, name: str, sources: list[list[str]] | N
 
 
 def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a model.
+
+    Raises:
+        FormatError: if a file is missing or cut short, or the folder lacks a tensor, which transformers would draw at
+            random.
+    """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
-        raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
+    with transformers_errors(folder):
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, dtype="auto", local_files_only=True, output_loading_info=True
+            )
+        except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
+            raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
+    if missing := sorted(info["missing_keys"]):
+        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise FormatError(f"{folder}: holds no whole model: {len(missing)} of its tensors are not there: {names}")
     return model.state_dict()
 
 

@@ -133,6 +133,8 @@ class QuantizedFolder:
     def _module(self, name: str, parts: Mapping[str, TensorInfo]) -> Module:
         try:
             return self._packing.module(name, parts)
+        except KeyError as e:
+            raise FormatError(f"{self.path}: {name}: quantization_config of config.json has no {e}") from e
         except (TypeError, ValueError, AttributeError, re.error) as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 

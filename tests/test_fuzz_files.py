@@ -1,0 +1,70 @@
+"""The fuzzer of weight files: a slice of it, and that it finds what is wrong; what it found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+from fuzz import files
+from tiny_model import write_dense
+from w4gemm import FormatError
+from w4gemm.checkpoints import open_checkpoint
+
+
+def test_a_slice_with_a_new_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():  # so that the seed is known if it fails
+        assert files.main(["--cases", "2000", "--seconds", "10"]) == 0
+
+
+def other_numbers(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "model.norm.weight", torch.zeros(files.K)
+
+
+def other_error(path: Path) -> Any:
+    raise KeyError("config_groups")
+
+
+@pytest.mark.parametrize(("reader", "said"), [(other_numbers, "other numbers"), (other_error, "KeyError")])
+def test_a_wrong_reader_is_found(reader: Any, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right, found = files.prepared(tmp_path), files.Found()
+    monkeypatch.setattr(files, "read", reader)
+    for seed in range(20):
+        files.one("awq", seed, tmp_path, right, found)
+    assert found.wrong and all(said in text for text in found.wrong)
+
+
+def test_every_damage_changes_the_file() -> None:
+    whole = json.dumps({"bits": 4, "group_size": 32, "quant_method": "gptq"}).encode() + bytes(64)
+    for damage in set(files.DAMAGES):
+        changed = [files.damaged(whole, len(whole) - 64, damage, files.random.Random(seed)) for seed in range(20)]
+        assert sum(data != whole for data in changed) >= 15, damage
+
+
+def test_a_dense_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    """transformers would draw it at random."""
+    from safetensors.torch import load_file, save_file
+
+    folder = write_dense(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(FormatError, match=r"1 of its tensors are not there: model\.layers\.0\.mlp\.up_proj\.weight"):
+        checkpoint.weight("model.layers.0.mlp.down_proj")
+
+
+def test_a_config_without_groups_is_refused(tmp_path: Path) -> None:
+    folder = files.FORMATS["compressed-tensors"](tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]["config_groups"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="quantization_config of config.json has no 'config_groups'"):
+        open_checkpoint(folder)
