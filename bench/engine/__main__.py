@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     implementations = [Implementation.parse(text) for text in args.impl]
     cases = [pair for model in models for pair in formats_of(model, packings)]
     facts, end = record.facts(), time.monotonic() + args.budget
-    random.Random(facts["utc"]).shuffle(implementations)
+    if not args.in_order:
+        random.Random(facts["utc"]).shuffle(implementations)
     with place_of(args, implementations) as place:
         for model, packing in cases:
             case = case_of(args, model, packing, place)
@@ -154,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeat", type=int, default=3, help="times a point is measured (default: %(default)s)")
     p.add_argument("--serve", action="store_true", help="vllm serve under load, with --batch requests at a time")
     p.add_argument("--profile", action="store_true", help="also: where a decode step goes at batch 1")
+    p.add_argument("--in-order", action="store_true", help="run --impl as given, not in mixed order")
     p.add_argument("--starts", type=int, default=1, help="engine starts; the last is measured (default: %(default)s)")
     p.add_argument("--no-compile", action="store_true", help="CUDA graphs of decode steps alone: starts sooner")
     p.add_argument("--eager", action="store_true", help="neither compilation nor CUDA graphs")

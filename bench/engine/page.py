@@ -23,8 +23,8 @@ _MODES = {
 _HEAD = (
     "Checkpoints of published shapes with random numbers, written by `bench/engine/checkpoint.py`. A random router "
     "divides tokens about evenly among experts.",
-    "Each implementation served the same checkpoint in a process of its own, one after the other in mixed order on one "
-    "machine; medians of three. The engine was asked which kernel every layer got.",
+    "Each implementation served the same checkpoint in a process of its own, one after the other on one machine; "
+    "medians. The engine was asked which kernel every layer got.",
     "Decode: requests of 128 random tokens, greedy answers of 128, through `LLM.generate`; tokens/s of the whole batch "
     "without the time to the first tokens, and milliseconds a step. Serve: `vllm serve`, streamed, so many requests at "
     "a time, a new one as soon as one ends.",
