@@ -15,7 +15,7 @@ _FOUR_BITS = "|".join(
 )
 GROUPS = (
     ("copies", r"memcpy|memset"),
-    ("routing", r"topk|moe_align|moe_sum|moe_permute|count_and_sort|expert_map|routing|row_combine"),
+    ("routing", r"topk|moe_align|moe_sum|moe_permute|count_and_sort|expert_map|expert_route|routing|row_combine"),
     ("quantization", r"(?<!de)quant"),
     ("4-bit products", _FOUR_BITS),
     ("attention", r"flash|fmha|attention|attn|reshape_and_cache|concat_and_cache|merge_state|_mla|prepare_varlen"),
