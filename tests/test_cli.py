@@ -167,7 +167,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["devices"][0]["kernels"]["cpu_mixed_gemm"] == ""
     assert found["devices"][0]["config"].startswith("cpu_mixed_gemm/") and found["devices"][0]["source"]
     assert {"cache", "objects", "tables", "environment", "platform", "driver_cuda"} <= set(found)
-    assert any(line.startswith("vLLM") for line in found["engines"])
+    assert [line.split()[0].rstrip(":") for line in found["engines"]] == ["vLLM", "SGLang"]
     assert "sm90_mixed_gemm" in found["devices"][0]["kernels"]
 
 

@@ -17,6 +17,7 @@ from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
 from w4gemm.core import environment, trust
 from w4gemm.integrations.engines.engine import Engine
+from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.jit import disk
 from w4gemm.kernels.gpu import MIN_DRIVER
@@ -26,7 +27,7 @@ from w4gemm.tuning.record import facts
 NAME = "info"
 HELP = "print versions, the machine, and what each kernel says about it"
 DESCRIPTION = "Print versions, the machine, and what each kernel says about it."
-ENGINES = (VLLM,)
+ENGINES = (VLLM, SGLANG)
 """Serving engines with a plugin of ours."""
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "gguf", "safetensors", "numpy")
 
