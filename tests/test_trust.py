@@ -61,6 +61,24 @@ def test_a_folder_that_others_may_write(folder, mode):
     assert refused(folder / "f")
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o2777, 0o775])
+def test_a_volume_that_everybody_may_write_by_request(folder, mode, monkeypatch):
+    """Kubernetes' emptyDir is one; owners count all the same."""
+    (folder / "f").write_bytes(b"1")
+    folder.chmod(mode)
+    folder.parent.chmod(mode)
+    with pytest.raises(trust.Untrusted, match="W4GEMM_CACHE_SHARED=1"):
+        trust.check_folder(folder)
+    monkeypatch.setenv("W4GEMM_CACHE_SHARED", "1")
+    assert not refused(folder / "f")
+    if os.geteuid() == 0:
+        os.chown(folder / "f", NOBODY, NOBODY)
+        assert refused(folder / "f")
+        os.chown(folder / "f", 0, 0)
+        os.chown(folder.parent, NOBODY, NOBODY)
+        assert refused(folder / "f")
+
+
 @pytest.mark.parametrize("mode", [0o666, 0o664, 0o602])
 def test_a_file_that_others_may_write(folder, mode):
     (folder / "f").write_bytes(b"1")

@@ -4,6 +4,9 @@
 ``W4GEMM_CACHE_DIR``  where compiled kernels and tuned configs are kept; ``off`` keeps none. Default: ``w4gemm`` under
                       ``XDG_CACHE_HOME``, or under ``~/.cache``. Used only if no other user can have written it, see
                       trust.py.
+``W4GEMM_CACHE_SHARED``
+                      ``1`` uses it also if its mode, or that of a folder above, lets others write: for a container's
+                      volume (Kubernetes' emptyDir has mode 0777) that only trusted processes can reach. Default 0.
 ``W4GEMM_LOG``        a level such as ``debug`` or ``info``: log to standard error from that level on.
 ``W4GEMM_COMPILE``    ``off`` forbids compiling: what is not in the cache folder raises UnsupportedError.
 ``W4GEMM_NVTX``       ``1`` shows each launch in a profiler as an NVTX range, named by its config.
@@ -49,6 +52,15 @@ def cache_dir() -> Path | None:
         return Path(base).expanduser() / "w4gemm"
     except RuntimeError:  # no home directory
         return None
+
+
+def cache_is_shared() -> bool:
+    """True if whoever may write the cache folder is trusted.
+
+    Raises:
+        ValueError: for a value that is neither on nor off.
+    """
+    return _switch("W4GEMM_CACHE_SHARED", False)
 
 
 def dsl_settings() -> tuple[tuple[str, str], ...]:

@@ -8,6 +8,8 @@ user. A file is read only if
   others may write it only if its sticky bit keeps them from renaming what is not theirs, as in /tmp. Symbolic links on
   the way count like folders. Below a folder of this user that nobody else may enter, the modes of folders are free.
 
+``W4GEMM_CACHE_SHARED=1`` leaves out what is said of modes; owners count all the same.
+
 The walk goes from the root down: a step that has passed cannot be replaced by another user while the next is looked
 at. The file itself is opened without following a link, and what was opened is what is checked and read.
 """
@@ -19,6 +21,8 @@ import logging
 import os
 import stat
 from pathlib import Path
+
+from w4gemm.core import environment
 
 _log = logging.getLogger("w4gemm")
 _MOST_LINKS = 40
@@ -128,14 +132,16 @@ def _check_step(path: Path, about: os.stat_result, folder: Path, private: bool) 
     if not stat.S_ISDIR(about.st_mode):
         raise NotADirectoryError(f"{path} is no folder")
     _check_owner(path, about, folder)
-    if _bits_of_others(about) & 0o022 and not about.st_mode & stat.S_ISVTX and not private:
+    others_rename = _bits_of_others(about) & 0o022 and not about.st_mode & stat.S_ISVTX
+    if others_rename and not private and not environment.cache_is_shared():
         raise _untrusted(path, about, folder, f"chmod go-w {path}")
     return private or _is_private(about)
 
 
 def _check_owned(path: Path, about: os.stat_result, folder: Path) -> None:
     """Refuse a file, or the folder itself."""
-    if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o022:
+    others_write = about.st_mode & 0o022 and not environment.cache_is_shared()
+    if about.st_uid not in (os.geteuid(), 0) or others_write:
         me = _user(os.geteuid())
         raise _untrusted(path, about, folder, f"chown -R {me} {folder}; chmod -R go-w {folder}")
 
@@ -150,7 +156,8 @@ def _untrusted(path: Path, about: os.stat_result, folder: Path, remedy: str) -> 
     return Untrusted(
         f"{folder} is not used, because users other than {_user(os.geteuid())} and root can put code there: {path} "
         f"belongs to {_user(about.st_uid)} and has mode {stat.S_IMODE(about.st_mode):04o}. Set W4GEMM_CACHE_DIR to a "
-        f"folder of your own, or, if you trust all that is there: {remedy}"
+        f"folder of your own, or, if you trust all that is there: {remedy}; where that is not possible, as in a "
+        "container's volume of mode 0777 that nobody else can reach: W4GEMM_CACHE_SHARED=1"
     )
 
 
