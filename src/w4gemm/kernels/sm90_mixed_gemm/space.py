@@ -172,13 +172,18 @@ SPACE = Space(
             ),
         ),
         Rule(
-            "e2m1 beside 256 tokens",
-            "the parts of a code word take registers: a stream's bounds, or an expert's rows in pingpong, would spill",
+            "e2m1 and a residual",
+            "the bits of a word take registers: a residual in rows that are no multiple of 16 bytes would spill in "
+            "pingpong of 128 tokens and streams of 256; beside experts' rows any would in pingpong of 256",
             lambda v: (
                 _decodes_floats(v)
-                and v.config.tile_m == 256
-                and (v.stream_k or (v.grouped and v.config.schedule == "pingpong"))
+                and v.epilogue.residual
+                and (
+                    (not v.vector and (v.config.tile_m, v.config.schedule) in ((128, "pingpong"), (256, "stream")))
+                    or (v.grouped and (v.config.tile_m, v.config.schedule) == (256, "pingpong"))
+                )
             ),
+            of_epilogue=True,
         ),
         GROUPED_RESIDUAL,
         Rule(
