@@ -110,3 +110,8 @@ def test_elements():
     assert table.nearest(torch.tensor([-1e9, -0.4, 1.9, 1e9])).tolist() == [12, 0, 13, 11]
     with pytest.raises(ValueError, match="element: wanted one of int4.*, got 'fp4'"):
         WeightFormat(element="fp4")
+
+
+def test_digits_of_other_scripts_are_no_group_size():
+    with pytest.raises(ValueError, match="format: wanted"):
+        WeightFormat.parse("int4_g\u0663\u0662")

@@ -366,3 +366,18 @@ def test_activation():
     assert W4Linear(64, 10, activation="relu").activation == "relu"
     with pytest.raises(ValueError, match="activation: silu_mul wants an even n"):
         W4Linear(64, 9, activation="silu_mul")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["layer", "encoder"])
+def test_pytorchs_encoder_layers_in_eval_mode(whole):
+    """PyTorch would hand their weights to a fused operator."""
+    pytest.importorskip("transformers")
+    from w4gemm.integrations.transformers import dequantize_layers, quantize_layers
+
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = quantize_layers(torch.nn.TransformerEncoder(layer, 1) if whole else layer, "int4_g32").eval()
+    x = torch.randn(2, 5, 64)
+    with torch.inference_mode():
+        got = model(x)
+        wanted = dequantize_layers(model, torch.float32)(x)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)

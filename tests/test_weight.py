@@ -346,3 +346,11 @@ def test_shape_and_dtype():
         "torch.float16",
         "torch.bfloat16",
     }
+
+
+def test_a_format_may_be_named_by_its_string():
+    w = quantize(torch.randn(4, 64), "int4_g32")
+    same = QuantizedWeight("int4_g32", 4, 64, "canonical", w.tensors)
+    assert same.format == w.format and torch.equal(same.dequantize(), w.dequantize())
+    with pytest.raises(TypeError, match="format: wanted a WeightFormat or its string"):
+        QuantizedWeight(4, 4, 64, "canonical", w.tensors)

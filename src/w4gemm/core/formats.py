@@ -129,7 +129,8 @@ ALIASES = {"mxfp4": "e2m1_g32_e8m0", "nvfp4": "e2m1_g16_e4m3_row"}
 """Names that are in use for formats, and their strings."""
 
 _NAME = re.compile(
-    rf"(?P<element>{'|'.join(ELEMENTS)})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?"
+    rf"(?P<element>{'|'.join(ELEMENTS)})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
+    re.ASCII,
 )
 SMALLEST_GROUP = 16
 """Group sizes are multiples of it."""

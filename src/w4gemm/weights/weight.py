@@ -58,6 +58,7 @@ class QuantizedWeight:
     packed: PackedShape = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "format", WeightFormat.of(self.format))
         packed = packed_shape(self.format, self.layout, self.n, self.k, self.experts)
         object.__setattr__(self, "packed", packed)
         packed.check(self.tensors)

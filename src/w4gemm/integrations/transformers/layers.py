@@ -67,6 +67,9 @@ def quantize_layers(
         model.set_submodule(name, W4Linear.from_linear(layer, format or default_format(layer.in_features)))
         if progress is not None:
             progress(done, len(layers), "quantizing")
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # else PyTorch's fused operator reads the weights of its layers
     return model
 
 
