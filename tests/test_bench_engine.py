@@ -260,6 +260,15 @@ def test_the_reason_is_the_engines_own_error(tmp_path):
     assert launch.last_error(log) == "core.py:9] ValueError: too little memory"
 
 
+def test_an_engine_waits_for_the_memory_of_the_one_before(monkeypatch):
+    free = iter([10, 50, 90, 20, 20])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free, 20), 100))
+    launch.wait_for_memory(0.85, 1)
+    with pytest.raises(launch.EngineError, match="20% of a GPU's memory is free, wanted 85%"):
+        launch.wait_for_memory(0.85, 1, seconds=0.3)
+
+
 @pytest.fixture
 def preloaded(tmp_path):
     """A process to fork from, whose "vLLM" fails, hangs or names the variables of its engine."""
@@ -301,15 +310,15 @@ def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp
 def result(ms_step: float, tokens: list[list[int]]) -> Result:
     steps = len(tokens[0]) - 1
     decode = {"batch": len(tokens), "first_token_s": 0.5, "total_s": 0.5 + steps * ms_step / 1e3, "tokens": tokens}
-    return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], 0.02, 0.25)
+    return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], 0.25)
 
 
 def test_rows_of_a_result():
     task = Task({}, 512, (2,), 16, 5, prefill=8192)
-    start, decode, first, prefill = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), task)
+    start, decode, prefill = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), task)
     assert start == {"phase": "start", "seconds": 20.0}
     assert (decode["ms_step"], decode["tokens_s"], decode["batch"]) == (2.5, 800.0, 2)
-    assert (first["phase"], first["seconds"]) == ("first_token", 0.02)
+    assert decode["first_tokens_s"] == 0.5
     assert (prefill["tokens_s"], prefill["tokens_in"]) == (32768.0, 8192)
 
 

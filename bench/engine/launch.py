@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench.engine.implementations import Implementation
 from bench.engine.models import Model
 from bench.engine.offline import Result, Task
@@ -198,6 +200,7 @@ def run_offline(
     Raises:
         EngineError: if it fails or is not done within ``seconds``; with the last error that it printed.
     """
+    wait_for_memory(task.engine.get("gpu_memory_utilization", 0.0), task.engine.get("tensor_parallel_size", 1))
     task_file, result_file = log.with_suffix(".task.json"), log.with_suffix(".result.json")
     task_file.write_text(json.dumps(asdict(task)))
     result_file.unlink(missing_ok=True)
@@ -213,6 +216,21 @@ def run_offline(
     if not result_file.exists():  # an engine may fail while it ends
         raise EngineError(f"ended with {code}: {last_error(log)}")
     return Result(**json.loads(result_file.read_text()))
+
+
+def wait_for_memory(part: float, gpus: int, seconds: float = 20) -> None:
+    """Wait until ``part`` of the memory of the GPUs is free: the engine before may still be giving its own back.
+
+    Raises:
+        EngineError: if it is not free in time.
+    """
+    if not torch.cuda.is_available():
+        return
+    end = time.monotonic() + seconds
+    while (least := min(free / total for free, total in map(torch.cuda.mem_get_info, range(gpus)))) < part:
+        if time.monotonic() > end:
+            raise EngineError(f"{least:.0%} of a GPU's memory is free, wanted {part:.0%}: another process holds it")
+        time.sleep(0.2)
 
 
 @contextmanager

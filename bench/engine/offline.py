@@ -56,7 +56,6 @@ class Result:
     start_s: float = 0.0
     kernels: dict[str, dict[str, int]] = field(default_factory=dict)
     decode: list[dict[str, Any]] = field(default_factory=list)
-    first_token_s: float = 0.0
     prefill_s: float = 0.0
     profile: dict[str, Any] = field(default_factory=dict)
     read: list[dict[str, Any]] = field(default_factory=list)
@@ -157,7 +156,6 @@ def measure(task: Task) -> Result:
         result.decode.append(engine.decode(batch))
         found = result.decode[-1]
         print(f"batch {batch}: {found['total_s']:.3f} s, first tokens {found['first_token_s']:.3f} s", flush=True)
-    result.first_token_s = engine.first_token(engine.prompts(1, task.tokens_in))
     if task.prefill:
         result.prefill_s = engine.prefill()
     if task.profile:

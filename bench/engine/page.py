@@ -28,8 +28,8 @@ _HEAD = (
     "Decode: requests of 128 random tokens, greedy answers of 128, through `LLM.generate`; tokens/s of the whole batch "
     "without the time to the first tokens, and milliseconds a step. Serve: `vllm serve`, streamed, so many requests at "
     "a time, a new one as soon as one ends.",
-    "A ratio is tokens/s of w4gemm over those of vLLM's own choice, or of the best of vLLM's kernels in that line; for "
-    "a time it is the inverse. More than 1 is w4gemm's gain.",
+    "A ratio is tokens/s of w4gemm over those of vLLM's own choice, or of the best of vLLM's kernels if two or more "
+    "ran; for a time it is the inverse. More than 1 is w4gemm's gain.",
     "Rows: bench/results/{file}. `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default "
     "w4gemm marlin humming` repeats a table with vLLM and a GPU; `--serve` and `--profile` add theirs. `python -m "
     "bench.report bench/results/{file}` makes this page.",
@@ -64,25 +64,22 @@ class Line(NamedTuple):
     is_time: bool = False
 
 
-def line_of(row: Row) -> Line | None:
-    """Return the line that a row belongs to; None if it is in none of the table of speeds."""
-    phase = row["phase"]
+def lines_of(row: Row) -> list[Line]:
+    """Return the lines that a row is shown in; none for those that are not in the table of speeds."""
+    phase, batch = row["phase"], row.get("batch")
     if phase == "decode":
-        name = f"decode, batch {row['batch']}: tokens/s (ms a step)"
-        return Line(name, lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f} ({r['ms_step']:.2f})")
-    if phase == "prefill":
-        return Line(
-            f"prefill of {row['tokens_in']}: tokens/s", lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f}"
-        )
-    if phase == "first_token":
-        name = f"first token after {row['tokens_in']}: ms"
-        return Line(name, lambda r: r["seconds"], lambda r: f"{1e3 * r['seconds']:.1f}", True)
-    if phase == "serve":
-        name = f"serve, {row['batch']} at a time: tokens/s"
-        return Line(name, lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f}")
+        name = f"decode, batch {batch}: tokens/s (ms a step)"
+        found = [Line(name, lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f} ({r['ms_step']:.2f})")]
+        if batch == 1:
+            name = f"first token after {row['tokens_in']}: ms"
+            found.append(Line(name, lambda r: r["first_tokens_s"], lambda r: f"{1e3 * r['first_tokens_s']:.1f}", True))
+        return found
     if phase == "start" and row["start"] != "first":  # which pays for the others'
-        return Line(f"{row['start']} start: s", lambda r: r["seconds"], lambda r: f"{r['seconds']:.0f}", True)
-    return None
+        return [Line(f"{row['start']} start: s", lambda r: r["seconds"], lambda r: f"{r['seconds']:.0f}", True)]
+    names = {"prefill": f"prefill of {row.get('tokens_in')}", "serve": f"serve, {batch} at a time"}
+    if phase not in names:
+        return []
+    return [Line(f"{names[phase]}: tokens/s", lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f}")]
 
 
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
@@ -142,30 +139,40 @@ def summary(case: Case, rows: Sequence[Row]) -> list[str]:
     """Lines of the first table: means over batches of 64 and less, and over larger ones."""
     lines = []
     for name, wanted in (("1 to 64", lambda b: b <= 64), ("more", lambda b: b > 64)):
-        points = {row["batch"] for row in rows if row["phase"] == "decode" and wanted(row["batch"])}
+        points = sorted({row["batch"] for row in rows if row["phase"] == "decode" and wanted(row["batch"])})
         found = [
-            ratios([r for r in rows if r["phase"] == "decode" and r["batch"] == batch]) for batch in sorted(points)
+            gains(lines_of(of_batch[0])[0], of_batch)
+            for of_batch in ([r for r in rows if r["phase"] == "decode" and r["batch"] == b] for b in points)
         ]
-        if found and all(found):
-            means = [math.exp(sum(math.log(pair[i]) for pair in found if pair) / len(found)) for i in range(2)]
-            lines.append(f"| {case} | {name} | {means[0]:.2f} | {means[1]:.2f} |")
+        if found:
+            means = (mean([pair[i] for pair in found]) for i in range(2))
+            lines.append(_line(str(case), (name, *map(_gain, means))))
     return lines
 
 
-def ratios(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """Return w4gemm's gain over vLLM's choice and over the best of vLLM's kernels in one line; None without both."""
-    line = line_of(rows[0]) if rows else None
-    if line is None:
-        return None
-    values = {row["impl"]: line.value(row) for row in rows}
-    ours = [value for name, value in values.items() if OURS in name]
+def mean(ratios: Sequence[float | None]) -> float | None:
+    """Return the geometric mean; None if a ratio is missing."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return math.exp(sum(map(math.log, known)) / len(known)) if known and len(known) == len(ratios) else None
+
+
+def gains(line: Line, rows: Sequence[Row]) -> tuple[float | None, float | None]:
+    """Return w4gemm's gain over vLLM's choice, and over the best of two or more of vLLM's kernels; None where one was
+    not measured."""
+    ours = [line.value(row) for row in rows if OURS in row["impl"]]
     chosen = [line.value(row) for row in rows if row["chosen"] and OURS not in row["impl"]]
-    others = [value for name, value in values.items() if OURS not in name]
-    if not ours or not chosen:
-        return None
+    others = [line.value(row) for row in rows if OURS not in row["impl"]]
+    if not ours:
+        return None, None
     if line.is_time:
-        return chosen[0] / min(ours), min(others) / min(ours)
-    return max(ours) / chosen[0], max(ours) / max(others)
+        found = [min(times) / min(ours) if times else None for times in (chosen, others)]
+    else:
+        found = [max(ours) / max(rates) if rates else None for rates in (chosen, others)]
+    return found[0], found[1] if len(others) > 1 else None
+
+
+def _gain(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def names_of(rows: Sequence[Row]) -> dict[str, str]:
@@ -175,11 +182,12 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
     return {name: f"{name}, vLLM's choice" if name in chosen else name for name in names}
 
 
-def by_line(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def by_line(rows: Sequence[Row]) -> dict[str, tuple[Line, list[Row]]]:
+    """Return each line of the table of speeds with its rows."""
+    found: dict[str, tuple[Line, list[Row]]] = {}
     for row in rows:
-        if line := line_of(row):
-            found.setdefault(line.name, []).append(row)
+        for line in lines_of(row):
+            found.setdefault(line.name, (line, []))[1].append(row)
     return found
 
 
@@ -188,13 +196,10 @@ def speeds(rows: Sequence[Row]) -> list[str]:
     names = names_of(rows)
     head = _line("", (*names.values(), "over vLLM's choice", "over the best"))
     lines = [head, "|---" * (len(names) + 3) + "|"]
-    for name, found in by_line(rows).items():
-        line = line_of(found[0])
-        assert line is not None
+    for name, (line, found) in by_line(rows).items():
         cells = {row["impl"]: line.shown(row) for row in found}
-        pair = ratios(found)
-        gains = [f"{gain:.2f}" for gain in pair] if pair and found[0]["phase"] != "start" else ["-", "-"]
-        lines.append(_line(name, (*(cells.get(n, "-") for n in names), *gains)))
+        ratios = (None, None) if found[0]["phase"] == "start" else gains(line, found)
+        lines.append(_line(name, (*(cells.get(n, "-") for n in names), *map(_gain, ratios))))
     return lines
 
 

@@ -24,7 +24,8 @@ def plot(cases: dict[Case, list[Row]], file: Path) -> None:
     for panel, (case, rows) in zip(panels.flat, cases.items(), strict=False):
         names = list(names_of(rows))
         wanted = [r for r in rows if r["phase"] in ("decode", "prefill", "serve")]
-        groups = {name: found for name, found in by_line(wanted).items() if any(r["chosen"] for r in found)}
+        speeds = {name: found for name, (line, found) in by_line(wanted).items() if not line.is_time}
+        groups = {name: found for name, found in speeds.items() if any(r["chosen"] for r in found)}
         for i, name in enumerate(names):
             gains = []
             for found in groups.values():

@@ -26,9 +26,6 @@ def rows_of(result: Result, task: Task) -> list[Row]:
         row |= {"tokens_s": round(found["batch"] * steps / seconds, 1), "ms_step": round(1e3 * seconds / steps, 4)}
         row |= {"first_tokens_s": round(found["first_token_s"], 4), "repeats_itself": found["repeats_itself"]}
         rows.append(row)
-    if result.first_token_s:
-        row = {"phase": "first_token", "batch": 1, **tokens_in, "tokens_out": 1}
-        rows.append({**row, "seconds": round(result.first_token_s, 5)})
     if result.prefill_s:
         row = {"phase": "prefill", "batch": 1, "tokens_in": task.prefill, "tokens_out": 1}
         rows.append(
@@ -56,7 +53,6 @@ def equal_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 _SHOWN = {
     "start": ("seconds", "s"),
-    "first_token": ("seconds", "s"),
     "prefill": ("tokens_s", "tokens/s"),
     "decode": ("tokens_s", "tokens/s"),
     "serve": ("tokens_s", "tokens/s"),
