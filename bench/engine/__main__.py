@@ -254,6 +254,7 @@ def offline(case: Case, implementation: Implementation) -> tuple[str, Result, li
         start, last = caches.start(), number == case.starts
         log = case.place.logs / f"{case}-{implementation.name}-{number}.log"
         result = run_offline(replace(task, start_only=not last), variables, log, case.seconds, case.place.preloaded)
+        caches.started()
         started, *found = rows_of(result, task)
         rows += [{**started, "start": start}, *found]
     name = checked(implementation, result.kernels, rows)
@@ -275,6 +276,7 @@ def served(case: Case, implementation: Implementation) -> tuple[str, Result, lis
     variables = environment(implementation, caches, case.place.plugin)
     log, start = case.place.logs / f"{case}-{implementation.name}-serve.log", caches.start()
     facts, found = serve.serve(arguments, variables, log, case.seconds, loads)
+    caches.started()
     result = Result(**facts)
     rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": start}]
     for load, figures in zip(loads, found, strict=True):

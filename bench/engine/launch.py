@@ -105,13 +105,22 @@ class Caches:
     def start(self) -> str:
         """Make the folders, and return what a start now is: "warm" if the implementation started with them before,
         "cold" if only others did, and "first" if none did."""
-        start = "warm" if self.own.exists() else "cold" if self.shared.exists() else "first"
+        start = "warm" if self._mark(self.own).exists() else "cold" if self._mark(self.shared).exists() else "first"
         infos = self.own / "vllm/modelinfos"  # vLLM's facts on the model's class
         if not infos.is_symlink():
             (self.shared / "modelinfos").mkdir(parents=True, exist_ok=True, mode=0o700)
-            infos.parent.mkdir(parents=True, mode=0o700)
+            infos.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             infos.symlink_to((self.shared / "modelinfos").resolve())
         return start
+
+    def started(self) -> None:
+        """Note that an engine has started with them."""
+        for folder in (self.own, self.shared):
+            self._mark(folder).touch()
+
+    @staticmethod
+    def _mark(folder: Path) -> Path:
+        return folder / "started"
 
     def environment(self) -> dict[str, str]:
         """Return the variables that name the folders."""
