@@ -123,7 +123,7 @@ def test_one_hot_ragged(target, format, n, k):
     roundings = torch.finfo(target.out_dtype).eps * ((exact + bias).abs() + exact.abs() + subnormal).double()
     for config in target.few_configs(n, k, format):
         got = linear_poisoned(x, w, None, config)
-        assert torch.equal(torch.where(exact.abs() < subnormal, exact, got), exact)
+        assert torch.equal(torch.where(exact.abs() <= subnormal, exact, got), exact)
         assert ((got - exact).abs() <= subnormal * torch.finfo(target.out_dtype).eps).all()
         biased = linear_poisoned(x, w, bias, config).double()
         assert ((biased - (exact.double() + bias.double())).abs() <= roundings).all()
