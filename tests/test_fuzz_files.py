@@ -68,3 +68,13 @@ def test_a_config_without_groups_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(FormatError, match="quantization_config of config.json has no 'config_groups'"):
         open_checkpoint(folder)
+
+
+def test_a_gguf_file_that_names_fewer_tensors_than_it_holds_is_refused(tmp_path: Path) -> None:
+    """The numbers would be looked for where the header's other entries are."""
+    path = files.FORMATS["gguf"](tmp_path)
+    whole = path.read_bytes()
+    assert whole[8:16] == (5).to_bytes(8, "little")
+    path.write_bytes(whole[:8] + (2).to_bytes(8, "little") + whole[16:])
+    with pytest.raises(FormatError, match="the header does not name all"):
+        open_checkpoint(path)

@@ -214,7 +214,8 @@ def damaged(whole: bytes, header: int, damage: str, r: random.Random) -> bytes:
         length = r.choice((1, 2, 4, 8, 16))
         if header > 2 * length:
             a, b = sorted(r.sample(range(header - length), 2))
-            data[a : a + length], data[b : b + length] = whole[b : b + length], whole[a : a + length]
+            if not (whole[a : a + length] + whole[b : b + length]).isalpha():  # names that change places: a whole file
+                data[a : a + length], data[b : b + length] = whole[b : b + length], whole[a : a + length]
     elif damage == "name":
         found = [m.span() for m in re.finditer(rb"[A-Za-z_]{3,}", whole[:header])]
         start, end = r.choice(found)

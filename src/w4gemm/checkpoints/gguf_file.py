@@ -18,7 +18,8 @@ The header is read here rather than with the ``gguf`` package's reader, which ma
 gives the block sizes and dequantizes the types that stay dense.
 
 Tensors must lie as llama.cpp wants them: in the header's order, each from the next multiple of the alignment on. An
-offset that was changed, or a tensor marked with a type of another size, is therefore refused.
+offset that was changed, or a tensor marked with a type of another size, is therefore refused, and so is a file that goes
+on behind its last tensor.
 """
 
 from __future__ import annotations
@@ -310,6 +311,10 @@ def _located(path: Path, entries: list[_Entry], align: int, header_size: int, fi
             )
         at = _aligned(info.offset + info.nbytes, align)
         found[info.name] = info
+    if file_size > at and found:
+        raise FormatError(
+            f"{path}: its {len(found)} tensors end at byte {at}, the file at {file_size}: the header does not name all"
+        )
     return found
 
 
