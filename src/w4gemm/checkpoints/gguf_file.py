@@ -18,8 +18,8 @@ The header is read here rather than with the ``gguf`` package's reader, which ma
 gives the block sizes and dequantizes the types that stay dense.
 
 Tensors must lie as llama.cpp wants them: in the header's order, each from the next multiple of the alignment on. An
-offset that was changed, or a tensor marked with a type of another size, is therefore refused, and so is a file that goes
-on behind its last tensor.
+offset that was changed, or a tensor marked with a type of another size, is therefore refused, and so is a file that
+goes on behind its last tensor.
 """
 
 from __future__ import annotations
