@@ -59,6 +59,26 @@ def test_linear(device, format, m, n, k):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
+def test_configs_of_experts_on_a_gpu(format):
+    """One-hot x: the weights of an expert's rows, which begin anywhere, times the scale of each block."""
+    experts, n, k = 4, 328, 1024
+    w, ends = made(format, n, k, "cuda", experts), [0, 37, 38, 103, 210]
+    m, g = ends[-1], torch.Generator().manual_seed(0)
+    columns = torch.randint(0, k, (m,), generator=g).cuda()
+    x = torch.zeros(m, k, device="cuda").scatter_(1, columns[:, None], 2)
+    scales = torch.exp2(torch.randint(-8, 8, (m, k // 128), generator=g).float()).cuda()
+    owner = torch.repeat_interleave(torch.arange(experts), torch.tensor(ends).diff()).cuda()
+    exact = w.dequantize()[owner, :, columns] * 2 * scales.gather(1, columns[:, None] // 128)
+    epilogue = Epilogue(out_dtype=torch.float32, block_scale=True)
+    problem = GemmProblem(m, n, k, FP8, w.format, "mma8", epilogue, experts=experts)
+    configs, offsets = kernel_named("sm90_fp8_gemm").configs(problem), torch.tensor(ends).int().cuda()
+    for config in configs[:: max(1, len(configs) // 12)]:
+        given = {"token_scale": scales, "out_dtype": torch.float32, "config": f"sm90_fp8_gemm/{config}"}
+        assert torch.equal(grouped_linear(x.to(FP8), w, offsets, **given), exact), str(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
 def test_every_config_on_a_gpu(format):
     """One-hot x times a power of two: the weights, bit for bit, and another scale for each block."""
     m, n, k = 140, 328, 2048
@@ -75,15 +95,16 @@ def test_every_config_on_a_gpu(format):
         assert torch.equal(d, exact), str(config)
 
 
-@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
 def test_experts(device, format):
     """Contiguous, gathered and padded rows."""
     w = made(format, 136, 512, device, experts=3)
     x, scales = activations(41, 512, device=device)
-    offsets = torch.tensor([0, 5, 5, 41], dtype=torch.int32, device=device)
-    wanted = grouped_reference(x, w, offsets, token_scale=scales)
-    close(grouped_linear(x, w, offsets, token_scale=scales), wanted)
+    for rows in ([0, 5, 5, 41], [0, 3, 10, 41]):  # at all places among four scales
+        offsets = torch.tensor(rows, dtype=torch.int32, device=device)
+        wanted = grouped_reference(x, w, offsets, token_scale=scales)
+        close(grouped_linear(x, w, offsets, token_scale=scales), wanted)
     order = torch.randperm(41, generator=torch.Generator().manual_seed(0)).to(device)
     mixed = x.view(torch.uint8)[order].view(FP8)
     gathered = grouped_linear(mixed, w, offsets, indices=torch.argsort(order), token_scale=scales[order])
@@ -128,8 +149,9 @@ def test_refusals():
     problem = GemmProblem(5, 64, 512, FP8, w.format, "mma8", Epilogue(block_scale=True), GPUS["sm_89"])
     reason = kernel_named("sm89_fp8_gemm").supports(problem).reason
     assert reason == "takes one scale for each row of x, not one for each 128 columns"
-    reason = kernel_named("sm90_fp8_gemm").supports(replace(problem, device=H200, experts=2)).reason
-    assert reason == "takes one scale for each row of x beside experts, not one for each 128 columns"
+    gathered = replace(problem, device=H200, experts=2, gathered=True)
+    reason = kernel_named("sm90_fp8_gemm").supports(gathered).reason
+    assert reason == "takes one scale for each row of x that is gathered, not one for each 128 columns"
 
 
 def test_what_can_be_chosen_depends_on_it():
@@ -143,12 +165,13 @@ def test_what_can_be_chosen_depends_on_it():
     assert set(kernel.configs(exact)) <= set(kernel.configs(blocks))
 
 
+@pytest.mark.parametrize("experts", [0, 8])
 @pytest.mark.parametrize("format, m", [("int4_g128", 16), ("mxfp4", 512), ("int4_g32_zint", 64)])
-def test_machine_code(format, m):
+def test_machine_code(format, m, experts):
     """The config that is ranked first: nothing spills, WGMMAs are in flight, and TMA brings the scales besides x."""
     sass, kernel = pytest.importorskip("sass"), kernel_named("sm90_fp8_gemm")
     pytest.importorskip("cutlass")
-    plain = GemmProblem(m, 8192, 8192, FP8, WeightFormat.parse(format), "mma8", Epilogue(bias=True))
+    plain = GemmProblem(m, 8192, 8192, FP8, WeightFormat.parse(format), "mma8", Epilogue(bias=True), experts=experts)
     blocks = replace(plain, epilogue=Epilogue(bias=True, block_scale=True))
     config = ranked([kernel], blocks)[0][2]
     codes = [sass.disassemble(object_code(kernel.unit(p, config))) for p in (plain, blocks)]

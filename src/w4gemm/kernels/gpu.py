@@ -206,9 +206,9 @@ class GpuKernel(ABC):
             return Status.no(
                 f"reads the {self.layout} layout, the weight lies in {problem.layout}; call w.repack('{self.layout}')"
             )
-        if problem.epilogue.block_scale and (not self.block_scales or problem.experts):
-            beside = " beside experts" if self.block_scales else ""
-            return Status.no(f"takes one scale for each row of x{beside}, not one for each {SCALE_BLOCK} columns")
+        if problem.epilogue.block_scale and (not self.block_scales or problem.gathered):
+            which = " that is gathered" if self.block_scales else ""
+            return Status.no(f"takes one scale for each row of x{which}, not one for each {SCALE_BLOCK} columns")
         if problem.gathered and not problem.experts:
             return Status.no("gathers rows of x for a weight of several experts only")
         if problem.experts > EXPERT_MAPS[-1]:

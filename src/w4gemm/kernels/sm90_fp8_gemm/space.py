@@ -41,7 +41,8 @@ def _spills_with_groups(v: Variant) -> bool:
 def _spills_with_block_scales(v: Variant) -> bool:
     """True if scales of x do not fit beside sums, and scales of groups if these are applied to sums."""
     several = v.scales_on_sums and v.block.bytes > ONE_GROUP and (v.warpgroups > 2 or v.config.tile_m > 64)
-    return v.block_scales and (several or (v.warpgroups == 4 and v.config.tile_m > 32))
+    experts = v.scales_on_sums and v.grouped and v.warpgroups > 1 and v.config.tile_m > 64
+    return v.block_scales and (several or experts or (v.warpgroups == 4 and v.config.tile_m > 32))
 
 
 def _spills_with_activation(v: Variant) -> bool:
@@ -91,8 +92,8 @@ SPACE = Space(
         ),
         Rule(
             "scales of x",
-            "they take registers, which four warpgroups lack for 64 tokens, and scales of several groups leave none "
-            "for more than 64 or to more than two warpgroups",
+            "they take registers, which four warpgroups lack for 64 tokens, and scales of several groups, or experts, "
+            "leave none for more than 64 or to more than two warpgroups",
             _spills_with_block_scales,
         ),
         Rule(

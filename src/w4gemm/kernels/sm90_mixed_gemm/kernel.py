@@ -53,7 +53,8 @@ With fp8 activations (variant.kind "e4m3", the kernel sm90_fp8_gemm) a k chunk i
 the codes become e4m3. If variant.scales_on_sums, the scales multiply the float32 sums of each group:
 ``multiply_groups`` takes the place of ``multiply_stage``, with two sets of sums of a range of tokens beside the
 accumulators. So it does if each 128 columns of a row of x have a scale (variant.block_scales), which multiplies the
-sums too: TMA brings a stage's scales, tile_m for each weight block along k, with x and on the same barrier.
+sums too: TMA brings a stage's scales, those of a tile's tokens for each weight block along k, with x and on the same
+barrier.
 
 If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a
 warp of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2
@@ -190,8 +191,8 @@ class Sm90Kernel:
     def scale_source(self, block_scale: cute.Tensor) -> ScaleSource:
         """TMA that loads the scales of a tile's rows for a k-slice. block_scale: float32 (m, k blocks)."""
         variant = self.variant
-        shape, size = (variant.config.tile_m, variant.blocks_k), variant.block_scale_bytes // 4
-        strides = (1, variant.config.tile_m)
+        shape, size = (variant.scale_tokens, variant.blocks_k), variant.block_scale_bytes // 4
+        strides = (1, variant.scale_tokens)
         box = cute.make_layout(shape, stride=strides)
         tma, scales = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), block_scale, box, shape)
         stages = cute.make_layout((*shape, variant.stages), stride=(*strides, size))

@@ -175,10 +175,16 @@ class Variant(gpu.Variant):
         return self.config.tile_m * self.config.tile_k * self.itemsize
 
     @property
+    def scale_tokens(self) -> int:
+        """Tokens whose scales a stage holds: TMA reads from a multiple of 16 bytes on, and an expert's rows begin
+        anywhere."""
+        return self.config.tile_m + (4 if self.grouped else 0)
+
+    @property
     def block_scale_bytes(self) -> int:
         """Bytes of the scales of x per stage, [k block][token] in float32; what TMA writes begins at a multiple of
         128."""
-        return -(-self.config.tile_m * self.blocks_k * 4 // 128) * 128 if self.block_scales else 0
+        return -(-self.scale_tokens * self.blocks_k * 4 // 128) * 128 if self.block_scales else 0
 
     @property
     def stage_bytes(self) -> int:

@@ -119,6 +119,10 @@ class Consumer:
                     self.epilogue.prefetch(ahead.output.operands, coord, *variant.prefetches)
             if const_expr(variant.pingpong_warpgroups > 1):
                 cute.arch.barrier(barrier_id=_MMA_ORDER_BARRIER + pingpong, number_of_threads=256)
+            filled = pipeline
+            if const_expr(variant.block_scales and variant.grouped):
+                rows = self.scheduler.rows(tile.m_tile, output.d.shape[0], expert_tiles)
+                filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
             if k_slices > 0:
                 self.mainloop.wait_full(pipeline, state)
                 self.mainloop.begin(operands, sums, pipeline, state.stage, consumer)
@@ -129,7 +133,7 @@ class Consumer:
                     done = i * variant.stages_per_iteration + number
                     stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
                     if const_expr(variant.promotes):
-                        self.mainloop.multiply_groups(mma, pipeline, operands, sums, stage_state, consumer)
+                        self.mainloop.multiply_groups(mma, filled, operands, sums, stage_state, consumer)
                     else:
                         self.mainloop.multiply_stage(mma, pipeline, operands, stage_state, consumer, number)
                     previous = current

@@ -276,15 +276,16 @@ class Mainloop:
 
     def block_scales(self, address: Int32, block: Int32 | int, batch: int, consumer: ConsumerCoord) -> list[Float32]:
         """The scales of x for the sums of an MMA batch that a thread holds, two for each eight tokens; none if rows of
-        x have no scales of 128 columns. address: of the stage's scales. block: the k block in the stage."""
+        x have no scales of 128 columns. address: of the first token's scale in the stage. block: the k block in it."""
         variant = self.variant
         if not variant.block_scales:
             return []
         tokens = variant.config.tile_m // variant.token_splits
         first = batch % variant.token_splits * tokens + consumer.thread % 4 * 2
-        at = address + (block * variant.config.tile_m + first) * 4
-        words = [word for eight in range(tokens // 8) for word in load_shared(at + eight * 32, 2)]
-        return [to_float("f32", word) for word in words]
+        at = address + (block * variant.scale_tokens + first) * 4
+        together = 1 if variant.grouped else 2  # an expert's first scale may be at an odd place
+        starts = [at + eight * 32 + word * 4 for eight in range(tokens // 8) for word in range(0, 2, together)]
+        return [to_float("f32", word) for start in starts for word in load_shared(start, together)]
 
     def wait_full(self, pipeline: Pipeline, state: PipelineState) -> None:
         """Wait until a stage is filled, and visible to WGMMA: what cp.async wrote needs a fence besides the barrier."""

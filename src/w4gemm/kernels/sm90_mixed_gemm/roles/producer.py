@@ -212,12 +212,15 @@ class Producer:
         return partitions
 
     def partition_scales(self, source: ScaleSource, address: Int32, rows: TileRows) -> BoxPartition:
-        """TMA's view of the scales of a tile's rows of x: shared by stage, in global memory by (0, k-slice)."""
-        config = self.variant.config
+        """TMA's view of the scales of a tile's rows of x, from a multiple of four on: shared by stage, in global memory
+        by (0, k-slice)."""
+        variant, first = self.variant, rows.first
+        if variant.grouped:
+            first = first // 4 * 4
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=128)
         shared = cute.make_tensor(pointer, source.layout)
-        tokens_on = cute.domain_offset((rows.first, 0), source.scales)
-        tiles = cute.local_tile(tokens_on, (config.tile_m, self.variant.blocks_k), (None, None))
+        tokens_on = cute.domain_offset((first, 0), source.scales)
+        tiles = cute.local_tile(tokens_on, (variant.scale_tokens, variant.blocks_k), (None, None))
         whole = cute.make_layout(1)
         both = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         return BoxPartition(*cpasync.tma_partition(source.tma, 0, whole, *both))
@@ -232,7 +235,7 @@ class Producer:
             barrier = shared_address(pipeline.full + fill.stage)
             transaction_bytes = variant.weight_bytes + fill.boxes * (variant.x_bytes // variant.boxes)
             if const_expr(variant.block_scales):
-                transaction_bytes += variant.config.tile_m * variant.blocks_k * 4
+                transaction_bytes += variant.scale_tokens * variant.blocks_k * 4
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + fill.stage, transaction_bytes)
             for r in cutlass.range_constexpr(variant.blocks_n):
                 # past the last block of rows: that block again, whose results are not stored
