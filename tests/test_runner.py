@@ -44,6 +44,17 @@ def test_the_whole_epilogue(weight):
     assert torch.equal(d, wanted)
 
 
+def test_out_has_memory_of_its_own(weight):
+    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue(residual=True))
+    memory = torch.randn(M * (K + N))
+    a, inside, apart = memory[: M * K].view(M, K), memory[K : K + M * N].view(M, N), memory[M * K :].view(M, N)
+    with pytest.raises(ValueError, match="out: wanted memory of its own, got memory shared with a"):
+        gemm.run(a, weight.tensors, inside, residual=apart)
+    wanted = w4gemm.linear(a, weight, residual=apart)
+    gemm.run(a, weight.tensors, apart, residual=apart)
+    assert torch.equal(apart, wanted)
+
+
 @pytest.mark.parametrize("name", ["int4_g32_fp16", "int4_g32_e4m3"])
 def test_fp8_activations(name):
     w = w4gemm.quantize(torch.randn(N, K), name)

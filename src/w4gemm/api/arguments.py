@@ -3,6 +3,8 @@ came."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from w4gemm.core.activation import canonical, is_gated
@@ -174,7 +176,10 @@ def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
         return alpha.view(1)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
         raise TypeError(f"alpha: wanted a number or a tensor of one, got {type(alpha).__name__}")
-    return float(alpha)
+    try:
+        return float(alpha)
+    except OverflowError:
+        raise ValueError(f"alpha: wanted a number that a float holds, got one of {alpha.bit_length()} bits") from None
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
@@ -206,7 +211,12 @@ def check_out(
     if torch.compiler.is_compiling():  # there are no addresses yet; and the operator writes elsewhere first
         return
     check_alignment("out", out, _OUT_ALIGNMENT)
-    for name, other in (("x", x), *operands._asdict().items()):
+    check_own_memory(out, {"x": x, **operands._asdict()})
+
+
+def check_own_memory(out: torch.Tensor, read: Mapping[str, object]) -> None:
+    """Raise ValueError if ``out`` shares memory with a tensor that a launch reads; it may be the residual."""
+    for name, other in read.items():
         if isinstance(other, torch.Tensor) and _overlap(out, other):
             if name == "residual" and out.data_ptr() == other.data_ptr():
                 continue  # each element is read before it is written

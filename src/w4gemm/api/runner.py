@@ -15,7 +15,7 @@ import torch
 
 from w4gemm import choice
 from w4gemm.api import boundary
-from w4gemm.api.arguments import check_alignment, require_tensor
+from w4gemm.api.arguments import check_alignment, check_own_memory, require_tensor
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
@@ -201,6 +201,7 @@ class MixedGemm:
             require_tensor(name, t, dtype, shape, device)
             check_alignment(name, t, _ALIGNMENT)
         self._check_epilogue(operands.epilogue, (m, columns), weight.n)
+        check_own_memory(out, {"a": a, **operands.epilogue._asdict()})
         return weight
 
     def _check_epilogue(self, operands: EpilogueOperands, shape: tuple[int, int], n: int) -> None:
