@@ -228,7 +228,8 @@ def test_configs(target, config, format, ragged):
             x, given = target.randn(m, 512), tensors(target, epilogue, m, n)
             d = linear_poisoned(x, w, bias, config, **given)
             assert_close(d, x, w, bias, **given)
-            assert_in_place(d, x, w, bias, config, given)
+            if epilogue.residual:
+                assert_in_place(d, x, w, bias, config, given)
 
 
 @pytest.mark.parametrize("target", [p for p in TARGETS if p.values[0].device == "cuda"])

@@ -179,7 +179,7 @@ def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
     try:
         return float(alpha)
     except OverflowError:
-        raise ValueError(f"alpha: wanted a number that a float holds, got one of {alpha.bit_length()} bits") from None
+        raise ValueError("alpha: wanted a number of at most 1.8e308, got a larger int") from None
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
