@@ -140,7 +140,8 @@ def their_layer(sizes: Sizes, products: tuple[Product, Product], dtype: torch.dt
     with torch.device("meta"):
         layer = GptOssExperts(config)
     for name, (blocks, scales, bias) in zip(("gate_up_proj", "down_proj"), products, strict=True):
-        weight = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        # transformers moves to the CPU what it finds no memory for on the GPU
+        weight = convert_moe_packed_tensors(blocks, scales, dtype=dtype).to(blocks.device)
         setattr(layer, name, torch.nn.Parameter(weight, requires_grad=False))
         setattr(layer, f"{name}_bias", torch.nn.Parameter(bias.to(dtype), requires_grad=False))
     layer.limit = sizes.limit  # transformers 5.17 does not take it from the config
