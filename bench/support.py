@@ -1,19 +1,28 @@
-"""The README's table of what runs where, from every kernel's ``supports``: ``python -m bench.support`` writes it."""
+"""Tables of what runs where, from every kernel's ``supports``: ``python -m bench.support`` writes them into README.md
+and docs/support.md."""
 
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import ALIASES, ELEMENTS, PER_COLUMN, SCALES, ZEROS, WeightFormat
 from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
-from w4gemm.kernels import KERNELS
-from w4gemm.packing.layouts import layout_for
+from w4gemm.integrations.sglang.takeover import SGLANG
+from w4gemm.integrations.vllm.takeover import VLLM
+from w4gemm.kernels import KERNELS, Kernel
+from w4gemm.packing.layouts import LAYOUTS, layout_for
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-BEGIN, END = "<!-- made by python -m bench.support -->\n", "<!-- end -->\n"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs/support.md")
+"""Documents with tables, each between :data:`_MARKED`'s comments."""
+_MARKED = re.compile(r"(<!-- made by python -m bench\.support: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 DEVICES: dict[str, Device] = {
     "H100, H200, H800, H20 (9.0)": H200,
@@ -27,18 +36,15 @@ DEVICES: dict[str, Device] = {
     "AMD GPUs": Device("cuda", "AMD Instinct MI300X", (9, 4), 304, 65536, rocm=True),
     "CPU": Device("cpu"),
 }
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
+FP8 = torch.float8_e4m3fn
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e4m3fn": FP8}
+GROUPS = (16, 32, 64, 96, 128, 256, PER_COLUMN)
+
 FORMATS = tuple(
     WeightFormat(*which)
     for which in itertools.product((32, 64, 128, 256, PER_COLUMN), ("none", "int", "float"), ("bf16", "fp16"))
 )
-
-
+"""The formats of the table by device and dtype."""
 FP8_FORMATS = (
     *(format for format in FORMATS if format.zero != "float"),
     *(WeightFormat(group_size, "none", "e4m3") for group_size in (32, 64, 128, 256, PER_COLUMN)),
@@ -46,35 +52,170 @@ FP8_FORMATS = (
 """For fp8 activations; the README says so beside the table."""
 
 PARTIAL = "dequantize_gemm"
-"""Takes a single weight without an epilogue, and not all formats; the README says so below the table."""
+"""Takes a single weight without an epilogue, and not all formats; the documents say so below the table."""
 
 
-def table() -> str:
-    """Lines of Markdown: by device and dtype of the activations the kernels that take every format, dense (experts 0)
-    and grouped."""
-    lines = ["| device | " + " | ".join(DTYPES) + " |", "|---" * (1 + len(DTYPES)) + "|"]
-    for name, device in DEVICES.items():
-        lines.append(f"| {name} | " + " | ".join(cell(device, dtype) for dtype in DTYPES.values()) + " |")
+def problem(device: Device, format: WeightFormat, dtype: torch.dtype, experts: int = 0) -> GemmProblem:
+    """A product in the layout that the device's fastest kernel reads."""
+    layout = layout_for(device, format, dtype)
+    return GemmProblem(64, 4096, 4096, dtype, format, layout, device=device, experts=experts)
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Lines of a table."""
+    head = [*head]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    lines.insert(1, "|---" * len(head) + "|")
     return "\n".join(lines) + "\n"
 
 
-def cell(device: Device, dtype: torch.dtype) -> str:
-    problems = [
-        GemmProblem(64, 4096, 4096, dtype, format, layout_for(device, format, dtype), device=device, experts=experts)
-        for format in (FP8_FORMATS if dtype == torch.float8_e4m3fn else FORMATS)
-        for experts in (0, 8)
-    ]
+def kernels_by_device() -> str:
+    """By device and dtype of x the kernels that take every format, dense (experts 0) and grouped."""
+    rows = ((name, *(_cell(device, dtype) for dtype in DTYPES.values())) for name, device in DEVICES.items())
+    return markdown(("device", *DTYPES), rows)
+
+
+def _cell(device: Device, dtype: torch.dtype) -> str:
+    formats = FP8_FORMATS if dtype == FP8 else FORMATS
+    problems = [problem(device, format, dtype, experts) for format in formats for experts in (0, 8)]
     found = [kernel.name for kernel in KERNELS if all(kernel.supports(p) for p in problems)]
     some = {kernel.name for kernel in KERNELS if any(kernel.supports(p) for p in problems)}
     assert some - set(found) <= {PARTIAL}, f"{some} take some formats only: the table must say which"
     return ", ".join(f"`{name}`" for name in found) or "-"
 
 
-def written(readme: str) -> str:
-    """The README with the table as it is now."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+def families() -> dict[str, list[WeightFormat]]:
+    """Formats of all group sizes by element, zero rule and scale rule, under a string with ``g*`` for the group."""
+    found: dict[str, list[WeightFormat]] = {}
+    for element, zero, scale, group_size in itertools.product(ELEMENTS, ZEROS, SCALES, GROUPS):
+        try:
+            format = WeightFormat(group_size, zero, scale, element)
+        except ValueError:  # no such combination
+            continue
+        found.setdefault(str(replace(format, group_size=128)).replace("_g128", "_g*"), []).append(format)
+    return found
+
+
+def _taken(device: Device, formats: list[WeightFormat]) -> str:
+    """Words for the activations beside which a device runs formats, dense and experts, with the smallest group of
+    each."""
+    least: dict[str, int] = {}
+    for name, dtypes in {"16-bit": (torch.float16, torch.bfloat16), "fp8": (FP8,)}.items():
+        runs = [
+            format.group_size
+            for format in formats
+            if all(
+                any(kernel.supports(problem(device, format, dtype, experts)) for kernel in KERNELS)
+                for dtype in dtypes
+                for experts in (0, 8)
+            )
+        ]
+        if runs:
+            least[name] = min(size for size in runs if size != PER_COLUMN)
+            wanted = [f.group_size for f in formats if f.group_size == PER_COLUMN or f.group_size >= least[name]]
+            assert runs == wanted, f"{formats[0]} beside {name}: the table must say which groups"
+    return ", ".join(f"{name} ({size})" for name, size in least.items()) or "-"
+
+
+def formats_by_device() -> str:
+    """By format and device the activations; devices with equal columns are one column, formats with equal rows one
+    row."""
+    columns: dict[tuple[str, ...], list[Device]] = {}
+    labels = families()
+    for device in DEVICES.values():
+        cells = tuple(_taken(device, formats) for formats in labels.values())
+        if any(cell != "-" for cell in cells):
+            columns.setdefault(cells, []).append(device)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for label, *cells in zip(labels, *columns, strict=True):
+        rows.setdefault(tuple(cells), []).append(f"`{label}`{_alias(label)}")
+    heads = map(_capabilities, columns.values())
+    return markdown(("format", *heads), ((", ".join(names), *cells) for cells, names in rows.items()))
+
+
+def _capabilities(devices: Iterable[Device]) -> str:
+    """Compute capabilities of GPUs in order, or CPU."""
+    found = sorted({device.capability for device in devices if device.kind == "cuda"})
+    return ", ".join(f"{major}.{minor}" for major, minor in found) or "CPU"
+
+
+def _alias(label: str) -> str:
+    """Name in use for a format of the family, in brackets."""
+    names = (name for name, string in ALIASES.items() if re.sub(r"_g\d+", "_g*", string) == label)
+    return "".join(f" (`{name}`)" for name in names)
+
+
+def features_by_kernel() -> str:
+    """By kernel the dtypes of x, layouts, and what it takes besides one weight and rows with one scale."""
+    return markdown(
+        ("kernel", "compute capability", "x", "layout", "experts", "reads rows of x by index", "scales of 128 columns"),
+        (_features(kernel) for kernel in KERNELS),
+    )
+
+
+def _features(kernel: Kernel) -> tuple[str, ...]:
+    formats = [format for formats in families().values() for format in formats]
+    runs = [
+        replace(problem(device, format, dtype), layout=layout)
+        for device, format, dtype, layout in itertools.product(DEVICES.values(), formats, DTYPES.values(), LAYOUTS)
+        if kernel.supports(GemmProblem(64, 4096, 4096, dtype, format, layout, device=device))
+    ]
+    one = runs[0]
+    blocks = Epilogue(block_scale=True)
+    taken = {p.dtype for p in runs}
+    layouts = dict.fromkeys(p.layout for p in runs)
+    return (
+        f"`{kernel.name}`",
+        _capabilities(p.device for p in runs),
+        ", ".join(name for name, dtype in DTYPES.items() if dtype in taken),
+        ", ".join(f"`{name}`" for name in layouts),
+        _yes(kernel.supports(replace(one, experts=8))),
+        _yes(kernel.supports(replace(one, experts=8, gathered=True))),
+        _yes(any(kernel.supports(replace(p, epilogue=blocks)) for p in runs if p.dtype == FP8)),
+    )
+
+
+def _yes(answer: object) -> str:
+    return "yes" if answer else "-"
+
+
+def engines_by_device() -> str:
+    """By device the layers that the plugins of engines take over, for each value of their switch."""
+    format = WeightFormat()
+    rows = []
+    for name, device in DEVICES.items():
+        cells = []
+        for switch, engine in itertools.product(("auto", "on"), (VLLM, SGLANG)):
+            here = replace(engine, switch=lambda switch=switch: switch)
+            capability = device.capability if device.kind == "cuda" and not device.rocm else None
+            kinds = {
+                "W4A16": not here.why_not_here(capability) and _runs(device, format, torch.bfloat16),
+                "W4A8": not here.why_not_here(capability, fp8=True) and _runs(device, format, FP8),
+            }
+            cells.append(", ".join(kind for kind, taken in kinds.items() if taken) or "-")
+        assert cells[::2] == cells[1::2], "engines differ: the table must say which"
+        rows.append((name, *cells[::2]))
+    return markdown(("device", "`auto`", "`on`"), rows)
+
+
+def _runs(device: Device, format: WeightFormat, dtype: torch.dtype) -> bool:
+    return any(kernel.supports(problem(device, format, dtype)) for kernel in KERNELS)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "kernels": kernels_by_device,
+    "formats": formats_by_device,
+    "features": features_by_kernel,
+    "engines": engines_by_device,
+}
+"""By the name in a document's comment."""
+
+
+def written(text: str) -> str:
+    """A document with its tables as they are now."""
+    return _MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))

@@ -30,6 +30,7 @@ from bench.shapes import (  # noqa: E402
 
 import w4gemm  # noqa: E402
 from w4gemm import WeightFormat, choice  # noqa: E402
+from w4gemm.checkpoints import FORMATS, METHODS  # noqa: E402
 from w4gemm.choice import store  # noqa: E402
 from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
@@ -290,9 +291,18 @@ def test_the_readme_has_the_pages_means():
         assert means == [(row[0], row[1]) for row in rows], page
 
 
-def test_the_readmes_table_of_devices_is_current():
-    readme = (ROOT / "README.md").read_text()
-    assert support.written(readme) == readme, "run python -m bench.support"
+@pytest.mark.parametrize("page", support.PAGES, ids=lambda page: page.name)
+def test_the_tables_of_what_runs_where_are_current(page):
+    text = page.read_text()
+    assert "<!-- made by python -m bench.support: " in text
+    assert support.written(text) == text, "run python -m bench.support"
+
+
+def test_the_table_of_checkpoints_has_every_format():
+    rows = [row[0].lower() for row in tables((ROOT / "docs/support.md").read_text())[-1]]
+    wanted = {*(format.name for format in FORMATS), *METHODS} - {"w4gemm"}
+    missing = [name for name in wanted if not any(name.replace("-", "") in row.replace("-", "") for row in rows)]
+    assert not missing
 
 
 @pytest.mark.parametrize("name", ["T4 (7.5) and older", "AMD GPUs"])
