@@ -64,6 +64,18 @@ def call(m: int, **changes) -> choice.PlanKey:
     return choice.PlanKey.of(weight, m, **{"dtype": torch.float32, "device": torch.device("cpu"), **changes})
 
 
+@pytest.mark.parametrize("experts", [0, 1, 8, 100])
+def test_rows_that_stand_for_an_interval(experts):
+    """Above one row for each expert by the average; below by the number of rows, as most experts have none."""
+    stands = [choice.representative_rows(m, experts) for m in range(1, 3001)]
+    assert all(m <= of for m, of in enumerate(stands, 1)) and stands == sorted(stands)
+    assert {choice.representative_rows(m, experts) for m in choice.first_rows(3000, experts)} == set(stands)
+    assert choice.representative_rows(8, 128) == 8
+    assert choice.representative_rows(127, 128) == choice.representative_rows(128, 128) == 128
+    assert choice.representative_rows(3 * 128, 128) == 4 * 128
+    assert choice.representative_rows(300, 0) == choice.representative(300) == 320
+
+
 @pytest.mark.parametrize(
     ("m", "wanted"), [(1, "m 1"), (3, "m 3 to 4"), (8192, "m 4097 to 8192"), (9999, "m from 8193")]
 )

@@ -10,7 +10,7 @@ from w4gemm.api import arguments, boundary
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import is_eager
-from w4gemm.choice import BOUNDS, PlanKey, interval, plan_cache, plan_for
+from w4gemm.choice import BOUNDS, PlanKey, interval, last_of, plan_cache, plan_for
 from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
 from w4gemm.kernels import Operands
 from w4gemm.weights.weight import QuantizedWeight
@@ -70,7 +70,7 @@ class BoundLinear:
         return self.launches
 
     def _choose(self, at: int, launches: list[Launch | None]) -> Launch:
-        key = self.key._replace(interval=at)
+        key = self.key._replace(m=last_of(at))
         found = plan_for(key)
         if plan_cache.stays(key, found):
             launches[at] = found.launch

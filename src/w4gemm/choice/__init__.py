@@ -7,7 +7,16 @@ rarely chooses or compiles anything. Importing this imports no DSL.
 from w4gemm.choice.ahead import Prepared, prepare
 from w4gemm.choice.choose import Decision, Plan, compiled_for, configs, decide, plan, recorded
 from w4gemm.choice.explanation import Explanation, explain
-from w4gemm.choice.intervals import BOUNDS, interval, interval_of, representative, span
+from w4gemm.choice.intervals import (
+    BOUNDS,
+    first_rows,
+    interval,
+    interval_of,
+    last_of,
+    representative,
+    representative_rows,
+    span,
+)
 from w4gemm.choice.plan_cache import PlanKey, forget, plan_for, tuning_with
 from w4gemm.choice.verdict import Verdict, why
 
@@ -23,14 +32,17 @@ __all__ = [
     "configs",
     "decide",
     "explain",
+    "first_rows",
     "forget",
     "interval",
     "interval_of",
+    "last_of",
     "plan",
     "plan_for",
     "prepare",
     "recorded",
     "representative",
+    "representative_rows",
     "span",
     "tuning_with",
     "why",

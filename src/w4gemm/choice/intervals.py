@@ -38,3 +38,20 @@ def representative(m: int) -> int:
 def last_of(index: int) -> int:
     """Last m of the interval ``index``, or ``LARGEST`` for the one without end."""
     return BOUNDS[index] if index < len(BOUNDS) else LARGEST
+
+
+def representative_rows(m: int, experts: int) -> int:
+    """The rows of all experts together that stand for m of them: by the average of an expert or, if there are fewer
+    rows than experts, by their number, because most experts then have none. For a single weight, experts 0, by m."""
+    if m < experts:
+        return min(representative(m), experts)
+    weights = max(1, experts)
+    return representative(-(-m // weights)) * weights
+
+
+def first_rows(most: int, experts: int = 0) -> list[int]:
+    """The first m of each interval of :func:`representative_rows` that begins within 1 .. most."""
+    starts = [bound + 1 for bound in (0, *BOUNDS)]
+    few = [start for start in starts if start < experts]
+    many = [(start - 1) * experts + 1 if start > 1 else experts for start in starts] if experts else starts
+    return [start for start in (*few, *many) if start <= most]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.choice.choose import Plan, plan
-from w4gemm.choice.intervals import interval, last_of
+from w4gemm.choice.intervals import representative_rows
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.packed_shape import PackedShape
@@ -28,9 +28,8 @@ Tuner = Callable[[GemmProblem], None]
 class PlanKey(NamedTuple):
     """All that a plan depends on, cheap to build and to look up."""
 
-    interval: int
-    """Index into ``BOUNDS``, see :func:`w4gemm.choice.intervals.interval`; for a weight of experts, of the number of
-    tokens that an expert has on average."""
+    m: int
+    """That of the problem that is chosen for, see :func:`w4gemm.choice.intervals.representative_rows`."""
     weight: PackedShape
     dtype: torch.dtype
     epilogue: Epilogue
@@ -59,14 +58,14 @@ class PlanKey(NamedTuple):
             weight, at = w, device
         else:
             weight, at = w.packed, device or w.device
-        each = interval(-(-m // weight.experts) if weight.experts else m)
-        return cls(each, weight, dtype, epilogue, at, config, batch_invariant, gathered)
+        stands = representative_rows(m, weight.experts)
+        return cls(stands, weight, dtype, epilogue, at, config, batch_invariant, gathered)
 
     def problem(self) -> GemmProblem:
-        """The problem that is chosen for: m is the interval's last, for all experts together."""
+        """The problem that is chosen for."""
         weight = self.weight
         return GemmProblem(
-            last_of(self.interval) * max(1, weight.experts),
+            self.m,
             weight.n,
             weight.k,
             self.dtype,

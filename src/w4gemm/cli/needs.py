@@ -45,7 +45,7 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     """Every problem that ``linear``, ``grouped_linear`` and ``masked_linear`` make of a layer.
 
     A layer of experts is called with rows of x sorted by expert or gathered, and fuses silu_mul if it is the first of
-    an expert. tokens: the m of each interval, of experts on average.
+    an expert. tokens: the m of each interval, of experts on average; 1 includes fewer rows than experts.
     """
     fp8 = use.fp8 or layer.activations == "fp8"
     if fp8:
@@ -54,6 +54,10 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     fused = dict.fromkeys((None, *(("silu_mul",) if grouped else ()), *use.epilogue_activations))
     activations = [name for name in fused if layer.n % 2 == 0 or not is_gated(name)]
     found = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
+    if grouped and 1 in tokens:
+        (one,) = problems([layer], [1], use.device, use.dtype)
+        few = (choice.representative_rows(m, layer.experts) for m in choice.first_rows(layer.experts - 1, layer.experts))
+        found += [replace(one, m=m) for m in few if m < layer.experts]
     residuals = (False, True) if use.residual else (False,)
     scales = (False, True) if use.expert_scale and grouped else (False,)
     gathers = (False, True) if grouped else (False,)

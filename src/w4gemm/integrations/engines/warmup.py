@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.api.ops import linear
-from w4gemm.choice import BOUNDS, PlanKey, interval, prepare
+from w4gemm.choice import BOUNDS, PlanKey, first_rows, prepare
 from w4gemm.core import environment
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
@@ -45,8 +45,8 @@ class ExpertsCall(NamedTuple):
     dtype: torch.dtype
     """That of the model's activations."""
     top_k: int
-    each: Sequence[int]
-    """Numbers of rows of an expert, each the first of an interval."""
+    rows: Sequence[int]
+    """Numbers of rows of all experts, one of each interval."""
     gathered: bool = True
     """True if rows of x are read through indices."""
     bias: bool = False
@@ -145,7 +145,7 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
     fp8, device = w.activations == "fp8", w.device
     plain = [Epilogue(bias=biased) for biased in ((False,) if bias is None else (False, True))]
     epilogues = [epilogue.of_quantized(use.dtype) if fp8 else epilogue for epilogue in plain]
-    tokens, taken = first_tokens(use.most_tokens), torch.float8_e4m3fn if fp8 else use.dtype
+    tokens, taken = first_rows(use.most_tokens), torch.float8_e4m3fn if fp8 else use.dtype
     keys = tuple(
         PlanKey.of(w.packed, m, taken, epilogue, use.batch_invariant, device=device)
         for epilogue in epilogues
@@ -184,15 +184,15 @@ def experts_need(
         fp8 = w.activations == "fp8"
         epilogue = (plain.of_quantized(call.dtype) if fp8 else plain)._replace(activation=fused)
         x, gathered = torch.float8_e4m3fn if fp8 else call.dtype, call.gathered and w is gate_up
-        keys += [PlanKey.of(w, rows * w.experts, x, epilogue, gathered=gathered, device=w.device) for rows in call.each]
+        keys += [PlanKey.of(w, rows, x, epilogue, gathered=gathered, device=w.device) for rows in call.rows]
         facts = LayerFacts(w.k, call.dtype, fp8, top_k=call.top_k, experts=w.experts)
         helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
     return Need("layers of 4-bit experts", tuple(keys), tuple(helpers), run)
 
 
-def first_tokens(most: int) -> list[int]:
-    """Return the first m of each interval that begins within 1 .. most."""
-    return [1, *(bound + 1 for bound in BOUNDS[: interval(most)])]
+def token_counts(most: int, top_k: int, experts: int) -> list[int]:
+    """Return numbers of tokens within 1 .. most whose rows, ``top_k`` each, meet every interval that such rows can."""
+    return list(dict.fromkeys(-(-rows // top_k) for rows in first_rows(most * top_k, experts)))
 
 
 def _rank() -> tuple[int, int]:

@@ -24,7 +24,7 @@ from w4gemm.choice import BOUNDS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
 from w4gemm.integrations.engines.supports import product, why_no_kernel
-from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, first_tokens
+from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.integrations.sglang.takeover import SGLANG, WARMUP, Hook, capability, exchange, hook
 
 TAKES = "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, W4AFP8)"
@@ -224,17 +224,17 @@ def _need(experts: W4Experts, activation: str, config: Any) -> Need:
     """Return what a layer's experts launch for any number of tokens."""
     gate_up, down = experts.gate_up.weight, experts.down.weight
     count, top_k = gate_up.experts, config.top_k
-    each = first_tokens(-(-(BOUNDS[-1] + 1) * top_k // count))
+    each = token_counts(BOUNDS[-1] + 1, top_k, count)
 
     @torch.inference_mode()
     def run() -> None:
-        for rows in each:
-            tokens = (rows - 1) * count // top_k + 1
+        for tokens in each:
             x = torch.zeros(tokens, gate_up.k, dtype=config.params_dtype, device=gate_up.device)
             ids = torch.arange(tokens * top_k, dtype=torch.int32, device=gate_up.device).view(tokens, top_k)
             experts(x, ids % count, torch.zeros(tokens, top_k, device=gate_up.device))
 
-    return experts_need(gate_up, down, activation, ExpertsCall(config.params_dtype, top_k, each), run)
+    call = ExpertsCall(config.params_dtype, top_k, [tokens * top_k for tokens in each])
+    return experts_need(gate_up, down, activation, call, run)
 
 
 def apply(own: Callable[..., Any], self: Any, layer: Any, dispatch_output: Any) -> Any:

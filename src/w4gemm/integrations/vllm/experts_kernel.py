@@ -20,7 +20,7 @@ from w4gemm.api import boundary
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.routing import Routing, combine, route
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
-from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, first_tokens
+from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.weights.weight import QuantizedWeight
@@ -84,10 +84,10 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
         """Experts, tokens (of an expert if there is a dimension of experts), features of both products, top k."""
         return self.gate_up.experts, a1.shape[-2], self.gate_up.n, self.gate_up.k, topk_ids.shape[1]
 
-    def _need(self, each: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
-        """Return what is launched for numbers of rows of an expert, each the first of an interval."""
+    def _need(self, rows: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
+        """Return what is launched for numbers of rows of all experts."""
         fused = self.products[0].epilogue
-        call = ExpertsCall(self.moe_config.in_dtype, self.moe_config.experts_per_token, each, gathered, fused.bias)
+        call = ExpertsCall(self.moe_config.in_dtype, self.moe_config.experts_per_token, rows, gathered, fused.bias)
         return experts_need(self.gate_up, self.down, fused.activation, call, run)
 
     # The plugin chooses these classes itself, having checked the layer, and vLLM's lists of kernels do not have them.
@@ -155,15 +155,15 @@ class W4gemmExperts(_Experts):
 
     def need(self, most_tokens: int) -> Need:
         """Return what is launched for 1 to ``most_tokens`` tokens."""
-        experts, top_k = self.gate_up.experts, self.moe_config.experts_per_token
-        each = first_tokens(-(-most_tokens * top_k // experts))
+        top_k = self.moe_config.experts_per_token
+        each = token_counts(most_tokens, top_k, self.gate_up.experts)
 
         @torch.inference_mode()
         def run() -> None:
-            for rows in each:
-                self._run_once(min(most_tokens, (rows - 1) * experts // top_k + 1))
+            for tokens in each:
+                self._run_once(tokens)
 
-        return self._need(each, True, run)
+        return self._need([tokens * top_k for tokens in each], True, run)
 
     def _run_once(self, tokens: int) -> None:
         """Launch everything for zeros, evenly divided among experts."""
@@ -248,4 +248,5 @@ class BatchedW4gemmExperts(_Experts):
 
     def need(self, most_tokens: int) -> Need:
         """Return what is launched: one plan a product, since a plan is chosen for all rows that there is room for."""
-        return self._need([self.max_num_tokens * self.num_dispatchers], False, None)
+        rows = self.gate_up.experts * self.max_num_tokens * self.num_dispatchers
+        return self._need([rows], False, None)
