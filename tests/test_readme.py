@@ -54,6 +54,15 @@ def test_the_blocks_of_engines() -> None:
     assert torch.equal(names["out"], torch.from_numpy(names["out2"]))
 
 
+def test_the_blocks_of_coming_from() -> None:
+    """Their own assertions hold each conversion to the other library's formula."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/coming-from.md").read_text(), re.DOTALL):
+        exec(compile(block, "coming-from.md", "exec"), names)
+    assert names["out"].shape == names["d"].shape == names["y"].shape == (5, 256)
+    assert 0.01 < names["error"] < 0.05
+
+
 def test_the_engines_block() -> None:
     """docs/commands.md's block that stands alone."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/commands.md").read_text(), re.DOTALL)
