@@ -1,4 +1,6 @@
-"""Tables and plots of a run of ``bench.run``, ``bench.grouped`` or ``bench.engine``: ``python -m bench.report [FILE]``.
+"""Tables and plots of a run of ``bench.run``, ``bench.grouped``, ``bench.unknown`` or ``bench.engine``.
+
+``python -m bench.report [FILE]``.
 
 Writes the page and the plot in docs/ for each kind of work in FILE, and docs/benchmarks.html for W4A16. Only rows of
 one run are compared. Needs matplotlib.
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import html
+from bench.drawn import page as unknown_page
 from bench.engine import page as engine_page
 from bench.engine.plot import plot as plot_engines
 from bench.shapes import divide
@@ -177,6 +180,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         stored = [json.loads(line) for line in path.read_text().splitlines()]
         engine_page.PAGE.write_text(engine_page.text(stored, path.name))
         plot_engines(engine_page.cases_of(stored), engine_page.PLOT)
+    if path.name.startswith("unknown"):
+        stored = [json.loads(line) for line in path.read_text().splitlines()]
+        unknown_page.PAGE.write_text(unknown_page.text(stored, path.name))
+        unknown_page.plot(stored)
+        return
     for rows in last_of_each_work(path):
         page = page_of(rows)
         times, versions = by_point(rows)

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run": "measure layers with every implementation in one process",
         "grouped": "measure mixtures of experts beside other implementations, with several routings",
         "experts": "measure gpt-oss' layer of experts beside transformers' own",
+        "unknown": "measure layers that nobody tuned, drawn at random, beside other implementations",
         "sweep": "time many configs of many products, for the model and the shipped table",
         "report": "make docs/benchmarks*.md, the plots and docs/benchmarks.html from a run's rows",
         "tune": "make the shipped table of this GPU, and record what it brings",
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """``args.rest`` holds what is not read here: the module has a parser of its own."""
     found = module(args.action)
     asked = {option.partition("=")[0] for option in args.rest}
-    measures = args.action in ("run", "grouped", "experts", "tune") and not {"-h", "--help", "--rows"} & asked
+    measures = args.action in ("run", "grouped", "experts", "unknown", "tune") and not {"-h", "--help", "--rows"} & asked
     if measures and not torch.cuda.is_available():
         raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
     found.main(args.rest)

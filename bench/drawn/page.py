@@ -1,0 +1,162 @@
+"""The page of layers that nobody tuned, docs/benchmarks-unknown.md, from rows, and its plot."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, PLOT = ROOT / "docs/benchmarks-unknown.md", ROOT / "docs/plots/unknown.svg"
+TITLES = {
+    "w4a16": "W4A16: int4 g128, bf16 x",
+    "w4a8_exact": "W4A8, group scales on float32 sums (exact)",
+    "w4a8_folded": "W4A8, group scales in e4m3 weights (folded)",
+}
+GROUPS = ((1, 16), (17, 64), (65, 333), (334, 8192))
+_WORST = 8
+_HEAD = (
+    "Layers drawn at random from the sizes of real models and of their shards, each at four ragged m, one in each "
+    "quarter of log2(1 .. 8192): `bench/drawn/points.py`. No shipped table has them, the cost model was not fitted "
+    "to them, and nothing was tuned: every choice is the model's first guess.",
+    "All implementations of a point ran interleaved in one process (`python -m bench.unknown`, rows: "
+    "bench/results/{file}); medians in microseconds per call, in a CUDA graph over copies of the weight that together "
+    "exceed L2.",
+    "Ratio: the best peer's time over w4gemm's; below 1 w4gemm is behind. A peer that cannot run a point does not "
+    "count there. With bf16 x cuBLAS on bf16 weights counts as a peer; with e4m3 x cuBLAS on e4m3 weights, which has "
+    "twice the bytes, is shown apart.",
+    "Means are geometric. Regret: the time of the first choice over that of the fastest of w4gemm's {configs} best "
+    "guesses.",
+)
+
+
+class Point(NamedTuple):
+    """One problem, with everybody's times."""
+
+    kind: str
+    n: int
+    k: int
+    m: int
+    us: dict[str, float]
+    """By implementation."""
+    own: Row
+    """w4gemm's row."""
+
+    def __str__(self) -> str:
+        return f"{self.n}x{self.k}, m {self.m}"
+
+    @property
+    def ratio(self) -> float | None:
+        """The best peer's time over ours; None without a peer."""
+        peers = {name: us for name, us in self.us.items() if name != "w4gemm"}
+        if self.kind != "w4a16":
+            peers.pop("cublas", None)
+        return min(peers.values()) / self.us["w4gemm"] if peers else None
+
+    @property
+    def regret(self) -> float | None:
+        """Our time over that of the best config; None where only the choice was timed."""
+        best = self.own.get("best_config_us")
+        return None if best is None else float(self.us["w4gemm"] / best)
+
+
+def points_of(rows: Iterable[Row]) -> list[Point]:
+    """The points of a file, without those that w4gemm did not run."""
+    times: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        times[row["gpu"], row["work"], row["n"], row["k"], row["m"]][row["impl"]] = row
+    found = []
+    for (_, *which), by_name in times.items():
+        if "w4gemm" in by_name:
+            us = {name: row["us_p50"] for name, row in by_name.items()}
+            found.append(Point(*which, us, by_name["w4gemm"]))
+    return found
+
+
+def text(rows: Sequence[Row], file: str) -> str:
+    """Return the page."""
+    last = rows[-1]
+    versions = {row["impl"]: row["impl_version"] for row in rows}
+    configs = max((row.get("configs", 0) for row in rows), default=0)
+    lines = ["# Layers that nobody tuned", ""]
+    lines += [f"- One {last['gpu']}, driver {last['driver']}, torch {last['torch']}; commit {last['commit'][:7]}."]
+    for sentence in _HEAD:
+        found = sentence.format(file=file, configs=configs)
+        lines += textwrap.wrap(f"- {found}", 120, subsequent_indent="  ")
+    listed = ", ".join(f"{name} {version}".strip() for name, version in versions.items())
+    lines += textwrap.wrap(f"- Versions: {listed}.", 120, subsequent_indent="  ")
+    lines += ["", "![Best peer's time over w4gemm's](plots/unknown.svg)"]
+    points = points_of(rows)
+    for kind, title in TITLES.items():
+        if own := [point for point in points if point.kind == kind]:
+            lines += ["", f"## {title}", "", *_summary(own), "", *_worst(own)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(points: list[Point]) -> list[str]:
+    lines = [
+        "| m | points | best peer / w4gemm, mean | worst | behind | behind by over 3 % | regret, mean | worst |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for first, last in (*GROUPS, (1, GROUPS[-1][1])):
+        own = [point for point in points if first <= point.m <= last]
+        ratios = [ratio for point in own if (ratio := point.ratio) is not None]
+        regrets = [regret for point in own if (regret := point.regret) is not None]
+        cells = [f"{first} to {last}", str(len(own))]
+        if ratios:
+            behind = [sum(ratio < least for ratio in ratios) / len(ratios) for least in (1, 0.97)]
+            cells += [f"{_mean(ratios):.2f}", f"{min(ratios):.2f}", *(f"{part:.0%}" for part in behind)]
+        else:
+            cells += ["-"] * 4
+        cells += [f"{_mean(regrets):.3f}", f"{max(regrets):.2f}"] if regrets else ["-"] * 2
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _worst(points: list[Point]) -> list[str]:
+    """The points furthest behind a peer, and those of the largest regret."""
+    behind = sorted((p for p in points if p.ratio is not None), key=lambda p: p.ratio or 0)[:_WORST]
+    lost = sorted((p for p in points if p.regret is not None), key=lambda p: -(p.regret or 0))[:_WORST]
+    lines = ["| furthest behind | ratio | w4gemm | its config | peers |", "|---|---|---|---|---|"]
+    for p in behind:
+        peers = ", ".join(f"{name} {us:.1f}" for name, us in sorted(p.us.items()) if name != "w4gemm")
+        lines.append(f"| {p} | {p.ratio:.2f} | {p.us['w4gemm']:.1f} | {p.own['config']} | {peers} |")
+    lines += ["", "| largest regret | regret | first choice | fastest |", "|---|---|---|---|"]
+    for p in lost:
+        best = f"{p.own['best_config']} {p.own['best_config_us']:.1f}"
+        lines.append(f"| {p} | {p.regret:.2f} | {p.own['config']} {p.us['w4gemm']:.1f} | {best} |")
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def plot(rows: Sequence[Row], path: Path = PLOT) -> None:
+    """Plot each point's ratio against m, a panel for each kind of work; behind a peer in red."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "w4gemm"  # the same rows give the same file
+    import matplotlib.pyplot as plt
+
+    points = points_of(rows)
+    kinds = [kind for kind in TITLES if any(point.kind == kind for point in points)]
+    figure, panels = plt.subplots(1, len(kinds), figsize=(4.6 * len(kinds), 4), sharey=True, squeeze=False)
+    for panel, kind in zip(panels.flat, kinds, strict=True):
+        own = [(point.m, ratio) for point in points if point.kind == kind and (ratio := point.ratio) is not None]
+        colors = ["crimson" if ratio < 1 else "black" for _, ratio in own]
+        panel.scatter([m for m, _ in own], [ratio for _, ratio in own], s=9, c=colors)
+        panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
+        panel.set(title=TITLES[kind], xscale="log", yscale="log", xlabel="m (tokens)")
+        panel.set_xticks([1, 16, 64, 512, 8192], ["1", "16", "64", "512", "8192"])
+        panel.set_yticks([0.8, 1, 1.25, 1.5, 2, 3], ["0.8", "1", "1.25", "1.5", "2", "3"])
+        panel.minorticks_off()
+    panels[0][0].set_ylabel("best peer's time / w4gemm's")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})

@@ -1,0 +1,114 @@
+"""Compiling before points are timed: w4gemm's configs, and the kernels of peers that compile at run time.
+
+Peers keep what they compile on disk, but only calls make them compile. So child processes, ``python -m
+bench.drawn.warm``, call them before anything is timed, each for the layers that it reads from standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from bench.drawn.points import Drawn
+from bench.peers import peers_named
+from bench.run import random_weight
+
+from w4gemm import WeightFormat
+from w4gemm.jit import Unit
+from w4gemm.jit.pool import CompilePool
+
+COMPILING_PEERS = ("humming", "quack")
+
+
+class Warmer:
+    """Children that compile layer after layer until :meth:`close`.
+
+    Args:
+        processes: how many.
+        format, dtype: of the weights and of x, by name.
+    """
+
+    def __init__(self, processes: int, format: str, dtype: str, peers: Iterable[str]) -> None:
+        self._children: list[subprocess.Popen[str]] = []
+        self._threads: list[threading.Thread] = []
+        self.ready: set[tuple[int, int]] = set()
+        names = ",".join(name for name in peers if name in COMPILING_PEERS)
+        command = [sys.executable, "-m", "bench.drawn.warm", format, dtype, names]
+        for _ in range(processes if names else 0):
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._children.append(subprocess.Popen(command, **pipes))
+
+    def start(self, layers: list[Drawn]) -> None:
+        """Hand each child every so many-th layer, so that the first ones are ready first."""
+        if not self._children:
+            self.ready = {(layer.n, layer.k) for layer in layers}
+        for number, child in enumerate(self._children):
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(json.dumps(layers[number :: len(self._children)]))
+                child.stdin.close()
+            self._threads.append(threading.Thread(target=self._listen, args=(child,), daemon=True))
+            self._threads[-1].start()
+
+    def _listen(self, child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:  # peers print as well
+            if line.startswith("warm "):
+                n, k = map(int, line.split()[1:])
+                self.ready.add((n, k))
+
+    def running(self) -> bool:
+        return any(child.poll() is None for child in self._children)
+
+    def close(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.wait()
+
+
+def compile_all(units: list[Unit], workers: int, deadline: float) -> set[Unit]:
+    """Compile units in their order until the deadline; return those that are in the cache folder then."""
+    done: set[Unit] = set()
+    with CompilePool(workers) as pool:
+        for unit, future in zip(units, pool.submit(units), strict=True):
+            try:
+                future.result(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                break
+            except RuntimeError as e:
+                print(f"{unit.name} {unit.key} is left out: {e}", flush=True)
+                continue
+            done.add(unit)
+    return done
+
+
+def main() -> None:
+    format, dtype, names = WeightFormat.parse(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3]
+    peers = [peer for peer in peers_named(names) if not peer.available()]
+    for n, k, tokens in json.load(sys.stdin):
+        weight = random_weight(n, k, format, [dtype])
+        for peer in peers:
+            try:
+                if peer.supports(n, k, format, dtype):
+                    continue
+                prepared = peer.prepare(weight, dtype)
+                for m in tokens:
+                    x = torch.randn(m, k, device="cuda").to(prepared.activations or dtype)
+                    prepared.run(prepared.tensors, x, torch.empty(m, n, device="cuda", dtype=torch.bfloat16))
+                torch.cuda.synchronize()
+            except Exception as e:  # said again, and left out, where it is timed
+                print(f"{peer.name} {n}x{k}: {e!r:.200}", file=sys.stderr, flush=True)
+        del weight
+        torch.cuda.empty_cache()
+        print("warm", n, k, flush=True)
+
+
+if __name__ == "__main__":
+    main()

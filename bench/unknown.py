@@ -1,0 +1,302 @@
+"""Measure layers that nobody tuned beside the peers: ``python -m bench.unknown --kinds w4a16 --seconds 200``.
+
+Draws layers and ragged numbers of tokens (drawn/points.py), which are neither in a shipped table nor in the fit of the
+cost model, and times w4gemm's first choice beside every peer; at every few layers also its best guesses, so that the
+fastest of them says what the choice lost. Protocol: bench/run.py; what compiles does so beforehand, in many processes.
+
+Points that ``--out`` has are passed over, so that runs of limited ``--seconds`` add up; rows of one ``run`` are of one
+process. ``python -m bench.report FILE`` makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench.drawn.points import Drawn, draw
+from bench.drawn.warm import Warmer, compile_all
+from bench.peers import Peer, Prepared, peers_named
+from bench.peers.base import FP8, token_scales
+from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
+
+import w4gemm
+from w4gemm import QuantizedWeight, WeightFormat, choice
+from w4gemm.console.options import positive
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN, default_out_dtype
+from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.jit import Unit
+from w4gemm.jit.pool import usable_processors
+from w4gemm.kernels import kernel_named
+from w4gemm.packing.layouts import layout_for
+from w4gemm.tuning import record
+from w4gemm.tuning.timing import time_graphs
+
+RESULTS = Path(__file__).resolve().parent / "results/unknown.jsonl"
+KINDS = {
+    "w4a16": ("int4_g128", "bfloat16"),
+    "w4a8_exact": ("int4_g128", "float8_e4m3fn"),
+    "w4a8_folded": ("int4_g128_e4m3", "float8_e4m3fn"),
+}
+"""(format, dtype of x) of each kind of work."""
+_PEERS = ("w4gemm", "humming", "machete", "marlin", "quack", "cutlass_w4a8", "cublas")
+_COMPILING_SHARE = 0.45
+"""Part of the seconds after which nothing more is compiled, and what is ready is measured."""
+_ROTATED_BYTES, _MOST_COPIES, _MANY_TOKENS, _LONG_COPIES = 400e6, 512, 512, 3
+_CHECKED_ROWS = 256
+_REPLAYS, _FEW_REPLAYS, _LOOKS, _FINALISTS = 9, 5, 2, 4
+_FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
+
+
+class Work(NamedTuple):
+    """A layer with the configs that each of its m may be run with."""
+
+    layer: Drawn
+    configs: dict[int, list[str]]
+    """By m: the choice, and at every few layers the best guesses."""
+    units: frozenset[Unit]
+
+
+Calls = list[functools.partial[torch.Tensor]]
+"""Calls of one graph: each with a copy of the weight, x and the output."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An implementation, and its weight in copies to rotate over."""
+
+    name: str
+    version: str
+    prepared: Prepared
+    copies: list[tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A random weight in every implementation's own form."""
+
+    dtype: torch.dtype
+    """dtype of x."""
+    dense: torch.Tensor
+    """The numbers of the weight, float32."""
+    packed: QuantizedWeight
+    """In the layout that w4gemm takes."""
+    entries: list[Entry]
+
+    @classmethod
+    def of(cls, n: int, k: int, format: WeightFormat, dtype: torch.dtype, peers: list[Peer]) -> Layer:
+        """Make a weight; peers that cannot hold it are left out."""
+        weight, entries = random_weight(n, k, format, [dtype]), []
+        for peer in peers:
+            if peer.supports(n, k, format, dtype):
+                continue
+            try:
+                form = peer.prepare(weight, dtype)
+            except Exception as e:  # a peer's failure is a result, not the end of the run
+                print(f"  {peer.name}, {n}x{k}: {e!r:.200}", flush=True)
+                continue
+            size = sum(t.numel() * t.element_size() for t in form.tensors)
+            count = min(_MOST_COPIES, max(2, math.ceil(_ROTATED_BYTES / size)))
+            copies = [tuple(t.clone() for t in form.tensors) for _ in range(count - 1)]
+            entries.append(Entry(peer.name, peer.version(), form, [form.tensors, *copies]))
+        packed = weight.repack(layout_for(Device.of(weight.device), format, dtype))
+        return cls(dtype, weight.dequantize(torch.float32), packed, entries)
+
+    def run_config(
+        self, config: str, tensors: tuple[torch.Tensor, ...], x: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """w4gemm with a config that is forced."""
+        scales = token_scales()[: len(x)] if self.dtype == FP8 else None
+        return w4gemm.linear(x, replace(self.packed, tensors=tensors), token_scale=scales, out=out, config=config)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.unknown", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--kinds", default=",".join(KINDS), help="(default: %(default)s)")
+    parser.add_argument("--layers", type=positive, default=50, help="to draw, four m each (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument("--configs", type=positive, default=24, help="best guesses to time (default: %(default)s)")
+    parser.add_argument("--every", type=positive, default=3, help="time them at each so many-th layer (%(default)s)")
+    parser.add_argument("--impl", default=",".join(_PEERS), help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of one kind: compile for half, then measure")
+    parser.add_argument("--dry", action="store_true", help="measure nothing: say what would be compiled")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    for kind in args.kinds.split(","):
+        if kind not in KINDS:
+            parser.error(f"--kinds: wanted some of {', '.join(KINDS)}, got {kind}")
+        run_kind(kind, args)
+
+
+def of_kind(kind: str) -> tuple[WeightFormat, torch.dtype]:
+    format, dtype = KINDS[kind]
+    return WeightFormat.parse(format), getattr(torch, dtype)
+
+
+def run_kind(kind: str, args: argparse.Namespace) -> None:
+    """Compile what the points that are left need, then measure those that are ready, as many as there is time for."""
+    started = time.monotonic()
+    format, dtype = of_kind(kind)
+    layers, done = draw(args.seed, args.layers), measured(args.out, kind, args.seed)
+    todo = [(i, left) for i, d in enumerate(layers) if (left := d._replace(tokens=unmeasured(d, done))).tokens]
+    device = H200 if args.dry else Device.of(torch.device("cuda"))
+    peers = [] if args.dry else [peer for peer in peers_named(args.impl) if not peer.available()]
+    processors = usable_processors()
+    warmer = Warmer(0 if args.dry else max(1, processors * 2 // 3), *KINDS[kind], [peer.name for peer in peers])
+    try:
+        warmer.start([layer for _, layer in todo])
+        works = [planned(layer, i % args.every == 0, args.configs, format, dtype, device) for i, layer in todo]
+        units = list(dict.fromkeys(unit for work in works for unit in sorted(work.units, key=str)))
+        if args.dry:
+            print(f"{kind}: {sum(len(w.layer.tokens) for w in works)} points, {len(units)} variants to compile")
+            return
+        deadline = started + _COMPILING_SHARE * args.seconds
+        ready = compile_all(units, max(1, processors // 3), deadline)
+        while warmer.running() and time.monotonic() < deadline:
+            time.sleep(0.2)
+    finally:
+        warmer.close()
+    count, facts = 0, record.facts()
+    print(
+        f"{kind}: compiled {len(ready)} of {len(units)} variants, peers for {len(warmer.ready)} of {len(todo)} layers"
+    )
+    for work in works:
+        if (work.layer.n, work.layer.k) not in warmer.ready or not work.units <= ready:
+            continue
+        if time.monotonic() - started > args.seconds:
+            break
+        count += measure_layer(kind, work, peers, facts, args, started + args.seconds)
+    left = sum(len(layer.tokens) for _, layer in todo) - count
+    print(f"{kind}: {count} points in {time.monotonic() - started:.0f} s, {left} left", flush=True)
+
+
+def measured(path: Path, kind: str, seed: int) -> set[tuple[int, int, int]]:
+    """(n, k, m) of the points of a kind that a file has."""
+    if not path.exists():
+        return set()
+    rows = map(json.loads, path.read_text().splitlines())
+    return {(row["n"], row["k"], row["m"]) for row in rows if row["work"] == kind and row["seed"] == seed}
+
+
+def unmeasured(layer: Drawn, done: set[tuple[int, int, int]]) -> tuple[int, ...]:
+    return tuple(m for m in layer.tokens if (layer.n, layer.k, m) not in done)
+
+
+def planned(layer: Drawn, compared: bool, count: int, format: WeightFormat, dtype: torch.dtype, device: Device) -> Work:
+    """Say what is to be compiled for a layer: its choices; if they are compared, the best guesses besides."""
+    epilogue = PLAIN._replace(token_scale=dtype == FP8)
+    configs: dict[int, list[str]] = {}
+    units: set[Unit | None] = set()
+    for m in layer.tokens:
+        given = layer.n, layer.k, dtype, format, layout_for(device, format, dtype), epilogue, device
+        problem = GemmProblem(m, *given)
+        decision = choice.decide(GemmProblem(choice.representative(m), *given))
+        if decision.source != "heuristic":
+            raise ValueError(f"{problem}: a {decision.source} record decides it; W4GEMM_CACHE_DIR names another folder")
+        guesses = choice.configs(problem)[:count] if compared else []
+        configs[m] = list(dict.fromkeys((f"{decision.kernel.name}/{decision.config}", *guesses)))
+        parts = (name.partition("/") for name in configs[m])
+        units |= {kernel_named(name).unit(problem, GemmConfig.parse(text)) for name, _, text in parts}
+    return Work(layer, configs, frozenset(unit for unit in units if unit is not None))
+
+
+def measure_layer(
+    kind: str, work: Work, peers: list[Peer], facts: dict[str, Any], args: argparse.Namespace, deadline: float
+) -> int:
+    """Append the rows of a layer's points, as many as begin before the deadline; return their number."""
+    n, k, tokens = work.layer
+    layer, count = Layer.of(n, k, *of_kind(kind), peers), 0
+    for m in tokens:
+        if time.monotonic() > deadline:
+            break
+        rows = measure(layer, m, work.configs[m])
+        common = {"kind": "time", "set": "unknown", "seed": args.seed, "run": record.run_name(facts), "work": kind}
+        common |= {"m": m, "n": n, "k": k, "format": KINDS[kind][0], "dtype": KINDS[kind][1]}
+        record.append(args.out, *(common | row | {name: facts[name] for name in _FACTS} for row in rows))
+        print(line(n, k, m, rows), flush=True)
+        count += 1
+    return count
+
+
+def measure(layer: Layer, m: int, configs: list[str]) -> list[dict[str, Any]]:
+    """A row for each implementation whose output is right. With several configs, w4gemm's row has the fastest."""
+    dense, dtype = layer.dense, layer.dtype
+    xs = [torch.randn(m, dense.shape[1], device=dense.device).to(dtype) for _ in range(2)]
+    out = torch.empty(m, dense.shape[0], device=dense.device, dtype=default_out_dtype(dtype))
+    checked = torch.linspace(0, m - 1, min(m, _CHECKED_ROWS), device=dense.device).long()
+    wanted = xs[0].float()[checked] @ dense.T
+    rows: list[dict[str, Any]] = []
+    graphs: list[Calls] = []
+    for entry in layer.entries:
+        if m > entry.prepared.most_tokens:
+            continue
+        given = [x.to(entry.prepared.activations or dtype) for x in xs]
+        copies = entry.copies if m <= _MANY_TOKENS else entry.copies[:_LONG_COPIES]
+        calls = [functools.partial(entry.prepared.run, copy, given[i % 2], out) for i, copy in enumerate(copies)]
+        limit = MAX_QUANTIZED_ERROR if entry.prepared.activations else MAX_ERROR
+        try:
+            error = _error(calls[0](), checked, wanted)
+        except Exception as e:
+            print(f"  {entry.name}, m {m}: {e!r:.200}", flush=True)
+            continue
+        if not error < limit:
+            print(f"  {entry.name}, m {m}: relative error {error:.3g}, not timed", flush=True)
+            continue
+        graphs.append(calls)
+        version, config = entry.version, entry.prepared.chosen(m)
+        rows.append({"impl": entry.name, "impl_version": version, "config": config, "rel_error": round(error, 6)})
+    own = next((i for i, row in enumerate(rows) if row["impl"] == "w4gemm"), None)
+    others: dict[str, Calls] = {}
+    if own is not None and len(configs) > 1:
+        others = finalists(layer, rows[own]["config"], configs, graphs[own])
+    times = time_graphs([*graphs, *others.values()], _REPLAYS if m <= 2 * _MANY_TOKENS else _FEW_REPLAYS)
+    for row, time_ in zip(rows, times, strict=False):
+        row |= {name: round(getattr(time_, name.removeprefix("us_")), 2) for name in ("us_p20", "us_p50", "us_p80")}
+    if own is not None and len(configs) > 1:
+        found = {name: t.p50 for name, t in zip(others, times[len(graphs) :], strict=True)}
+        found[rows[own]["config"]] = times[own].p50
+        best = min(found, key=lambda name: found[name])
+        rows[own] |= {"configs": len(configs), "best_config": best, "best_config_us": round(found[best], 2)}
+    return rows
+
+
+def finalists(layer: Layer, chosen: str, configs: list[str], calls: Calls) -> dict[str, Calls]:
+    """The calls of the fastest few configs besides the chosen one, by a brief look at all; wrong ones are left out."""
+    found = {}
+    for config in configs:
+        if config != chosen:
+            found[config] = [functools.partial(layer.run_config, config, *call.args) for call in calls]
+    if not found:
+        return {}
+    times = time_graphs([calls, *found.values()], _LOOKS)[1:]
+    order = sorted(zip(times, found, strict=True), key=lambda pair: pair[0].p50)
+    return {name: found[name] for _, name in order[:_FINALISTS]}
+
+
+def _error(d: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((d[rows].float() - wanted).norm() / wanted.norm()).item()
+
+
+def line(n: int, k: int, m: int, rows: list[dict[str, Any]]) -> str:
+    us = {row["impl"]: row["us_p50"] for row in rows}
+    ours = next((row for row in rows if row["impl"] == "w4gemm"), None)
+    text = f"{n}x{k}, m {m}: "
+    if ours is not None:
+        others = [t for name, t in us.items() if name != "w4gemm"]
+        text += f"best peer / w4gemm {min(others) / ours['us_p50']:.2f}; " if others else ""
+        if "best_config_us" in ours:
+            text += f"regret {ours['us_p50'] / ours['best_config_us']:.3f} to {ours['best_config']}; "
+        text += f"{ours['config']}; "
+    return text + ", ".join(f"{name} {t:.1f}" for name, t in us.items())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The benchmark of layers that nobody tuned, as far as it needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import unknown  # noqa: E402
+from bench.drawn import page, points, warm  # noqa: E402
+from bench.peers.base import Prepared  # noqa: E402
+
+import w4gemm  # noqa: E402
+from w4gemm import WeightFormat, choice  # noqa: E402
+from w4gemm.choice import store  # noqa: E402
+from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
+from w4gemm.tuning.timing import time_calls  # noqa: E402
+from w4gemm.weights.random import random_weight  # noqa: E402
+
+
+def test_a_seed_draws_the_same_points_and_no_layer_that_was_tuned_or_fitted():
+    drawn = points.draw(7, 60)
+    assert drawn[:20] == points.draw(7, 20) != points.draw(8, 20)
+    tuned = {(r.key.n, r.key.k) for table in store.shipped_tables() for r in store.read(table)}
+    assert tuned and not {(layer.n, layer.k) for layer in drawn} & tuned
+    assert (3584, 18944) in points.known() and not points.allowed(3584, 18944)
+
+
+def test_points_cover_the_sizes_of_models_and_every_number_of_tokens():
+    drawn = points.draw(7, 60)
+    for n, k, tokens in drawn:
+        assert 512 <= n <= 60_000 and 512 <= k <= 30_000 and n % 64 == k % 64 == 0 and n * k <= 2**29
+        assert [int(4 * math.log(m + 0.5, 8192.5)) <= quarter for quarter, m in enumerate(tokens)] == [True] * 4
+        assert tokens[0] >= 1 and tokens[-1] <= 8192
+    assert sum(n % 128 > 0 or k % 128 > 0 for n, k, _ in drawn) in range(3, 30)
+    assert {math.log2(n) // 1 for n, _, _ in drawn} >= {10, 11, 12, 13, 14}
+
+
+def test_what_a_layer_compiles_is_its_choices_and_the_best_guesses():
+    given = WeightFormat.parse("int4_g128"), torch.bfloat16, H200
+    layer = points.Drawn(1280, 2560, (2, 1048))
+    alone, compared = (unknown.planned(layer, asked, 6, *given) for asked in (False, True))
+    assert [len(alone.configs[m]) for m in layer.tokens] == [1, 1] and 1 <= len(alone.units) <= 2
+    assert all(compared.configs[m][0] == alone.configs[m][0] for m in layer.tokens)
+    assert alone.units < compared.units and len(compared.configs[1048]) in (6, 7)
+
+
+def test_compiling_stops_at_its_deadline():
+    unit = SimpleNamespace(name="never", key=())
+    assert warm.compile_all([], 1, 0.0) == set()
+    assert warm.compile_all([unit], 1, 0.0) == set()  # type: ignore[list-item]
+
+
+class Ours:
+    """w4gemm on the CPU."""
+
+    name = "w4gemm"
+
+    def version(self) -> str:
+        return "1"
+
+    def supports(self, *problem: object) -> str:
+        return ""
+
+    def prepare(self, weight, dtype) -> Prepared:
+        packed = weight.repack("cpu")
+        run = lambda tensors, x, out: w4gemm.linear(x, replace(packed, tensors=tensors), out=out)  # noqa: E731
+        return Prepared(packed.tensors, run, lambda m: CONFIGS[0])
+
+
+_CPU = GemmProblem(5, 64, 128, torch.bfloat16, WeightFormat.parse("int4_g128"), "cpu", device=Device("cpu"))
+CONFIGS = choice.configs(_CPU)
+
+
+class Same(Ours):
+    """A peer that multiplies by the dequantized weight; wrong: by another."""
+
+    def __init__(self, name: str, wrong: bool = False) -> None:
+        self.name, self.wrong = name, wrong
+
+    def prepare(self, weight, dtype) -> Prepared:
+        dense = weight.dequantize(dtype) * (1 + self.wrong)
+        return Prepared((dense,), lambda tensors, x, out: torch.mm(x, tensors[0].T, out=out), lambda m: "a")
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(unknown, "random_weight", lambda n, k, format, dtypes: random_weight(format, n, k))
+    monkeypatch.setattr(unknown, "time_graphs", time_calls)
+    monkeypatch.setattr(unknown, "_MOST_COPIES", 3)
+
+
+def test_rows_of_a_point_have_every_right_implementation_and_the_fastest_config(on_the_cpu):
+    peers = [Ours(), Same("peer"), Same("liar", wrong=True)]
+    layer = unknown.Layer.of(64, 128, WeightFormat.parse("int4_g128"), torch.bfloat16, peers)
+    assert [len(entry.copies) for entry in layer.entries] == [3, 3, 3]
+    assert len(CONFIGS) > 1
+    own, peer = unknown.measure(layer, 5, CONFIGS)
+    assert (own["impl"], peer["impl"], own["configs"]) == ("w4gemm", "peer", len(CONFIGS))
+    assert own["best_config"] in CONFIGS and 0 < own["best_config_us"] <= own["us_p50"]
+    assert own["rel_error"] < 1e-2 and "best_config" not in peer
+    assert "best_config" not in unknown.measure(layer, 5, CONFIGS[:1])[0]
+
+
+def row(impl: str, us: float, m: int = 3, **more: object) -> dict:
+    found = {
+        "work": "w4a16",
+        "n": 512,
+        "k": 1024,
+        "m": m,
+        "gpu": "G",
+        "driver": "1",
+        "torch": "2",
+        "commit": "c0ffee11",
+    }
+    return found | {"impl": impl, "impl_version": "1", "config": "a", "us_p50": us, "seed": 7} | more
+
+
+def test_points_that_a_file_has_are_not_measured_again(tmp_path):
+    path = tmp_path / "unknown.jsonl"
+    assert unknown.measured(path, "w4a16", 7) == set()
+    path.write_text(json.dumps(row("w4gemm", 5.0)) + "\n")
+    assert unknown.measured(path, "w4a16", 7) == {(512, 1024, 3)}
+    assert unknown.measured(path, "w4a8_exact", 7) == unknown.measured(path, "w4a16", 8) == set()
+    left = unknown.unmeasured(points.Drawn(512, 1024, (1, 3, 9)), {(512, 1024, 3)})
+    assert left == (1, 9)
+
+
+def test_the_page_gives_ratios_regret_and_the_worst_points():
+    rows = [row("w4gemm", 10.0, configs=24, best_config="b", best_config_us=8.0), row("humming", 20.0)]
+    rows += [row("cublas", 15.0), row("w4gemm", 10.0, m=600), row("cublas", 9.0, m=600)]
+    found = page.text(rows, "unknown.jsonl")
+    assert "| 1 to 16 | 1 | 1.50 | 1.50 | 0% | 0% | 1.250 | 1.25 |" in found
+    assert "| 334 to 8192 | 1 | 0.90 | 0.90 | 100% | 100% | - | - |" in found
+    assert "| 512x1024, m 600 | 0.90 | 10.0 | a | cublas 9.0 |" in found
+    assert "| 512x1024, m 3 | 1.25 | a 10.0 | b 8.0 |" in found
+
+
+def test_cublas_is_no_peer_of_w4a8():
+    rows = [row(name, us, work="w4a8_folded") for name, us in (("w4gemm", 10.0), ("cublas", 5.0), ("quack", 12.0))]
+    (point,) = page.points_of(rows)
+    assert point.ratio == pytest.approx(1.2) and point.regret is None
