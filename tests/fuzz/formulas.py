@@ -6,6 +6,7 @@ A number type is (digits of the significand, exponent of the smallest normal num
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,26 +71,24 @@ def weight(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     channels: torch.Tensor | None,
-    group_size: int,
+    group: torch.Tensor,
     zero: str,
     element: str = "int4",
     products_rounded: bool = False,
 ) -> Weight:
     """w from its parts.
 
-    codes (n, k) 0..15; scales and zeros (n, groups); channels (n) or None; group_size -1 for one group a row; zero
-    "none": s * the code's number, "int": s (u - z), "float": s u + z. With channels: c times that, which is rounded to
-    e4m3 before if ``products_rounded``.
+    codes (n, k) 0..15; scales and zeros (n, groups); channels (n) or None; group (k), that of each column; zero "none":
+    s * the code's number, "int": s (u - z), "float": s u + z. With channels: c times that, which is rounded to e4m3
+    before if ``products_rounded``.
     """
-    k = codes.shape[1]
-    group = torch.arange(k, device=codes.device) // (k if group_size < 0 else group_size)
-    u, s = codes.double(), scales.double()[:, group]
+    u, s = codes.double(), scales.float().double()[:, group]
     if zero == "none":
         w = s * torch.tensor(CODEBOOKS[element], dtype=torch.float64, device=codes.device)[codes.int()]
         terms = s.abs() * (u + 8) if element == "int4" else w.abs()
     else:
         assert zeros is not None
-        z = zeros.double()[:, group]
+        z = zeros.float().double()[:, group]
         w = s * (u - z) if zero == "int" else s * u + z
         # sums may be of u - 8, as signed codes are, with what is left of a group's zero point added behind
         signed = (u - 8).abs()
@@ -172,15 +171,19 @@ def epilogue(
     out_type: str,
     *,
     alpha: float | None,
-    token_scale: torch.Tensor | None,
+    scales: Sequence[torch.Tensor | None],
     bias: torch.Tensor | None,
     activation: str | None,
     residual: torch.Tensor | None,
 ) -> Sums:
-    """act(alpha * token_scale * sums + bias) + residual, not rounded, and the error allowed of the rounded result."""
+    """act(alpha * scales * sums + bias) + residual, not rounded, and the error allowed of the rounded result.
+
+    scales: of each row (m). bias (n), or one for each row (m, n).
+    """
     y, error = sums
-    if token_scale is not None:
-        y, error = y * token_scale.double()[:, None], error * token_scale.double().abs()[:, None]
+    for scale in scales:
+        if scale is not None:
+            y, error = y * scale.double()[:, None], error * scale.double().abs()[:, None]
     if alpha is not None:
         y, error = y * alpha, error * abs(alpha)
     if bias is not None:

@@ -1,19 +1,21 @@
 """Fuzz w4gemm: random problems against formulas of the fuzzer's own.
 
     PYTHONPATH=src:tests python -m fuzz.run --seconds 60                   on the CPU, or the GPU where there is one
-    PYTHONPATH=src:tests python -m fuzz.run --seconds 240 --processes 14 --json bench/results/fuzz.jsonl
-    PYTHONPATH=src:tests python -m fuzz.run --only 17:123456               one problem again, by its name
+    PYTHONPATH=src:tests python -m fuzz.run --seconds 200 --processes 16 --json bench/results/fuzz.jsonl
+    PYTHONPATH=src:tests python -m fuzz.run --only 17:3:123456             one problem again, by its name
 
-Each problem is run twice, into an output full of NaN. A seed gives the same problems again; without --seed it is the
-time. ``--variants`` bounds how many kernels are compiled.
+Each problem is run twice or more, into outputs full of NaN; on a GPU sometimes on two streams at once or in a graph. A
+seed gives the same problems again; without --seed it is the time. A process takes one variant after the other, which
+costs a compilation or a few, and runs --weights weights of each with --problems problems each.
 
-Exit status: 0, or 1 if a problem had a wrong result or an unexpected error.
+Exit status: 0, or 1 if a problem had a wrong result or an unexpected error, or a process did not end.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import queue
 import random
 import sys
 import time
@@ -21,11 +23,17 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import w4gemm
-from fuzz.cases import check, draw
+from fuzz.calls import Checked, check, name_of, verdicts
+from fuzz.cases import Case, draw
+from fuzz.numbers import Matrices
+
+GRACE = 90
+"""Seconds that a process may take beyond its time, for the compilation that it is in."""
 
 
 @dataclass
@@ -35,88 +43,154 @@ class Found:
     problems: int = 0
     refused: int = 0
     wrong: list[str] = field(default_factory=list)
-    kinds: Counter[str] = field(default_factory=Counter)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """How many problems by (what, which): ("formats", "int4_bf16_zint")."""
+    broken: bool = False
+    """True if nothing more can be run in this process."""
 
 
-def one(variant_seed: int, problem_seed: int, device: str, found: Found) -> None:
-    case = draw(variant_seed, problem_seed, device)
-    found.problems += 1
-    found.kinds[f"{case.kind} {str(case.dtype).removeprefix('torch.')}"] += 1
+def one_weight(cases: list[Case], device: str, found: Found) -> None:
+    """Run problems that share a weight."""
+    run: list[Checked] = []
+    matrices = None
+    for case in cases:
+        found.problems += 1
+        try:
+            matrices = matrices or Matrices.of(case, device)
+            run.append(check(case, device, matrices))
+        except w4gemm.UnsupportedError:
+            found.refused += 1
+        except Exception as error:
+            _failed(case, error, found)
+            if found.broken:
+                return
     try:
-        problem = check(case, device)
-    except w4gemm.UnsupportedError:
-        found.refused += 1
-        return
-    except Exception:
-        problem = traceback.format_exc(limit=-3)
-    if problem:
-        found.wrong.append(f"{case.name}: {problem}\n  {case}")
+        judged = verdicts([checked.verdict for checked in run])
+    except Exception as error:
+        return _failed(cases[-1], error, found)
+    for (case, kernel, _), verdict in zip(run, judged, strict=True):
+        found.counts.update((*_facts(case), ("launched", kernel)))
+        if str(verdict):
+            found.wrong.append(f"{case.name}: {verdict}\n  {case}")
 
 
-def fuzz(seed: int, process: int, seconds: float, most: int, variants: int, device: str) -> Found:
-    """Run problems of one process until the time is over."""
+def _failed(case: Case, error: Exception, found: Found) -> None:
+    text = "".join(traceback.format_exception(error, limit=-3))
+    found.broken = "cuda error" in text.lower()
+    before = ", or one of its weight before it" if found.broken else ""
+    found.wrong.append(f"{case.name}{before}: {text}\n  {case}")
+
+
+def _facts(case: Case) -> list[tuple[str, str]]:
+    v = case.variant
+    fp8 = "float8 per 128 columns" if v.block_scale else "float8 quantized" if v.quantized else name_of(v.dtype)
+    f = w4gemm.WeightFormat.parse(v.format)
+    format = f"{f.element}_{f.scale}" + ("" if f.zero == "none" else f"_z{f.zero}")
+    return [("kinds", f"{v.kind} {fp8}"), ("formats", format), ("ways", case.way), ("numbers", case.numbers)]
+
+
+def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
+    """Run problems of one process until its time is over. at: shared memory for the seeds of what is run."""
     torch.set_num_threads(1)
-    r, found, end = random.Random(f"{seed} {process}"), Found(), time.monotonic() + seconds
-    while time.monotonic() < end and found.problems < most and len(found.wrong) < 20:
-        one(seed * 10_000 + r.randrange(variants), r.randrange(2**31), device, found)
-    return found
+    found, end, device = Found(), time.monotonic() + args.seconds, args.device
+    variant = args.seed * 10_000 + process
+    while True:
+        seeds = random.Random(f"{variant} {process}")
+        for _ in range(args.weights):
+            weight = seeds.randrange(2**31)
+            if at is not None:
+                at[2 * process : 2 * process + 2] = variant, weight
+            one_weight(
+                [draw(variant, weight, seeds.randrange(2**31), device) for _ in range(args.problems)], device, found
+            )
+            if time.monotonic() > end or len(found.wrong) >= 20 or found.broken:
+                return found
+        variant += args.processes
+
+
+def _child(args: argparse.Namespace, process: int, at: Any, results: Any) -> None:
+    try:
+        results.put((process, fuzz(args, process, at)))
+    except Exception:
+        results.put((process, Found(wrong=[traceback.format_exc()])))
+
+
+def _side_by_side(args: argparse.Namespace) -> list[Found]:
+    """The findings of processes that run at once, also of those that do not end."""
+    context = multiprocessing.get_context("spawn")
+    at, results = context.Array("q", 2 * args.processes), context.Queue()
+    children = [context.Process(target=_child, args=(args, i, at, results)) for i in range(args.processes)]
+    for child in children:
+        child.start()
+    founds, end = dict[int, Found](), time.monotonic() + args.seconds + GRACE
+    while len(founds) < args.processes and time.monotonic() < end:
+        try:
+            process, found = results.get(timeout=1)
+            founds[process] = found
+        except queue.Empty:
+            if not any(child.is_alive() for child in children) and results.empty():
+                break
+    for i, child in enumerate(children):
+        child.join(timeout=5 if i in founds else 0)
+        if i not in founds:
+            state = f"ended with {child.exitcode}" if child.exitcode is not None else "did not end"
+            founds[i] = Found(wrong=[f"{at[2 * i]}:{at[2 * i + 1]}: the process {state} in problems of this weight"])
+            child.kill()
+    return list(founds.values())
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="how long (60)")
-    parser.add_argument("--problems", type=int, default=10**9, help="at most so many a process")
     parser.add_argument("--processes", type=int, default=1, help="side by side on one device (1)")
-    parser.add_argument("--variants", type=int, default=300, help="kinds of problems, each a kernel or a few (300)")
+    parser.add_argument("--weights", type=int, help="of each variant (5; 2 on the CPU, which compiles nothing)")
+    parser.add_argument("--problems", type=int, help="with each weight (24; 4 on the CPU)")
     parser.add_argument("--seed", type=int, help="of all that is drawn (the time)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
-    parser.add_argument("--only", metavar="VARIANT:PROBLEM", help="one problem, by its name")
+    parser.add_argument("--only", metavar="VARIANT:WEIGHT:PROBLEM", help="one problem, by its name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the counts to FILE as a JSON line")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.weights = args.weights or (5 if args.device == "cuda" else 2)
+    args.problems = args.problems or (24 if args.device == "cuda" else 4)
+    args.seed = int(time.time()) % 100_000 if args.seed is None else args.seed
+    return args
+
+
+def only(name: str, device: str) -> bool:
+    """Run one problem again; True if it is wrong."""
+    case = draw(*map(int, name.split(":")), device)
+    print(case)
+    (verdict,) = verdicts([check(case, device).verdict])
+    print(str(verdict) or "right")
+    return bool(str(verdict))
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.only:
-        variant, problem = map(int, args.only.split(":"))
-        case = draw(variant, problem, device)
-        print(case)
-        found_problem = check(case, device)
-        print(found_problem or "right")
-        return bool(found_problem)
-    seed = int(time.time()) % 100_000 if args.seed is None else args.seed
-    print(f"seed {seed}, {args.processes} processes, {args.seconds:g} s, {device}", flush=True)
+        return only(args.only, args.device)
+    print(f"seed {args.seed}, {args.processes} processes, {args.seconds:g} s, {args.device}", flush=True)
     started = time.monotonic()
-    jobs = [(seed, i, args.seconds, args.problems, args.variants, device) for i in range(args.processes)]
-    if args.processes == 1:
-        founds = [fuzz(*jobs[0])]
-    else:
-        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-            founds = pool.starmap(fuzz, jobs, chunksize=1)
-    total, kinds = sum(f.problems for f in founds), sum((f.kinds for f in founds), Counter[str]())
-    refused, wrong = sum(f.refused for f in founds), [text for f in founds for text in f.wrong]
+    founds = [fuzz(args, 0)] if args.processes == 1 else _side_by_side(args)
+    seconds = time.monotonic() - started
+    problems, refused = sum(f.problems for f in founds), sum(f.refused for f in founds)
+    wrong = [text for f in founds for text in f.wrong]
+    counts: dict[str, dict[str, int]] = {}
+    for (what, which), count in sorted(sum((f.counts for f in founds), Counter[tuple[str, str]]()).items()):
+        counts.setdefault(what, {})[which] = count
     for text in wrong:
         print(text)
-    print(", ".join(f"{name} {count}" for name, count in sorted(kinds.items())))
-    print(f"{total} problems, {refused} refused, {len(wrong)} wrong, seed {seed}")
+    for what, of in counts.items():
+        print(f"{what}: " + ", ".join(f"{which} {count}" for which, count in of.items()))
+    print(f"{problems} problems in {seconds:.0f} s, {refused} refused, {len(wrong)} wrong, seed {args.seed}")
     if args.json:
         from w4gemm.tuning import record
 
         facts = record.facts()
-        row = {
-            "kind": "fuzz",
-            "run": record.run_name(facts),
-            "device": device,
-            "problems": total,
-            "wrong": len(wrong),
-            "refused": refused,
-            "seed": seed,
-            "seconds": round(time.monotonic() - started),
-            "processes": args.processes,
-            "kinds": dict(sorted(kinds.items())),
-            "kernels": record.kernels_hash(),
-        }
+        row = {"kind": "fuzz", "run": record.run_name(facts), "device": args.device, "problems": problems}
+        row |= {"wrong": len(wrong), "refused": refused, "seed": args.seed, "seconds": round(seconds)}
+        row |= {"processes": args.processes, **counts, "kernels": record.kernels_hash()}
         record.append(args.json, row | facts)
     return 1 if wrong else 0
 

@@ -1,0 +1,273 @@
+"""Run a problem, and hold its result to the formulas: :func:`check`, :func:`verdict`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import w4gemm
+from fuzz import formulas
+from fuzz.cases import FP8, Case
+from fuzz.numbers import BLOCK, Matrices, Operands, Rows, operands_of, placed, rows_of
+from w4gemm.kernels import KERNELS
+
+
+class Checked(NamedTuple):
+    """A case that was run."""
+
+    case: Case
+    kernel: str
+    """Name of the kernel that was forced, or "own choice"."""
+    verdict: torch.Tensor
+    """A :class:`Verdict` as float64, on the case's device."""
+
+
+def check(case: Case, device: str, matrices: Matrices | None = None) -> Checked:
+    """Run a case, in its way, and hold it to the formulas.
+
+    Raises:
+        w4gemm.UnsupportedError: if no kernel takes it.
+    """
+    matrices = matrices or Matrices.of(case, device)
+    r = random.Random(f"r{case.problem_seed}")
+    rows = rows_of(case, r)
+    given = operands_of(case, rows, r, device)
+    config = config_of(case, matrices.w, given, max(rows.total, 1))
+    d, *others = results(case, call_of(case, matrices.w, rows, given, config), rows, given)
+    verdict = compared(case, d, others, wanted_of(case, matrices, rows, given), rows.owner(device)[:, None] >= 0)
+    return Checked(case, "own choice" if config is None else config.partition("/")[0], verdict)
+
+
+# --- the library's side ----------------------------------------------------------------------------------------------
+
+
+def config_of(case: Case, w: w4gemm.QuantizedWeight, given: Operands, m: int) -> str | None:
+    """The same config for as many problems of a variant as may be; None for the library's own choice."""
+    if not case.variant.forced:
+        return None
+    v, fp8 = case.variant, case.variant.dtype == FP8
+    blocks = v.block_scale and case.k > BLOCK
+    says_dtype = given.out_dtype if v.quantized else v.out_dtype
+    epilogue = w4gemm.Epilogue(
+        v.activation, v.alpha, v.bias, v.residual, says_dtype, fp8 and not blocks, v.expert_scale, blocks
+    )
+    problem = w4gemm.GemmProblem(
+        m,
+        case.n,
+        case.k,
+        v.dtype,
+        w.format,
+        w.layout,
+        epilogue,
+        w4gemm.Device.of(w.device),
+        experts=case.experts,
+        gathered=v.kind == "gathered" and not blocks,
+    )
+    return _preferred(problem, v.seed)
+
+
+@functools.lru_cache(256)
+def _preferred(problem: w4gemm.GemmProblem, seed: int) -> str | None:
+    legal = [f"{k.name}/{c}" for k in KERNELS if k.supports(problem) for c in k.configs(problem)]
+    return max(legal, key=lambda config: hashlib.sha256(f"{seed}{config}".encode()).digest(), default=None)
+
+
+def call_of(
+    case: Case, w: w4gemm.QuantizedWeight, rows: Rows, given: Operands, config: str | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes d into its argument, or over the residual that it holds."""
+    v = case.variant
+    fused: dict[str, Any] = {
+        "bias": given.bias,
+        "alpha": given.alpha,
+        "activation": v.activation,
+        "out_dtype": v.out_dtype,
+        "token_scale": given.token_scale,
+        "config": config,
+    }
+    if v.kind == "dense":
+        if v.batch_invariant:
+            fused["batch_invariant"] = True
+        return lambda out: w4gemm.linear(
+            given.x, w, residual=out if over_residual(case) else given.residual, out=out, **fused
+        )
+    fused |= {"expert_scale": given.expert_scale, "residual": given.residual}
+    limits = placed(rows.limits, given.x.device).int()
+    if v.kind == "masked":
+
+        def apart(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t.view(case.experts, -1, *t.shape[1:])
+
+        fused |= {"residual": apart(given.residual)}
+        if given.token_scale is not None:
+            fused["token_scale"] = given.token_scale.unflatten(0, (case.experts, -1))
+        x = given.x.view(case.experts, -1, case.k)
+        return lambda out: w4gemm.masked_linear(x, w, limits, out=apart(out), **fused)
+    indices = None if rows.indices is None else placed(rows.indices, given.x.device).int()
+    return lambda out: w4gemm.grouped_linear(given.x, w, limits, indices=indices, out=out, **fused)
+
+
+def over_residual(case: Case) -> bool:
+    """True if d is written over the residual."""
+    return case.variant.residual and case.variant.kind == "dense" and case.problem_seed % 2 == 1
+
+
+def results(
+    case: Case, call: Callable[[torch.Tensor], torch.Tensor], rows: Rows, given: Operands
+) -> list[torch.Tensor]:
+    """d (rows.total, columns) several times, each computed into an output full of NaN, or over the residual."""
+
+    def fresh() -> torch.Tensor:
+        if over_residual(case) and given.residual is not None:
+            return given.residual.clone()
+        return torch.full((rows.total, case.columns), torch.nan, dtype=given.out_dtype, device=given.x.device)
+
+    outs = [fresh() for _ in range(3 if case.way == "streams" else 2)]
+    call(outs[0])
+    if case.way == "streams":
+        _on_streams(call, outs[1:])
+    elif case.way == "graph":
+        _in_graph(call, outs[1], fresh)
+    else:
+        call(outs[1])
+    return outs
+
+
+def _on_streams(call: Callable[[torch.Tensor], torch.Tensor], outs: list[torch.Tensor]) -> None:
+    """Call on streams of their own, at once."""
+    current, streams = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in outs]
+    for stream, out in zip(streams, outs, strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            call(out)
+    for stream in streams:
+        current.wait_stream(stream)
+
+
+def _in_graph(
+    call: Callable[[torch.Tensor], torch.Tensor], out: torch.Tensor, fresh: Callable[[], torch.Tensor]
+) -> None:
+    """Capture the call in a graph and replay it twice."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage and empty the cache each time
+        graph.capture_begin(capture_error_mode="thread_local")
+        call(out)
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(2):
+        out.copy_(fresh())
+        graph.replay()
+    torch.cuda.synchronize()  # the graph's memory is free when it is gone
+
+
+# --- the formulas' side ----------------------------------------------------------------------------------------------
+
+
+def wanted_of(case: Case, matrices: Matrices, rows: Rows, given: Operands) -> formulas.Sums:
+    """d (rows.total, columns) and the error allowed; rows of no expert hold anything."""
+    v, device = case.variant, given.x.device
+    x, token_scale = given.x.double(), given.token_scale
+    if v.quantized:
+        x, token_scale = formulas.token_quantized(x)
+    if token_scale is not None and token_scale.dim() == 2:
+        x = x * token_scale.double().repeat_interleave(BLOCK, dim=1)[:, : case.k]
+        token_scale = None
+    if rows.indices is not None:
+        taken = placed(rows.indices, device)
+        x, token_scale = x[taken], None if token_scale is None else token_scale[taken]
+    value = torch.zeros(rows.total, case.n, dtype=torch.float64, device=device)
+    error = torch.zeros_like(value)
+    for exact, (first, last) in zip(matrices.exact, rows.spans, strict=True):
+        if first < last:
+            value[first:last], error[first:last] = formulas.product(
+                x[first:last],
+                exact,
+                name_of(v.dtype),
+                w_may_be_rounded=v.dtype != FP8,
+                columns_at_a_time=case.k if v.format.endswith("e4m3") else BLOCK,
+            )
+    owner = rows.owner(device).clamp(min=0)
+    bias = None if given.bias is None else given.bias[owner] if case.experts else given.bias
+    expert_scale = None if given.expert_scale is None else given.expert_scale[owner]
+    return formulas.epilogue(
+        formulas.Sums(value, error),
+        name_of(given.out_dtype),
+        alpha=given.alpha_number,
+        scales=(token_scale, expert_scale),
+        bias=bias,
+        activation=v.activation,
+        residual=given.residual,
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Verdict(NamedTuple):
+    """The faults of a result: numbers of elements, and the one that is most wrong."""
+
+    other_bits: float
+    """Bytes that differ in another call."""
+    lost: float
+    """Numbers where a NaN or an infinity of x must show."""
+    written: float
+    """Numbers in rows that no expert has."""
+    off: float
+    total: float
+    index: float
+    d: float
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        """The faults in words; empty if there are none."""
+        found = []
+        if self.off:
+            found.append(
+                f"{self.off:.0f} of {self.total:.0f} are off, the worst is number {self.index:.0f}: {self.d:.9g} for "
+                f"{self.value:.9g}, allowed {self.error:.3g}"
+            )
+        if self.other_bits:
+            found.append(f"another call gave other bits in {self.other_bits:.0f} bytes")
+        if self.lost:
+            found.append(f"{self.lost:.0f} numbers where a NaN or an infinity of x must show")
+        if self.written:
+            found.append(f"{self.written:.0f} numbers written in rows that no expert has")
+        return "; ".join(found)
+
+
+def compared(
+    case: Case, d: torch.Tensor, others: list[torch.Tensor], wanted: formulas.Sums, covered: torch.Tensor
+) -> torch.Tensor:
+    """A :class:`Verdict` as float64 (9). covered: bool (rows, 1), rows that an expert has. Does not synchronize."""
+    number = formulas.TYPES[name_of(d.dtype)]
+    bits = d.view(torch.uint8)
+    other_bits = sum((bits != other.view(torch.uint8)).sum() for other in others)
+    d, (value, error) = d.double(), wanted
+    lost = covered & (value.isnan() & ~d.isnan() | value.isinf() & d.isfinite())
+    if case.bad == "inf" and case.variant.activation is not None:
+        lost = torch.zeros_like(lost)  # what an activation makes of an infinity is its own affair
+    good = covered & value.isfinite()
+    if case.numbers == "exact" and case.variant.activation in (None, "relu") and not case.variant.quantized:
+        error = torch.zeros_like(error)
+        off = good & (d != formulas.rounded(value, number))
+    else:  # what may round to infinity may be infinite
+        off = good & ~((d - value).abs() <= error) & (value.abs() + error < number.largest)
+    excess = torch.where(off, ((d - value).abs() / error).nan_to_num(torch.inf), -1.0).flatten()
+    worst = excess.argmax()
+    counts = [t.sum() for t in (lost, ~covered & ~d.isnan(), off)]
+    one = [t.take(worst) for t in (d, value, error)]  # an index would synchronize
+    total = torch.full((), d.numel(), device=d.device)
+    return torch.stack([t.double() for t in (torch.as_tensor(other_bits), *counts, total, worst, *one)])
+
+
+def verdicts(found: list[torch.Tensor]) -> list[Verdict]:
+    """Return the verdicts of several problems, with one synchronization."""
+    return [Verdict(*row) for row in torch.stack(found).tolist()] if found else []

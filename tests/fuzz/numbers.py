@@ -1,0 +1,220 @@
+"""The numbers of a problem, made on its device: :class:`Matrices`, :func:`rows_of`, :func:`operands_of`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import NamedTuple
+
+import torch
+
+import w4gemm
+from fuzz import formulas
+from fuzz.cases import FP8, Case
+
+BLOCK = 128
+"""Columns of x that share a block scale."""
+
+
+class Source:
+    """Random tensors of one seed on a device."""
+
+    def __init__(self, seed: str, device: str):
+        self.device = device
+        self.g = torch.Generator(device).manual_seed(random.Random(seed).randrange(2**62))
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.g, device=self.device)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.g, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """low .. high."""
+        return torch.randint(low, high + 1, shape, generator=self.g, device=self.device)
+
+    def powers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.exp2(self.integers(low, high, *shape).float())
+
+    def values(self, case: Case, spread: float, *shape: int) -> torch.Tensor:
+        """Addends of sums: integers where these are to be exact."""
+        return (
+            self.integers(-8, 8, *shape).float() if case.numbers == "exact" else (self.uniform(*shape) - 0.5) * spread
+        )
+
+
+class Matrices(NamedTuple):
+    """A weight, or those of all experts, as the library has it and in exact numbers."""
+
+    w: w4gemm.QuantizedWeight
+    exact: list[formulas.Weight]
+
+    @classmethod
+    def of(cls, case: Case, device: str) -> Matrices:
+        source = Source(f"{case.variant.seed} {case.weight_seed}", device)
+        made = [_weight(case, source) for _ in range(max(1, case.experts))]
+        fp8 = case.variant.dtype == FP8 and (device == "cuda" or case.variant.quantized)
+        packed = [w.repack(activations="fp8" if fp8 else None) for w, _ in made]
+        w = w4gemm.QuantizedWeight.stack(packed, len(packed), packed[0].layout) if case.experts else packed[0]
+        return cls(w, [exact for _, exact in made])
+
+
+def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formulas.Weight]:
+    """One weight (n, k) in the canonical layout, and its exact numbers."""
+    f, n, k = w4gemm.WeightFormat.parse(case.variant.format), case.n, case.k
+    length = k if f.group_size < 0 else f.group_size
+    groups, exact = -(-k // length), case.numbers == "exact"
+    group = torch.arange(k, device=source.device) // length
+    if case.act_order:
+        group = group[torch.argsort(source.uniform(k))]
+    codes = source.integers(0, 15, n, k)
+    scales = _scales(case, f, source, n, groups).to(f.scale_dtype)
+    zeros = channels = None
+    if f.zero == "int":
+        zeros = source.integers(0, 15, n, groups).to(torch.uint8)
+    elif f.zero == "float":
+        zeros = source.integers(-4, 4, n, groups).float() if exact else source.uniform(n, groups) * 4 - 2
+        zeros = (zeros * (scales.float() if exact else 1 / k**0.5)).to(f.scale_dtype)
+    if f.scale.startswith("e4m3"):
+        channels = source.powers(-2, 1, n) if exact else source.uniform(n) / 16 + 0.01
+    w = w4gemm.QuantizedWeight.from_codes(f, codes, scales, zeros, group if case.act_order else None, channels)
+    return w, formulas.weight(codes, scales, zeros, channels, group, f.zero, f.element, f.scale == "e4m3")
+
+
+def _scales(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> torch.Tensor:
+    e4m3, unsigned = f.scale.startswith("e4m3"), f.scale == "e8m0"
+    sign = 1 if unsigned else source.integers(0, 1, n, groups) * 2 - 1
+    if case.numbers == "exact":
+        scales = sign * source.powers(-2, 0, n, groups)
+    elif case.numbers == "extreme":
+        low, high = (-6, 4) if e4m3 else (-8, 3) if torch.float16 in (case.variant.dtype, f.scale_dtype) else (-20, 12)
+        low = -12 if unsigned and case.variant.dtype == FP8 else low  # beyond 28 binades e5m2 rounds
+        scales = sign * (1 + source.uniform(n, groups)) * source.powers(low, high, n, groups)
+    else:
+        scales = sign * (source.uniform(n, groups) + 0.1) * (16 if e4m3 else 1 / case.k**0.5)
+        scales *= (source.uniform(n, groups) > 0.05) | unsigned
+    return scales / 16 if f.element == "iq4" else scales  # whose numbers are about 16 times int4's
+
+
+class Rows(NamedTuple):
+    """Which rows of x each weight multiplies."""
+
+    total: int
+    """Rows of d."""
+    spans: list[tuple[int, int]]
+    """First and end of each weight's rows of d."""
+    limits: list[int]
+    """Offsets of experts, or the number of rows of each (masked), as the call takes them."""
+    source: int
+    """Rows of x."""
+    indices: list[int] | None = None
+    """Row of x of each row of d (gathered)."""
+
+    def owner(self, device: torch.device | str) -> torch.Tensor:
+        """int64 (total): the weight of each row of d, -1 for none."""
+        owner = [-1] * self.total
+        for e, (first, last) in enumerate(self.spans):
+            owner[first:last] = [e] * (last - first)
+        return placed(owner, device)
+
+
+def placed(numbers: list[int], device: torch.device | str) -> torch.Tensor:
+    """int64 (numbers), without waiting for the device."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def rows_of(case: Case, r: random.Random) -> Rows:
+    kind = case.variant.kind
+    if kind == "dense":
+        return Rows(case.m, [(0, case.m)], [], case.m)
+    if kind == "masked":
+        most = max(1, case.m // case.experts)
+        counts = [r.choice((0, most, r.randint(0, most))) for _ in range(case.experts)]
+        total = case.experts * most
+        return Rows(total, [(e * most, e * most + c) for e, c in enumerate(counts)], counts, total)
+    first, last = (0, case.m) if r.random() < 0.7 else sorted((r.randint(0, case.m), r.randint(0, case.m)))
+    cuts = sorted(r.choices(range(first, last + 1), k=case.experts - 1))
+    if r.random() < 0.2:  # all rows for one expert
+        cuts = [first] * len(cuts)
+    ends = [first, *cuts, last]
+    rows = Rows(case.m, list(itertools.pairwise(ends)), ends, case.m)
+    if kind == "grouped":
+        return rows
+    source = r.randint(1, 2 * case.m)
+    return rows._replace(source=source, indices=[r.randrange(source) for _ in range(case.m)])
+
+
+class Operands(NamedTuple):
+    """Tensors of a call, on its device."""
+
+    x: torch.Tensor
+    token_scale: torch.Tensor | None
+    """(rows of x), or (rows of x, blocks of columns)."""
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    expert_scale: torch.Tensor | None
+    alpha: float | torch.Tensor | None
+    alpha_number: float | None
+    out_dtype: torch.dtype
+    """dtype of d."""
+
+
+def operands_of(case: Case, rows: Rows, r: random.Random, device: str) -> Operands:
+    v, source, exact = case.variant, Source(f"{case.name}", device), case.numbers == "exact"
+    x = _strided(_x(case, rows.source, source), case)
+    if case.bad:
+        x = x.clone(memory_format=torch.contiguous_format)
+        place = r.randrange(rows.source), r.randrange(case.k)
+        if x.dtype == FP8:
+            x.view(torch.uint8)[place] = 0x7F
+        else:
+            x[place] = float(case.bad)
+    out_dtype = v.out_dtype or (torch.bfloat16 if x.dtype == FP8 else x.dtype)
+    scale = bias = residual = experts = alpha = number = None
+    if x.dtype == FP8:
+        shape = (rows.source, -(-case.k // BLOCK)) if v.block_scale else (rows.source,)
+        scale = source.powers(-1, 1, *shape) if exact else source.uniform(*shape) + 0.5
+        if v.block_scale and case.strides != "plain":
+            scale = scale.T.contiguous().T
+    if v.bias:
+        beside_fp8 = torch.float16 if out_dtype == torch.float16 else torch.bfloat16
+        shape = (case.experts, case.n) if case.experts else (case.n,)
+        bias = source.values(case, 2, *shape).to(beside_fp8 if v.dtype == FP8 else v.dtype)
+    if v.residual:
+        residual = source.values(case, 2, rows.total, case.columns).to(out_dtype)
+    if v.expert_scale:
+        experts = source.powers(-1, 1, case.experts) if exact else source.uniform(case.experts) + 0.5
+    if v.alpha:
+        number = r.choice((0.5, -2.0, 4.0)) if exact else r.uniform(-2, 2)
+        number = float(torch.tensor(number, dtype=torch.float32))
+        alpha = number if v.alpha == "host" else torch.full((1,), number, device=device)
+    return Operands(x, scale, bias, residual, experts, alpha, number, out_dtype)
+
+
+def _x(case: Case, rows: int, source: Source) -> torch.Tensor:
+    """x (rows, k) in the dtype that the caller passes."""
+    k = case.k
+    if case.numbers == "one_hot":
+        x = torch.zeros(rows, k, device=source.device)
+        x.scatter_(1, source.integers(0, k - 1, rows, 1), 2.0)
+    elif case.numbers == "exact":
+        x = source.integers(-2, 2, rows, k).float() * (source.uniform(rows, k) < min(1.0, 24 / k))
+    else:
+        x = source.normal(rows, k)
+        x *= source.powers(-6, 5, rows, 1) if case.numbers == "extreme" else 1
+    return x.to(torch.bfloat16 if case.variant.quantized else case.variant.dtype)
+
+
+def _strided(x: torch.Tensor, case: Case) -> torch.Tensor:
+    """The same numbers in other strides."""
+    if case.variant.kind == "masked":
+        return x
+    bits = x.view(torch.uint8) if x.dtype == FP8 else x
+    if case.strides == "padded":
+        wide = bits.new_empty(x.shape[0], x.shape[1] + 8 * (1 + case.problem_seed % 3))
+        bits = wide[:, : x.shape[1]].copy_(bits)
+    elif case.strides == "transposed":
+        bits = bits.t().contiguous().t()
+    elif case.strides == "expanded" and x.shape[0] > 1:
+        bits = bits[:1].expand(x.shape[0], -1)
+    return bits.view(x.dtype) if x.dtype == FP8 and bits.stride(-1) == 1 else bits if x.dtype != FP8 else x
