@@ -92,7 +92,7 @@ def _facts(case: Case) -> list[tuple[str, str]]:
 def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
     """Run problems of one process until its time is over. at: shared memory for the seeds of what is run."""
     torch.set_num_threads(1)
-    found, end, device = Found(), time.monotonic() + args.seconds, args.device
+    found, device = Found(), args.device
     variant = args.seed * 10_000 + process
     while True:
         seeds = random.Random(f"{variant} {process}")
@@ -103,7 +103,7 @@ def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
             one_weight(
                 [draw(variant, weight, seeds.randrange(2**31), device) for _ in range(args.problems)], device, found
             )
-            if time.monotonic() > end or len(found.wrong) >= 20 or found.broken:
+            if time.monotonic() > args.end or len(found.wrong) >= 20 or found.broken:
                 return found
         variant += args.processes
 
@@ -122,8 +122,8 @@ def _side_by_side(args: argparse.Namespace) -> list[Found]:
     children = [context.Process(target=_child, args=(args, i, at, results)) for i in range(args.processes)]
     for child in children:
         child.start()
-    founds, end = dict[int, Found](), time.monotonic() + args.seconds + GRACE
-    while len(founds) < args.processes and time.monotonic() < end:
+    founds = dict[int, Found]()
+    while len(founds) < args.processes and time.monotonic() < args.end + GRACE:
         try:
             process, found = results.get(timeout=1)
             founds[process] = found
@@ -153,6 +153,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.weights = args.weights or (5 if args.device == "cuda" else 2)
     args.problems = args.problems or (24 if args.device == "cuda" else 4)
+    args.end = time.monotonic() + args.seconds  # one clock for all processes
     args.seed = int(time.time()) % 100_000 if args.seed is None else args.seed
     return args
 
