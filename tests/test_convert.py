@@ -184,4 +184,4 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = facts["modules"]["model.layers.1.mlp.up_proj"]
     assert (module["n"], module["k"], module["bytes"]) == (96, 64, 96 * 32 + 96 * 2 * 3)
     assert all(run.startswith("cpu_mixed_gemm") for run in module["runs"].values())
-    assert facts["dense"]["model.norm.weight"] == [64]
+    assert facts["dense"]["model.norm.weight"] == {"shape": [64], "stored": "F32"}

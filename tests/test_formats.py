@@ -59,7 +59,7 @@ def test_group_size_wants_an_int(group):
 def test_other_refusals():
     with pytest.raises(ValueError, match="zero: wanted one of none, int, float, got 'yes'"):
         WeightFormat(zero="yes")
-    with pytest.raises(ValueError, match="scale: wanted one of fp16, bf16, e4m3, e4m3_row, e8m0, got 'fp8'"):
+    with pytest.raises(ValueError, match="scale: wanted one of fp16, bf16, fp32, e4m3, e4m3_row, e8m0, got 'fp8'"):
         WeightFormat(scale="fp8")
 
 

@@ -13,7 +13,7 @@ import torch
 gguf = pytest.importorskip("gguf")
 
 from w4gemm import FormatError, QuantizedWeight, WeightFormat  # noqa: E402
-from w4gemm.checkpoints import find_checkpoint, open_checkpoint  # noqa: E402
+from w4gemm.checkpoints import find_checkpoint, gguf_file, open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.gguf import GGUFCheckpoint  # noqa: E402
 from w4gemm.checkpoints.gguf_file import INT4_FORMATS, Array, GGUFFile  # noqa: E402
 
@@ -83,7 +83,7 @@ def test_weights_equal_gguf_dequantize(small: Path) -> None:
             assert torch.equal(weight.dequantize(), wanted), name
 
 
-@pytest.mark.parametrize("type", ["IQ4_NL", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize("type", ["IQ4_NL", "MXFP4", "NVFP4", "Q4_K"])
 def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: str) -> None:
     rng = np.random.default_rng(0)
     number = gguf.GGMLQuantizationType[type]
@@ -92,23 +92,46 @@ def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: st
     blocks = rng.integers(0, 256, (n, 4, size), np.uint8)
     if type == "IQ4_NL":
         blocks[..., :2] = (rng.standard_normal((n, 4, 1)) / 64).astype(np.float16).view(np.uint8)
+    elif type == "Q4_K":
+        blocks[..., :4] = (rng.standard_normal((n, 4, 2)) / 64).astype(np.float16).view(np.uint8)
     elif type == "MXFP4":
         blocks[..., 0] = rng.integers(0, 150, (n, 4))
     else:
         blocks[..., :4] = rng.integers(0, 0x80, (n, 4, 4))  # 0x7f, which stands for 0, too
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_tensor("a", blocks.reshape(n, -1), raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    file = GGUFFile(tmp_path / "a.gguf")
+    file = write_blocks(tmp_path / "a.gguf", number, blocks)
     wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(n, -1), number).copy())
     weight = file.weight("a")
     assert (weight.n, weight.k, weight.format) == (n, k, INT4_FORMATS[type])
     assert torch.equal(weight.dequantize(), wanted)
     rows = torch.tensor([3, 1])
     assert torch.equal(file.weight("a", rows).dequantize(), wanted[rows])
+
+
+def write_blocks(path: Path, number: int, blocks: np.ndarray) -> GGUFFile:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("a", blocks.reshape(len(blocks), -1), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+@pytest.mark.parametrize("type", ["Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "BF16"])
+def test_other_types_are_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str) -> None:
+    """The float32 numbers of gguf's dequantizer, rounded once to 16 bits, however few of them are made at a time."""
+    number = gguf.GGMLQuantizationType[type]
+    elements, size = gguf.GGML_QUANT_SIZES[number]
+    count = max(1, 256 // elements)
+    blocks = np.random.default_rng(0).integers(0, 256, (7, count, size), np.uint8)
+    for at in {"Q2_K": (81, 83), "Q3_K": (109,), "Q6_K": (209,), "Q5_1": (1, 3), "Q5_K": (1, 3)}.get(type, (1,)):
+        blocks[..., at] &= 0x3B  # the high byte of an fp16: small, and finite
+    file = write_blocks(tmp_path / "a.gguf", number, blocks)
+    wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(7, -1), number).copy())
+    assert wanted.isfinite().all() and file.format("a") is None
+    monkeypatch.setattr(gguf_file, "_ELEMENTS", 3 * wanted.shape[1])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(file.dense("a", dtype), wanted.to(dtype))
 
 
 def test_rows_are_taken_in_order(small: Path) -> None:
@@ -188,7 +211,7 @@ def test_wrong_tensor_names_and_types(small: Path) -> None:
     file = GGUFFile(small)
     with pytest.raises(FormatError, match="no tensor 'nothing' among its 8"):
         file.weight("nothing")
-    with pytest.raises(FormatError, match=r"'eight' is Q8_0.*wanted Q4_0 or Q4_1 or IQ4_NL"):
+    with pytest.raises(FormatError, match=r"'eight' is Q8_0.*wanted Q4_0 or Q4_1 or Q4_K or IQ4_NL"):
         file.weight("eight")
     with pytest.raises(FormatError, match=r"'cube' has shape \(2, 3, 32\)"):
         file.weight("cube")

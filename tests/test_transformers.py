@@ -48,7 +48,7 @@ def assert_same_numbers(model: torch.nn.Module, wanted: torch.nn.Module) -> None
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_1"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_gguf_equals_from_pretrained(tmp_path: Path, architecture: str, type: str, tied: bool) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", architecture, type, tied)
     model, tokenizer = load(path)

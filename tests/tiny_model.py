@@ -44,7 +44,8 @@ def _vocabulary() -> tuple[list[str], list[str]]:
 def write_gguf(
     path: Path, architecture: str = "llama", type: str = "Q4_1", tied: bool = True, rope_freqs: np.ndarray | None = None
 ) -> Path:
-    """A random model with linear layers of ``type``, but attn_v in Q8_0; qwen2 has biases, qwen3 norms per head."""
+    """A random model with linear layers of ``type``, but attn_v in Q8_0; qwen2 has biases, qwen3 and gemma3 norms per
+    head."""
     import gguf
 
     tokens, merges = _vocabulary()
@@ -82,13 +83,14 @@ def write_gguf(
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
     for i in range(LAYERS):
-        for norm in ("attn_norm", "ffn_norm"):
+        behind = ("post_attention_norm", "post_ffw_norm") if architecture == "gemma3" else ()
+        for norm in ("attn_norm", "ffn_norm", *behind):
             add(f"blk.{i}.{norm}.weight", (HIDDEN,))
         for name, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS), ("attn_v", KV_HEADS)):
             add(f"blk.{i}.{name}.weight", (heads * head_dim, HIDDEN), "Q8_0" if name == "attn_v" else type)
             if architecture == "qwen2":
                 add(f"blk.{i}.{name}.bias", (heads * head_dim,))
-            if architecture == "qwen3" and name != "attn_v":
+            if architecture in ("qwen3", "gemma3") and name != "attn_v":
                 add(f"blk.{i}.{name}_norm.weight", (head_dim,))
         add(f"blk.{i}.attn_output.weight", (HIDDEN, HEADS * head_dim), type)
         for name, shape in (("ffn_gate", (FFN, HIDDEN)), ("ffn_up", (FFN, HIDDEN)), ("ffn_down", (HIDDEN, FFN))):

@@ -27,6 +27,9 @@ class ToyCheckpoint:
         self.read: list[str] = []
         """Names of the tensors that were asked for."""
 
+    def stored_type(self, name: str) -> str:
+        return self._file.get_slice(name).get_dtype()
+
     def weight(self, name: str) -> QuantizedWeight:
         self.read.append(name)
         module = self.modules[name]

@@ -34,6 +34,7 @@ FORMATS = [
 ]
 FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128, -1)]
 FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128")]
+FORMATS += [WeightFormat.parse(f"int4_g{group}_{rest}") for group, rest in ((32, "zfloat_fp32"), (96, "zint_fp32"))]
 FORMATS += [WeightFormat.parse(name) for name in ("mxfp4", "nvfp4", "e2m1_g96_e8m0", "e2m1_col_e4m3_row")]
 FEW_FORMATS = [
     WeightFormat.parse(name)

@@ -65,6 +65,10 @@ class Checkpoint(Protocol):
         """Shapes of the dense parameters and buffers by name, biases of 4-bit modules too; :meth:`dense` gives them."""
         ...
 
+    def stored_type(self, name: str) -> str:
+        """Return the file's name for the type of one of ``tensors``, such as BF16 or Q6_K; "" if headers do not say."""
+        ...
+
     def weight(self, name: str) -> QuantizedWeight:
         """Return the weight (n, k) or (experts, n, k) of a module, losslessly, in the canonical layout on the CPU.
 

@@ -87,6 +87,9 @@ class DenseCheckpoint:
         names = [name for name in found if name in kept and name not in weights]
         return {renamed.get(name, name): tuple(found[name].shape) for name in names}
 
+    def stored_type(self, name: str) -> str:
+        return ""
+
     def weight(self, name: str) -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no linear layer {name!r} among its {len(self.modules)}")

@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp): Q4_0 and Q4_1 matrices become :class:`QuantizedWeight` bit for bit.
+"""GGUF files (llama.cpp): matrices of its 4-bit types become :class:`QuantizedWeight` bit for bit, others stay dense.
 
 What only GGUF knows is here and in :mod:`w4gemm.checkpoints.gguf_file`: llama.cpp's names, and its order of the rows of
 attn_q and attn_k. It pairs the two halves of each rotary head, so row (head, half, i) of the model is stored as row
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,13 +20,32 @@ from w4gemm.checkpoints.gguf_file import MAGIC, GGUFFile
 from w4gemm.core.errors import FormatError
 from w4gemm.weights.weight import QuantizedWeight
 
-_PERMUTED: dict[str, dict[str, str]] = {
-    "llama": {"attn_q": "head_count", "attn_k": "head_count_kv"},
-    "qwen2": {},
-    "qwen3": {},
+
+class _Architecture(NamedTuple):
+    """Names and changes of tensors that llama.cpp makes of an architecture."""
+
+    permuted: Mapping[str, str] = {}
+    """Tensors whose rows it reorders, and the key of their number of heads."""
+    names: Mapping[str, str] = {}
+    """Names in the model that differ from those of others."""
+    added_to_norms: int = 0
+    """Number that it adds to the weights of norms."""
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture({"attn_q": "head_count", "attn_k": "head_count_kv"}),
+    "qwen2": _Architecture(),
+    "qwen3": _Architecture(),
+    "gemma3": _Architecture(
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        added_to_norms=1,
+    ),
 }
-"""Architectures whose names are known; for each, the tensors whose rows llama.cpp reorders, and the key of their number
-of heads."""
+"""Architectures whose names are known."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK_NAMES = {
@@ -67,6 +87,7 @@ class GGUFCheckpoint:
         self.path = Path(path)
         self.file = GGUFFile(path)
         self.architecture = str(self.file.metadata.get("general.architecture", ""))
+        self._known = _ARCHITECTURES.get(self.architecture)
         self._stored = {self._model_name(name): name for name in self.file.tensors}
 
     @functools.cached_property
@@ -87,6 +108,9 @@ class GGUFCheckpoint:
             shapes |= dict.fromkeys(_ROPE_TABLES, shapes.pop(_ROPE_FACTORS))
         return {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") not in self.modules}
 
+    def stored_type(self, name: str) -> str:
+        return self.file.info(_ROPE_FACTORS if name in _ROPE_TABLES else self._stored[name]).type
+
     def weight(self, name: str) -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no 4-bit module {name!r} among its {len(self.modules)}")
@@ -99,11 +123,13 @@ class GGUFCheckpoint:
         if name in _ROPE_TABLES:
             return self._rope_table().to(dtype)
         stored = self._stored[name]
+        if self._known and self._known.added_to_norms and name.endswith("norm.weight"):
+            return (self.file.dense(stored) - self._known.added_to_norms).to(dtype)
         return self.file.dense(stored, dtype, self._rows(stored))
 
     def pretrained(self) -> Pretrained:
-        if self.architecture not in _PERMUTED:
-            wanted = ", ".join(_PERMUTED)
+        if self._known is None:
+            wanted = ", ".join(_ARCHITECTURES)
             raise FormatError(
                 f"{self.path}: architecture {self.architecture!r} cannot be loaded; wanted one of {wanted}"
             )
@@ -113,19 +139,19 @@ class GGUFCheckpoint:
     def _model_name(self, stored: str) -> str:
         """Name of a tensor in the model; its own name if no module of a known architecture holds it."""
         base, _, leaf = stored.rpartition(".")
-        if self.architecture not in _PERMUTED:
+        if self._known is None:
             return stored
         if base in _NAMES:
             return f"{_NAMES[base]}.{leaf}"
-        found = _BLOCK.fullmatch(base)
-        if found is None or found[2] not in _BLOCK_NAMES:
+        found, names = _BLOCK.fullmatch(base), {**_BLOCK_NAMES, **self._known.names}
+        if found is None or found[2] not in names:
             return stored
-        return f"model.layers.{int(found[1])}.{_BLOCK_NAMES[found[2]]}.{leaf}"
+        return f"model.layers.{int(found[1])}.{names[found[2]]}.{leaf}"
 
     def _rows(self, stored: str) -> torch.Tensor | None:
         """Index in the file of each row of the model, or None if the order is the same."""
         found = _BLOCK.match(stored)
-        permuted = _PERMUTED.get(self.architecture, {})
+        permuted = self._known.permuted if self._known else {}
         if found is None or found[2] not in permuted:
             return None
         heads, n = self._count(permuted[found[2]]), self.file.info(stored).shape[0]

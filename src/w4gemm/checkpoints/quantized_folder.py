@@ -91,6 +91,11 @@ class QuantizedFolder:
             if stack.module.bias:
                 self.tensors[f"{name}.bias"] = stack.module.experts, stack.module.n
 
+    def stored_type(self, name: str) -> str:
+        stack = self._stacks.get(name.removesuffix(".bias"))
+        source = name if stack is None else f"{stack.sources[0][0]}.bias"
+        return self._stored.tensors[self._files[source]].dtype
+
     def weight(self, name: str) -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no 4-bit module {name!r} among its {len(self.modules)}")

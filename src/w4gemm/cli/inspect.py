@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     packed = sum(_nbytes(module) for module in checkpoint.modules.values())
     numbers = sum(math.prod(shape) for shape in checkpoint.tensors.values())
+    matrices = Counter(
+        (_starred(name), checkpoint.stored_type(name), shape)
+        for name, shape in checkpoint.tensors.items()
+        if len(shape) > 1
+    )
     print(f"{checkpoint.path}: {found.format.name}")
     print(
         f"{len(checkpoint.modules)} modules in 4 bits, {packed / 2**20:.1f} MiB; "
@@ -86,11 +92,26 @@ def run(args: argparse.Namespace) -> int:
         )
         for kind, count in kinds.items()
     ]
+    _print_table(head, rows)
+    if matrices:
+        bits = 8 * dtype.itemsize
+        dense = [
+            (name, stored, " x ".join(map(str, shape)), f"x {count}", f"{count * _dense_mib(shape, dtype):.1f}")
+            for (name, stored, shape), count in matrices.items()
+        ]
+        _print_table(("dense matrices", "stored as", "n x k", "", f"MiB in {bits} bits"), dense)
+    return 0
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     print()
     for row in (head, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return 0
+
+
+def _dense_mib(shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    return math.prod(shape) * dtype.itemsize / 2**20
 
 
 def _starred(name: str) -> str:
@@ -126,7 +147,10 @@ def _facts(format: str, checkpoint: Checkpoint, ran: dict[Module, dict[int, str]
         }
         for name, m in checkpoint.modules.items()
     }
-    tensors = {name: list(shape) for name, shape in checkpoint.tensors.items()}
+    tensors = {
+        name: {"shape": list(shape), "stored": checkpoint.stored_type(name)}
+        for name, shape in checkpoint.tensors.items()
+    }
     return {
         "path": str(checkpoint.path),
         "checkpoint": format,

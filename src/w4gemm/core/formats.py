@@ -14,11 +14,12 @@ along k, and optionally one zero point per scale. A format is an element, a scal
 ============  ==========================  =========================================
 ``"none"``    s * v(u)                    symmetric GPTQ, compressed-tensors, Q4_0, MXFP4, NVFP4
 ``"int"``     s * (u - z), z in 0..15     AWQ, asymmetric GPTQ
-``"float"``   s * u + z                   Q4_1, HQQ (after z = -zero * s)
+``"float"``   s * u + z                   Q4_1, Q4_K, HQQ (after z = -zero * s)
 ============  ==========================  =========================================
 
 The products above are exact in float32; a kernel rounds w once to the activation dtype. With a factor c per output
-channel, w = c * s * v(u), or c * e4m3(s * v(u)) where the rule rounds: to the nearest, ties to even, saturating.
+channel, w = c * s * v(u), or c * e4m3(s * v(u)) where the rule rounds: to the nearest, ties to even, saturating. With
+float32 scales, w is the float32 nearest to the number above, and a kernel rounds that.
 """
 
 from __future__ import annotations
@@ -118,12 +119,16 @@ SCALES = {
     for rule in (
         ScaleRule("fp16", torch.float16),
         ScaleRule("bf16", torch.bfloat16),
+        ScaleRule("fp32", torch.float32),
         ScaleRule("e4m3", torch.float8_e4m3fn, per_channel=True, rounded_to=torch.float8_e4m3fn),
         ScaleRule("e4m3_row", torch.float8_e4m3fn, per_channel=True),
         ScaleRule("e8m0", torch.float8_e8m0fnu),
     )
 }
-"""By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights."""
+"""By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights.
+``fp32``: beside float zero points with at most :data:`SCALE_BITS` significant bits."""
+SCALE_BITS = 20
+"""Significant bits of a float32 scale beside float zero points: its products with codes 0..15 are exact in float32."""
 ZEROS = ("none", "int", "float")
 ALIASES = {"mxfp4": "e2m1_g32_e8m0", "nvfp4": "e2m1_g16_e4m3_row"}
 """Names that are in use for formats, and their strings."""
@@ -205,6 +210,13 @@ class WeightFormat:
     def scale_dtype(self) -> torch.dtype:
         """dtype of the stored scales."""
         return SCALES[self.scale].dtype
+
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales (float32) rounded to what is stored."""
+        if self.zero != "float" or self.scale_dtype.itemsize < 4:
+            return scales.to(self.scale_dtype)
+        mantissa, exponent = torch.frexp(scales)
+        return torch.ldexp(torch.ldexp(mantissa, torch.tensor(SCALE_BITS)).round(), exponent - SCALE_BITS)
 
     @property
     def largest_weight(self) -> float:

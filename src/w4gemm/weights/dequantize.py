@@ -13,7 +13,8 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
 
     float32: the product, which is exact, then the sum with a float zero point, rounded; with scales of channels the
     product, rounded to e4m3 if the scale rule says so, times the channel's scale, rounded. 16-bit dtypes: the exact
-    value, rounded once, as a fused multiply-add in that dtype gives; with scales of channels the float32 value rounded.
+    value, rounded once, as a fused multiply-add in that dtype gives; with scales of channels or float32 scales the
+    float32 value rounded.
     float64: the float32 value.
     """
     codes, scales, zeros, channels = parts
@@ -29,6 +30,8 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
     u = codes.float()
     if format.zero == "int":
         return ((u - spread(zeros)) * spread(scales)).to(dtype)
+    if scales.dtype == torch.float32:
+        return (u * spread(scales) + spread(zeros)).to(dtype)
     return rounded_sum(u * spread(scales), spread(zeros), dtype)
 
 

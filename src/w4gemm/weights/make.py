@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from w4gemm.core.errors import kind_of
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import SCALE_BITS, WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.act_order import sorting_perm
 
@@ -79,6 +79,13 @@ def check_range(
             why = f", so that {element.largest_value:g} * scale is an e4m3," if format.scales_in_weights else ""
             raise ValueError(f"scales: wanted at most {most:g} in magnitude{why} and no NaN")
         return
+    rounded = format.stored_scales(scales)
+    if scales.dtype == torch.float32 and (other := (rounded != scales) & scales.isfinite()).any():
+        row, group = (int(i) for i in other.nonzero()[0])
+        raise ValueError(
+            f"scales: wanted at most {SCALE_BITS} significant bits, so that products with codes are exact in float32, "
+            f"got {scales[row, group].item()!r} in row {row}, group {group}; nearest is {rounded[row, group].item()!r}"
+        )
     largest = scales.float().abs() * element.largest_factor
     if format.zero == "float" and zeros is not None:
         largest = largest + zeros.float().abs()

@@ -211,7 +211,7 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
     codes = best.codes.to(torch.uint8).view(n, -1)[:, :k].contiguous()
     zero_dtype = format.zero_dtype
     zeros = None if zero_dtype is None else best.zeros.to(zero_dtype)
-    return WeightComponents(codes, best.scales.to(format.scale_dtype), zeros, channels)
+    return WeightComponents(codes, format.stored_scales(best.scales), zeros, channels)
 
 
 def _round_groups(
@@ -237,7 +237,7 @@ def _round_groups(
         zeros = torch.zeros_like(scales)
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)
-        scales = stored((high - low) / 15)
+        scales = format.stored_scales((high - low) / 15).float()
         zeros = stored(low)
     safe = torch.where(scales == 0, torch.ones_like(scales), scales)
     if format.zero == "none":

@@ -69,4 +69,4 @@ def random_components(
         zeros = torch.randint(0, 16, groups, dtype=torch.uint8, device=device, generator=g)
     elif format.zero == "float":
         zeros = (torch.randn(groups, device=device, generator=g) * weight).to(rule.dtype)
-    return WeightComponents(codes, scales.to(rule.dtype), zeros, channels)
+    return WeightComponents(codes, format.stored_scales(scales), zeros, channels)

@@ -136,7 +136,10 @@ def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, d
     s = scales.float()[:, :, None]
     z = zeros[0].float()[:, :, None] if zeros else None
     round_once = (
-        z is not None and format.zero == "float" and dtype != torch.float32 and not _fits_float32(scales, zeros[0])
+        z is not None
+        and format.zero == "float"
+        and max(dtype.itemsize, scales.itemsize) < 4
+        and not _fits_float32(scales, zeros[0])
     )
     result = torch.empty_like(w, dtype=dtype) if round_once else w
     whole = k // length * length

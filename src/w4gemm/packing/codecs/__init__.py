@@ -17,7 +17,7 @@ from w4gemm.packing.codecs.int4 import INT4, INT4_MMA8, INT4_MMA8_FOLDED, INT4_M
 CODECS: tuple[Codec, ...] = (*INT4, *CODEBOOKS, *E2M1_MMA16, E2M1_MMA8)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
-_SCALE_KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
+_SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32"}
 
 
 def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
