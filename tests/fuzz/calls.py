@@ -254,7 +254,7 @@ def compared(
     lost = covered & (value.isnan() & ~d.isnan() | value.isinf() & d.isfinite())
     if case.bad == "inf" and case.variant.activation is not None:
         lost = torch.zeros_like(lost)  # what an activation makes of an infinity is its own affair
-    good = covered & value.isfinite()
+    good = covered & value.isfinite() & error.isfinite()  # relu of an infinity may be a NaN
     if case.numbers == "exact" and case.variant.activation in (None, "relu") and not case.variant.quantized:
         error = torch.zeros_like(error)
         off = good & (d != formulas.rounded(value, number))
