@@ -2,7 +2,8 @@
 
 FILE gets a JSON line for each, with n, k, m, format, config and us, and the machine: what bench/fit.py makes constants
 of the model of, and ``bench.tune --rows`` the shipped table. Take a new FILE for each machine, since they differ by
-more than configs do. For a GPU or a kernel that the model does not know, ``--configs 1000`` times all configs.
+more than configs do. ``--drawn`` takes layers and ragged m at random, as bench.unknown does, but none of its own. For a
+GPU or a kernel that the model does not know, ``--configs 1000`` times all configs.
 
 Of mixtures of experts, ``python -m bench.grouped --configs N`` times configs; ``--grouped FILE`` copies their lines to
 ``--out`` in the same form.
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.drawn.points import draw
 from bench.shapes import parse_layers
 
 from w4gemm import choice
@@ -37,7 +39,9 @@ from w4gemm.tuning import record
 from w4gemm.tuning.workload import Launch, Workload
 
 MAX_ERROR = 2e-2
-_REPLAYS = 9
+_REPLAYS, _FEW_REPLAYS = 9, 4
+_MANY_TOKENS = 512
+"""For more tokens the timer warms up before each replay, so that few are enough."""
 _FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
 
 
@@ -48,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="of activations, as of w4gemm tune")
     parser.add_argument("--device", help="as of w4gemm tune")
+    parser.add_argument(
+        "--drawn", type=positive, metavar="LAYERS", help="instead: layers and ragged m, drawn at random"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of --drawn; bench.unknown's is for it alone (%(default)s)")
     parser.add_argument("--configs", type=positive, default=8, help="of each, best guess first (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further product after so long")
     parser.add_argument("--grouped", type=Path, help="measure nothing: copy the lines of configs from this file")
@@ -81,9 +89,13 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
     """The products to time, those of one weight in a row, with their configs as ``"<kernel>/<config>"``."""
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     rest = format, layout_for(device, format, dtype), Epilogue(token_scale=dtype == torch.float8_e4m3fn), device
-    tokens = sorted({choice.representative(m) for m in parse_tokens(args.m)})
+    if args.drawn:
+        points = [(layer.n, layer.k, m) for layer in draw(args.seed, args.drawn) for m in layer.tokens]
+    else:
+        tokens = sorted({choice.representative(m) for m in parse_tokens(args.m)})
+        points = [(n, k, m) for (n, k), m in itertools.product(parse_layers(args.shapes), tokens)]
     found = {}
-    for (n, k), m in itertools.product(parse_layers(args.shapes), tokens):
+    for n, k, m in points:
         problem = GemmProblem(m, n, k, dtype, *rest)
         ranking = choice.explain(problem).ranking
         found[problem] = [f"{kernel}/{config}" for _, kernel, config in ranking[: args.configs]]
@@ -120,7 +132,7 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
             launches[name] = launch
         else:
             print(f"{problem}: {name} is left out, relative error {error:.3g}", flush=True)
-    times = workload.time(list(launches.values()), operands, _REPLAYS)
+    times = workload.time(list(launches.values()), operands, _FEW_REPLAYS if problem.m > _MANY_TOKENS else _REPLAYS)
     return dict(sorted(((name, t.p50) for name, t in zip(launches, times, strict=True)), key=lambda pair: pair[1]))
 
 

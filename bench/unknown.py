@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.drawn.points import Drawn, draw
+from bench.drawn.points import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
 from bench.drawn.warm import Warmer, compile_all
 from bench.peers import Peer, Prepared, peers_named
 from bench.peers.base import FP8, token_scales
@@ -121,8 +121,10 @@ class Layer:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m bench.unknown", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--kinds", default=",".join(KINDS), help="(default: %(default)s)")
-    parser.add_argument("--layers", type=positive, default=50, help="to draw, four m each (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument(
+        "--layers", type=positive, default=UNKNOWN_LAYERS, help="to draw, four m each (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=UNKNOWN_SEED, help="(default: %(default)s)")
     parser.add_argument("--configs", type=positive, default=24, help="best guesses to time (default: %(default)s)")
     parser.add_argument("--every", type=positive, default=3, help="time them at each so many-th layer (%(default)s)")
     parser.add_argument("--impl", default=",".join(_PEERS), help="(default: %(default)s)")

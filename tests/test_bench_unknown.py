@@ -30,6 +30,7 @@ from w4gemm.weights.random import random_weight  # noqa: E402
 def test_a_seed_draws_the_same_points_and_no_layer_that_was_tuned_or_fitted():
     drawn = points.draw(7, 60)
     assert drawn[:20] == points.draw(7, 20) != points.draw(8, 20)
+    assert not {layer[:2] for layer in points.draw(1, 60)} & {layer[:2] for layer in drawn[: points.UNKNOWN_LAYERS]}
     tuned = {(r.key.n, r.key.k) for table in store.shipped_tables() for r in store.read(table)}
     assert tuned and not {(layer.n, layer.k) for layer in drawn} & tuned
     assert (3584, 18944) in points.known() and not points.allowed(3584, 18944)

@@ -60,6 +60,8 @@ MOST_WEIGHTS = 2**29
 """Largest n * k: beyond, one point takes the time of ten."""
 MOST_TOKENS = 8192
 TOKENS_PER_LAYER = 4
+UNKNOWN_SEED, UNKNOWN_LAYERS = 7, 50
+"""Seed and number of layers that bench.unknown draws."""
 
 
 class Drawn(NamedTuple):
@@ -71,13 +73,15 @@ class Drawn(NamedTuple):
 
 
 def draw(seed: int, count: int) -> list[Drawn]:
-    """``count`` layers that were neither tuned nor fitted, each with m in every quarter of log2(1 .. 8192)."""
+    """``count`` layers that were neither tuned nor fitted, each with m in every quarter of log2(1 .. 8192).
+    Other seeds than bench.unknown's draw none of its layers, which so stay unknown to what is fitted to them."""
+    others = set() if seed == UNKNOWN_SEED else {(layer.n, layer.k) for layer in draw(UNKNOWN_SEED, UNKNOWN_LAYERS)}
     found: dict[Layer, Drawn] = {}
     number = 0
     while len(found) < count:
         rng = random.Random(f"{seed} {number}")
         n, k = layer(rng)
-        if allowed(n, k) and (n, k) not in found:
+        if allowed(n, k) and (n, k) not in others and (n, k) not in found:
             parts = ((quarter + rng.random()) / TOKENS_PER_LAYER for quarter in range(TOKENS_PER_LAYER))
             tokens = tuple(round(MOST_TOKENS**part) for part in parts)
             found[n, k] = Drawn(n, k, tokens)
