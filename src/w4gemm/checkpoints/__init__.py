@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from w4gemm.checkpoints import awq, compressed_tensors, dense, gguf, gptq, modelopt, mxfp4, w4gemm
+from w4gemm.checkpoints import awq, compressed_tensors, dense, gguf, gptq, hqq, modelopt, mxfp4, w4gemm
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.core.errors import FormatError
@@ -21,6 +21,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     awq.FORMAT,
     compressed_tensors.FORMAT,
     modelopt.FORMAT,
+    hqq.FORMAT,
     mxfp4.FORMAT,
     w4gemm.FORMAT,
     dense.FORMAT,

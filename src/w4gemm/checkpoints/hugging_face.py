@@ -53,11 +53,21 @@ def transformers_errors(path: Path) -> Iterator[None]:
 
 
 class TensorInfo(NamedTuple):
-    """Place of a tensor; ``dtype`` is safetensors' name of it, such as "BF16"."""
+    """Place of a tensor: a file, and its name there; ``dtype`` is safetensors' name of it, such as "BF16"."""
 
     file: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor as it is stored, on the CPU.
+
+        Raises:
+            FormatError: if its file has become unreadable.
+        """
+        with _opened(self.file) as f:
+            return f.get_tensor(self.name)
 
 
 class SafetensorsFolder:
@@ -92,8 +102,7 @@ class SafetensorsFolder:
         """
         if name not in self.tensors:
             raise FormatError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}")
-        with _opened(self.tensors[name].file) as f:
-            return f.get_tensor(name)
+        return self.tensors[name].read()
 
     def _index(self) -> dict[str, Path] | None:
         """File of each tensor, or None if there is no index."""
@@ -125,4 +134,4 @@ def _opened(file: Path) -> Iterator[Any]:
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     with _opened(file) as f:
         slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-        return {name: TensorInfo(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+        return {name: TensorInfo(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}

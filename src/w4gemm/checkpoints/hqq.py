@@ -1,0 +1,75 @@
+"""Folders quantized by HQQ with groups along k (axis 1), as transformers and ``HQQLinear.state_dict`` save them.
+
+With the matrix as rows of one group each, a module is ``W_q`` uint8 (rows / 2, group_size), the codes of the first half
+of the rows in high nibbles, of the second half in low ones; ``scale`` and ``zero`` (rows, 1); and its settings as small
+tensors: ``shape``, ``nbits``, ``group_size``, ``axis``, ``packing``, ... w = (u - zero) * scale.
+
+That is scale * u + z with z = -zero * scale, which float32 holds exactly for scales and zeros of 16 bits. Of float32
+ones the scale is rounded to 20 significant bits, and z to float32, which changes a weight by at most 2**-19 of its
+group's range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.quantized_folder import check_bits, check_tensor, folder_format
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
+
+_SETTINGS = ("shape", "nbits", "group_size", "axis", "packing", "channel_wise", "quant_scale", "quant_zero")
+_NOTES = (
+    *("view_as_float", "unpack_view_dtype", "compute_dtype", "optimize", "round_zero", "offload_meta"),
+    *("encoded_state_dict", "stores_quant_config"),
+)
+"""Small tensors of a module that say nothing of its numbers."""
+_SCALES = ("F16", "BF16", "F32")
+_WORDS = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
+"""Bytes of an element of ``W_q``, which may be stored as floats, by safetensors' name of its dtype."""
+
+
+@dataclass(frozen=True)
+class HQQPacking:
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
+
+    marks = ("W_q",)
+    others = ("scale", "zero", *_SETTINGS, *_NOTES)
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        settings: dict[str, Any] = {leaf: stored[leaf].read().tolist() for leaf in _SETTINGS if leaf in stored}
+        check_bits(settings.get("nbits"))
+        if (axis := settings.get("axis")) != 1:
+            raise ValueError(
+                f"axis is {axis!r}: its groups run along the output features, so that sums along k share no scale; "
+                "wanted 1: quantize the dense model again with axis=1"
+            )
+        if (packing := "".join(map(chr, settings.get("packing", [])))) != "4bit_u8":
+            raise ValueError(f"packing is {packing!r}, wanted '4bit_u8'")
+        if settings.get("quant_scale") or settings.get("quant_zero") or not settings.get("channel_wise", 1):
+            raise ValueError("its scales are quantized, or one for the whole matrix; quantize without these options")
+        n, k = settings.get("shape", [0, 0])
+        group = settings.get("group_size") or k
+        if n < 1 or k < 1 or k % group:
+            raise ValueError(f"shape is {(n, k)}, wanted rows of whole groups of {group}")
+        rows, words = n * (k // group), check_tensor(stored, "W_q", tuple(_WORDS))
+        if words[0] * words[1] * _WORDS[stored["W_q"].dtype] != n * k // 2:
+            raise ValueError(f"W_q has shape {words}, wanted the {n * k // 2} bytes of {(n, k)}")
+        for leaf in ("scale", "zero"):
+            check_tensor(stored, leaf, _SCALES, (rows, 1))
+        return Module(n, k, WeightFormat(PER_COLUMN if group == k else group, "float", "fp32"), "bias" in stored)
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        format, groups = module.format, (module.n, module.format.groups(module.k))
+        packed = tensors["W_q"].view(torch.uint8).flatten()
+        codes = torch.cat((packed >> 4, packed & 15)).view(module.n, module.k)
+        scales = format.stored_scales(tensors["scale"].float()).view(groups)
+        return QuantizedWeight.from_codes(format, codes, scales, -tensors["zero"].float().view(groups) * scales)
+
+
+FORMAT = folder_format("hqq", "a folder with a model quantized by HQQ (axis 1)", lambda config: HQQPacking())

@@ -1,0 +1,111 @@
+"""Folders quantized by HQQ hold its numbers: bit for bit with 16-bit scales, closely with float32 ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from quantized_model import Writer, assert_loads, change, write_model
+from tiny_model import LAYERS
+from w4gemm import FormatError
+from w4gemm.checkpoints import open_checkpoint
+
+CONFIG = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}}}
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def text(value: str) -> torch.Tensor:
+    return torch.tensor([ord(letter) for letter in value], dtype=torch.uint8)
+
+
+def writer(dtype: torch.dtype = torch.float16, group_size: int = 32, as_float: bool = False) -> Writer:
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        random = torch.Generator().manual_seed(n + k)
+        group = group_size if group_size > 0 else k
+        rows = n * k // group
+        codes = torch.randint(0, 16, (rows, group), generator=random)
+        scale = (torch.rand(rows, 1, generator=random) * 0.02 + 0.005).to(dtype)
+        zero = (torch.rand(rows, 1, generator=random) * 4 + 6).to(dtype)
+        packed = (codes[: rows // 2] << 4 | codes[rows // 2 :]).to(torch.uint8)
+        return {
+            "W_q": packed.view(dtype) if as_float else packed,
+            "scale": scale,
+            "zero": zero,
+            "shape": torch.tensor([n, k]),
+            "nbits": torch.tensor(4, dtype=torch.int32),
+            "group_size": torch.tensor(group, dtype=torch.int32),
+            "axis": torch.tensor(1, dtype=torch.int32),
+            "packing": text("4bit_u8"),
+            "view_as_float": torch.tensor(int(as_float), dtype=torch.uint8),
+            "compute_dtype": text(str(dtype)),
+            "quant_scale": torch.tensor(0, dtype=torch.uint8),
+        }, ((codes - zero.float()) * scale.float()).view(n, k)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "format"),
+    [
+        (writer(), "int4_g32_zfloat_fp32"),
+        (writer(torch.bfloat16, as_float=True), "int4_g32_zfloat_fp32"),
+        (writer(group_size=-1), "int4_col_zfloat_fp32"),
+    ],
+    ids=["fp16", "bf16 as float", "col"],
+)
+def test_weights_and_logits(tmp_path: Path, write: Writer, format: str) -> None:
+    assert_loads(tmp_path, write_model(tmp_path, CONFIG, write), {format: 7 * LAYERS})
+
+
+def test_float32_scales_are_rounded(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, CONFIG, writer(torch.float32))
+    checkpoint = open_checkpoint(tmp_path)
+    for name, weight in wanted.items():
+        error = (checkpoint.weight(name).dequantize() - weight).abs().max()
+        assert 0 < error <= 2**-19 * 15 * 0.025
+
+
+def test_the_package_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISABLE_CUDA", "1")
+    quantize = pytest.importorskip("hqq.core.quantize")
+
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        config = quantize.BaseQuantizeConfig(nbits=4, group_size=32, axis=1)
+        layer = quantize.HQQLinear(torch.nn.Linear(k, n, False), config, compute_dtype=torch.float16, device="cpu")
+        meta = layer.meta | {"compute_dtype": torch.float32}
+        return dict(layer.state_dict()), quantize.Quantizer.dequantize(layer.W_q, meta)
+
+    assert_loads(tmp_path, write_model(tmp_path, CONFIG, write), {"int4_g32_zfloat_fp32": 7 * LAYERS})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "tensor", "message"),
+    [
+        ("axis", torch.tensor(0), "axis is 0: its groups run along the output features.*axis=1"),
+        ("nbits", torch.tensor(3), "its weight has 3 bits, wanted 4"),
+        ("packing", text("2bit_u8"), "packing is '2bit_u8', wanted '4bit_u8'"),
+        ("quant_scale", torch.tensor(1), "its scales are quantized"),
+        ("shape", torch.tensor([64, 97]), r"shape is \(64, 97\), wanted rows of whole groups of 32"),
+        ("shape", torch.tensor([32, 96]), "W_q has shape .* wanted the 1536 bytes"),
+        ("group_size", torch.tensor(24), "W_q|scale has shape|group_size: wanted"),
+        ("scale", torch.ones(5, 1), r"scale has shape \(5, 1\), wanted"),
+        ("zero", None, "there is no zero beside"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(tmp_path: Path, leaf: str, tensor: torch.Tensor | None, message: str) -> None:
+    write_model(tmp_path, CONFIG, writer())
+
+    def changed(tensors: dict[str, Any]) -> None:
+        del tensors[f"{DOWN}.{leaf}"]
+        if tensor is not None:
+            tensors[f"{DOWN}.{leaf}"] = tensor
+
+    change(tmp_path, changed)
+    with pytest.raises(FormatError, match=f"{DOWN}: .*({message})"):
+        open_checkpoint(tmp_path)
