@@ -53,6 +53,14 @@ def quantize_activations(
     Raises:
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         NotImplementedError: if a gradient would be needed.
+
+    Examples:
+        >>> x8, token_scale = w4gemm.quantize_activations(torch.randn(5, 1024))
+        >>> x8.dtype, token_scale.shape
+        (torch.float8_e4m3fn, torch.Size([5]))
+        >>> w = w4gemm.quantize(torch.randn(512, 1024)).repack(activations="fp8")
+        >>> w4gemm.linear(x8, w, token_scale=token_scale).dtype
+        torch.bfloat16
     """
     k = _check(x, norm_weight, eps, silu_mul)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -23,6 +23,12 @@ class W4GroupedLinear(W4Linear):
 
     ``expert_scale`` float32 (experts,), or None, multiplies each expert's products: for weights whose tensors have a
     scale each. ``state_dict`` holds it, a loaded one may bring it, and ``half()`` and ``to(dtype)`` leave it float32.
+
+    Examples:
+        >>> stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(256, 64))] * 4)
+        >>> layer = w4gemm.W4GroupedLinear.from_weight(stack, torch.zeros(4, 256))
+        >>> layer(torch.randn(10, 64), torch.tensor([0, 3, 3, 9, 10], dtype=torch.int32)).shape
+        torch.Size([10, 256])
     """
 
     grouped = True
@@ -58,6 +64,7 @@ class W4GroupedLinear(W4Linear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """x (total_m, k), or any rows and indices (total_m), and m_offsets int32 (experts + 1) to (total_m, n)."""
         x, bias = autocast(x, self._parameters["bias"])
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale}
         return grouped_linear(x, self._weight, m_offsets, bias, indices=indices, **fused)
@@ -101,6 +108,14 @@ class W4Experts(torch.nn.Module):
 
     Raises:
         TypeError, ValueError: for weights without experts, sizes that do not match, or an activation that is not gated.
+
+    Examples:
+        >>> gate, up = (w4gemm.quantize(torch.randn(128, 64)) for _ in range(2))
+        >>> gate_up = w4gemm.QuantizedWeight.stack([w4gemm.QuantizedWeight.interleave(gate, up)] * 4)
+        >>> down = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(64, 128))] * 4)
+        >>> scores, ids = torch.randn(10, 4).softmax(-1).topk(2)  # of a router
+        >>> w4gemm.W4Experts(gate_up, down)(torch.randn(10, 64), ids, scores).shape
+        torch.Size([10, 64])
     """
 
     def __init__(

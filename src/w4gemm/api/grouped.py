@@ -59,6 +59,12 @@ def grouped_linear(
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here.
         NotImplementedError: if gradients beside fp8 activations would be needed, or forward-mode derivatives.
+
+    Examples:
+        >>> stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(256, 64)) for _ in range(4)])
+        >>> m_offsets = torch.tensor([0, 3, 3, 9, 10], dtype=torch.int32)  # the second expert has no rows
+        >>> w4gemm.grouped_linear(torch.randn(10, 64), stack, m_offsets).shape
+        torch.Size([10, 256])
     """
     arguments.check(x, w, grouped=True)
     if x.dim() != 2:
@@ -96,6 +102,15 @@ def masked_linear(
 
     Returns:
         (experts, max_m, n), or n / 2; rows from counts[e] on are not written.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError, NotImplementedError: as :func:`grouped_linear`.
+
+    Examples:
+        >>> stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(256, 64)) for _ in range(4)])
+        >>> counts = torch.tensor([3, 0, 8, 1], dtype=torch.int32)
+        >>> w4gemm.masked_linear(torch.randn(4, 8, 64), stack, counts).shape
+        torch.Size([4, 8, 256])
     """
     arguments.check(x, w, grouped=True)
     if x.dim() != 3 or x.shape[0] != w.experts or not x.is_contiguous():

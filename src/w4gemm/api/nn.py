@@ -46,6 +46,11 @@ class W4Linear(torch.nn.Module):
 
     Raises:
         TypeError, ValueError: for a bad size, format or dtype.
+
+    Examples:
+        >>> layer = w4gemm.W4Linear.from_linear(torch.nn.Linear(1024, 512), "int4_g64_zint")
+        >>> layer(torch.randn(3, 1024)).shape
+        torch.Size([3, 512])
     """
 
     grouped = False
@@ -149,6 +154,7 @@ class W4Linear(torch.nn.Module):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in_features) to y (..., out_features), or half as many with a gated activation, in x's dtype."""
         if (scale := self._buffers.get("pre_quant_scale")) is not None:
             x = x * scale.to(x.dtype)
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way

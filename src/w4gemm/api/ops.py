@@ -86,6 +86,12 @@ def linear(
         TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; lists each kernel's reason.
         NotImplementedError: if forward-mode derivatives would be needed, or gradients beside fp8 activations.
+
+    Examples:
+        >>> w = w4gemm.quantize(torch.randn(512, 1024)).repack()
+        >>> x, bias = torch.randn(3, 7, 1024), torch.randn(512)
+        >>> w4gemm.linear(x, w, bias, activation="silu").shape
+        torch.Size([3, 7, 512])
     """
     is_simple = alpha is residual is token_scale is out_dtype is out is config is None
     if is_simple and (warm := bound.find(x, w, bias, activation, batch_invariant)) is not None:

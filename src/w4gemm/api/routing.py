@@ -42,6 +42,11 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
 
     Raises:
         TypeError, ValueError: for another dtype, shape or device.
+
+    Examples:
+        >>> routing = w4gemm.route(torch.tensor([[2, 0], [2, 1]]), 3)
+        >>> routing.m_offsets.tolist(), routing.tokens.tolist()
+        ([0, 1, 2, 4], [0, 1, 0, 1])
     """
     if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {kind_of(expert_ids)}")
@@ -104,6 +109,12 @@ def combine(
 
     Raises:
         TypeError, ValueError: for other dtypes or shapes.
+
+    Examples:
+        >>> routing = w4gemm.route(torch.tensor([[2, 0], [2, 1]]), 3)
+        >>> d = torch.tensor([[1.0], [2.0], [3.0], [4.0]])  # rows of experts 0, 1, 2 and 2
+        >>> w4gemm.combine(d, routing.row_of_choice, torch.tensor([[0.5, 0.5], [1.0, 0.0]])).tolist()
+        [[2.0], [4.0]]
     """
     for name, t in (("d", d), ("row_of_choice", row_of_choice), ("weights", weights)):
         if not isinstance(t, torch.Tensor):

@@ -44,6 +44,13 @@ class MixedGemm:
 
     Raises:
         TypeError, ValueError: for an unknown format, layout or epilogue.
+
+    Examples:
+        >>> gemm = w4gemm.MixedGemm("int4_g128", torch.bfloat16, "cpu")
+        >>> w = w4gemm.quantize(torch.randn(512, 1024)).repack(gemm.layout)
+        >>> a, out = torch.randn(5, 1024).bfloat16(), torch.empty(5, 512).bfloat16()
+        >>> _ = gemm.prepare(5, 512, 1024)
+        >>> gemm.run(a, w.tensors, out)
     """
 
     format: WeightFormat | str

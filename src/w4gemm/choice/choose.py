@@ -131,6 +131,11 @@ def configs(problem: GemmProblem) -> list[str]:
 
     Raises:
         TypeError, ValueError: for sizes, dtypes, formats and layouts that there are not.
+
+    Examples:
+        >>> problem = w4gemm.GemmProblem(16, 4096, 4096, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
+        >>> "sm90_decode/16x32x128_1x1x1_coop" in w4gemm.configs(problem)  # needs CuTe DSL, and no GPU
+        True
     """
     check(problem)
     return [f"{kernel.name}/{config}" for _, kernel, config in legal_ranked(KERNELS, problem)]

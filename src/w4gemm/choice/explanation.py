@@ -89,6 +89,13 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
     Raises:
         TypeError, ValueError: as :func:`configs`; and for a forced config, as :func:`w4gemm.choice.plan`.
         UnsupportedError: for a forced config, as :func:`w4gemm.choice.plan`.
+
+    Examples:
+        >>> cpu = w4gemm.Device("cpu")
+        >>> problem = w4gemm.GemmProblem(4, 512, 1024, torch.float32, w4gemm.WeightFormat(), "cpu", device=cpu)
+        >>> kernel, config = w4gemm.explain(problem).chosen
+        >>> kernel
+        'cpu_mixed_gemm'
     """
     choose.check(problem)
     asked, problem = problem, choose.resolve_gather(problem) if config is None else problem

@@ -32,6 +32,11 @@ class GemmConfig:
 
     Raises:
         ValueError: for a size that is not a positive int, an unknown schedule, or a tail with a tail.
+
+    Examples:
+        >>> config = w4gemm.GemmConfig.parse("64x128x128_1x1x1_coop_k2")
+        >>> config.tile_m, config.split_k, str(config)
+        (64, 2, '64x128x128_1x1x1_coop_k2')
     """
 
     tile_m: int

@@ -1,24 +1,18 @@
 """The environment variables that w4gemm reads; no other file reads any.
 
-====================  ==================================================================================
-``W4GEMM_CACHE_DIR``  where compiled kernels and tuned configs are kept; ``off`` keeps none. Default: ``w4gemm`` under
-                      ``XDG_CACHE_HOME``, or under ``~/.cache``. Used only if no other user can have written it, see
-                      trust.py.
-``W4GEMM_CACHE_SHARED``
-                      ``1`` uses it also if its mode, or that of a folder above, lets others write: for a container's
-                      volume (Kubernetes' emptyDir has mode 0777) that only trusted processes can reach. Default 0.
-``W4GEMM_LOG``        a level such as ``debug`` or ``info``: log to standard error from that level on.
-``W4GEMM_COMPILE``    ``off`` forbids compiling: what is not in the cache folder raises UnsupportedError.
-``W4GEMM_NVTX``       ``1`` shows each launch in a profiler as an NVTX range, named by its config.
-``W4GEMM_WORKSPACE_MIB``
-                      the most GPU memory, in MiB, that a launch may decode a weight into for very many tokens; default
-                      256. 0 forbids it.
-``W4GEMM_VLLM``       whether vLLM's 4-bit layers run on w4gemm: ``auto`` (default): where they were measured to be
-                      faster, on Hopper; ``on``; ``off``.
-``W4GEMM_SGLANG``     the same for SGLang's 4-bit layers.
-``W4GEMM_COMMIT``     the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed
-                      tree.
-====================  ==================================================================================
+- ``W4GEMM_CACHE_DIR``: where compiled kernels and tuned configs are kept; ``off`` keeps none. Default: ``w4gemm`` under
+  ``XDG_CACHE_HOME``, or under ``~/.cache``. Used only if no other user can have written it, see SECURITY.md.
+- ``W4GEMM_CACHE_SHARED``: ``1`` uses it also if its mode, or that of a folder above, lets others write: for a
+  container's volume (Kubernetes' emptyDir has mode 0777) that only trusted processes can reach. Default 0.
+- ``W4GEMM_LOG``: a level such as ``debug`` or ``info``: log to standard error from that level on.
+- ``W4GEMM_COMPILE``: ``off`` forbids compiling: what is not in the cache folder raises UnsupportedError.
+- ``W4GEMM_NVTX``: ``1`` shows each launch in a profiler as an NVTX range, named by its config.
+- ``W4GEMM_WORKSPACE_MIB``: the most GPU memory, in MiB, that a launch may decode a weight into for very many tokens;
+  default 256. 0 forbids it.
+- ``W4GEMM_VLLM``: whether vLLM's 4-bit layers run on w4gemm: ``auto`` (default): where they were measured to be faster,
+  on Hopper; ``on``; ``off``.
+- ``W4GEMM_SGLANG``: the same for SGLang's 4-bit layers.
+- ``W4GEMM_COMMIT``: the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed tree.
 
 Variables of CuTe DSL (``CUTE_DSL_*``) change what it compiles, so they are part of the cache's fingerprint.
 """

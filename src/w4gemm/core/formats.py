@@ -154,6 +154,12 @@ class WeightFormat:
 
     Raises:
         ValueError: for any other value, naming the nearest legal one.
+
+    Examples:
+        >>> w4gemm.WeightFormat(64, "int") == w4gemm.WeightFormat.parse("int4_g64_zint")
+        True
+        >>> str(w4gemm.WeightFormat.parse("mxfp4")), w4gemm.WeightFormat(64).groups(1024)
+        ('e2m1_g32_e8m0', 16)
     """
 
     group_size: int = 128

@@ -86,14 +86,19 @@ GPUS = {
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """x (m, k) @ w (n, k).T and what ``epilogue`` makes of it, on a device. With ``experts`` > 0 there are so many w,
-    each for some of the m rows of x: how many, only the device knows.
+    """x (m, k) @ w (n, k).T and what ``epilogue`` makes of it, on a device. It holds no tensors.
 
-    ``gathered``, of a grouped problem: row i of d is made of the row of x that the i-th of m indices says, which only
-    the device knows either; x may then have any number of rows.
-
-    ``dtype`` is that of x. ``layout`` names the pack layout that the weight lies in. ``batch_invariant``: whether the
-    bits of a row of d must depend on that row of x alone, not even on m.
+    Args:
+        m, n, k: tokens, output features, input features.
+        dtype: of x.
+        format: of the weight.
+        layout: name of the pack layout that the weight lies in.
+        epilogue: the operations on the products before they are stored.
+        device: the device, described or real.
+        batch_invariant: True if the bits of a row of d must depend on that row of x alone, not even on m.
+        experts: number of weights, each for some of the m rows of x: how many, only the device knows; 0 for one weight.
+        gathered: of a grouped problem: row i of d is made of the row of x that the i-th of m indices says, which only
+            the device knows; x may then have any number of rows.
     """
 
     m: int
@@ -130,6 +135,7 @@ class GemmProblem:
 
     @property
     def out_dtype(self) -> torch.dtype:
+        """dtype of d."""
         return self.epilogue.result_dtype(self.dtype)
 
     def __str__(self) -> str:

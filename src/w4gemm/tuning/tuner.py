@@ -124,6 +124,11 @@ def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
 
     Each takes from a tenth of a second to several, more if kernels are compiled, and memory for copies of its weight.
     Nothing is tuned outside, or while a CUDA graph is captured. The records stay: see ``w4gemm cache``.
+
+    Examples:
+        >>> w = w4gemm.quantize(torch.randn(128, 128)).repack()
+        >>> with w4gemm.autotune():
+        ...     d = w4gemm.linear(torch.randn(3, 128), w)
     """
 
     def see(problem: GemmProblem) -> None:

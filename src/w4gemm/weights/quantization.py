@@ -41,6 +41,10 @@ def quantize(
     Raises:
         TypeError, ValueError: if ``weight`` is not a finite floating-point matrix, or has values too large for the
             format's scales (fp16: above 8188).
+
+    Examples:
+        >>> w4gemm.quantize(torch.ones(512, 1024), "int4_g64_zint")
+        QuantizedWeight(int4_g64_zint, n=512, k=1024, layout='canonical', device=cpu, 0.3 MiB)
     """
     format = WeightFormat.of(format)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
@@ -91,6 +95,11 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
 
     Raises:
         TypeError, ValueError: if w is no such weight.
+
+    Examples:
+        >>> folded, error = w4gemm.fold_scales(w4gemm.quantize(torch.randn(512, 1024)))
+        >>> str(folded.format), error < 0.05
+        ('int4_g128_e4m3', True)
     """
     if not isinstance(w, QuantizedWeight):
         raise TypeError(f"w: wanted a QuantizedWeight, got {kind_of(w)}")

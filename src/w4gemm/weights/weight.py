@@ -45,6 +45,14 @@ class QuantizedWeight:
 
     Raises:
         ValueError, TypeError: if the tensors do not fit format, layout, n and k.
+
+    Examples:
+        >>> codes, scales = torch.randint(16, (512, 1024)), torch.rand(512, 8).bfloat16() + 0.5
+        >>> w = w4gemm.QuantizedWeight.from_codes("int4_g128", codes, scales)
+        >>> torch.equal(w.dequantize(), (codes - 8) * scales.float().repeat_interleave(128, 1))
+        True
+        >>> w.repack().layout, w.shard(dim=0, index=1, count=2).shape
+        ('cpu', torch.Size([256, 1024]))
     """
 
     format: WeightFormat
@@ -131,6 +139,7 @@ class QuantizedWeight:
 
     @property
     def device(self) -> torch.device:
+        """Device of the tensors."""
         return self.tensors[0].device
 
     @property

@@ -61,6 +61,10 @@ def quantize_layers(
     Args:
         format: see :func:`load`.
         skip: last parts of the names of layers that stay dense.
+        progress: called as ``progress(layers done, layers, "quantizing")``.
+
+    Returns:
+        The model itself.
     """
     layers = linear_layers(model, skip)
     for done, (name, layer) in enumerate(layers.items(), 1):
