@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,12 +69,16 @@ def config_of(case: Case, w: w4gemm.QuantizedWeight, given: Operands, m: int) ->
         experts=case.experts,
         gathered=v.kind == "gathered" and not blocks,
     )
-    return _preferred(problem, v.seed)
+    config = _preferred(problem, v.seed, v.config)
+    if config is None:
+        raise w4gemm.UnsupportedError(f"no config with {v.config!r} is legal for {problem}")
+    return config
 
 
 @functools.lru_cache(256)
-def _preferred(problem: w4gemm.GemmProblem, seed: int) -> str | None:
-    legal = [f"{k.name}/{c}" for k in KERNELS if k.supports(problem) for c in k.configs(problem)]
+def _preferred(problem: w4gemm.GemmProblem, seed: int, text: str) -> str | None:
+    every = (f"{k.name}/{c}" for k in KERNELS if k.supports(problem) for c in k.configs(problem))
+    legal = [config for config in every if re.search(text, config)]
     return max(legal, key=lambda config: hashlib.sha256(f"{seed}{config}".encode()).digest(), default=None)
 
 

@@ -48,6 +48,8 @@ class Variant:
     residual: bool
     expert_scale: bool
     forced: bool
+    config: str
+    """Pattern of a forced config, or the empty string."""
     batch_invariant: bool
 
     @property
@@ -86,9 +88,9 @@ class Case:
         return f"{self.variant.seed}:{self.weight_seed}:{self.problem_seed}"
 
 
-def draw(variant_seed: int, weight_seed: int, problem_seed: int, device: str) -> Case:
-    """The case of three seeds."""
-    variant = drawn_variant(variant_seed, device)
+def draw(variant_seed: int, weight_seed: int, problem_seed: int, device: str, config: str = "") -> Case:
+    """The case of three seeds. config: pattern of a forced config, or the empty string."""
+    variant = drawn_variant(variant_seed, device, config)
     # a choice of the library's own is compiled for each n, k and m: few of them
     sizes = random.Random(f"w{weight_seed}" if variant.forced or device == "cpu" else f"own{variant_seed}")
     n, k, tokens = sizes.choice(N), sizes.choice(K), sizes.choices(M, k=TOKENS_OF_A_WEIGHT)
@@ -113,13 +115,13 @@ def draw(variant_seed: int, weight_seed: int, problem_seed: int, device: str) ->
     )
 
 
-def drawn_variant(seed: int, device: str) -> Variant:
-    """The variant of a seed."""
+def drawn_variant(seed: int, device: str, config: str = "") -> Variant:
+    """The variant of a seed, with arguments as for :func:`draw`."""
     v = random.Random(f"v{seed}")
     dtype, kind = v.choice(DTYPES[device]), v.choice(KINDS)
     activation = v.choice(ACTIVATIONS)
     quantized = dtype == FP8 and v.random() < 0.4
-    forced = v.random() < 0.8
+    forced = v.random() < 0.8 or config != ""
     return Variant(
         seed,
         kind,
@@ -134,6 +136,7 @@ def drawn_variant(seed: int, device: str) -> Variant:
         residual=v.random() < 0.3,
         expert_scale=kind != "dense" and v.random() < 0.3,
         forced=forced,
+        config=config,
         batch_invariant=kind == "dense" and not forced and v.random() < 0.3,
     )
 

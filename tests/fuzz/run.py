@@ -3,6 +3,7 @@
     PYTHONPATH=src:tests python -m fuzz.run --seconds 60                   on the CPU, or the GPU where there is one
     PYTHONPATH=src:tests python -m fuzz.run --seconds 200 --processes 16 --json bench/results/fuzz.jsonl
     PYTHONPATH=src:tests python -m fuzz.run --only 17:3:123456             one problem again, by its name
+    PYTHONPATH=src:tests python -m fuzz.run --like kind=grouped --like dtype=float8 --config sm90_fp8_gemm/
 
 Each problem is run twice or more, into outputs full of NaN; on a GPU sometimes on two streams at once or in a graph. A
 seed gives the same problems again; without --seed it is the time. A process takes one variant after the other, which
@@ -29,7 +30,7 @@ import torch
 
 import w4gemm
 from fuzz.calls import Checked, check, name_of, verdicts
-from fuzz.cases import Case, draw
+from fuzz.cases import Case, draw, drawn_variant
 from fuzz.numbers import Matrices
 
 GRACE = 90
@@ -93,19 +94,22 @@ def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
     """Run problems of one process until its time is over. at: shared memory for the seeds of what is run."""
     torch.set_num_threads(1)
     found, device = Found(), args.device
-    variant = args.seed * 10_000 + process
+    wanted = [text.split("=", 1) for text in args.like]
+    variant = args.seed * 10_000 + process - args.processes
     while True:
+        variant += args.processes
+        facts = drawn_variant(variant, device, args.config)
+        if not all(text in str(getattr(facts, name)) for name, text in wanted):
+            continue
         seeds = random.Random(f"{variant} {process}")
         for _ in range(args.weights):
             weight = seeds.randrange(2**31)
             if at is not None:
                 at[2 * process : 2 * process + 2] = variant, weight
-            one_weight(
-                [draw(variant, weight, seeds.randrange(2**31), device) for _ in range(args.problems)], device, found
-            )
-            if time.monotonic() > args.end or len(found.wrong) >= 20 or found.broken:
+            problems = [seeds.randrange(2**31) for _ in range(args.problems)]
+            one_weight([draw(variant, weight, seed, device, args.config) for seed in problems], device, found)
+            if time.monotonic() > args.end or len(found.wrong) >= args.wrong or found.broken:
                 return found
-        variant += args.processes
 
 
 def _child(args: argparse.Namespace, process: int, at: Any, results: Any) -> None:
@@ -147,6 +151,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--problems", type=int, help="with each weight (24; 4 on the CPU)")
     parser.add_argument("--seed", type=int, help="of all that is drawn (the time)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
+    parser.add_argument("--wrong", type=int, default=20, help="end a process after so many wrong problems (20)")
+    parser.add_argument("--like", metavar="FIELD=TEXT", action="append", default=[], help="only variants like this")
+    parser.add_argument("--config", default="", metavar="PATTERN", help="only forced configs like this")
     parser.add_argument("--only", metavar="VARIANT:WEIGHT:PROBLEM", help="one problem, by its name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the counts to FILE as a JSON line")
     args = parser.parse_args(arguments)
@@ -158,9 +165,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def only(name: str, device: str) -> bool:
+def only(name: str, device: str, config: str) -> bool:
     """Run one problem again; True if it is wrong."""
-    case = draw(*map(int, name.split(":")), device)
+    variant, weight, problem = map(int, name.split(":"))
+    case = draw(variant, weight, problem, device, config)
     print(case)
     (verdict,) = verdicts([check(case, device).verdict])
     print(str(verdict) or "right")
@@ -170,7 +178,7 @@ def only(name: str, device: str) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.only:
-        return only(args.only, args.device)
+        return only(args.only, args.device, args.config)
     print(f"seed {args.seed}, {args.processes} processes, {args.seconds:g} s, {args.device}", flush=True)
     started = time.monotonic()
     founds = [fuzz(args, 0)] if args.processes == 1 else _side_by_side(args)

@@ -1,0 +1,407 @@
+"""Faults for tests/planted.py, as data. ``old`` occurs exactly once in the file: tests/test_planted.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A mistake in one file."""
+
+    name: str
+    file: str
+    """Relative to the repository."""
+    old: str
+    new: str
+    by: str
+    """Tests that should catch it, as pytest takes them, or ``fuzz`` and options of ``fuzz.run``."""
+    gpu: bool = False
+    """True if only a GPU shows it."""
+
+
+_SM90 = "src/w4gemm/kernels/sm90_mixed_gemm/roles/"
+_DEVICE = "src/w4gemm/kernels/device/"
+
+FAULTS = (
+    # --- packing and formats
+    Fault(
+        "nibbles swapped in the canonical layout",
+        "src/w4gemm/packing/layouts/canonical.py",
+        "packed = codes[:, 0::2] | (codes[:, 1::2] << 4)",
+        "packed = codes[:, 1::2] | (codes[:, 0::2] << 4)",
+        "tests/test_layouts.py",
+    ),
+    Fault(
+        "codes of the 16-bit fragment in another order",
+        "src/w4gemm/packing/codecs/base.py",
+        'Fragment("mma16", (4, 2, 8), (2, 4, 2, 4, 2), (0, 4, 5, 1, 3, 8, 6), (9, 7, 2), words_per_step=1)',
+        'Fragment("mma16", (4, 2, 8), (2, 4, 2, 4, 2), (0, 4, 5, 1, 3, 8, 6), (7, 9, 2), words_per_step=1)',
+        "tests/test_layouts.py",
+    ),
+    Fault(
+        "e2m1 has 3.5 in the place of 3",
+        "src/w4gemm/core/formats.py",
+        "(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)",
+        "(0.0, 0.5, 1.0, 1.5, 2.0, 3.5, 4.0, 6.0)",
+        "tests/test_fp4.py",
+    ),
+    Fault(
+        "an e8m0 scale is stored a power of two too low",
+        "src/w4gemm/packing/codecs/e2m1_mma16.py",
+        "POWER_BIAS = 99",
+        "POWER_BIAS = 98",
+        "tests/test_fp4.py",
+    ),
+    Fault(
+        "the zero point without one is 7",
+        "src/w4gemm/core/formats.py",
+        "return codes.float() - self.padding_code",
+        "return codes.float() - 7",
+        "tests/test_dequantize.py",
+    ),
+    Fault(
+        "e4m3 products do not saturate",
+        "src/w4gemm/weights/dequantize.py",
+        "return products.clamp(-largest, largest).to(dtype).float()",
+        "return products.to(dtype).float()",
+        "tests/test_dequantize.py",
+    ),
+    Fault(
+        "16-bit weights are rounded twice",
+        "src/w4gemm/weights/dequantize.py",
+        "return rounded_sum(u * spread(scales), spread(zeros), dtype)",
+        "return (u * spread(scales) + spread(zeros)).to(dtype)",
+        "tests/test_dequantize.py",
+    ),
+    Fault(
+        "a shard's groups take the scales of groups counted from the shard's own first column",
+        "src/w4gemm/weights/shard.py",
+        "starts = columns.start + torch.arange(format.groups(width)",
+        "starts = torch.arange(format.groups(width)",
+        "tests/test_weight.py",
+    ),
+    Fault(
+        "act-order in the inverse order",
+        "src/w4gemm/weights/act_order.py",
+        "    perm = torch.argsort(g_idx, stable=True)\n",
+        "    perm = torch.argsort(torch.argsort(g_idx, stable=True))\n",
+        "tests/test_act_order.py",
+    ),
+    # --- the CPU kernel, the epilogue, the boundary
+    Fault(
+        "parts of a group take the next group's scale",
+        "src/w4gemm/kernels/cpu/kernel.py",
+        "group = torch.arange(parts) * part // problem.format.group_length(k)",
+        "group = (torch.arange(parts) * part + part) // problem.format.group_length(k) % scales.shape[1]",
+        "tests/test_cpu_kernel.py",
+    ),
+    Fault(
+        "float zero points without the 8 of signed codes",
+        "src/w4gemm/kernels/cpu/kernel.py",
+        "sums = torch.addcmul(zeros[0] * x_sums, sums + SYMMETRIC_ZERO * x_sums, scales)",
+        "sums = torch.addcmul(zeros[0] * x_sums, sums, scales)",
+        "fuzz --like format=zfloat",
+    ),
+    Fault(
+        "the residual is added before the activation",
+        "src/w4gemm/core/epilogue.py",
+        """        d = d if self.activation is None else parse(self.activation).apply(d)
+        return d if residual is None else d + residual.to(d.dtype)
+""",
+        """        d = d if residual is None else d + residual.to(d.dtype)
+        return d if self.activation is None else parse(self.activation).apply(d)
+""",
+        "fuzz --like residual=True",
+    ),
+    Fault(
+        "every expert has the first one's scale",
+        "src/w4gemm/core/epilogue.py",
+        'PER_EXPERT = ("bias", "expert_scale", "channel_scale")',
+        'PER_EXPERT = ("bias", "channel_scale")',
+        "fuzz --like expert_scale=True",
+    ),
+    Fault(
+        "gathered rows with token scales of others",
+        "src/w4gemm/kernels/base.py",
+        'scales = {name: getattr(self.epilogue, name) for name in ("token_scale", "block_scale")}',
+        'scales = {name: getattr(self.epilogue, name) for name in ("block_scale",)}',
+        "fuzz --like kind=gathered --like dtype=float8 --like block_scale=False",
+    ),
+    Fault(
+        "padded experts have one row more",
+        "src/w4gemm/api/grouped.py",
+        "apart = ExpertRows(starts, starts + counts)",
+        "apart = ExpertRows(starts, starts + counts + 1)",
+        "fuzz --like kind=masked",
+    ),
+    Fault(
+        "the smallest top of a quantized row is not counted",
+        "src/w4gemm/api/activations.py",
+        "counted, largest = top.clamp(min=SMALLEST), torch.full_like(top, LARGEST)",
+        "counted, largest = top, torch.full_like(top, LARGEST)",
+        "tests/test_activations.py",
+    ),
+    # --- choices and caches
+    Fault(
+        "an interval ends one token late",
+        "src/w4gemm/choice/intervals.py",
+        "return bisect.bisect_left(BOUNDS, m)",
+        "return bisect.bisect_right(BOUNDS, m) if m > 8 else bisect.bisect_left(BOUNDS, m)",
+        "tests/test_choice.py",
+    ),
+    Fault(
+        "a bound launch outlives its plan",
+        "src/w4gemm/api/bound.py",
+        "launches = self.launches if self.generation == plan_cache.generation else self._forget()",
+        "launches = self.launches or self._forget()",
+        "tests/test_ops.py tests/test_modes.py tests/test_choice.py tests/test_tuner.py",
+    ),
+    Fault(
+        "calls with another bias dtype are bound alike",
+        "src/w4gemm/api/bound.py",
+        "of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())",
+        "of_bias = None if bias is None else (bias.shape, bias.device, bias.is_contiguous())",
+        "tests/test_arguments.py tests/test_ops.py",
+    ),
+    Fault(
+        "the file name of a compiled kernel lacks its key",
+        "src/w4gemm/jit/disk.py",
+        "text = repr((unit.name, unit.key, unit.arch, fingerprint()))",
+        "text = repr((unit.name, unit.arch, fingerprint()))",
+        "tests/test_jit.py",
+    ),
+    Fault(
+        "the fingerprint forgets the decoders' tables",
+        "src/w4gemm/jit/disk.py",
+        '_SOURCES = ("kernels", "packing", "jit/compile.py", "core/formats.py", "core/epilogue.py")',
+        '_SOURCES = ("kernels", "jit/compile.py", "core/formats.py", "core/epilogue.py")',
+        "tests/test_jit.py",
+    ),
+    Fault(
+        "records of another revision are taken",
+        "src/w4gemm/choice/choose.py",
+        "if record.choice in legal and record.revision == kernel_named(record.kernel).revision:",
+        "if record.choice in legal:",
+        "tests/test_choice.py tests/test_store.py",
+    ),
+    Fault(
+        "a folder that others may write is trusted",
+        "src/w4gemm/core/trust.py",
+        "if others_rename and not private and not environment.cache_is_shared():",
+        "if False:",
+        "tests/test_trust.py",
+    ),
+    # --- checkpoints
+    Fault(
+        "GPTQ's zero points without the stored 1",
+        "src/w4gemm/checkpoints/gptq.py",
+        "zeros = (stored - self.stored_zero).T.contiguous()",
+        "zeros = stored.T.contiguous()",
+        "tests/test_gptq.py",
+    ),
+    Fault(
+        "AWQ's order the wrong way round",
+        "src/w4gemm/checkpoints/awq.py",
+        "ORDER = (0, 4, 1, 5, 2, 6, 3, 7)",
+        "ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
+        "tests/test_awq.py",
+    ),
+    Fault(
+        "GGUF's high nibbles first",
+        "src/w4gemm/checkpoints/gguf_file.py",
+        "return torch.cat((bytes & 0xF, bytes >> 4), dim=-1).view(-1, k)",
+        "return torch.cat((bytes >> 4, bytes & 0xF), dim=-1).view(-1, k)",
+        "tests/test_gguf.py",
+    ),
+    Fault(
+        "GGUF's rows of q and k stay in llama.cpp's order",
+        "src/w4gemm/checkpoints/gguf.py",
+        "return torch.arange(n).view(heads, -1, 2).transpose(1, 2).reshape(n)",
+        "return torch.arange(n).view(heads, 2, -1).transpose(1, 2).reshape(n)",
+        "tests/test_gguf.py",
+    ),
+    Fault(
+        "a global scale that divides multiplies",
+        "src/w4gemm/checkpoints/compressed_tensors.py",
+        'channels = (1 / tensors["weight_global_scale"]).expand(module.n).contiguous()',
+        'channels = tensors["weight_global_scale"].expand(module.n).contiguous()',
+        "tests/test_compressed_tensors.py",
+    ),
+    # --- device code that the CPU can run or read
+    Fault(
+        "signed codes as two's complements in the fp8 decoder",
+        _DEVICE + "decode_fp8.py",
+        "mad.lo.u32 {1}, s, 129, c; ",
+        "mad.lo.u32 {1}, s, 128, c; ",
+        "tests/test_fp8.py",
+    ),
+    Fault(
+        "the fp8 table's bytes above 16 without their exponent",
+        _DEVICE + "decode_fp8.py",
+        "byte = cutlass.min(2 * size, size + 8)  # above 16 there is every second number",
+        "byte = 2 * size",
+        "tests/test_fp8.py",
+    ),
+    Fault(
+        "no proxy fence behind rows that cp.async brought",
+        _SM90 + "mainloop.py",
+        """        if self.variant.gathered:
+            fence_proxy_async()
+""",
+        "",
+        "tests/test_sass.py -k gathered",
+    ),
+    # --- device code that only a GPU runs
+    Fault(
+        "a second scale group in a k chunk takes the first one's scale",
+        _SM90 + "mainloop.py",
+        "if step == 0 or column == 0:",
+        "if step == 0:",
+        "fuzz --config sm90_mixed --like format=_g32",
+        gpu=True,
+    ),
+    Fault(
+        "every k set reads the first one's blocks",
+        _SM90 + "mainloop.py",
+        "index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block",
+        "index = row + block",
+        "fuzz --config sm90_mixed_gemm/.*x64x(256|512)_",
+        gpu=True,
+    ),
+    Fault(
+        "a stage is released before its last WGMMA is waited for",
+        _SM90 + "mainloop.py",
+        """            warpgroup.wait_group(1)
+            if const_expr(batch == 0):
+                if state.has_previous:
+                    self.release(pipeline, state.previous, consumer)
+""",
+        """            if const_expr(batch == 0):
+                if state.has_previous:
+                    self.release(pipeline, state.previous, consumer)
+            warpgroup.wait_group(1)
+""",
+        "fuzz --config sm90_mixed",
+        gpu=True,
+    ),
+    Fault(
+        "block scales of the next 128 columns",
+        _SM90 + "mainloop.py",
+        "block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk",
+        "block = consumer.k_set * chunks + batch // batches_per_chunk",
+        "fuzz --like block_scale=True",
+        gpu=True,
+    ),
+    Fault(
+        "an expert's block scales begin at an even row",
+        _SM90 + "consumer.py",
+        "scales=pipeline.scales + rows.first % 4 * 4)",
+        "scales=pipeline.scales + rows.first % 4 // 2 * 8)",
+        "fuzz --like block_scale=True --like kind=grouped --config sm90_fp8",
+        gpu=True,
+    ),
+    Fault(
+        "residuals of the first round in every round",
+        _DEVICE + "epilogue_store.py",
+        "residuals.append(math.load_residual(operands, token + 8 * (b + ahead), feature))",
+        "residuals.append(math.load_residual(operands, token + 8 * b, feature))",
+        "fuzz --like residual=True --config sm90_(mixed|fp8)",
+        gpu=True,
+    ),
+    Fault(
+        "alpha multiplies the bias too",
+        _DEVICE + "epilogue_math.py",
+        "return value + bias if alpha is None else fma(value, alpha, bias)",
+        "return value + bias if alpha is None else (value + bias) * alpha",
+        "fuzz --like bias=True --like alpha=host",
+        gpu=True,
+    ),
+    Fault(
+        "a row is stored past the last one",
+        _DEVICE + "epilogue_math.py",
+        "store_global(address, words, (token < m) & (column < columns))",
+        "store_global(address, words, (token <= m) & (column < columns))",
+        "fuzz --like kind=masked --config sm90_(mixed|fp8)",
+        gpu=True,
+    ),
+    Fault(
+        "an expert's last row is not computed",
+        _DEVICE + "expert_tiles.py",
+        "return TileRows(expert, starts[expert] + (m_tile - before) * self.tile_m, ends[expert])",
+        "return TileRows(expert, starts[expert] + (m_tile - before) * self.tile_m, ends[expert] - 1)",
+        "fuzz --like kind=grouped",
+        gpu=True,
+    ),
+    Fault(
+        "token scales of gathered rows by their place in d",
+        _DEVICE + "expert_tiles.py",
+        "return operands._replace(token_scale=IndexedScales(operands.token_scale, indices))",
+        "return operands",
+        "fuzz --like kind=gathered --like dtype=float8 --like block_scale=False",
+        gpu=True,
+    ),
+    Fault(
+        "boxes of d reach into the next expert's rows",
+        _DEVICE + "epilogue_store.py",
+        "needed = self.tokens_per_round if self.grouped else 1",
+        "needed = 1",
+        "fuzz --like kind=masked --like activation=None --like residual=False --config sm90_mixed_gemm/(128|192|256)x.*coop$",
+        gpu=True,
+    ),
+    Fault(
+        "flags of stream-k stay set",
+        _DEVICE + "stream_k.py",
+        "            store_release(flag, Int32(0))\n",
+        "",
+        "fuzz --config _stream",
+        gpu=True,
+    ),
+    Fault(
+        "the last CTA's part of a split k is lost",
+        _DEVICE + "split_k.py",
+        "for r in cutlass.range_constexpr(self.ranks):",
+        "for r in cutlass.range_constexpr(self.ranks - 1):",
+        "fuzz --config sm90_(mixed|fp8).*_k2 --like kind=dense",
+        gpu=True,
+    ),
+    Fault(
+        "k blocks that do not divide among the warps are lost",
+        "src/w4gemm/kernels/sm90_decode/kernel.py",
+        "k_blocks_per_warp = (end - first + variant.warps - 1) // variant.warps",
+        "k_blocks_per_warp = (end - first) // variant.warps",
+        "fuzz --config sm90_decode",
+        gpu=True,
+    ),
+    Fault(
+        "a CTA overwrites partials that others still read",
+        "src/w4gemm/kernels/sm90_decode/kernel.py",
+        "            self.tile_barrier()  # the partials have been read, by the CTAs of the cluster too\n",
+        "",
+        "fuzz --config sm90_decode",
+        gpu=True,
+    ),
+    Fault(
+        "cp.async is waited for one stage late",
+        "src/w4gemm/kernels/sm80_mixed_gemm/kernel.py",
+        "cute.arch.cp_async_wait_group(variant.stages - 2)",
+        "cute.arch.cp_async_wait_group(variant.stages - 1)",
+        "fuzz --config sm80_mixed",
+        gpu=True,
+    ),
+    Fault(
+        "relu makes a 0 of a NaN",
+        _DEVICE + "ptx.py",
+        "max.NaN.f32 $0, $1, $2;",
+        "max.f32 $0, $1, $2;",
+        "fuzz --like activation=relu",
+        gpu=True,
+    ),
+    Fault(
+        "the top of a quantized row leaves out the last warp",
+        "src/w4gemm/kernels/activation_quantize/kernel.py",
+        "bits = warp_maximum(tops[lane] if lane < self.threads // 32 else Int32(0))",
+        "bits = warp_maximum(tops[lane] if lane < self.threads // 32 - 1 else Int32(0))",
+        "fuzz --like quantized=True",
+        gpu=True,
+    ),
+)
