@@ -51,3 +51,17 @@ def test_architecture_names_what_exists() -> None:
     parts = [p.name for p in package.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
     missing = [name for name in parts if not name.startswith("__") and name not in text]
     assert not missing
+
+
+def test_every_page_is_on_the_site() -> None:
+    """mkdocs.yml names every page but those of docs/measured, which measured.md links to."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    missing = [page.name for page in ROOT.glob("docs/*.md") if f": {page.name}\n" not in text]
+    assert not missing, "add them to nav in mkdocs.yml"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_empty_line_is_before_each_list(document: Path) -> None:
+    """GitHub shows a list without it, the site's Markdown does not."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"^(?!- )[^\s|#<].*\n- ", text, re.MULTILINE)
