@@ -11,9 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
+from fuzz import formulas
+from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.layouts import layout_named
+
 FP8 = torch.float8_e4m3fn
 KINDS = ("dense", "dense", "dense", "grouped", "gathered", "masked")
 GROUPS = (32, 64, 96, 128, 160, 256, 512, -1)
+CODEBOOKS = tuple(name for name in formulas.CODEBOOKS if name not in ("int4", "e2m1"))
+WITH_16_BITS = ("", "", "_zint", "_zint", "_zfloat", "_zfloat", "codebook", "codebook", "e8m0", "e4m3_row")
+"""Rules of formats beside x that is not fp8."""
 DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16, FP8), "cuda": (torch.bfloat16, torch.float16, FP8)}
 ACTIVATIONS = (None, None, None, None, "relu", "silu", "gelu", "gelu_tanh", "gated")
 GATED = ("silu_mul", "silu_mul(limit=3)", "gelu_mul", "gelu_tanh_mul", "swiglu_oai", "swiglu_oai(limit=2)", "situ_mul")
@@ -125,7 +132,7 @@ def drawn_variant(seed: int, device: str, config: str = "") -> Variant:
     return Variant(
         seed,
         kind,
-        drawn_format(v, dtype),
+        drawn_format(v, dtype, device),
         dtype,
         quantized,
         block_scale=dtype == FP8 and not quantized and v.random() < 0.5,
@@ -141,21 +148,24 @@ def drawn_variant(seed: int, device: str, config: str = "") -> Variant:
     )
 
 
-def drawn_format(v: random.Random, dtype: torch.dtype) -> str:
+def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     """The string of a format that may stand beside x of a dtype."""
-    group = v.choice(GROUPS)
-    if dtype == FP8:
-        rule = v.choice(("", "", "_zint", "_e4m3", "_e4m3", "e8m0"))
-        rule += v.choice(("", "_fp16")) if rule in ("", "_zint") else ""
-    else:
-        rule = v.choice(("", "_zint", "_zfloat", "iq4", "e8m0", "e4m3_row"))
-        rule += v.choice(("", "_fp16")) if rule in ("", "_zint", "_zfloat", "iq4") else ""
+    group = sized(v.choice(GROUPS))
+    rules = ("", "", "_zint", "_e4m3", "_e4m3", "e8m0") if dtype == FP8 else WITH_16_BITS
+    rule, scale = v.choice(rules), v.choice(("", "_fp16", "_fp32"))
     if rule in ("e8m0", "e4m3_row"):
-        own = 32 if rule == "e8m0" else 16  # of mxfp4 and nvfp4
-        group = own if v.random() < 0.5 else group
-        return f"e2m1_{sized(group)}_{rule}"
-    element, rest = ("iq4", rule.removeprefix("iq4")) if rule.startswith("iq4") else ("int4", rule)
-    return f"{element}_{sized(group)}{rest}"
+        own = "g32" if rule == "e8m0" else "g16"  # of mxfp4 and nvfp4
+        return f"e2m1_{v.choice((own, group))}_{rule}"
+    element, rule = (v.choice(CODEBOOKS), "") if rule == "codebook" else ("int4", rule)
+    wanted = f"{element}_{group}{rule}"
+    if rule == "_e4m3" or (device == "cuda" and not held(f"{wanted}{scale}", dtype)):
+        return wanted
+    return f"{wanted}{scale}"
+
+
+def held(format: str, dtype: torch.dtype) -> bool:
+    """True if a GPU's layout beside x of a dtype can hold a format."""
+    return not layout_named("mma8" if dtype == FP8 else "mma16").supports(WeightFormat.parse(format))
 
 
 def sized(group: int) -> str:

@@ -151,18 +151,18 @@ def product(x: torch.Tensor, weight: Weight, x_type: str, *, w_may_be_rounded: b
     """x (m, k) @ w (n, k).T in float64.
 
     The error allowed: weights rounded to x's type (independent errors, so their root of squares, ten times), float32
-    additions in any order; and, for e4m3 x, that a tensor core cuts off sums at 14 bits after every 32 columns, over
-    ``columns_at_a_time`` columns, before they are added up in float32.
+    additions in any order; and, for e4m3 x, that a tensor core cuts off sums and each of 32 products at 14 bits of the
+    largest of them, over ``columns_at_a_time`` columns, before they are added up in float32.
     """
     x, w = x.double(), weight.value
     error = 2.0**-22 * (x.abs() @ weight.terms.T)
+    spread = (x.square() @ w.square().T).sqrt()
     if w_may_be_rounded:
         number = TYPES[x_type]
-        spread = (x.square() @ w.square().T).sqrt()
         error = error + 10 * number.unit * spread + number.smallest_step * x.abs().sum(1, keepdim=True)
     if x_type == "float8_e4m3fn":
         steps = 1 + -(-min(x.shape[1], columns_at_a_time) // 32)
-        error = error + steps * 2.0**-13 * (x.abs() @ w.abs().T)
+        error = error + steps * 2.0**-13 * (x.abs() @ w.abs().T + 16 * spread)
     return Sums(x @ w.T, error)
 
 

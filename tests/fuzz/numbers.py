@@ -68,7 +68,7 @@ def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formula
     if case.act_order:
         group = group[torch.argsort(source.uniform(k))]
     codes = source.integers(0, 15, n, k)
-    scales = _scales(case, f, source, n, groups).to(f.scale_dtype)
+    scales = _short(_scales(case, f, source, n, groups)).to(f.scale_dtype)
     zeros = channels = None
     if f.zero == "int":
         zeros = source.integers(0, 15, n, groups).to(torch.uint8)
@@ -94,6 +94,11 @@ def _scales(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: 
         scales = sign * (source.uniform(n, groups) + 0.1) * (16 if e4m3 else 1 / case.k**0.5)
         scales *= (source.uniform(n, groups) > 0.05) | unsigned
     return scales / 16 if f.element == "iq4" else scales  # whose numbers are about 16 times int4's
+
+
+def _short(scales: torch.Tensor) -> torch.Tensor:
+    """float32 scales cut off after 18 significant bits: the library takes no more than 20 beside float zero points."""
+    return (scales.contiguous().view(torch.int32) & ~63).view(torch.float32)
 
 
 class Rows(NamedTuple):
