@@ -372,6 +372,19 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
         assert f"{name}: {reason}" in str(e.value)
 
 
+def test_a_newer_dsl_runs_after_one_warning(asked_again, monkeypatch, caplog):
+    requirements._warn_of_newer.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "4.10.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for minimum in ((12, 0), (12, 1)):
+        assert requirements.missing_for_dsl(minimum) == ""
+    (record,) = caplog.records
+    assert "nvidia-cutlass-dsl 4.10.0 is newer than 4.8.1" in record.message
+    assert record.message.endswith("pip install '.[cuda]' in a clone of w4gemm brings 4.8.1")
+    requirements._warn_of_newer.cache_clear()
+
+
 def test_a_kernel_that_decodes_more_slowly_is_ranked_so():
     """Beside sm90_decode, sm90_mixed_gemm is at its best with bf16 and bf16 scales, and at its worst with float16 and
     other scales; with many tokens the decoding shows less."""

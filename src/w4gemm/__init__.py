@@ -20,7 +20,7 @@ from w4gemm.tuning.tuner import autotune
 from w4gemm.weights.quantization import fold_scales, quantize
 from w4gemm.weights.weight import QuantizedWeight
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Device",

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 
 DSL = "4.8.1"
-"""Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused."""
+"""Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused, newer
+ones run after a warning."""
+
+_log = logging.getLogger("w4gemm.kernels")
 
 
 @functools.cache
@@ -30,7 +34,19 @@ def _missing_dsl() -> str:
         return ""  # importable, but installed without metadata: believe it
     if _minor(version) < _minor(DSL):
         return f"needs a newer CuTe DSL than nvidia-cutlass-dsl {version}; {help_text}"
+    if _minor(version) > _minor(DSL):
+        _warn_of_newer(version, help_text)
     return ""
+
+
+@functools.cache
+def _warn_of_newer(version: str, help_text: str) -> None:
+    """Log once what a newer version may do: its machine code was never looked at, nor timed."""
+    _log.warning(
+        "nvidia-cutlass-dsl %s is newer than %s, with which w4gemm's kernels are tested and timed: one may not compile, "
+        "or run more slowly; %s",
+        *(version, DSL, help_text),
+    )
 
 
 def _minor(version: str) -> tuple[int, ...]:

@@ -1,0 +1,128 @@
+"""The packages that are released: what is in the wheel and the sdist, their metadata, and what messages say to install.
+
+CONTRIBUTING.md has the release checklist, with what is too slow for every run.
+"""
+
+from __future__ import annotations
+
+import email
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import w4gemm
+
+tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BUILD = "from setuptools import build_meta as b; print(b.build_{0}('{1}'))"
+GENERATED = re.compile(r"PKG-INFO|setup\.cfg|src/w4gemm\.egg-info/.*")
+
+
+def sources() -> list[str]:
+    """Paths of the repository's files; in an unpacked sdist, of its files."""
+    git = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if git.returncode == 0 and (ROOT / ".git").exists():
+        found = git.stdout.splitlines()
+    else:
+        listed = ROOT / "src/w4gemm.egg-info/SOURCES.txt"
+        found = listed.read_text().splitlines() if listed.exists() else []
+    found = [path for path in found if (ROOT / path).exists() and not GENERATED.fullmatch(path)]
+    if not found:
+        pytest.skip("needs a checkout or an unpacked sdist")
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """(sdist, wheel made of it, wheel made of the sources), from a copy, so that the checkout stays as it is."""
+    if int(__import__("setuptools").__version__.split(".")[0]) < 77:
+        pytest.skip("needs setuptools 77")
+    folder = tmp_path_factory.mktemp("release")
+    for path in sources():
+        (folder / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / "copy" / path)
+    sdist = make("sdist", folder / "copy", folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return sdist, make("wheel", unpacked, folder / "of_sdist"), make("wheel", folder / "copy", folder / "of_copy")
+
+
+def make(kind: str, source: Path, target: Path) -> Path:
+    """Build an sdist or a wheel as pip does, without an environment of its own."""
+    target.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", BUILD.format(kind, target)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.splitlines()[-1]
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_sdist_is_the_repository(built: tuple[Path, Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
+    assert sorted(name for name in names if not GENERATED.fullmatch(name)) == sources()
+
+
+def test_the_wheel_is_the_package(built: tuple[Path, Path, Path]) -> None:
+    lists = []
+    for wheel in built[1:]:
+        with zipfile.ZipFile(wheel) as archive:
+            lists.append(sorted(name for name in archive.namelist() if ".dist-info/" not in name))
+    assert lists[0] == lists[1]
+    package = [path.removeprefix("src/") for path in sources() if path.startswith("src/w4gemm/")]
+    assert lists[0] == [path for path in package if not path.endswith(".md")]
+    assert "w4gemm/py.typed" in lists[0]
+
+
+def test_metadata(built: tuple[Path, Path, Path]) -> None:
+    found = metadata(built[1])
+    assert found["Name"] == "w4gemm" and found["Version"] == w4gemm.__version__
+    assert sorted(found["Requires-Python"].split(",")) == sorted(PROJECT["requires-python"].split(","))
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["License-File"] == "LICENSE" and found["Description-Content-Type"] == "text/markdown"
+    assert str(found.get_payload()).startswith("# w4gemm")
+    assert set(found.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    assert all(re.fullmatch(r"[\w -]+, https://\S+", url) for url in found.get_all("Project-URL", []))
+    classifiers = found.get_all("Classifier", [])
+    assert classifiers == PROJECT["classifiers"] and "Typing :: Typed" in classifiers
+    versions = [line.rpartition(" ")[2] for line in classifiers if re.search(r"Python :: 3\.\d+$", line)]
+    assert f">={versions[0]}" in found["Requires-Python"] and versions == ["3.10", "3.11", "3.12", "3.13"]
+
+
+def test_the_changelog_has_this_version_first() -> None:
+    heads = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == w4gemm.__version__
+
+
+def test_what_is_to_be_installed_exists() -> None:
+    """Every ``pip install '.[...]'`` of messages and documents names extras that there are. None names w4gemm, which is
+    on no index yet."""
+    texts = [path for path in sources() if path.startswith(("src/", "docs/")) or "/" not in path]
+    commands = [
+        (path, command)
+        for path in texts
+        if path.endswith((".py", ".md"))
+        for command in re.findall(r"pip install ([^\n`\"]*)", (ROOT / path).read_text())
+    ]
+    assert len(commands) > 5
+    for path, command in commands:
+        for extras in re.findall(r"'\.\[([\w,]+)\]'", command):
+            assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), (path, command)
+        assert not re.match(r"['\"]?w4gemm\b", command), (path, command)
