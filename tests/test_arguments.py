@@ -12,7 +12,7 @@ def test_flat_values_nest_again():
         "weight",
         "out",
         EpilogueOperands(bias="bias", channel_scale="channel_scale"),
-        ExpertRows("starts", "ends", "indices"),
+        ExpertRows("starts", "ends", "indices", 1),
         StreamWorkspace("partials", "flags"),
         132,
     )

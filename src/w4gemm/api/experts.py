@@ -62,11 +62,11 @@ class W4GroupedLinear(W4Linear):
         return layer
 
     def forward(  # type: ignore[override]
-        self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None
+        self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None, settled: bool = False
     ) -> torch.Tensor:
         """x (total_m, k), or any rows and indices (total_m), and m_offsets int32 (experts + 1) to (total_m, n)."""
         x, bias = autocast(x, self._parameters["bias"])
-        fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale}
+        fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
         return grouped_linear(x, self._weight, m_offsets, bias, indices=indices, **fused)
 
     def extra_repr(self) -> str:
@@ -162,4 +162,5 @@ class W4Experts(torch.nn.Module):
         if isinstance(x, torch.Tensor) and expert_ids.shape[:1] != x.shape[:1]:
             raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(expert_ids.shape)}")
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
-        return combine(self.down(hidden, routing.m_offsets), routing.row_of_choice, expert_weights)
+        d = self.down(hidden, routing.m_offsets, settled=True)
+        return combine(d, routing.row_of_choice, expert_weights, settled=True)

@@ -29,6 +29,7 @@ def grouped_linear(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     """Compute, in one launch, for every expert e and its rows r = m_offsets[e] .. m_offsets[e + 1]:
     act(alpha * expert_scale[e] * token_scale[r] * (x[r] @ w[e].T) + bias[e]) + residual[r].
@@ -49,6 +50,9 @@ def grouped_linear(
         expert_scale: float32 (experts,), or None; for weights whose tensors have a scale each.
         alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`. Without a config
             it is chosen for total_m / experts tokens each.
+        settled: True if another launch, such as the product that x comes from, lies between this one and what wrote
+            ``m_offsets`` and ``indices``. On Hopper the kernel then reads them, and requests weights, while that launch
+            still runs.
 
     Returns:
         (total_m, n), or (total_m, n / 2) with a gated activation; ``out`` if given. Rows of no expert are not written.
@@ -72,7 +76,8 @@ def grouped_linear(
     arguments.check_counts("m_offsets", m_offsets, w.experts + 1, x)
     if indices is not None:
         indices = arguments.checked_indices(indices, x)
-    rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices)
+    arguments.check_flag("settled", settled)
+    rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices, int(settled))
     given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=rows), out)
 

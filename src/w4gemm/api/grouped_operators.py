@@ -39,7 +39,7 @@ _BYTES_PER_WEIGHT = 16
 _FLOAT32 = Epilogue(out_dtype=torch.float32)
 
 _ROWS = {"starts": "Tensor", "ends": "Tensor"}
-_GROUPED = {"x": "Tensor", **_ROWS, "indices": "Tensor?", **WEIGHT, **EPILOGUE, "config": "str"}
+_GROUPED = {"x": "Tensor", **_ROWS, "indices": "Tensor?", "settled": "int", **WEIGHT, **EPILOGUE, "config": "str"}
 _GROUPED_DX = {"grad": "Tensor", **_ROWS, **WEIGHT}
 _Grouped, _GroupedDx = named(_GROUPED), named(_GROUPED_DX)
 
@@ -94,7 +94,7 @@ torch.library.define("w4gemm::grouped_linear_dx", schema(_GROUPED_DX), tags=_REA
 def _grouped_op(*flat: Any) -> torch.Tensor:
     given = _Grouped(*flat)
     epilogue, operands = nested_epilogue(given)
-    out, rows = _empty_result(given, epilogue), ExpertRows(given.starts, given.ends, given.indices)
+    out, rows = _empty_result(given, epilogue), ExpertRows(given.starts, given.ends, given.indices, given.settled)
     weight = nested_weight(given, len(given.starts))
     boundary.run(weight, Operands(given.x, tuple(given.weight), out, operands, rows), epilogue, given.config)
     return out
@@ -183,7 +183,7 @@ def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     given, _ = _kept(ctx)
-    flat = _Grouped(grad, **given, **flat_epilogue(PLAIN, NO_OPERANDS), config="")
+    flat = _Grouped(grad, **given, settled=0, **flat_epilogue(PLAIN, NO_OPERANDS), config="")
     _, owned = _owners(given["starts"], given["ends"], grad.shape[0])
     d = torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
     return _GroupedDx(d, weight=[None] * len(given["weight"]))

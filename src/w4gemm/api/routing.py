@@ -94,7 +94,12 @@ def _routed(
 
 
 def combine(
-    d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor, *, out: torch.Tensor | None = None
+    d: torch.Tensor,
+    row_of_choice: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t, j] * d[row_of_choice[t, j]], in float32, in the order of j, rounded once.
 
@@ -103,6 +108,8 @@ def combine(
         row_of_choice: int32 (tokens, top k), rows of d as :func:`route` gives them; a negative one adds nothing.
         weights: floating point (tokens, top k), the router's weight of each choice.
         out: contiguous (tokens, n) of d's dtype, in memory apart from d's, or None.
+        settled: True if another launch, such as the product that d comes from, lies between this one and what wrote
+            ``row_of_choice`` and ``weights``: on Hopper the kernel reads them while that launch still runs.
 
     Returns:
         (tokens, n) in d's dtype; ``out`` if given.
@@ -141,7 +148,8 @@ def combine(
         add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
         if add_up is not None and (out is None or RowCombine.takes(out)):
             out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device) if out is None else out
-            add_up(d, row_of_choice.contiguous(), weights.float().contiguous(), out)
+            rows, factors = row_of_choice.contiguous(), weights.float().contiguous()
+            add_up(d, rows, factors, out, int(settled and rows is row_of_choice and factors is weights))
             return out
     total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
     for j in range(terms if len(d) else 0):

@@ -28,6 +28,9 @@ class ExpertRows(NamedTuple):
     """int32 (experts,), 0 <= starts <= ends <= m; only the device knows the values."""
     indices: Tensor = None
     """int32 (m,): row i of d is made of row indices[i] of x; None if x is not gathered."""
+    settled: Any = 0
+    """int32: 1 if the launch before this one in the stream came after the three tensors were written. A kernel may then
+    read them, and request weights, while that launch still runs."""
 
 
 class StreamWorkspace(NamedTuple):
@@ -39,7 +42,7 @@ class StreamWorkspace(NamedTuple):
     """int32, 0 before and after a launch."""
 
 
-NO_ROWS = ExpertRows()
+NO_ROWS = ExpertRows(settled=None)
 NO_WORKSPACE = StreamWorkspace()
 
 
@@ -141,6 +144,7 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
             starts=compact(cutlass.Int32, experts) if variant.grouped else None,
             ends=compact(cutlass.Int32, experts) if variant.grouped else None,
             indices=compact(cutlass.Int32, m) if variant.gathered else None,
+            settled=1 if variant.grouped else None,
         ),
         StreamWorkspace(
             partials=make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),), assumed_align=16),

@@ -123,8 +123,10 @@ class W4gemmExperts(_Experts):
         return mk.FusedMoEActivationFormat.Standard
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *others: Any) -> Shapes:
-        """Return what vLLM allocates: nothing, the rows between the products, and the rows behind them."""
-        return (0,), (M * topk, self.down.k), (M * topk, self.down.n)
+        """Return what vLLM allocates: nothing, the rows between the products, and the rows behind them. These have
+        three dimensions, lest vLLM takes its output for them where each token has one expert: they are in another
+        order."""
+        return (0,), (M * topk, self.down.k), (M, topk, self.down.n)
 
     def apply(
         self,
@@ -148,7 +150,7 @@ class W4gemmExperts(_Experts):
         gate_up, down = self.products
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
         gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
-        down.write(workspace2, output, ExpertRows(first, end), None)
+        down.write(workspace2, output.view(-1, self.down.n), ExpertRows(first, end, settled=1), None)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return _Combine(self._routing)
@@ -202,7 +204,8 @@ class _Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
             return fused_expert_output if output is None else output
         assert self.routing is not None and self.routing.row_of_choice.shape == topk_ids.shape
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        return combine(fused_expert_output, self.routing.row_of_choice, weights, out=output)
+        settled = weights is topk_weights
+        return combine(fused_expert_output.flatten(0, -2), self.routing.row_of_choice, weights, out=output, settled=settled)
 
 
 class BatchedW4gemmExperts(_Experts):
@@ -241,7 +244,7 @@ class BatchedW4gemmExperts(_Experts):
         gate_up, down = self.products
         hidden = workspace2.flatten(0, 1)
         gate_up.write(hidden_states.flatten(0, 1), hidden, rows, a1q_scale)
-        down.write(hidden, output.flatten(0, 1), rows, None)
+        down.write(hidden, output.flatten(0, 1), rows._replace(settled=1), None)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceDelegate()

@@ -17,6 +17,7 @@ from cutlass import Int32, Int64
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.kernels.device.epilogue_math import IndexedScales
+from w4gemm.kernels.device.ptx import load_int32
 
 _NEVER = 0x7FFFFFFF
 
@@ -57,16 +58,16 @@ class ExpertTileMap:
     @cute.jit
     def fill(self, tiles: ExpertTiles):
         """Compute the prefix sums; called by one warp, each lane of which counts some consecutive experts. Entries up
-        to a multiple of 32 are filled with a number that no tile reaches."""
-        table, (starts, ends, _) = tiles
-        lane, experts = cute.arch.lane_idx(), starts.shape[0]
+        to a multiple of 32 are filled with a number that no tile reaches. If the rows are settled, this may be before
+        ``griddepcontrol.wait``."""
+        table, lane, experts = tiles.tile_prefix_sums, cute.arch.lane_idx(), tiles.experts
         share = (experts + 31) // 32
         count = Int32(0)
         # loads of several experts at once: one after the other they would take as long as a small expert's product
         for i in cutlass.range(share, unroll=4):
             expert = lane * share + i
             known = cutlass.min(expert, experts - 1)
-            count += self.tiles(starts[known], ends[known])
+            count += self.tiles(*self.rows_of(tiles, known, early=True))
             table[expert] = count
         before = count
         for step in cutlass.range_constexpr(5):
@@ -85,12 +86,21 @@ class ExpertTileMap:
         """The number of m tiles of the rows start .. end."""
         return cutlass.max(end - start + self.tile_m - 1, 0) // self.tile_m
 
+    def rows_of(self, tiles: ExpertTiles, expert: Int32, early: bool) -> tuple[Int32, Int32]:
+        """An expert's first row and end. early: if the rows are settled, perhaps before ``griddepcontrol.wait``, so
+        that L1 may hold older ones."""
+        rows = tiles.rows
+        if not early:
+            return rows.starts[expert], rows.ends[expert]
+        start, end = (load_int32(t.iterator.toint() + Int64(expert) * 4, rows.settled != 0) for t in rows[:2])
+        return start, end
+
     @cute.jit
-    def find(self, tiles: ExpertTiles, m_tile: Int32) -> TileRows:
+    def find(self, tiles: ExpertTiles, m_tile: Int32, early: bool = False) -> TileRows:
         """The rows of an m tile; called by a converged warp, which compares 32 experts at a time. Experts without rows
-        have no tile. For a number past the last tile it is the last expert, with any rows."""
-        table, (starts, ends, _) = tiles
-        lane, experts = cute.arch.lane_idx(), starts.shape[0]
+        have no tile. For a number past the last tile it is the last expert, with any rows. early: see :meth:`rows_of`.
+        """
+        table, lane, experts = tiles.tile_prefix_sums, cute.arch.lane_idx(), tiles.experts
         expert = Int32(0)
         for first in cutlass.range(0, experts, 32, unroll=1):
             expert += cute.arch.popc(cute.arch.vote_ballot_sync(table[first + lane] <= m_tile))
@@ -98,7 +108,8 @@ class ExpertTileMap:
         before = Int32(0)
         if expert > 0:
             before = table[expert - 1]
-        return TileRows(expert, starts[expert] + (m_tile - before) * self.tile_m, ends[expert])
+        start, end = self.rows_of(tiles, expert, early)
+        return TileRows(expert, start + (m_tile - before) * self.tile_m, end)
 
 
 def max_m_tiles(m: Int32, experts: Int32, tile_m: int) -> Int32:

@@ -241,6 +241,12 @@ def load_row_index(address: Int64, exists: Boolean) -> Int32:
     return asm(text, [Int32], [address, Int32(exists)], early=True)[0]
 
 
+def load_int32(address: Int64, coherent: Boolean) -> Int32:
+    """A word of global memory; ``coherent``: from L2, whatever L1 still holds of an earlier launch."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p ld.global.cg.b32 $0, [$1]; @!p ld.global.b32 $0, [$1]; }"
+    return asm(text, [Int32], [address, Int32(coherent)], early=True)[0]
+
+
 def fence_proxy_async() -> None:
     """Make shared memory that ordinary stores or cp.async wrote visible to the async proxy (WGMMA, bulk copies)."""
     asm("fence.proxy.async.shared::cta;")

@@ -2,6 +2,9 @@
 
 The terms are added in the order of j, so the bits of a token depend on nothing else. A negative row adds nothing. A
 thread computes eight columns of one token: it requests those of all of the token's rows before it adds the first.
+
+Programmatic dependent launch: rows and weights are read before ``griddepcontrol.wait`` if they are settled, that is, if
+the launch before this one, which writes d, came after what wrote them.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.kernels.device.ptx import load_global, pack_half2, store_global, to_float
+from w4gemm.kernels.device.ptx import load_global, load_int32, pack_half2, store_global, to_float
 
 _THREADS = 128
 _VECTOR = 8  # columns of a thread
+_CTAS_PER_SM = 4  # that registers must suffice for; if ptxas has the choice it takes 32, and loads row after row
 
 
 class Combine:
@@ -25,30 +29,55 @@ class Combine:
         self.kind, self.terms = kind, terms
 
     @cute.jit
-    def __call__(self, d: cute.Tensor, rows: cute.Tensor, weights: cute.Tensor, out: cute.Tensor, stream: Any) -> None:
-        """d (any number, n) and out (tokens, n), n a multiple of 8; rows int32 and weights float32 (tokens, terms)."""
+    def __call__(
+        self,
+        d: cute.Tensor,
+        rows: cute.Tensor,
+        weights: cute.Tensor,
+        out: cute.Tensor,
+        settled: Int32,
+        stream: Any,
+    ) -> None:
+        """d (any number, n) and out (tokens, n), n a multiple of 8; rows int32 and weights float32 (tokens, terms);
+        settled: 1 if rows and weights are, else 0."""
         ctas_per_token = cute.ceil_div(out.shape[1], _VECTOR * _THREADS)
-        self.kernel(d, rows, weights, out, ctas_per_token).launch(
-            grid=[out.shape[0] * ctas_per_token, 1, 1], block=[_THREADS, 1, 1], stream=stream, use_pdl=True
+        self.kernel(d, rows, weights, out, settled, ctas_per_token).launch(
+            grid=[out.shape[0] * ctas_per_token, 1, 1],
+            block=[_THREADS, 1, 1],
+            min_blocks_per_mp=_CTAS_PER_SM,
+            preferred_smem_carveout=100,  # as the products beside it: another one would wait for an idle SM
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(
-        self, d: cute.Tensor, rows: cute.Tensor, weights: cute.Tensor, out: cute.Tensor, ctas_per_token: Int32
+        self,
+        d: cute.Tensor,
+        rows: cute.Tensor,
+        weights: cute.Tensor,
+        out: cute.Tensor,
+        settled: Int32,
+        ctas_per_token: Int32,
     ) -> None:
         cta = cute.arch.block_idx()[0]
         token, run = cta // ctas_per_token, cta % ctas_per_token
         column = (run * _THREADS + cute.arch.thread_idx()[0]) * _VECTOR
         n = out.shape[1]
+        if settled == 0:
+            cute.arch.griddepcontrol_wait()
+        first, early = Int64(token) * (4 * self.terms), settled != 0  # before the wait L1 may hold older ones
+        own_rows = [load_int32(rows.iterator.toint() + first + 4 * j, early) for j in range(self.terms)]
+        bits = [load_int32(weights.iterator.toint() + first + 4 * j, early) for j in range(self.terms)]
+        factors = [to_float("f32", word) for word in bits]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if column < n:
-            loaded, factors = [], []
+            loaded = []
             for j in cutlass.range_constexpr(self.terms):
-                row = rows[token, j]
+                row = own_rows[j]
                 address = d.iterator.toint() + (Int64(row) * n + column) * 2
                 loaded.append(load_global(address, _VECTOR // 2, row >= 0))
-                factors.append(weights[token, j])
             sums = [Float32(0.0)] * _VECTOR
             for j in cutlass.range_constexpr(self.terms):
                 values = [to_float(self.kind, loaded[j][i // 2], i % 2 == 1) for i in range(_VECTOR)]

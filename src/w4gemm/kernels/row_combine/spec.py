@@ -62,4 +62,4 @@ class RowCombine:
         d, out = matrix(half_dtype(kind), cute.sym_int(), n, 16), matrix(half_dtype(kind), tokens, n, 16)
         rows, weights = matrix(cutlass.Int32, tokens, self.terms, 4), matrix(cutlass.Float32, tokens, self.terms, 4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(Combine(kind, self.terms), (d, rows, weights, out, stream))
+        return Program(Combine(kind, self.terms), (d, rows, weights, out, 1, stream))

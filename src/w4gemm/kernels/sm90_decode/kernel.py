@@ -210,7 +210,8 @@ class Decode:
         expert_tiles = None
         if const_expr(variant.grouped):
             expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), args.rows)
-            cute.arch.griddepcontrol_wait()
+            if args.rows.settled == 0:
+                cute.arch.griddepcontrol_wait()
             if warp == 0:
                 self.expert_tile_map.fill(expert_tiles)
             cute.arch.sync_threads()
@@ -236,10 +237,10 @@ class Decode:
         )
 
         early = cutlass.min(total, variant.stages)
-        cursor = self.start_tile(cluster, params)
+        cursor = self.start_tile(cluster, params, early=True)
         for i in cutlass.range(cutlass.min(early, variant.early_stages), unroll=1):
             self.load_weight(weight, blocks_n, pipeline, cursor, i)
-            cursor = self.step(cursor, params)
+            cursor = self.step(cursor, params, early=True)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         x_source = XSource(tma, tma_x, s_x)
@@ -298,23 +299,24 @@ class Decode:
     # -------------------------------------------------------------------------------------------------- pipeline
 
     @cute.jit
-    def start_tile(self, tile: Int32, params: LoopParams) -> Cursor:
-        """The cursor at this warp's first k block of a tile."""
+    def start_tile(self, tile: Int32, params: LoopParams, early: bool = False) -> Cursor:
+        """The cursor at this warp's first k block of a tile. early: of weights only, see
+        :meth:`ExpertTileMap.rows_of`."""
         m_coord, n_tile = tile_coordinates(tile, params.m_tiles, params.n_tiles, 1)
         expert, row = Int32(0), Int32(0)
         if const_expr(self.variant.grouped):
-            rows = self.expert_tile_map.find(params.expert_tiles, m_coord)
+            rows = self.expert_tile_map.find(params.expert_tiles, m_coord, early)
             expert, m_coord = rows.expert, rows.first
-            if const_expr(self.variant.gathered):
+            if const_expr(self.variant.gathered and not early):
                 row = self.row_gather.indices(params.indices, m_coord, rows.end, 0)[0]
         return Cursor(tile, m_coord, n_tile, params.first_k_block, params.k_blocks_per_warp, expert, row)
 
     @cute.jit
-    def step(self, cursor: Cursor, params: LoopParams) -> Cursor:
+    def step(self, cursor: Cursor, params: LoopParams, early: bool = False) -> Cursor:
         """The cursor one k block on, in the next tile if this one is done."""
         after = cursor._replace(k_block=cursor.k_block + self.variant.warps, k_blocks_left=cursor.k_blocks_left - 1)
         if after.k_blocks_left == 0:
-            after = self.start_tile(after.tile + params.clusters, params)
+            after = self.start_tile(after.tile + params.clusters, params, early)
         return after
 
     @cute.jit

@@ -58,7 +58,9 @@ barrier.
 
 If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a
 warp of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2
-fetches weights. The boxes of x then start at any row; rows past the expert's last row are multiplied and not stored.
+fetches weights. If the rows are settled (ExpertRows.settled) it counts before the wait, and the producer fills all
+stages with weights: so the product after another one of the same rows streams while that one still runs. The boxes of x
+then start at any row; rows past the expert's last row are multiplied and not stored.
 
 If gathered (variant.gathered, of a grouped problem), the producer's four warps copy x by cp.async
 (device/row_gather.py); each thread arrives at the full barrier when its copies are done. A consumer fences behind its
@@ -237,9 +239,10 @@ class Sm90Kernel:
         expert_tiles, s_k_sets = None, s_x.iterator
         if const_expr(variant.grouped):
             expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), rows)
-            if warp == 4 * variant.warpgroups:
-                self.producer.prefetch_first(blocks, expert_tiles.experts, cute.arch.block_idx()[0])
-            cute.arch.griddepcontrol_wait()
+            if rows.settled == 0:
+                if warp == 4 * variant.warpgroups:
+                    self.producer.prefetch_first(blocks, expert_tiles.experts, cute.arch.block_idx()[0])
+                cute.arch.griddepcontrol_wait()
             if warp == 1:
                 self.scheduler.expert_tile_map.fill(expert_tiles)
         if const_expr(variant.k_set_bytes > 0):

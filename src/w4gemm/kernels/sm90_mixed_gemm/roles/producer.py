@@ -89,9 +89,12 @@ class Producer:
         weight_mask = Int16(Int32(sum(1 << i * config.cluster_n for i in range(config.cluster_m))) << coord.n)
         multicast = WeightMulticast(coord.m, weight_mask)
         work_tiles = self.scheduler.work_tiles(params)
-        early = 0
-        if const_expr(not variant.grouped):
-            first = self.scheduler.work_tile(Int32(0), params, work_tiles.share)
+        first = self.scheduler.work_tile(Int32(0), params, work_tiles.share)
+        if const_expr(variant.grouped):
+            early = Int32(0)
+            if expert_tiles.rows.settled != 0 and work_tiles.count > 0:
+                early = self.load_settled(first, weight, m, expert_tiles, pipeline, params, coord, multicast, warp)
+        else:
             early = self.load_early(first, weight.blocks, m, pipeline, params, coord, multicast)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -166,6 +169,30 @@ class Producer:
         for i in cutlass.range(early, unroll=1):
             fill = StageFill(first.first_k_slice + i, i, boxes)
             self.load_weight(weight, pipeline, tile.n_tile, fill, multicast)
+        return early
+
+    @cute.jit
+    def load_settled(
+        self,
+        first: WorkTile,
+        weight: WeightSource,
+        m: Int32,
+        expert_tiles: ExpertTiles,
+        pipeline: Pipeline,
+        params: SchedulerParams,
+        coord: ClusterCoord,
+        multicast: WeightMulticast,
+        warp: Int32,
+    ) -> Int32:
+        """Request the weights of the first work tile of experts whose rows are settled, as many stages as there are;
+        return their number. The launch before this one may still run for long, and x comes from it."""
+        early = cutlass.min(first.k_slices, self.variant.stages)
+        tile = self.scheduler.cta_tile(first.tile, params, coord)
+        rows = self.scheduler.rows(tile.m_tile, m, expert_tiles, early=True)
+        own, boxes = weight_of_expert(weight.blocks, rows.expert, weight.n_blocks), self.boxes_of(rows)
+        if const_expr(not self.variant.gathered) or warp == 0:
+            for i in cutlass.range(early, unroll=1):
+                self.load_weight(own, pipeline, tile.n_tile, StageFill(first.first_k_slice + i, i, boxes), multicast)
         return early
 
     @cute.jit

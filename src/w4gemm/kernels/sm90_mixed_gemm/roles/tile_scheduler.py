@@ -83,11 +83,11 @@ class TileScheduler:
         return TileCoord(m_tile * config.cluster_m + coord.m, n_tile * config.cluster_n + coord.n)
 
     @cute.jit
-    def rows(self, m_tile: Int32, m: Int32, expert_tiles: ExpertTiles | None) -> TileRows:
-        """The rows of d of an m tile, and whose they are."""
+    def rows(self, m_tile: Int32, m: Int32, expert_tiles: ExpertTiles | None, early: bool = False) -> TileRows:
+        """The rows of d of an m tile, and whose they are. early: see :meth:`ExpertTileMap.rows_of`."""
         rows = TileRows(Int32(0), m_tile * self.variant.config.tile_m, m)
         if const_expr(self.variant.grouped):
-            rows = self.expert_tile_map.find(expert_tiles, m_tile)
+            rows = self.expert_tile_map.find(expert_tiles, m_tile, early)
         return rows
 
     @cute.jit
