@@ -1,15 +1,18 @@
-"""GPU tests: skipped without a GPU, and recorded with one."""
+"""GPU tests: left out without a GPU, recorded with one. A run of everything takes a sample."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import sample
 from w4gemm.core import trust
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,12 +47,42 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("W4GEMM_CACHE_DIR", str(kernels))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no GPU"))
+@pytest.fixture(autouse=True)
+def _numbers_of_this_test(request: pytest.FixtureRequest) -> None:
+    """Numbers that a test draws without a seed of its own are the same in every run, and differ from test to test."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell pytest-xdist's processes the sample, for only the one that starts them knows if files were named."""
+    node.workerinput["sample"] = _sample_seed(node.config)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if seed := _sample_seed(config):
+        gpu = "" if torch.cuda.is_available() else "no GPU, and no test of one; "
+        return f"{gpu}sample of the cases: {seed}"
+    return None
+
+
+def _sample_seed(config: pytest.Config) -> str | None:
+    """Seed of the sample that a run of everything takes; None for a run that names what it wants."""
+    if hasattr(config, "workerinput"):
+        return config.workerinput["sample"]
+    named = config.args_source is pytest.Config.ArgsSource.ARGS or config.getoption("-k") or config.getoption("-m")
+    return None if named else sample.seed()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    no_gpu = set() if torch.cuda.is_available() else {item for item in items if item.get_closest_marker("gpu")}
+    if seed := _sample_seed(config):
+        # 5,600 reports of skipped tests would take their time as well
+        left_out = no_gpu | sample.left_out(items, seed)
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+    for item in no_gpu:
+        item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -4,7 +4,8 @@ A case is one variant of a kernel. It must use the matrix instruction that the k
 in registers and, on Hopper, run its WGMMAs asynchronously. The cases are a sample of all variants: every kernel x
 format; of every stratum (dense, grouped or gathered; kernel, schedule, tile_k, cluster) the config with the most
 accumulators, with an epilogue that takes many registers; and some more at random, drawn anew whenever the kernels'
-sources change. ``--every-variant`` takes all configs, which takes half an hour on two cores.
+sources change. A run of everything takes about half of the cases (tests/sample.py); ``--every-variant`` takes all
+configs, which takes half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from sass import Sass, check, disassemble, local_memory
+from sass import Sass, check, disassemble, local_memory, scan
 from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat
 from w4gemm.choice.cost import ranked
@@ -96,6 +97,13 @@ class Case(NamedTuple):
         p = problem(self.format, FP8 if fp8 else torch.bfloat16, 512, epilogue=epilogue, **MODES[self.mode])
         return replace(p, n=n)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Parameters whose every value is in a sample."""
+        c = self.config
+        pairs = {"mode": self.mode, "schedule": c.schedule, "tile_k": c.tile_k, "format": self.format}
+        return {name: (self.kernel, value) for name, value in pairs.items()} | {"epilogue": self.epilogue}
+
     def __str__(self) -> str:
         return "-".join(map(str, self))
 
@@ -114,12 +122,12 @@ def problem(
 def check_variant(kernel: Kernel, p: GemmProblem, config: GemmConfig, instruction: str = "") -> None:
     """Assert that a variant is what its kernel was written to be. instruction: the matrix instruction, if it is not the
     one on an H200."""
-    sass = disassemble(object_code(kernel.unit(p, config)))
+    code = object_code(kernel.unit(p, config))
     # a WGMMA along k is as long as a group of 32, whose sums are waited for
     asynchronous = not (p.dtype == FP8 and p.format.group_size == 32)
-    check(sass, instruction or INSTRUCTION[kernel.name], asynchronous=asynchronous)
+    check(scan(code), instruction or INSTRUCTION[kernel.name], asynchronous=asynchronous)
     if p.gathered:
-        check_gathered(sass, by_wgmma=INSTRUCTION[kernel.name].endswith("GMMA"))
+        check_gathered(disassemble(code), by_wgmma=INSTRUCTION[kernel.name].endswith("GMMA"))
 
 
 def check_gathered(sass: Sass, by_wgmma: bool) -> None:
@@ -197,17 +205,12 @@ def drawn() -> list[Case]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         more = variants() if metafunc.config.getoption("every_variant") else [*largest_of_floats(), *drawn()]
-        cases = [(case, True) for case in largest()] + [(case, False) for case in more]
-        metafunc.parametrize("case, whole", cases, ids=[str(case) for case, _ in cases])
+        metafunc.parametrize("case", dict.fromkeys([*largest(), *more]), ids=str)
 
 
-def test_config(case, whole):
-    """whole: False for local memory alone, which takes no disassembling."""
-    kernel = kernel_named(case.kernel)
-    if whole:
-        check_variant(kernel, case.problem, case.config)
-    else:
-        assert local_memory(object_code(kernel.unit(case.problem, case.config))) == 0
+@pytest.mark.sampled(0.4)
+def test_config(case):
+    check_variant(kernel_named(case.kernel), case.problem, case.config)
 
 
 def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
@@ -220,6 +223,7 @@ def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + CODEBOOKS + floats + extra
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     "kernel, name, dtype, m",
     [
@@ -274,6 +278,7 @@ def test_more_experts_than_the_smaller_map(kernel):
 OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("arch", OTHER_GPUS)
 @pytest.mark.parametrize(
     "kernel, config, name, dtype",
@@ -294,6 +299,7 @@ def test_other_gpus(arch, kernel, config, name, dtype):
     check_variant(found, p, chosen)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     "arch, instruction",
     [("sm_89", "QMMA.16832"), ("sm_100a", "HMMA.16816"), ("sm_120a", "QMMA.16832")],
@@ -316,6 +322,23 @@ def test_the_checks_find_what_they_look_for():
     assert sass.count("FADD") + sass.count("FMUL") == 1 and sass.count("STG") == 1
     with pytest.raises(AssertionError, match="no HGMMA"):
         check(sass, "HGMMA")
+
+
+@pytest.mark.parametrize(
+    "kernel, arch, instruction",
+    [
+        *((kernel, "sm_90a", instruction) for kernel, instruction in INSTRUCTION.items()),
+        *(("sm80_mixed_gemm", arch, "HMMA.16816") for arch in OTHER_GPUS),
+        *(("sm89_fp8_gemm", arch, "QMMA.16832") for arch in ("sm_89", "sm_120a")),
+    ],
+)
+def test_what_is_scanned_is_in_the_text(kernel, arch, instruction):
+    p = problem("int4_g128", FP8 if kernel in FP8_KERNELS else torch.bfloat16, device=GPUS[arch])
+    found = kernel_named(kernel)
+    code = object_code(found.unit(p, found.configs(p)[0]))
+    scanned, sass = scan(code), disassemble(code)
+    assert {opcode: sass.count(opcode) for opcode in scanned.counts} == scanned.counts
+    assert scanned.count(instruction) == sass.count(instruction) > 0 and scanned.stack == sass.stack
 
 
 def line(instruction: str) -> str:

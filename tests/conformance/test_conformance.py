@@ -23,6 +23,8 @@ from conformance.cases import (
 )
 from w4gemm.core.epilogue import PLAIN, Epilogue
 
+pytestmark = pytest.mark.sampled(0.25)
+
 N, K = 208, 768
 """Small, and with a part of a tile along n; K is a multiple of every group size but 512."""
 RAGGED = ((576, 2752), (130, 333), (130, 2752), (7, 333), (7, 32), (1, 100), (1, 32), (576, 100))

@@ -27,6 +27,8 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.reference import linear_reference
 from w4gemm.weights.weight import QuantizedWeight
 
+pytestmark = pytest.mark.sampled(0.25)
+
 M, N, K = 70, 200, 320
 FORMAT, EXACT_FORMAT = WeightFormat.parse("int4_g64_zint_fp16"), WeightFormat.parse("int4_g64")
 ALPHA = 13.3125

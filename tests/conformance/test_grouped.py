@@ -29,6 +29,8 @@ from w4gemm.core.epilogue import Epilogue, default_out_dtype
 from w4gemm.kernels.gpu import EXPERT_MAPS, takes_rows
 from w4gemm.weights.reference import grouped_reference
 
+pytestmark = pytest.mark.sampled(0.25)
+
 N, K = 200, 768
 COUNTS = (3, 0, 70, 0, 1, 130, 0)
 """Rows of each expert."""

@@ -1,0 +1,65 @@
+"""A sample of the cases of tests that are marked ``sampled``, which take more than half of the time of all tests.
+
+A run of everything (``./dev test``) takes the sample, which is another one for each commit; its seed stands in the
+report's header. A run that names a file, a folder or a test takes every case: ``pytest tests/conformance
+tests/test_sass.py`` before a release.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from w4gemm.packing.layouts import layout_named
+
+
+@functools.cache
+def seed() -> str:
+    """The checkout's commit, in short; where there is no git, the date."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    return found.stdout.strip() if found.returncode == 0 else time.strftime("%Y-%m-%d", time.gmtime())
+
+
+def chosen(cases: list[dict[str, Any]], share: float, seed: str) -> list[int]:
+    """Return the indices of a sample, a ``share`` of the cases. Each value of each parameter occurs in it, if need be
+    with more cases. A parameter that has ``facts`` stands for these."""
+    order = random.Random(seed).sample(range(len(cases)), len(cases))
+    seen: set[tuple[str, str]] = set()
+    first, others = [], []
+    for i in order:
+        facts = [value.facts if hasattr(value, "facts") else {name: value} for name, value in cases[i].items()]
+        values = {(name, str(value)) for fact in facts for name, value in fact.items()}
+        (others if values <= seen else first).append(i)
+        seen |= values
+    return first + others[: max(0, round(share * len(cases)) - len(first))]
+
+
+def is_sampled(item: pytest.Item) -> bool:
+    """False for a case for a GPU, and for one that only sees that its layout cannot hold its format."""
+    if item.get_closest_marker("sampled") is None or item.get_closest_marker("gpu") or not hasattr(item, "callspec"):
+        return False
+    target, format = (item.callspec.params.get(name) for name in ("target", "format"))
+    return target is None or format is None or not layout_named(target.layout).supports(format)
+
+
+def left_out(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
+    """Return the cases that do not run."""
+    tests: dict[str, list[Any]] = {}
+    for item in items:
+        if is_sampled(item):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    found: set[pytest.Item] = set()
+    for name, cases in tests.items():
+        (share,) = cases[0].get_closest_marker("sampled").args
+        taken = set(chosen([case.callspec.params for case in cases], share, f"{seed} {name}"))
+        found |= {case for i, case in enumerate(cases) if i not in taken}
+    return found
