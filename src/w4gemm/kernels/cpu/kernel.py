@@ -101,6 +101,7 @@ def dense_linear(
     float16 is multiplied in float32: PyTorch's float16 matmul is several times slower on most CPUs. So is bfloat16
     before an epilogue: PyTorch's matmul would round the sums.
     """
+    x = x.detach()  # or matmul takes another way, with other bits, for an x that requires a gradient
     plain = problem.epilogue == PLAIN
     dtype = x.dtype if plain and x.dtype != torch.float16 else torch.float32
     out = torch.empty(x.shape[0], problem.n, dtype=dtype)
