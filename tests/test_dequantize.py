@@ -7,10 +7,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from w4gemm.core.formats import WeightFormat
+from fuzz import formulas
+from w4gemm.core.formats import ELEMENTS, WeightFormat
 from w4gemm.kernels.cpu.kernel import _fits_float32
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
+from w4gemm.weights.random import random_components
 
 DIGITS = {torch.float16: (11, -24), torch.bfloat16: (8, -133), torch.float32: (24, -149)}
 """Digits of a significand and the exponent of a subnormal's last digit."""
@@ -80,3 +82,26 @@ def test_fits_float32(dtype):
     assert _fits_float32(torch.tensor([0.01, 0.0, 0.003], dtype=dtype), torch.tensor([-0.08, 0.1, 0.0], dtype=dtype))
     if dtype == torch.float16:  # below 1 float16 is fixed point with 24 digits
         assert _fits_float32(torch.tensor([0.03, 6e-8], dtype=dtype), torch.tensor([6e-8, 0.4], dtype=dtype))
+
+
+@pytest.mark.parametrize("scale", ["bf16", "fp16", "fp32", "e4m3", "e4m3_row", "e8m0"])
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_every_rule_is_its_formula(element, zero, scale):
+    """Float32 weights are those of the fuzzer's formulas, which share no code with the library."""
+    try:
+        format, (n, k) = WeightFormat(48, zero, scale, element), (20, 200)
+    except ValueError:
+        pytest.skip("no such format")
+    codes, scales, zeros, channels = random_components(format, n, k, signed=True)
+    group = torch.arange(k) // format.group_size
+    rounded_products = format.scale == "e4m3"
+    exact = formulas.weight(codes, scales, zeros, channels, group, format.zero, format.element, rounded_products)
+    got = dequantize_parts(WeightComponents(codes, scales, zeros, channels), format, torch.float32)
+    assert torch.equal(got.double(), formulas.rounded(exact.value, formulas.TYPES["float32"]))
+
+
+def test_the_formulas_have_every_element():
+    assert set(formulas.CODEBOOKS) == set(ELEMENTS)
+    for name, element in ELEMENTS.items():
+        assert formulas.CODEBOOKS[name] == element.values

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-from fuzz import files
+from fuzz import files, samples
 from tiny_model import write_dense
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
@@ -25,7 +25,7 @@ def test_a_slice_with_a_new_seed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def other_numbers(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "model.norm.weight", torch.zeros(files.K)
+    yield "model.norm.weight", torch.zeros(samples.K)
 
 
 def other_error(path: Path) -> Any:
@@ -62,7 +62,7 @@ def test_a_dense_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_config_without_groups_is_refused(tmp_path: Path) -> None:
-    folder = files.FORMATS["compressed-tensors"](tmp_path)
+    folder = samples.FORMATS["compressed-tensors"](tmp_path)
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]["config_groups"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -72,9 +72,9 @@ def test_a_config_without_groups_is_refused(tmp_path: Path) -> None:
 
 def test_a_gguf_file_that_names_fewer_tensors_than_it_holds_is_refused(tmp_path: Path) -> None:
     """The numbers would be looked for where the header's other entries are."""
-    path = files.FORMATS["gguf"](tmp_path)
+    path = samples.FORMATS["gguf"](tmp_path)
     whole = path.read_bytes()
-    assert whole[8:16] == (5).to_bytes(8, "little")
+    assert whole[8:16] == len(samples.GGUF_TYPES).to_bytes(8, "little")
     path.write_bytes(whole[:8] + (2).to_bytes(8, "little") + whole[16:])
     with pytest.raises(FormatError, match="the header does not name all"):
         open_checkpoint(path)

@@ -18,7 +18,6 @@ Exit status: 0, or 1 if a case was wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import signal
@@ -28,177 +27,21 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
-from engine_tensors import AWQ_ORDER, words
-from w4gemm import FormatError, QuantizedWeight, quantize
+from fuzz.samples import FORMATS, Sample, samples
+from w4gemm import FormatError, QuantizedWeight
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.checkpoints.w4gemm import settings
+from w4gemm.checkpoints.gguf_file import GGUFFile
 
-N, K, GROUP = 32, 64, 32
 SECONDS = 20
 """The longest that reading a file of a few KiB may take."""
 
 
-class Sample(NamedTuple):
-    """A whole file or folder."""
-
-    damaged: Path
-    """The file of it that is damaged."""
-    path: Path
-    """The path that is opened."""
-
-
-class Numbers(NamedTuple):
-    """Random numbers of a module."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-
-    @classmethod
-    def of(cls, seed: int) -> Numbers:
-        g = torch.Generator().manual_seed(seed)
-        groups = N, K // GROUP
-        codes = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
-        scales = (torch.rand(groups, generator=g) / 50 + 0.01).half()
-        return cls(codes, scales, torch.randint(1, 16, groups, generator=g, dtype=torch.uint8))
-
-
-def _folder(folder: Path, quantization: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": "llama", "hidden_size": K, "num_hidden_layers": 1, "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config))
-    dense = {"model.norm.weight": torch.ones(K).half(), "model.a.bias": torch.zeros(N).half()}
-    save_file({name: t.contiguous() for name, t in (dense | tensors).items()}, folder / "model.safetensors")
-    return folder
-
-
-def _modules(stored: Callable[[Numbers], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {
-        f"model.{name}.{leaf}": t
-        for seed, name in enumerate(("a", "b"))
-        for leaf, t in stored(Numbers.of(seed)).items()
-    }
-
-
-def _gptq(folder: Path) -> Path:
-    def stored(m: Numbers) -> dict[str, torch.Tensor]:
-        g_idx = (torch.arange(K) // GROUP).int()
-        zeros = words(m.zeros.T - 1)
-        return {"qweight": words(m.codes).T, "qzeros": zeros, "scales": m.scales.T, "g_idx": g_idx}
-
-    config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
-    return _folder(folder, config, _modules(stored))
-
-
-def _awq(folder: Path) -> Path:
-    def stored(m: Numbers) -> dict[str, torch.Tensor]:
-        codes, zeros = (words(t.T, AWQ_ORDER) for t in (m.codes, m.zeros))
-        return {"qweight": codes, "qzeros": zeros, "scales": m.scales.T}
-
-    config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-    return _folder(folder, config, _modules(stored))
-
-
-def _compressed(folder: Path) -> Path:
-    def stored(m: Numbers) -> dict[str, torch.Tensor]:
-        zeros, shape = words(m.zeros.T).T, torch.tensor([N, K])
-        return {
-            "weight_packed": words(m.codes),
-            "weight_scale": m.scales,
-            "weight_shape": shape,
-            "weight_zero_point": zeros,
-        }
-
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": []}
-    return _folder(folder, config, _modules(stored))
-
-
-def _modelopt(folder: Path) -> Path:
-    def stored(m: Numbers) -> dict[str, torch.Tensor]:
-        packed = m.codes[:, ::2] | m.codes[:, 1::2] << 4
-        scales = (torch.rand(N, K // 16, generator=torch.Generator().manual_seed(3)) * 400).to(torch.float8_e4m3fn)
-        return {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(2.0**-14)}
-
-    return _folder(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, _modules(stored))
-
-
-def _hqq(folder: Path) -> Path:
-    def stored(m: Numbers) -> dict[str, torch.Tensor]:
-        rows = m.codes.view(-1, GROUP)
-        numbers = {"shape": [N, K], "nbits": 4, "group_size": GROUP, "axis": 1, "packing": [*b"4bit_u8"]}
-        settings = {leaf: torch.tensor(value, dtype=torch.int32) for leaf, value in numbers.items()}
-        scales, zeros = m.scales.reshape(-1, 1), m.zeros.reshape(-1, 1).half() + 0.25
-        return {"W_q": rows[: len(rows) // 2] << 4 | rows[len(rows) // 2 :], "scale": scales, "zero": zeros} | settings
-
-    return _folder(folder, {"quant_method": "hqq"}, _modules(stored))
-
-
-def _weights() -> dict[str, QuantizedWeight]:
-    dense = torch.randn(2, N, K, generator=torch.Generator().manual_seed(5))
-    return {"model.a": quantize(dense[0], "int4_g32_zint"), "model.b": quantize(dense[1], "mxfp4")}
-
-
-def _own(folder: Path) -> Path:
-    made = _weights()
-    tensors = {f"{name}.{leaf}": t for name, w in made.items() for leaf, t in w.named_tensors().items()}
-    return _folder(folder, settings(made.items()), tensors)
-
-
-def _gguf(folder: Path) -> Path:
-    import gguf
-    import numpy as np
-
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(folder / "small.gguf", "llama")
-    writer.add_block_count(2)
-    writer.add_array("test.words", ["one", "two"])
-    rng = np.random.default_rng(0)
-    for name, type in (("a", "Q4_0"), ("b", "Q4_1"), ("c", "F16"), ("d", "F32"), ("e", "Q8_0")):
-        values = rng.standard_normal((N, K)).astype(np.float32)
-        if type in ("F16", "F32"):
-            writer.add_tensor(name, values.astype(np.float16 if type == "F16" else np.float32))
-        else:
-            kind = gguf.GGMLQuantizationType[type]
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return folder / "small.gguf"
-
-
-def _weight_file(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    _weights()["model.a"].save(folder / "weight.safetensors")
-    return folder / "weight.safetensors"
-
-
-FORMATS: dict[str, Callable[[Path], Path]] = {
-    "gptq": _gptq,
-    "awq": _awq,
-    "compressed-tensors": _compressed,
-    "modelopt": _modelopt,
-    "hqq": _hqq,
-    "w4gemm": _own,
-    "gguf": _gguf,
-    "weight": _weight_file,
-}
 DAMAGES = ("flip", "flip", "data", "cut", "size", "size", "swap", "name")
-
-
-def samples(name: str, folder: Path) -> list[Sample]:
-    """Make a whole file or folder; one sample for each of its files."""
-    path = FORMATS[name](folder)
-    return [Sample(path, path)] if path.is_file() else [Sample(file, path) for file in sorted(path.iterdir())]
 
 
 def header_bytes(file: Path, whole: bytes) -> int:
@@ -206,7 +49,7 @@ def header_bytes(file: Path, whole: bytes) -> int:
     if file.suffix == ".safetensors":
         return 8 + struct.unpack("<Q", whole[:8])[0]
     if file.suffix == ".gguf":
-        return len(whole) - N * K // 32 * (18 + 20 + 64 + 128 + 34)  # of Q4_0, Q4_1, F16, F32, Q8_0
+        return HEADERS.get(file, 0)
     return len(whole)
 
 
@@ -289,7 +132,7 @@ def one(name: str, seed: int, folder: Path, right: dict[Path, dict[str, torch.Te
                 break
             if damage == "data" and not tensor.isfinite().all() and wanted is not None and tensor.shape == wanted.shape:
                 if key in DENSE:
-                    continue  # a dense tensor may hold any float
+                    continue
                 found.wrong.append(f"{name}:{seed}: {damage} of {sample.damaged.name}: {key} is not finite")
     except (FormatError, FileNotFoundError):
         found.refused += 1
@@ -300,7 +143,10 @@ def one(name: str, seed: int, folder: Path, right: dict[Path, dict[str, torch.Te
         sample.damaged.write_bytes(whole)
 
 
-DENSE = ("model.norm.weight", "model.a.bias", "c", "d", "e")
+DENSE: set[str] = set()
+"""Names of tensors that may hold any float."""
+HEADERS: dict[Path, int] = {}
+"""Bytes of a whole GGUF file's header."""
 SAMPLES: dict[str, list[Sample]] = {}
 """Whole files by format, made by :func:`prepared`."""
 
@@ -311,6 +157,8 @@ def prepared(folder: Path) -> dict[Path, dict[str, torch.Tensor]]:
     for name in FORMATS:
         SAMPLES[name] = samples(name, folder / name)
     paths = {sample.path for each in SAMPLES.values() for sample in each}
+    DENSE.update(name for p in paths if p.suffix != ".safetensors" for name in open_checkpoint(p).tensors)
+    HEADERS.update({p: min(t.offset for t in GGUFFile(p).tensors.values()) for p in paths if p.suffix == ".gguf"})
     return {path: dict(read(path)) for path in paths}
 
 

@@ -162,7 +162,7 @@ def product(x: torch.Tensor, weight: Weight, x_type: str, *, w_may_be_rounded: b
         error = error + 10 * number.unit * spread + number.smallest_step * x.abs().sum(1, keepdim=True)
     if x_type == "float8_e4m3fn":
         steps = 1 + -(-min(x.shape[1], columns_at_a_time) // 32)
-        error = error + steps * 2.0**-13 * (x.abs() @ w.abs().T + 16 * spread)
+        error = error + steps * 2.0**-13 * (x.abs() @ w.abs().T + 8 * spread)
     return Sums(x @ w.T, error)
 
 

@@ -1,0 +1,243 @@
+"""Small whole files of every format that is read, for :mod:`fuzz.files` to damage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from engine_tensors import AWQ_ORDER, words
+from w4gemm import QuantizedWeight, quantize
+from w4gemm.checkpoints.w4gemm import settings
+
+N, K, GROUP = 32, 64, 32
+
+
+class Sample(NamedTuple):
+    """A whole file or folder."""
+
+    damaged: Path
+    """The file of it that is damaged."""
+    path: Path
+    """The path that is opened."""
+
+
+class Numbers(NamedTuple):
+    """Random numbers of a module."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+    @classmethod
+    def of(cls, seed: int) -> Numbers:
+        g = torch.Generator().manual_seed(seed)
+        groups = N, K // GROUP
+        codes = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
+        scales = (torch.rand(groups, generator=g) / 50 + 0.01).half()
+        return cls(codes, scales, torch.randint(1, 16, groups, generator=g, dtype=torch.uint8))
+
+
+def _folder(folder: Path, quantization: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "llama", "hidden_size": K, "num_hidden_layers": 1, "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    dense = {"model.norm.weight": torch.ones(K).half(), "model.a.bias": torch.zeros(N).half()}
+    save_file({name: t.contiguous() for name, t in (dense | tensors).items()}, folder / "model.safetensors")
+    return folder
+
+
+def _modules(stored: Callable[[Numbers], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {
+        f"model.{name}.{leaf}": t
+        for seed, name in enumerate(("a", "b"))
+        for leaf, t in stored(Numbers.of(seed)).items()
+    }
+
+
+def _gptq(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        g_idx = (torch.arange(K) // GROUP).int()
+        zeros = words(m.zeros.T - 1)
+        return {"qweight": words(m.codes).T, "qzeros": zeros, "scales": m.scales.T, "g_idx": g_idx}
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+    return _folder(folder, config, _modules(stored))
+
+
+def _awq(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        codes, zeros = (words(t.T, AWQ_ORDER) for t in (m.codes, m.zeros))
+        return {"qweight": codes, "qzeros": zeros, "scales": m.scales.T}
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    return _folder(folder, config, _modules(stored))
+
+
+def _compressed(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        zeros, shape = words(m.zeros.T).T, torch.tensor([N, K])
+        return {
+            "weight_packed": words(m.codes),
+            "weight_scale": m.scales,
+            "weight_shape": shape,
+            "weight_zero_point": zeros,
+        }
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": []}
+    return _folder(folder, config, _modules(stored))
+
+
+def _integers(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        return {"weight": m.codes.to(torch.int8) - 8, "weight_scale": m.scales, "weight_shape": torch.tensor([N, K])}
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+    groups = {"group_0": {"targets": ["re:.*"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups, "ignore": []}
+    return _folder(folder, config, _modules(stored))
+
+
+def _compressed_floats(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        return {
+            "weight_packed": _pairs(m.codes),
+            "weight_scale": _e4m3_scales(),
+            "weight_global_scale": torch.tensor([2.0**14]),
+        }
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 4}}}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": groups}
+    return _folder(folder, config, _modules(stored))
+
+
+def _pairs(codes: torch.Tensor) -> torch.Tensor:
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _e4m3_scales() -> torch.Tensor:
+    return (torch.rand(N, K // 16, generator=torch.Generator().manual_seed(3)) * 400).to(torch.float8_e4m3fn)
+
+
+def _modelopt(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        return {"weight": _pairs(m.codes), "weight_scale": _e4m3_scales(), "weight_scale_2": torch.tensor(2.0**-14)}
+
+    return _folder(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, _modules(stored))
+
+
+def _modelopt_integers(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        smooth = torch.rand(K, generator=torch.Generator().manual_seed(4)) + 0.5
+        packed = m.codes[::2] | m.codes[1::2] << 4
+        return {"weight": packed, "weight_scale": m.scales, "pre_quant_scale": smooth.half()}
+
+    return _folder(
+        folder, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": GROUP}, _modules(stored)
+    )
+
+
+def _mxfp4(folder: Path) -> Path:
+    """Experts as gpt-oss has them."""
+    g, experts = torch.Generator().manual_seed(6), 2
+    tensors: dict[str, torch.Tensor] = {}
+    for name in ("gate_up_proj", "down_proj"):
+        at = f"model.layers.0.mlp.experts.{name}"
+        tensors[f"{at}_blocks"] = torch.randint(0, 256, (experts, N, K // 32, 16), generator=g, dtype=torch.uint8)
+        tensors[f"{at}_scales"] = torch.randint(118, 124, (experts, N, K // 32), generator=g, dtype=torch.uint8)
+        tensors[f"{at}_bias"] = torch.rand(experts, N, generator=g).bfloat16()
+    return _folder(folder, {"quant_method": "mxfp4"}, tensors)
+
+
+def _hqq(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        rows = m.codes.view(-1, GROUP)
+        numbers = {"shape": [N, K], "nbits": 4, "group_size": GROUP, "axis": 1, "packing": [*b"4bit_u8"]}
+        settings = {leaf: torch.tensor(value, dtype=torch.int32) for leaf, value in numbers.items()}
+        scales, zeros = m.scales.reshape(-1, 1), m.zeros.reshape(-1, 1).half() + 0.25
+        return {"W_q": rows[: len(rows) // 2] << 4 | rows[len(rows) // 2 :], "scale": scales, "zero": zeros} | settings
+
+    return _folder(folder, {"quant_method": "hqq"}, _modules(stored))
+
+
+def _weights() -> dict[str, QuantizedWeight]:
+    dense = torch.randn(2, N, K, generator=torch.Generator().manual_seed(5))
+    return {"model.a": quantize(dense[0], "int4_g32_zint"), "model.b": quantize(dense[1], "mxfp4")}
+
+
+def _own(folder: Path) -> Path:
+    made = _weights()
+    tensors = {f"{name}.{leaf}": t for name, w in made.items() for leaf, t in w.named_tensors().items()}
+    return _folder(folder, settings(made.items()), tensors)
+
+
+GGUF_TYPES = ("Q4_0", "Q4_1", "F16", "F32", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4", "Q4_K", "Q6_K")
+"""Types of the tensors a, b, ... of the GGUF file."""
+
+
+def _gguf(folder: Path) -> Path:
+    import gguf
+    import numpy as np
+
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(folder / "small.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_array("test.words", ["one", "two"])
+    rng = np.random.default_rng(0)
+    for number, type in enumerate(GGUF_TYPES):
+        name, k = chr(ord("a") + number), 256 if type.endswith("_K") else K
+        values = rng.standard_normal((N, k)).astype(np.float16 if type == "F16" else np.float32)
+        if type in ("F16", "F32"):
+            writer.add_tensor(name, values)
+            continue
+        kind = gguf.GGMLQuantizationType[type]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = rng.integers(0, 256, (N * k // elements, size), dtype=np.uint8)
+        if type in ("MXFP4", "NVFP4"):
+            blocks[:, : size - elements // 2] = rng.integers(64, 68, (len(blocks), size - elements // 2))
+        else:
+            at = size - 2 if type == "Q6_K" else 0
+            of = 2 if type in ("Q4_1", "Q4_K") else 1
+            factors = (rng.random((len(blocks), of)) / 50 + 0.01).astype(np.float16)
+            blocks[:, at : at + 2 * of] = factors.view(np.uint8)
+        writer.add_tensor(name, blocks.reshape(N, -1), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "small.gguf"
+
+
+def _weight_file(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    _weights()["model.a"].save(folder / "weight.safetensors")
+    return folder / "weight.safetensors"
+
+
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "compressed-integers": _integers,
+    "compressed-nvfp4": _compressed_floats,
+    "modelopt": _modelopt,
+    "modelopt-integers": _modelopt_integers,
+    "mxfp4": _mxfp4,
+    "hqq": _hqq,
+    "w4gemm": _own,
+    "gguf": _gguf,
+    "weight": _weight_file,
+}
+
+
+def samples(name: str, folder: Path) -> list[Sample]:
+    """Make a whole file or folder; one sample for each of its files."""
+    path = FORMATS[name](folder)
+    return [Sample(path, path)] if path.is_file() else [Sample(file, path) for file in sorted(path.iterdir())]
