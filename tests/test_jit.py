@@ -185,6 +185,33 @@ def test_name_depends_on_all_that_the_code_depends_on(monkeypatch):
     assert len(names) == 5
 
 
+BESIDE_THE_SOURCES = {
+    "core/config.py": "a config is part of every key",
+    "core/problem.py": "of a problem, only what is in a key is compiled",
+    "core/gpu_rates.py": "rates rank configs",
+}
+"""Files that device code imports, directly or not, and that decide nothing of an object; with the reason."""
+
+
+def test_the_fingerprint_has_all_sources_of_device_code():
+    """Else an object of an older version would be run after its source has changed."""
+    package = Path(w4gemm.__file__).parent
+    todo = [f for f in (package / "kernels").rglob("*.py") if "cutlass" in f.read_text()]
+    found: set[Path] = set()
+    while todo:
+        file = todo.pop()
+        if file in found:
+            continue
+        found.add(file)
+        for line in re.findall(r"^\s*from w4gemm\.([\w.]+) import", file.read_text(), re.MULTILINE):
+            path = package / line.replace(".", "/")
+            if line.partition(".")[0] != "jit":
+                todo.append(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+    names = {file.relative_to(package).as_posix() for file in found}
+    others = {name for name in names if not name.startswith(disk._SOURCES) and not name.endswith("__init__.py")}
+    assert others == set(BESIDE_THE_SOURCES)
+
+
 def test_fingerprint_follows_sources_and_dsl_settings(monkeypatch, tmp_path):
     disk.fingerprint.cache_clear()
     before = disk.fingerprint()

@@ -30,7 +30,7 @@ from w4gemm.jit.unit import Unit
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SOURCES = ("kernels", "packing", "jit/compile.py", "core/formats.py", "core/epilogue.py")
+_SOURCES = ("kernels", "packing", "jit/compile.py", "core/formats.py", "core/epilogue.py", "core/activation.py")
 """Files and folders of this package that decide the code of an object."""
 _DIGEST = hashlib.sha256().digest_size
 # no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
