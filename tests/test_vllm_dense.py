@@ -194,7 +194,7 @@ def test_a_layer_is_traced_whole_with_any_number_of_tokens(dense: ModuleType, ca
             assert torch.equal(compiled(x), kernel.apply_weights(layer, torch.relu(x), layer.bias))
     assert len(graphs) == 1
     called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert called.count(torch.ops.w4gemm.linear) == 1
+    assert called.count(torch.ops.w4gemm.packed_linear) == 1
 
 
 def test_a_layer_s_tensors_are_parameters_of_its_own(dense: ModuleType) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from w4gemm.api import arguments, bound, boundary
 from w4gemm.api.boundary import Call
-from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
@@ -21,7 +20,6 @@ from w4gemm.api.operator_arguments import (
     flat_epilogue,
     flat_weight,
     named,
-    named_shape,
     nested_epilogue,
     nested_weight,
     schema,
@@ -30,7 +28,6 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
 from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
-from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -104,38 +101,6 @@ def linear(
     if is_simple:
         bound.remember(call, x, bias, activation)
     return boundary.compute(call, out)
-
-
-def packed_linear(
-    x: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...],
-    packed: PackedShape,
-    epilogue: Epilogue = PLAIN,
-    operands: EpilogueOperands = NO_OPERANDS,
-    *,
-    perm: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    """Return the product of x and a weight that an engine keeps as tensors of its own layer. Nothing is checked.
-
-    Args:
-        x: (m, k), columns contiguous; already quantized if ``epilogue.token_scale``.
-        tensors, packed, perm: of a :class:`w4gemm.QuantizedWeight`.
-        epilogue: what is done after the product, with ``operands``, which it describes.
-        batch_invariant: as for :func:`linear`.
-
-    Returns:
-        (m, columns) in the epilogue's dtype, without gradients.
-    """
-    if not needs_dispatcher(x, operands):
-        rows = x if perm is None else gather_columns(x, perm)
-        out = x.new_empty((x.shape[0], epilogue.columns(packed.n)), dtype=epilogue.result_dtype(x.dtype))
-        boundary.run(packed, Operands(rows, tensors, out, operands), epilogue, "", batch_invariant)
-        return out
-    rows = x if perm is None else selected(x, 1, perm)
-    weight = {"weight": list(tensors), **named_shape(packed)}
-    flat = _Linear(rows, **weight, **flat_epilogue(epilogue, operands), config="", batch_invariant=batch_invariant)
-    return torch.ops.w4gemm.linear(*flat)
 
 
 def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:

@@ -56,7 +56,8 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     found = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
     if grouped and 1 in tokens:
         (one,) = problems([layer], [1], use.device, use.dtype)
-        few = (choice.representative_rows(m, layer.experts) for m in choice.first_rows(layer.experts - 1, layer.experts))
+        firsts = choice.first_rows(layer.experts - 1, layer.experts)
+        few = (choice.representative_rows(m, layer.experts) for m in firsts)
         found += [replace(one, m=m) for m in few if m < layer.experts]
     residuals = (False, True) if use.residual else (False,)
     scales = (False, True) if use.expert_scale and grouped else (False,)

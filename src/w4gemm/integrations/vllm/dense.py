@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from w4gemm.api.ops import packed_linear
-from w4gemm.core.epilogue import Epilogue, EpilogueOperands
+from w4gemm.api.packed import PackedLinear
+from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.integrations.engines import weights
@@ -92,7 +92,7 @@ def _device() -> torch.device:
 
 
 class W4GemmLinearKernel(MPLinearKernel):
-    """x @ w.T + bias by :func:`w4gemm.api.ops.packed_linear`.
+    """x @ w.T + bias by :class:`w4gemm.api.packed.PackedLinear`.
 
     The packed weight is the layer's parameter that held its codes; those of scales, zero points and groups are removed,
     because the packed weight holds these numbers. In act-order the layer gets a parameter ``w4gemm_perm``.
@@ -112,7 +112,6 @@ class W4GemmLinearKernel(MPLinearKernel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         c = self.config
-        self.plain, self.biased = _epilogue(c, False), _epilogue(c, True)
         # vLLM's operator, so that its passes and the compiler can fuse it with what makes x
         self.quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN) if c.act_type == _FP8 else None
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
@@ -125,7 +124,10 @@ class W4GemmLinearKernel(MPLinearKernel):
         for name in (self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)):
             if name is not None and hasattr(layer, name):
                 delattr(layer, name)
-        self.packed, self.names = w.packed, self._tensor_names(len(w.tensors))
+        self.names = self._tensor_names(len(w.tensors))
+        self.plain, self.biased = (
+            PackedLinear(w.packed, _epilogue(self.config, bias), self.batch_invariant) for bias in (False, True)
+        )
         named = dict(zip(self.names, w.tensors, strict=True)) | ({} if w.perm is None else {_PERM: w.perm})
         for name, t in named.items():
             layer.register_parameter(name, torch.nn.Parameter(t, requires_grad=False))
@@ -139,16 +141,10 @@ class W4GemmLinearKernel(MPLinearKernel):
         if self.quantize is not None:
             rows, token_scale = self.quantize(rows)
             token_scale = token_scale.view(-1)
-        d = packed_linear(
-            rows,
-            tuple(getattr(layer, name) for name in self.names),
-            self.packed,
-            self.plain if bias is None else self.biased,
-            EpilogueOperands(bias=bias, token_scale=token_scale),
-            perm=getattr(layer, _PERM, None),
-            batch_invariant=self.batch_invariant,
-        )
-        return d.view(*x.shape[:-1], self.packed.n)
+        product = self.plain if bias is None else self.biased
+        tensors = [getattr(layer, name) for name in self.names]
+        d = product(rows, tensors, bias, token_scale, getattr(layer, _PERM, None))
+        return d.view(*x.shape[:-1], d.shape[-1])
 
     def _tensor_names(self, count: int) -> tuple[str, ...]:
         """Names of the layer's parameters that hold the packed tensors: vLLM looks for the first."""

@@ -204,8 +204,8 @@ class _Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
             return fused_expert_output if output is None else output
         assert self.routing is not None and self.routing.row_of_choice.shape == topk_ids.shape
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        settled = weights is topk_weights
-        return combine(fused_expert_output.flatten(0, -2), self.routing.row_of_choice, weights, out=output, settled=settled)
+        d, rows = fused_expert_output.flatten(0, -2), self.routing.row_of_choice
+        return combine(d, rows, weights, out=output, settled=weights is topk_weights)
 
 
 class BatchedW4gemmExperts(_Experts):

@@ -1,0 +1,134 @@
+"""The product with a weight that an engine keeps as tensors of its own layer: :class:`PackedLinear`.
+
+Its operator ``torch.ops.w4gemm.packed_linear`` is what compiled graphs call. It has few arguments, because PyTorch's
+dispatcher converts each of them at every call: all that is no tensor is one string, equal in every process, so that
+compiled graphs can be kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from w4gemm.api import boundary
+from w4gemm.api.gather import gather_columns
+from w4gemm.api.modes import is_eager
+from w4gemm.choice import PlanKey, interval, last_of, plan_cache, plan_for
+from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
+from w4gemm.core.formats import WeightFormat
+from w4gemm.kernels import Operands
+from w4gemm.kernels.base import selected
+from w4gemm.packing.packed_shape import PackedShape, packed_shape
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+
+
+class PackedLinear:
+    """act(token_scale * (x @ w.T) + bias) of every weight of one kind. It holds no tensors; nothing is checked.
+
+    Args:
+        epilogue: with bias, token_scale, activation and out_dtype only.
+        batch_invariant: as for :func:`w4gemm.linear`.
+    """
+
+    def __init__(self, packed: PackedShape, epilogue: Epilogue = PLAIN, batch_invariant: bool = False) -> None:
+        self.packed, self.epilogue, self.batch_invariant = packed, epilogue, batch_invariant
+        self.columns = epilogue.columns(packed.n)
+        kept = Epilogue(epilogue.activation, bias=epilogue.bias, token_scale=epilogue.token_scale)
+        assert epilogue == kept._replace(out_dtype=epilogue.out_dtype), f"no operator for {epilogue}"
+        flags = [name for name in ("bias", "token_scale") if getattr(epilogue, name)]
+        flags += ["batch_invariant"] if batch_invariant else []
+        facts = (packed.format.name, packed.layout, packed.n, packed.k, epilogue.activation or "")
+        self.name = ";".join(map(str, (*facts, epilogue.out_dtype or "", ",".join(flags))))
+        self._launches: dict[tuple[int, torch.dtype, torch.device], Callable[[Operands], None]] = {}
+        self._generation = -1
+
+    @classmethod
+    def named(cls, name: str) -> PackedLinear:
+        """Return the one whose ``name`` this is."""
+        format, layout, n, k, activation, out_dtype, flags = name.split(";")
+        on = flags.split(",")
+        epilogue = Epilogue(activation or None, bias="bias" in on, token_scale="token_scale" in on)
+        packed = packed_shape(WeightFormat.parse(format), layout, int(n), int(k), 0)
+        return cls(packed, epilogue._replace(out_dtype=_DTYPES.get(out_dtype)), "batch_invariant" in on)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        bias: torch.Tensor | None = None,
+        token_scale: torch.Tensor | None = None,
+        perm: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the product (m, columns), without gradients; traced by torch.compile.
+
+        Args:
+            x: (m, k), columns contiguous; already quantized if the epilogue has token_scale.
+            tensors, perm: of a :class:`w4gemm.QuantizedWeight`.
+        """
+        if is_eager(x, bias):
+            return self.run(x if perm is None else gather_columns(x, perm), tensors, bias, token_scale)
+        rows = x if perm is None else selected(x, 1, perm)
+        return torch.ops.w4gemm.packed_linear(rows, list(tensors), bias, token_scale, self.name)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        token_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Launch; arguments as for a call."""
+        out, m, device = self.empty_result(x), x.shape[0], x.device
+        if m:
+            if self._generation != plan_cache.generation:
+                self._launches.clear()
+                self._generation = plan_cache.generation
+            kind = interval(m), x.dtype, device
+            launch = self._launches.get(kind) or self._choose(kind)
+            operands = EpilogueOperands(None, bias, None, token_scale)
+            boundary.launch(launch, Operands(x, tuple(tensors), out, operands), device)
+        return out
+
+    def empty_result(self, x: torch.Tensor) -> torch.Tensor:
+        """Return memory for the product."""
+        return x.new_empty((x.shape[0], self.columns), dtype=self.epilogue.result_dtype(x.dtype))
+
+    def _choose(self, kind: tuple[int, torch.dtype, torch.device]) -> Callable[[Operands], None]:
+        at, dtype, device = kind
+        key = PlanKey.of(self.packed, last_of(at), dtype, self.epilogue, self.batch_invariant, device=device)
+        found = plan_for(key)
+        if plan_cache.stays(key, found):
+            self._launches[kind] = found.launch
+        return found.launch
+
+
+_named = functools.cache(PackedLinear.named)
+
+torch.library.define(
+    "w4gemm::packed_linear", "(Tensor x, Tensor[] weight, Tensor? bias, Tensor? token_scale, str name) -> Tensor"
+)
+
+
+@torch.library.impl("w4gemm::packed_linear", ("cpu", "cuda"))
+def _packed_op(
+    x: torch.Tensor,
+    weight: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    token_scale: torch.Tensor | None,
+    name: str,
+) -> torch.Tensor:
+    return _named(name).run(x, weight, bias, token_scale)
+
+
+@torch.library.register_fake("w4gemm::packed_linear")
+def _packed_fake(
+    x: torch.Tensor,
+    weight: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    token_scale: torch.Tensor | None,
+    name: str,
+) -> torch.Tensor:
+    return _named(name).empty_result(x)
