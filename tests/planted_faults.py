@@ -154,6 +154,13 @@ FAULTS = (
         "tests/test_choice.py",
     ),
     Fault(
+        "a plan's key forgets batch_invariant",
+        "src/w4gemm/choice/plan_cache.py",
+        "return cls(stands, weight, dtype, epilogue, at, config, batch_invariant, gathered)",
+        "return cls(stands, weight, dtype, epilogue, at, config, False, gathered)",
+        "tests/test_batch_invariant.py",
+    ),
+    Fault(
         "a bound launch outlives its plan",
         "src/w4gemm/api/bound.py",
         "launches = self.launches if self.generation == plan_cache.generation else self._forget()",
@@ -222,7 +229,7 @@ FAULTS = (
         "src/w4gemm/checkpoints/gguf.py",
         "return torch.arange(n).view(heads, -1, 2).transpose(1, 2).reshape(n)",
         "return torch.arange(n).view(heads, 2, -1).transpose(1, 2).reshape(n)",
-        "tests/test_gguf.py",
+        "tests/test_transformers.py -k gguf_equals",
     ),
     Fault(
         "a global scale that divides multiplies",
@@ -237,14 +244,14 @@ FAULTS = (
         _DEVICE + "decode_fp8.py",
         "mad.lo.u32 {1}, s, 129, c; ",
         "mad.lo.u32 {1}, s, 128, c; ",
-        "tests/test_fp8.py",
+        "tests/test_decode_fp8.py",
     ),
     Fault(
         "the fp8 table's bytes above 16 without their exponent",
         _DEVICE + "decode_fp8.py",
         "byte = cutlass.min(2 * size, size + 8)  # above 16 there is every second number",
         "byte = 2 * size",
-        "tests/test_fp8.py",
+        "tests/test_decode_fp8.py",
     ),
     Fault(
         "no proxy fence behind rows that cp.async brought",
@@ -262,6 +269,14 @@ FAULTS = (
         "if step == 0 or column == 0:",
         "if step == 0:",
         "fuzz --config sm90_mixed --like format=_g32",
+        gpu=True,
+    ),
+    Fault(
+        "the decoder subtracts 7",
+        _DEVICE + "decode.py",
+        'addends = self._pairwise("mul", words[0], pair(-8 / self.sum_scale, -8 / self.sum_scale))',
+        'addends = self._pairwise("mul", words[0], pair(-7 / self.sum_scale, -7 / self.sum_scale))',
+        "fuzz --config sm90_ --like dtype=bfloat16 --like format=int4_g",
         gpu=True,
     ),
     Fault(

@@ -1,0 +1,78 @@
+"""The decoders of int4 to e4m3, run here: their instructions on words of the layout, and the rows of their tables."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ptx_interpreter import run_ptx
+from w4gemm.packing.codecs import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, Codec
+from w4gemm.packing.codecs.base import MMA8
+
+E4M3 = torch.float8_e4m3fn
+CODES = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def e4m3(numbers: torch.Tensor) -> torch.Tensor:
+    """The bits of the nearest numbers."""
+    return numbers.clamp(-448, 448).to(E4M3).view(torch.uint8)
+
+
+@pytest.fixture
+def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The decoders' module, with Python's integers and floats in the place of the device's."""
+    module = pytest.importorskip("w4gemm.kernels.device.decode_fp8")
+    monkeypatch.setattr(module, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
+    monkeypatch.setattr(module, "Int32", int)
+    monkeypatch.setattr(module, "Float32", float)
+    monkeypatch.setattr(module, "cutlass", SimpleNamespace(range_constexpr=range, max=max, min=min))
+    monkeypatch.setattr(module, "_float_of_e4m3", lambda bits: float(torch.tensor(bits).byte().view(E4M3)))
+    monkeypatch.setattr(module, "pack_e4m3", lambda values: word(e4m3(torch.tensor(values))))
+    for name in ("_differences", "_scaled_codes"):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    return module
+
+
+def word(bytes_: torch.Tensor) -> int:
+    """Four bytes as a word."""
+    return int.from_bytes(bytes(bytes_.tolist()), "little")
+
+
+def decoded(codec: Codec, row: Any) -> torch.Tensor:
+    """Return uint8 (words, col16, i): every seventh code word of a block, decoded by ``row``."""
+    words = [int(w) & 0xFFFFFFFF for w in codec.code_words(CODES).flatten()[::7]]
+    return torch.tensor([[list(r.to_bytes(4, "little")) for r in row(w)] for w in words], dtype=torch.uint8)
+
+
+def codes_of_words() -> torch.Tensor:
+    """The codes of the same words (words, col16, i)."""
+    return MMA8.split(CODES).reshape(-1, 2, 4)[::7].int()
+
+
+def test_signed_codes(decode: Any) -> None:
+    decoder = decode.Fp8Decoder("bf16")
+    found = decoded(INT4_MMA8, lambda w: decoder._row(w, None))
+    assert torch.equal(found, e4m3((codes_of_words() - 8) * 2.0**-8))
+
+
+@pytest.mark.parametrize("zero", range(16))
+def test_codes_beside_zero_points(decode: Any, zero: int) -> None:
+    decoder = decode.TableDecoder("bf16")
+    table_row = [decoder._entry(zero, i) for i in range(4)]
+    found = decoded(INT4_MMA8_ZEROS, lambda w: decoder._row(w, table_row))
+    wanted = e4m3((codes_of_words() - zero) * 2.0**-8)
+    assert torch.equal(found.view(E4M3).float(), wanted.view(E4M3).float())
+
+
+@pytest.mark.parametrize("scale", [0.5, -0.75, 0.001953125, 56.0, -56.0, 0.02, 0.0])
+def test_codes_times_e4m3_scales(decode: Any, scale: float) -> None:
+    bits = int(e4m3(torch.tensor([scale]))[0])
+    decoder = decode.FoldedDecoder("e4m3")
+    table_row = [decoder._entry(bits, i) & 0xFFFFFFFF for i in range(4)]
+    found = decoded(INT4_MMA8_FOLDED, lambda w: decoder._row(w, table_row))
+    own = torch.tensor(bits).byte().view(E4M3).float()
+    wanted = e4m3((codes_of_words() - 8) * own)
+    assert torch.equal(found.view(E4M3).float(), wanted.view(E4M3).float())
