@@ -10,7 +10,7 @@ _BITS = 2**32 - 1
 def run_ptx(text: str, outputs: int, inputs: Sequence[int]) -> list[int]:
     """The output registers $0, $1, ... of inline PTX, whose next operands are ``inputs``: words as unsigned integers.
     Instructions are separated by "; ", after declarations of registers."""
-    registers = {f"${outputs + i}": word for i, word in enumerate(inputs)}
+    registers = {f"${outputs + i}": word for i, word in enumerate(inputs)} | {"%lanemask_eq": 1 << 7}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
@@ -52,7 +52,10 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
     "shf.r.wrap.b32": lambda low, high, by: (low | high << 32) >> by,
+    "or.b32": lambda a, b: a | b,
+    "sub.u32": lambda a, b: a - b,
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "prmt.b32": prmt,
     "lop3.b32": lop3,

@@ -51,6 +51,7 @@ FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e
 FP8_FORMATS += ["int4_g32_fp16"]
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
 CODEBOOKS = [("iq4_g32_fp16", torch.float16), ("iq4_g32_fp16", torch.bfloat16), ("iq4_g128", torch.bfloat16)]
+CODEBOOKS += [("nf4", torch.bfloat16), ("nf4", torch.float16), ("iq4_g32_fp32", torch.bfloat16)]
 NEEDY = {
     "sm90_fp8_gemm": ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"),
     "sm89_fp8_gemm": ("int4_g32_zint", "int4_g128_e4m3"),
@@ -255,6 +256,8 @@ def test_every_kernel_that_compiles_is_checked():
         ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "int4_g128_e4m3", torch.float8_e4m3fn, 16, {"PRMT": 4, "IDP": 2}),
         ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "mxfp4", torch.float8_e4m3fn, 16, {"IDP": 2}),
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "mxfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
+        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nf4", torch.bfloat16, 8, {"PRMT": 12, "IDP": 2, "HMUL2": 4}),
+        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "iq4_g128", torch.bfloat16, 8, {"PRMT": 8, "IDP": 2, "HFMA2": 4}),
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.float16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
     ],

@@ -16,7 +16,7 @@ import w4gemm
 from w4gemm.choice.cost import ranked
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands, default_out_dtype
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat, codebook
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel
@@ -33,7 +33,9 @@ FORMATS = [
     for scale in ("bf16", "fp16")
 ]
 FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128, -1)]
-FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128")]
+FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128", "iq4_g32_fp32", "nf4", "nf4_col_fp16")]
+FORMATS += [WeightFormat.parse("nf4_g64_fp32"), WeightFormat(256, element=codebook([*range(-9, 0), *range(1, 8)]))]
+FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] + [2.0**-i for i in range(8)]))]
 FORMATS += [WeightFormat.parse(f"int4_g{group}_{rest}") for group, rest in ((32, "zfloat_fp32"), (96, "zint_fp32"))]
 FORMATS += [WeightFormat.parse(name) for name in ("mxfp4", "nvfp4", "e2m1_g96_e8m0", "e2m1_col_e4m3_row")]
 FEW_FORMATS = [

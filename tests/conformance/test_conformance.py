@@ -111,6 +111,29 @@ def test_every_code_with_every_scale(target, name):
             assert torch.equal(got.T.cpu(), exact.to(dtype))
 
 
+@pytest.mark.parametrize("scale", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("element", ["iq4", "nf4"])
+def test_every_number_with_many_scales(target, element, scale):
+    """Every number, as x's dtype holds it, with scales of every exponent from 2**-12 to 2**8 and 512 significands: the
+    bits of the float64 product, rounded to float32 where scales are, and then once."""
+    format, k = w4gemm.WeightFormat(32, scale=scale, element=element), 96
+    target.takes(format)
+    n = 512
+    codes = torch.arange(16, dtype=torch.uint8).repeat(n, k // 16)
+    spread = torch.arange(n * 3).view(n, 3)
+    scales = ((1 + spread / (3 * n)) * torch.exp2((spread % 21 - 12).float()) * (1 - spread % 2 * 2)).to(
+        format.scale_dtype
+    )
+    w = w4gemm.QuantizedWeight.from_codes(format, codes, scales).to(target.device).repack(target.layout)
+    numbers = torch.tensor(format.element_rule.values)
+    numbers = numbers.to(target.dtype).double() if target.dtype.itemsize == 2 else numbers.double()
+    exact = numbers[codes.int()] * scales.double().repeat_interleave(32, dim=1)
+    rounded = exact.float() if scale == "fp32" else exact
+    for config in target.few_configs(n, k, format):
+        got = linear_poisoned(target.one_hot(torch.arange(k), k), w, None, config)
+        assert torch.equal(got.T.cpu(), rounded.to(target.out_dtype))
+
+
 @few_formats
 @pytest.mark.parametrize("n, k", RAGGED)
 def test_one_hot_ragged(target, format, n, k):

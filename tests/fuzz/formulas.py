@@ -52,6 +52,13 @@ CODEBOOKS = {
     "int4": tuple(range(-8, 8)),
     # IQ4_NL: from the middle outwards the steps grow
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    # NF4: quantiles of a normal distribution, -1 to 1
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
     # sign, two bits of exponent, one of mantissa
     "e2m1": (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6),
 }
@@ -75,16 +82,18 @@ def weight(
     zero: str,
     element: str = "int4",
     products_rounded: bool = False,
+    numbers: str = "float32",
 ) -> Weight:
     """w from its parts.
 
     codes (n, k) 0..15; scales and zeros (n, groups); channels (n) or None; group (k), that of each column; zero "none":
     s * the code's number, "int": s (u - z), "float": s u + z. With channels: c times that, which is rounded to e4m3
-    before if ``products_rounded``.
+    before if ``products_rounded``. A code's number is rounded to ``numbers`` first, one of TYPES.
     """
     u, s = codes.double(), scales.float().double()[:, group]
     if zero == "none":
-        w = s * torch.tensor(CODEBOOKS[element], dtype=torch.float64, device=codes.device)[codes.int()]
+        values = torch.tensor(CODEBOOKS[element], dtype=torch.float64, device=codes.device)
+        w = s * rounded(values, TYPES[numbers])[codes.int()]
         terms = s.abs() * (u + 8) if element == "int4" else w.abs()
     else:
         assert zeros is not None

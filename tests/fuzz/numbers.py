@@ -78,7 +78,8 @@ def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formula
     if f.scale.startswith("e4m3"):
         channels = source.powers(-2, 1, n) if exact else source.uniform(n) / 16 + 0.01
     w = w4gemm.QuantizedWeight.from_codes(f, codes, scales, zeros, group if case.act_order else None, channels)
-    return w, formulas.weight(codes, scales, zeros, channels, group, f.zero, f.element, f.scale == "e4m3")
+    numbers = str(case.variant.dtype).removeprefix("torch.") if case.variant.dtype.itemsize == 2 else "float32"
+    return w, formulas.weight(codes, scales, zeros, channels, group, f.zero, f.element, f.scale == "e4m3", numbers)
 
 
 def _scales(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 A weight w (n, k) is stored as 4-bit codes u in 0..15, one scale s per output row and group of ``group_size`` elements
 along k, and optionally one zero point per scale. A format is an element, a scale rule and a zero rule:
 
-* The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``, one of 16 integers of ``iq4``, a
-  4-bit float of ``e2m1``.
+* The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``, one of 16 numbers of a codebook such
+  as ``iq4`` and ``nf4``, a 4-bit float of ``e2m1``.
 * The :class:`ScaleRule` says what a scale is stored as, whether a float32 factor per output channel multiplies all
   scales of the row, and whether s * v is rounded before that factor.
 * The zero rule says what a group's zero point is:
@@ -20,11 +20,19 @@ along k, and optionally one zero point per scale. A format is an element, a scal
 The products above are exact in float32; a kernel rounds w once to the activation dtype. With a factor c per output
 channel, w = c * s * v(u), or c * e4m3(s * v(u)) where the rule rounds: to the nearest, ties to even, saturating. With
 float32 scales, w is the float32 nearest to the number above, and a kernel rounds that.
+
+Beside 16-bit activations a number v(u) is what their dtype holds: a codebook's numbers are rounded to it before they
+are multiplied. Those of ``iq4`` are exact in bf16 and fp16; those of ``nf4`` change by at most 2**-9 and 2**-12 of
+their size.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import struct
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -46,11 +54,12 @@ class Element:
     counts: bool = False
     """True if codes count upwards from any zero point, so that formats may store one."""
 
-    def numbers(self, codes: torch.Tensor) -> torch.Tensor:
-        """float32: the number of each code."""
+    def numbers(self, codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """float32: the number of each code, as ``dtype`` holds it."""
         if self.counts:
             return codes.float() - self.padding_code
-        return torch.tensor(self.values, dtype=torch.float32, device=codes.device)[codes.int()]
+        values = torch.tensor(self.values, dtype=torch.float32, device=codes.device)
+        return (values.to(dtype).float() if dtype.itemsize == 2 else values)[codes.int()]
 
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         """float32: the code of the value nearest to each number; of two as near, the even code."""
@@ -101,6 +110,12 @@ class ScaleRule:
         return self.dtype != torch.float8_e8m0fnu
 
 
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 ELEMENTS = {
@@ -109,11 +124,16 @@ ELEMENTS = {
         Element("int4", tuple(range(-8, 8)), counts=True),
         Element("iq4", _IQ4),
         Element("e2m1", _E2M1),
+        Element("nf4", _NF4),
     )
 }
-"""By name, as in a format's string. ``iq4``: the codebook of GGUF's IQ4_NL, in its order. ``e2m1``: the 4-bit float of
-the OCP Microscaling Formats specification 1.0, sign, two bits of exponent and one of mantissa; code 8 is -0. A value
-needs at most eight significant bits, so that it is exact in bf16 and its product with a 16-bit scale in float32."""
+"""By name, as in a format's string. ``iq4``: the codebook of GGUF's IQ4_NL and IQ4_XS, in its order. ``nf4``: that of
+bitsandbytes' NF4 (QLoRA), quantiles of a normal distribution. ``e2m1``: the 4-bit float of the OCP Microscaling Formats
+specification 1.0, sign, two bits of exponent and one of mantissa; code 8 is -0. Values but those of nf4 need at most
+eight significant bits, so that they are exact in bf16 and their products with a 16-bit scale in float32."""
+_CODEBOOK = re.compile(r"codebook([0-9a-f]{64}|[0-9a-f]{128})", re.ASCII)
+_LEAST, _MOST = 2.0**-6, 2.0**15
+"""Limits of a codebook's largest magnitude: what is beyond belongs into the scales."""
 SCALES = {
     rule.name: rule
     for rule in (
@@ -130,15 +150,63 @@ SCALES = {
 SCALE_BITS = 20
 """Significant bits of a float32 scale beside float zero points: its products with codes 0..15 are exact in float32."""
 ZEROS = ("none", "int", "float")
-ALIASES = {"mxfp4": "e2m1_g32_e8m0", "nvfp4": "e2m1_g16_e4m3_row"}
+ALIASES = {"mxfp4": "e2m1_g32_e8m0", "nvfp4": "e2m1_g16_e4m3_row", "nf4": "nf4_g64"}
 """Names that are in use for formats, and their strings."""
 
 _NAME = re.compile(
-    rf"(?P<element>{'|'.join(ELEMENTS)})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
+    rf"(?P<element>{'|'.join(ELEMENTS)}|{_CODEBOOK.pattern})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
     re.ASCII,
 )
 SMALLEST_GROUP = 16
 """Group sizes are multiples of it."""
+
+
+def codebook(values: Iterable[float]) -> str:
+    """Return the name of the element whose code u stands for the u-th of 16 numbers.
+
+    The name has the numbers' bits, so that a format's string says all there is to know: in files, caches and commands.
+
+    Args:
+        values: of both signs, the largest 2**-6 to 2**15 in magnitude; rounded to float32.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+    """
+    try:
+        numbers = torch.tensor(list(values), dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise TypeError(f"values: wanted 16 numbers, got {values!r}") from e
+    if numbers.shape != (16,):
+        raise ValueError(f"values: wanted 16 numbers, got shape {tuple(numbers.shape)}")
+    largest = numbers.abs().amax().item()
+    if not _LEAST <= largest <= _MOST:  # also true for NaN
+        raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {largest:g}")
+    if not numbers.amin() < 0 < numbers.amax():
+        raise ValueError(f"values: wanted numbers of both signs, got {numbers.tolist()}")
+    found = tuple(numbers.tolist())
+    known = next((element.name for element in ELEMENTS.values() if element.values == found), None)
+    words = [struct.pack(">f", value).hex() for value in found]
+    digits = 4 if all(word.endswith("0000") for word in words) else 8
+    return known or "codebook" + "".join(word[:digits] for word in words)
+
+
+def element_named(name: str) -> Element | None:
+    """Return the element of a name, of :data:`ELEMENTS` or of :func:`codebook`; None if there is none."""
+    return ELEMENTS.get(name) or _codebook_named(name)
+
+
+@functools.cache
+def _codebook_named(name: str) -> Element | None:
+    found = _CODEBOOK.fullmatch(name)
+    if found is None:
+        return None
+    digits = len(found[1]) // 16
+    words = [found[1][i : i + digits].ljust(8, "0") for i in range(0, len(found[1]), digits)]
+    values = tuple(struct.unpack(">f", bytes.fromhex(word))[0] for word in words)
+    try:
+        return Element(name, values) if codebook(values) == name else None
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -150,7 +218,8 @@ class WeightFormat:
             No GPU kernel takes groups that are no multiple of 32 yet.
         zero: ``"none"``, ``"int"`` or ``"float"``; see the table in the module's docstring.
         scale: name of the scale rule, one of :data:`SCALES`; a float zero point has the dtype of the scales.
-        element: name of the element, one of :data:`ELEMENTS`; only int4 takes zero points.
+        element: name of the element, one of :data:`ELEMENTS` or what :func:`codebook` returns; only int4 takes zero
+            points.
 
     Raises:
         ValueError: for any other value, naming the nearest legal one.
@@ -182,10 +251,11 @@ class WeightFormat:
         for argument, value, legal in (
             ("zero", self.zero, ZEROS),
             ("scale", self.scale, SCALES),
-            ("element", self.element, ELEMENTS),
         ):
             if not isinstance(value, str) or value not in legal:
                 raise ValueError(f"{argument}: wanted one of {', '.join(legal)}, got {value!r}")
+        if not isinstance(self.element, str) or element_named(self.element) is None:
+            raise ValueError(f"element: wanted one of {', '.join(ELEMENTS)} or a codebook's, got {self.element!r}")
         if self.has_zero and not self.element_rule.counts:
             raise ValueError(f"zero: wanted 'none' beside {self.element} elements, got {self.zero!r}")
         if self.has_zero and self.scale_dtype.itemsize < 2:
@@ -194,7 +264,8 @@ class WeightFormat:
         zero = f"_z{self.zero}" if self.has_zero else ""
         scale = "" if self.scale == "bf16" else f"_{self.scale}"
         # plans are looked up by it; of small integers, so that it is the same in every process
-        kinds = ZEROS.index(self.zero), tuple(SCALES).index(self.scale), tuple(ELEMENTS).index(self.element)
+        element = tuple(ELEMENTS).index(self.element) if self.element in ELEMENTS else zlib.crc32(self.element.encode())
+        kinds = ZEROS.index(self.zero), tuple(SCALES).index(self.scale), element
         object.__setattr__(self, "_hash", hash((g, *kinds)))
         # kept, since torch.compile cannot always build a string from g, which it may take for a symbol
         object.__setattr__(self, "name", f"{self.element}_{group}{zero}{scale}")
@@ -205,7 +276,9 @@ class WeightFormat:
     @property
     def element_rule(self) -> Element:
         """The numbers that codes stand for."""
-        return ELEMENTS[self.element]
+        found = element_named(self.element)
+        assert found is not None
+        return found
 
     @property
     def scale_rule(self) -> ScaleRule:
@@ -294,8 +367,9 @@ class WeightFormat:
         if found is None:
             raise ValueError(
                 f"format: wanted int4_g<group size> or int4_col, then optionally _zint or _zfloat, then optionally one "
-                f"of _{', _'.join(SCALES)} (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), or iq4 or "
-                f"e2m1 for int4, without zero points (iq4_g32_fp16), or {' or '.join(ALIASES)}; got {name!r}"
+                f"of _{', _'.join(SCALES)} (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), or "
+                f"{', '.join(list(ELEMENTS)[1:])} or a codebook's name for int4, without zero points (iq4_g32_fp16), "
+                f"or {' or '.join(ALIASES)}; got {name!r}"
             )
         group = int(found["group"]) if found["group"] else PER_COLUMN
         return cls(group, found["zero"] or "none", found["scale"] or "bf16", found["element"])

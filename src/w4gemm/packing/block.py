@@ -7,7 +7,7 @@ A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 
 
 A code word holds eight codes of one lane; the codec says which ones, and as which bits. A scale word holds the fields
 of rows g and g + 8 of a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in the low
-byte of each half, group 2 i + 1 in the high byte).
+byte of each half, group 2 i + 1 in the high byte). If a field has 32 bits, two words hold them.
 
 An offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
 """
@@ -54,7 +54,7 @@ class Block:
     Args:
         scale_group: columns that share a scale inside the block: 16, 32, 64 or 128.
         has_zero: True if a zero word follows each scale word.
-        scale_bits: bits of a scale or zero point: 16 or 8.
+        scale_bits: bits of a scale or zero point: 16, 8 or, without zero points, 32.
         rows: 64, or 16 or 32 for a sub-block.
         columns: 128, or 64 for half a block.
     """
@@ -96,13 +96,18 @@ class Block:
 
     @property
     def words_per_scale(self) -> int:
-        """Words that one load brings: the scale word and, with zero points, the zero word."""
-        return 2 if self.has_zero else 1
+        """Words that one load brings: the scale word and, with zero points, the zero word; or two of 32-bit scales."""
+        return 2 if self.has_zero or self.scale_bits == 32 else 1
+
+    @property
+    def field_mask(self) -> int:
+        """The bits of a scale or zero point, in an int32."""
+        return -1 if self.scale_bits == 32 else (1 << self.scale_bits) - 1
 
     @property
     def groups_per_word(self) -> int:
         """Groups of columns whose fields share a scale word."""
-        return 16 // self.scale_bits if self.scale_group < HALF_K else 1
+        return max(1, 16 // self.scale_bits) if self.scale_group < HALF_K else 1
 
     @property
     def runs(self) -> int:

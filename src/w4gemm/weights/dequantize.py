@@ -14,8 +14,7 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
     float32: the product, which is exact, then the sum with a float zero point, rounded; with scales of channels the
     product, rounded to e4m3 if the scale rule says so, times the channel's scale, rounded. 16-bit dtypes: the exact
     value, rounded once, as a fused multiply-add in that dtype gives; with scales of channels or float32 scales the
-    float32 value rounded.
-    float64: the float32 value.
+    float32 value rounded. The numbers of a codebook are those that the dtype holds. float64: the float32 value.
     """
     codes, scales, zeros, channels = parts
     k = codes.shape[1]
@@ -25,7 +24,7 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
         return t.float().repeat_interleave(length, dim=1)[:, :k]
 
     if zeros is None:
-        products = rounded_products(format.element_rule.numbers(codes) * spread(scales), format)
+        products = rounded_products(format.element_rule.numbers(codes, dtype) * spread(scales), format)
         return (products if channels is None else products * channels[:, None]).to(dtype)
     u = codes.float()
     if format.zero == "int":

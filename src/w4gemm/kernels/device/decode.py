@@ -81,7 +81,7 @@ class Decoder:
 
     def _exact(self, biased: Int32, offset: Int32, upper: bool) -> Int32:
         if upper and self.kind == "f16":
-            return _fma("f16", biased, _twice("f16", 1 / 16), offset)
+            return fma_pair("f16", biased, _twice("f16", 1 / 16), offset)
         return self._pairwise("add", biased, offset)
 
     def scales_and_zeros(self, words: tuple[Int32, ...]) -> tuple[tuple[Float32, Float32 | None], ...]:
@@ -122,7 +122,7 @@ class Decoder:
         if not self.mixed:
             if zero is None:
                 return self._pairwise("mul", exact, scale)
-            return _fma(self.kind, exact, scale, zero)
+            return fma_pair(self.kind, exact, scale, zero)
         low, high = (half_to_float(self.kind, exact, h) for h in (False, True))
         if zero is None:
             return pack_half2(self.kind, low * scale, high * scale)
@@ -134,7 +134,7 @@ class Decoder:
             return asm(f"{operation}.rn.{self.kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
         one, minus_one, minus_zero = (_twice("bf16", value) for value in (1.0, -1.0, -0.0))
         factors = {"add": (x, one, y), "sub": (y, minus_one, x), "mul": (x, y, minus_zero)}[operation]
-        return _fma("bf16", *factors)
+        return fma_pair("bf16", *factors)
 
 
 class SubnormalDecoder(Decoder):
@@ -195,11 +195,11 @@ class SubnormalDecoder(Decoder):
 
     def _weight(self, code: Int32, scale: list[Int32], addend: Int32) -> Int32:
         if not self.mixed and self.zero != "int":
-            return _fma("bf16", code, scale[0], addend)
+            return fma_pair("bf16", code, scale[0], addend)
         number = self._pairwise("add", code, addend)
         if not self.mixed:
             return self._pairwise("mul", number, scale[0])
-        return _fma("bf16", number, scale[0], self._pairwise("mul", number, scale[1]))
+        return fma_pair("bf16", number, scale[0], self._pairwise("mul", number, scale[1]))
 
 
 def _codes(word: Int32, bias: int = 0) -> tuple[Int32, ...]:
@@ -209,7 +209,7 @@ def _codes(word: Int32, bias: int = 0) -> tuple[Int32, ...]:
     return asm(f"{{ .reg .b32 t; shr.u32 t, $4, 8; {picks}}}", [Int32] * 4, [word], pure=True, early=True)
 
 
-def _fma(kind: str, x: Int32, y: Int32, z: Int32) -> Int32:
+def fma_pair(kind: str, x: Int32, y: Int32, z: Int32) -> Int32:
     """x * y + z, of two elements each, rounded once."""
     return asm(f"fma.rn.{kind}x2 $0, $1, $2, $3;", [Int32], [x, y, z], pure=True)[0]
 

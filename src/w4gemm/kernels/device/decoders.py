@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from w4gemm.core.formats import ELEMENTS
 from w4gemm.kernels.device.decode import Decoder, SubnormalDecoder
-from w4gemm.kernels.device.decode_codebook import CodebookDecoder
+from w4gemm.kernels.device.decode_codebook import CodebookDecoder, IntegerDecoder
 from w4gemm.kernels.device.decode_e2m1 import E2m1Decoder
 from w4gemm.kernels.device.decode_e2m1_fp8 import E2m1Fp8Decoder
 from w4gemm.kernels.device.decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
@@ -16,19 +15,24 @@ from w4gemm.packing.codecs import (
     INT4_MMA8_FOLDED,
     INT4_MMA8_ZEROS,
     INT4_MMA16,
-    IQ4_MMA16,
     MXFP4_MMA16,
     NVFP4_MMA16,
+    CodebookCodec,
     Codec,
     WeightOperand,
 )
+from w4gemm.packing.codecs.codebook import are_bytes
 
 AnyDecoder = Decoder | Fp8Decoder | E2m1Fp8Decoder
 
 
-def decoder_of(weight: WeightOperand, only_fma: bool = False, allow_sum_scale: bool = False) -> AnyDecoder:
+def decoder_of(
+    weight: WeightOperand, only_fma: bool = False, allow_sum_scale: bool = False, keep_constants: bool = True
+) -> AnyDecoder:
     """The decoder of a weight's codec. only_fma: see Decoder. allow_sum_scale: True if the kernel multiplies its sums
-    by the decoder's ``sum_scale``, which may then be other than 1."""
+    by the decoder's ``sum_scale``, which may then be other than 1. keep_constants: see CodebookDecoder."""
+    if isinstance(weight.codec, CodebookCodec):
+        return _codebook(weight, weight.codec.values, only_fma, allow_sum_scale, keep_constants)
     return _DECODERS[weight.codec](weight, only_fma, allow_sum_scale)
 
 
@@ -39,9 +43,11 @@ def _int4_mma16(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) ->
     return Decoder(*form, only_fma)
 
 
-def _codebook(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> Decoder:
-    values = ELEMENTS[weight.codec.element].values
-    return CodebookDecoder(weight.kind, weight.scale, weight.zero, only_fma, values)
+def _codebook(
+    weight: WeightOperand, values: tuple[float, ...], only_fma: bool, allow_sum_scale: bool, keep_constants: bool
+) -> Decoder:
+    facts = weight.kind, weight.scale, weight.zero, only_fma, values, keep_constants
+    return IntegerDecoder(*facts, allow_sum_scale) if are_bytes(values) else CodebookDecoder(*facts)
 
 
 def _e2m1(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> Decoder:
@@ -54,7 +60,6 @@ def _fp8(decoder: type[Fp8Decoder]) -> Callable[[WeightOperand, bool, bool], Fp8
 
 _DECODERS: dict[Codec, Callable[[WeightOperand, bool, bool], AnyDecoder]] = {
     INT4_MMA16: _int4_mma16,
-    IQ4_MMA16: _codebook,
     MXFP4_MMA16: _e2m1,
     NVFP4_MMA16: _e2m1,
     INT4_MMA8: _fp8(Fp8Decoder),

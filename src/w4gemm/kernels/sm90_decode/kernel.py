@@ -147,7 +147,7 @@ class Decode:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = decoder_of(variant.weight, allow_sum_scale=True)
+        self.decoder = decoder_of(variant.weight, allow_sum_scale=True, keep_constants=variant.occupancy == 1)
         self.reader = BlockReader(variant.stage_block)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)

@@ -9,7 +9,7 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Fragment
-from w4gemm.packing.codecs.codebook import CODEBOOKS, IQ4_MMA16
+from w4gemm.packing.codecs.codebook import CODEBOOKS, CodebookCodec, codec_of_codebook
 from w4gemm.packing.codecs.e2m1_mma8 import E2M1_MMA8, EXACT_BINADES
 from w4gemm.packing.codecs.e2m1_mma16 import E2M1_MMA16, MXFP4_MMA16, NVFP4_MMA16
 from w4gemm.packing.codecs.int4 import INT4, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16
@@ -22,7 +22,8 @@ _SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32"}
 
 def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
     """The codec that holds the format in a fragment's order; None if there is none, see :func:`refusal`."""
-    return next((codec for codec in CODECS if codec.fragment is fragment and codec.holds(format)), None)
+    found = next((codec for codec in CODECS if codec.fragment is fragment and codec.holds(format)), None)
+    return codec_of_codebook(format) if found is None and fragment is MMA16 else found
 
 
 def scales_on_sums(format: WeightFormat) -> bool:
@@ -58,7 +59,7 @@ class WeightOperand:
     Args:
         codec: how codes and scales lie.
         kind: dtype of x, "f16", "bf16" or "e4m3", which is also what is decoded to, unless the codec says otherwise.
-        scale: dtype of the scales, "f16", "bf16", "e4m3" or "e8m0".
+        scale: dtype of the scales, "f16", "bf16", "f32", "e4m3" or "e8m0".
         zero: "none", "int" or "float".
         block: sizes and offsets of one packed block.
         channels: True if a float32 factor for each output channel multiplies the sums.
@@ -99,12 +100,12 @@ __all__ = [
     "INT4_MMA8_FOLDED",
     "INT4_MMA8_ZEROS",
     "INT4_MMA16",
-    "IQ4_MMA16",
     "MMA8",
     "MMA16",
     "MXFP4_MMA16",
     "NVFP4_MMA16",
     "Bits",
+    "CodebookCodec",
     "Codec",
     "Fragment",
     "WeightOperand",

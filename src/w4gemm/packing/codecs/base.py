@@ -160,7 +160,7 @@ class Codec:
         return channels
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """int16: the bits of scales, as they are stored."""
+        """int16, of float32 scales int32: the bits of scales, as they are stored."""
         scales = scales.contiguous()
         if scales.dtype.itemsize == 2:
             return scales.view(torch.int16)
@@ -168,7 +168,7 @@ class Codec:
 
     def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
         """The inverse of :meth:`stored_scales`. channels: what :meth:`stored_channels` gave."""
-        if format.scale_dtype.itemsize == 2:
+        if format.scale_dtype.itemsize > 1:
             return fields.view(format.scale_dtype)
         return (fields // self.scale_step).to(torch.uint8).view(format.scale_dtype)
 

@@ -1,13 +1,105 @@
-"""Codecs of codebook elements: a code is an index into 16 numbers that are exact in bf16 and fp16."""
+"""Codecs of codebook elements: a code is an index into 16 numbers."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from w4gemm.core.formats import WeightFormat, element_named
+from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA16, Bits, Codec
 
 _NEIGHBOURS = tuple(Bits(p, 15, 4 * (2 * (p % 4) + p // 4)) for p in range(8))
 
-IQ4_MMA16 = Codec("iq4_mma16", MMA16, "iq4", ("bf16", "fp16"), ("none",), tuple(range(16)), _NEIGHBOURS)
-"""Eight nibbles: register row8 + 2 * col8 has the two neighbours at bits 8 * (row8 + 2 * col8), its first element in
-the low one. The four selectors of a prmt are thus those of two registers."""
 
-CODEBOOKS = (IQ4_MMA16,)
+@dataclass(frozen=True, repr=False)
+class CodebookCodec(Codec):
+    """Eight nibbles: register row8 + 2 * col8 has the two neighbours at bits 8 * (row8 + 2 * col8), its first element
+    in the low one. The four selectors of a prmt are thus those of two registers.
+
+    A nibble is a place in the codebook, of which prmt finds 0..7 and 8..15 apart. Where that can be, numbers lie such
+    that each byte of the one at a place is that of the one eight places on, or up to 127 more: so a number is the sum
+    of what is found at both, the former as a difference, which is 0 for places from 8 on.
+    """
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The numbers, by place."""
+        element = element_named(self.element)
+        assert element is not None
+        return tuple(element.values[self.stored.index(place)] for place in range(16))
+
+    def block(self, format: WeightFormat) -> Block:
+        return Block.of(format, 8 * format.scale_dtype.itemsize)
+
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.contiguous().view(torch.int32) if scales.dtype.itemsize == 4 else super().stored_scales(scales)
+
+
+def bits_in(kind: str, values: tuple[float, ...]) -> list[int]:
+    """Return the bits of numbers rounded to ``kind``, "bf16" or "f16"."""
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+    return [bits & 0xFFFF for bits in torch.tensor(values, dtype=torch.float32).to(dtype).view(torch.int16).tolist()]
+
+
+def are_bytes(values: tuple[float, ...]) -> bool:
+    """Return whether numbers are integers of one byte, with a sign."""
+    return all(value == int(value) and -128 <= value <= 127 for value in values)
+
+
+def found_by_sum(numbers: list[bytes]) -> bool:
+    """Return whether each byte of the number at a place is that eight places on, or up to 127 more."""
+    return all(_exceeds(a, b) for a, b in zip(numbers[:8], numbers[8:], strict=True))
+
+
+def _exceeds(a: bytes, b: bytes) -> bool:
+    return all(0 <= x - y <= 127 for x, y in zip(a, b, strict=True))
+
+
+def _places(values: tuple[float, ...]) -> tuple[int, ...]:
+    """Return the place of each number: such that those of bf16 are :func:`found_by_sum`, or else in their order."""
+    if are_bytes(values):
+        numbers = [bytes([int(value) + 128]) for value in values]
+    else:
+        numbers = [bits.to_bytes(2, "little") for bits in bits_in("bf16", values)]
+
+    def paired(left: list[int]) -> list[tuple[int, int]] | None:
+        if not left:
+            return []
+        first, *others = left
+        for other in others:
+            for a, b in ((first, other), (other, first)):
+                if _exceeds(numbers[a], numbers[b]):
+                    rest = paired([i for i in others if i != other])
+                    if rest is not None:
+                        return [(a, b), *rest]
+        return None
+
+    pairs = paired(list(range(16)))
+    if pairs is None:
+        return tuple(range(16))
+    order = [a for a, _ in pairs] + [b for _, b in pairs]
+    return tuple(order.index(code) for code in range(16))
+
+
+@functools.cache
+def codebook_codec(element: str) -> CodebookCodec:
+    """Return the codec of a codebook element."""
+    found = element_named(element)
+    assert found is not None
+    scales = ("bf16", "fp16", "fp32")
+    return CodebookCodec(f"{element}_mma16", MMA16, element, scales, ("none",), _places(found.values), _NEIGHBOURS)
+
+
+def codec_of_codebook(format: WeightFormat) -> Codec | None:
+    """Return the codec of a format whose element is a codebook without a name of its own; None for others."""
+    if not format.element.startswith("codebook"):
+        return None
+    codec = codebook_codec(format.element)
+    return codec if codec.holds(format) else None
+
+
+IQ4_MMA16, NF4_MMA16 = codebook_codec("iq4"), codebook_codec("nf4")
+CODEBOOKS = (IQ4_MMA16, NF4_MMA16)

@@ -69,7 +69,7 @@ class MmaLayout:
         fields = [codec.stored_scales(parts.scales)]
         if parts.zeros is not None:
             fields.append(codec.stored_zeros(parts.zeros, format))
-        words = [_scale_words(s, block, format, k, shape[0], shape[1]) for s in fields]
+        words = [w for s in fields for w in _scale_words(s, block, format, k, shape[0], shape[1])]
         blocks[:, :, CODE_WORDS:] = torch.stack(words, dim=-1).flatten(2)
         channels = codec.stored_channels(parts.scales, parts.channels)
         return (blocks,) if channels is None else (blocks, channels.contiguous())
@@ -79,7 +79,9 @@ class MmaLayout:
         codec, block = self.codec(format), self.codec(format).block(format)
         codes = codec.codes_of(blocks[:, :, :CODE_WORDS])[:n, :k].contiguous()
         words = blocks[:, :, CODE_WORDS:].unflatten(2, (-1, block.words_per_scale))
-        fields = [_from_scale_words(words[..., i], block, format, n, k) for i in range(block.words_per_scale)]
+        fields = [
+            _from_scale_words(part, block, format, n, k) for part in words.split(max(1, block.scale_bits // 16), -1)
+        ]
         zeros = codec.zeros_from(fields[1], format) if format.has_zero else None
         scales = codec.scales_from(fields[0], format, channels)
         return WeightComponents(codes, scales, zeros, channels if format.has_channels else None)
@@ -87,34 +89,35 @@ class MmaLayout:
 
 def _scale_words(
     fields: torch.Tensor, block: Block, format: WeightFormat, k: int, n_blocks: int, k_blocks: int
-) -> torch.Tensor:
-    """Words (n_blocks, k_blocks, runs * 32) of fields int16 (n, groups)."""
+) -> list[torch.Tensor]:
+    """Words (n_blocks, k_blocks, runs * 32) of fields int16 (n, groups); two of them of fields int32."""
     step, shared = block.scale_group, block.groups_per_word
     columns = torch.arange(0, k_blocks * BLOCK_K, step, device=fields.device)
     source = (columns // format.group_length(k)).clamp(max=fields.shape[1] - 1)
     expanded = torch.where(columns < k, fields[:, source], 0)  # a step wholly past k gets 0
     expanded = torch.nn.functional.pad(expanded, (0, 0, 0, n_blocks * BLOCK_N - fields.shape[0]))
-    bits = expanded.int() & (1 << block.scale_bits) - 1
+    bits = expanded.int() & block.field_mask
     bits = bits.view(n_blocks * BLOCK_N, k_blocks, block.groups)
     bits = torch.nn.functional.pad(bits, (0, block.runs * shared - block.groups))
     bits = bits.view(n_blocks, 4, 2, 8, k_blocks, block.runs, shared)  # nb strip row8 g kb run group
-    words = torch.zeros(n_blocks, 4, 8, k_blocks, block.runs, dtype=torch.int32, device=fields.device)
+    words = [torch.zeros(n_blocks, 4, 8, k_blocks, block.runs, dtype=torch.int32, device=fields.device)]
+    words += [torch.zeros_like(words[0])] if block.scale_bits == 32 else []
     for row8 in range(2):
         for group in range(shared):
-            words |= bits[:, :, row8, ..., group] << 16 * row8 + block.scale_bits * group
-    return words.permute(0, 3, 4, 1, 2).reshape(n_blocks, k_blocks, -1)
+            at = row8 * max(16, block.scale_bits) + group * block.scale_bits
+            words[at // 32] |= bits[:, :, row8, ..., group] << at % 32
+    return [w.permute(0, 3, 4, 1, 2).reshape(n_blocks, k_blocks, -1) for w in words]
 
 
 def _from_scale_words(words: torch.Tensor, block: Block, format: WeightFormat, n: int, k: int) -> torch.Tensor:
-    """The inverse of :func:`_scale_words`: int16 (n, groups)."""
+    """The inverse of :func:`_scale_words`: (n, groups). words: (n_blocks, k_blocks, runs * 32, 1 or 2)."""
     n_blocks, k_blocks = words.shape[:2]
-    words = words.reshape(n_blocks, k_blocks, block.runs, 4, 8).permute(0, 3, 4, 1, 2)  # nb strip g kb run
-    mask = (1 << block.scale_bits) - 1
+    words = words.reshape(n_blocks, k_blocks, block.runs, 4, 8, -1).permute(5, 0, 3, 4, 1, 2)  # word nb strip g kb run
     rows = []
     for row8 in range(2):
-        shifts = [16 * row8 + block.scale_bits * group for group in range(block.groups_per_word)]
-        rows.append(torch.stack([(words >> shift) & mask for shift in shifts], dim=-1))
+        places = [row8 * max(16, block.scale_bits) + i * block.scale_bits for i in range(block.groups_per_word)]
+        rows.append(torch.stack([(words[at // 32] >> at % 32) & block.field_mask for at in places], dim=-1))
     bits = torch.stack(rows, dim=2)  # nb strip row8 g kb run group
     bits = bits.reshape(n_blocks * BLOCK_N, k_blocks, -1)[:, :, : block.groups].flatten(1)
     first = torch.arange(format.groups(k), device=words.device) * (format.group_length(k) // block.scale_group)
-    return bits[:n, first].to(torch.int16).contiguous()
+    return bits[:n, first].to(torch.int32 if block.scale_bits == 32 else torch.int16).contiguous()
