@@ -114,7 +114,8 @@ def call_of(
         x = given.x.view(case.experts, -1, case.k)
         return lambda out: w4gemm.masked_linear(x, w, limits, out=apart(out), **fused)
     indices = None if rows.indices is None else placed(rows.indices, given.x.device).int()
-    return lambda out: w4gemm.grouped_linear(given.x, w, limits, indices=indices, out=out, **fused)
+    fused |= {"indices": indices, "settled": case.settled}
+    return lambda out: w4gemm.grouped_linear(given.x, w, limits, out=out, **fused)
 
 
 def over_residual(case: Case) -> bool:

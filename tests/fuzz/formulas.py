@@ -160,8 +160,9 @@ def product(x: torch.Tensor, weight: Weight, x_type: str, *, w_may_be_rounded: b
     """x (m, k) @ w (n, k).T in float64.
 
     The error allowed: weights rounded to x's type (independent errors, so their root of squares, ten times), float32
-    additions in any order; and, for e4m3 x, that a tensor core cuts off sums and each of 32 products at 14 bits of the
-    largest of them, over ``columns_at_a_time`` columns, before they are added up in float32.
+    additions in any order; and, for e4m3 x, what tensor cores cut off: after every 32 columns of ``columns_at_a_time``
+    the sum at 14 bits, and before it is added each of 33 terms at 14 bits of the largest one, which is at most the root
+    of squares: independent errors again, sqrt(33) < 8 of them.
     """
     x, w = x.double(), weight.value
     error = 2.0**-22 * (x.abs() @ weight.terms.T)
