@@ -404,3 +404,20 @@ def test_combine_compiles(terms):
     sass = disassemble(object_code(combined.unit()))
     assert sass.count("LDL") == sass.count("STL") == sass.stack == 0
     assert sass.count("STG") == 1 and sass.count("LDG.E.128") == terms
+
+
+def test_a_plan_of_padded_rows_is_for_as_many_as_are_expected(monkeypatch):
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(4, 16, 64)
+    counts, asked = torch.tensor([1, 0, 3, 16], dtype=torch.int32), []
+    of = w4gemm.api.boundary.PlanKey.of
+    spied = type("PlanKey", (), {"of": staticmethod(lambda *a, **k: asked.append(a[1]) or of(*a, **k))})
+    monkeypatch.setattr(w4gemm.api.boundary, "PlanKey", spied)
+    wanted = w4gemm.masked_linear(x, w, counts)
+    for expected, rows in ((1, 4), (3, 12), (16, 64), (99, 64)):
+        d = w4gemm.masked_linear(x, w, counts, expected_m=expected)
+        assert asked[-1] == rows
+        for e, count in enumerate(counts.tolist()):
+            torch.testing.assert_close(d[e, :count], wanted[e, :count], rtol=1e-4, atol=1e-3)
+    for expected in (0, True, 1.5):
+        with pytest.raises(ValueError, match="expected_m: wanted an int from 1 on or None, got"):
+            w4gemm.masked_linear(x, w, counts, expected_m=expected)

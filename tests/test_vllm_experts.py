@@ -305,8 +305,40 @@ def test_batched_rows(experts: ModuleType, case: Case) -> None:
     x, weights, ids = inputs(case.dtype)
     kernel = made.layer.quant_method.moe_kernel
     assert type(kernel.fused_experts).__name__ == "BatchedW4gemmExperts"
+    assert (made.layer.quant_method.moe_quant_config.block_shape == [128, 128]) == case.fp8
+    assert kernel.fused_experts.products[0].epilogue.block_scale == case.fp8
     got = made.layer.forward_modular(x, weights, ids)
     assert_near(got, made.expected(x, weights, ids), case)
+
+
+def test_a_plan_of_batched_rows_is_for_the_tokens_of_this_step(
+    experts: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.forward_context as context
+
+    made = mixture(CASES[3], all2all_backend="deepep_low_latency")
+    ran: list[int] = []
+    boundary = importlib.import_module(f"{plugin.__name__}.experts_kernel").boundary
+    run = boundary.run
+
+    def spied(*given: Any, expected: int) -> None:
+        ran.append(expected)
+        run(*given, expected=expected)
+
+    monkeypatch.setattr(boundary, "run", spied)
+    x, weights, ids = inputs(torch.bfloat16)
+    room = 8
+    for metadata, rows in (
+        (None, room),
+        (context.DPMetadata(torch.tensor([3, 2])), 2),  # 10 rows of 5 experts
+        (context.DPMetadata(torch.tensor([1, 0])), 1),
+        (context.DPMetadata(torch.tensor([999, 1])), room),
+    ):
+        monkeypatch.setattr(context, "_forward_context", context.ForwardContext(metadata))
+        ran.clear()
+        got = made.layer.forward_modular(x, weights, ids)
+        assert ran == 2 * [rows * EXPERTS]
+        assert_near(got, made.expected(x, weights, ids), CASES[3])
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[-2]], ids=str)

@@ -2,13 +2,19 @@
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
 
 def _quantized(a1, quant_config, defer_input_quant):
-    """A scale for each token, as vLLM's own kernel has it."""
+    """A scale for each token, as vLLM's own kernel has it; or, as DeepEP gives them, one for each 128 columns, with
+    contiguous tokens."""
     if quant_config.quant_dtype is None or defer_input_quant:
         return a1, None
+    if quant_config.block_shape:
+        blocks = a1.unflatten(-1, (-1, quant_config.block_shape[1]))
+        x, scale = _quantized(blocks, FusedMoEQuantConfig.make(quant_config.quant_dtype, True), False)
+        return x.flatten(-2), scale.squeeze(-1).mT.contiguous().mT
     scale = (a1.abs().amax(-1, keepdim=True).float() / 448).clamp(min=1 / (448 * 512))
     return (a1.float() / scale).to(quant_config.quant_dtype), scale
 

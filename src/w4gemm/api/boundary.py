@@ -41,6 +41,8 @@ class Call(NamedTuple):
     """A forced config, or the empty string."""
     batch_invariant: bool = False
     rows: ExpertRows = NO_ROWS
+    expected: int = 0
+    """Rows of all experts that the plan is chosen for; 0 for those that there are."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,6 +64,7 @@ def checked(
     *,
     batch_invariant: bool = False,
     rows: ExpertRows = NO_ROWS,
+    expected: int = 0,
 ) -> Call:
     """Check what a product is made with besides x and w, which :func:`w4gemm.api.arguments.check` has seen.
 
@@ -77,7 +80,7 @@ def checked(
         given = given._replace(token_scale=token_scale)
     shape = x.shape[:-1] if rows.indices is None else rows.indices.shape
     epilogue, operands = arguments.checked_epilogue(x, w, given, activation, out_dtype, shape)
-    return Call(x, w, epilogue, operands, (*shape, epilogue.columns(w.n)), text, batch_invariant, rows)
+    return Call(x, w, epilogue, operands, (*shape, epilogue.columns(w.n)), text, batch_invariant, rows, expected)
 
 
 def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,14 +101,20 @@ def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
         call.epilogue,
         call.config,
         call.batch_invariant,
+        call.expected,
     )
     return out
 
 
 def run(
-    weight: PackedShape, operands: Operands, epilogue: Epilogue, config: str = "", batch_invariant: bool = False
+    weight: PackedShape,
+    operands: Operands,
+    epilogue: Epilogue,
+    config: str = "",
+    batch_invariant: bool = False,
+    expected: int = 0,
 ) -> None:
-    """Look up the plan for checked operands and launch it."""
+    """Look up the plan for checked operands, or for so many rows as are expected, and launch it."""
     x, m, device = operands.x, operands.out.shape[0], operands.x.device
     if m == 0:
         return
@@ -113,7 +122,8 @@ def run(
     in_place = operands.epilogue.block_scale is None and x.stride(1) == 1 and takes_rows(x)
     if gathered and device.type == "cuda" and not in_place:
         operands, gathered = operands.gathered_first(), False
-    key = PlanKey.of(weight, m, x.dtype, epilogue, batch_invariant, gathered, config=config, device=device)
+    rows = expected or m
+    key = PlanKey.of(weight, rows, x.dtype, epilogue, batch_invariant, gathered, config=config, device=device)
     launch(plan_for(key).launch, operands, device)
 
 

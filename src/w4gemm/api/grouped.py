@@ -96,6 +96,7 @@ def masked_linear(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
+    expected_m: int | None = None,
 ) -> torch.Tensor:
     """Compute :func:`grouped_linear` for padded rows: expert e has the first counts[e] rows of x[e].
 
@@ -104,6 +105,8 @@ def masked_linear(
         counts: int32 (experts,) on x's device, each 0 .. max_m; not checked.
         bias, alpha, activation, residual, token_scale, expert_scale, out_dtype, out, config: as for
             :func:`grouped_linear`.
+        expected_m: rows that an expert has on average, from 1 on, for which a config is then chosen; None for max_m.
+            Any counts give the same results up to rounding.
 
     Returns:
         (experts, max_m, n), or n / 2; rows from counts[e] on are not written.
@@ -123,11 +126,14 @@ def masked_linear(
             f"x: wanted a contiguous tensor (experts, max_m, k) with {w.experts} experts, got {tuple(x.shape)}"
         )
     arguments.check_counts("counts", counts, w.experts, x)
+    if expected_m is not None and (not isinstance(expected_m, int) or isinstance(expected_m, bool) or expected_m < 1):
+        raise ValueError(f"expected_m: wanted an int from 1 on or None, got {expected_m!r}")
     rows = max(1, x.shape[1])  # arange wants a step
+    expected = w.experts * min(expected_m or rows, rows)
     starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
     given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     apart = ExpertRows(starts, starts + counts)
-    return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=apart), out)
+    return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=apart, expected=expected), out)
 
 
 def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:

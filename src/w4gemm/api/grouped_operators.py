@@ -39,7 +39,8 @@ _BYTES_PER_WEIGHT = 16
 _FLOAT32 = Epilogue(out_dtype=torch.float32)
 
 _ROWS = {"starts": "Tensor", "ends": "Tensor"}
-_GROUPED = {"x": "Tensor", **_ROWS, "indices": "Tensor?", "settled": "int", **WEIGHT, **EPILOGUE, "config": "str"}
+_OF_ROWS = {**_ROWS, "indices": "Tensor?", "settled": "int"}
+_GROUPED = {"x": "Tensor", **_OF_ROWS, **WEIGHT, **EPILOGUE, "config": "str", "expected": "int"}
 _GROUPED_DX = {"grad": "Tensor", **_ROWS, **WEIGHT}
 _Grouped, _GroupedDx = named(_GROUPED), named(_GROUPED_DX)
 
@@ -49,7 +50,7 @@ def product(call: Call, epilogue: Epilogue, operands: EpilogueOperands) -> torch
     flat = _Grouped(
         call.x.reshape(-1, call.w.k), *call.rows, **flat_weight(call.w), **flat_epilogue(epilogue, operands)
     )
-    return torch.ops.w4gemm.grouped_linear(*flat._replace(config=call.config))
+    return torch.ops.w4gemm.grouped_linear(*flat._replace(config=call.config, expected=call.expected))
 
 
 def differentiable(call: Call) -> torch.Tensor:
@@ -96,7 +97,8 @@ def _grouped_op(*flat: Any) -> torch.Tensor:
     epilogue, operands = nested_epilogue(given)
     out, rows = _empty_result(given, epilogue), ExpertRows(given.starts, given.ends, given.indices, given.settled)
     weight = nested_weight(given, len(given.starts))
-    boundary.run(weight, Operands(given.x, tuple(given.weight), out, operands, rows), epilogue, given.config)
+    launched = Operands(given.x, tuple(given.weight), out, operands, rows)
+    boundary.run(weight, launched, epilogue, given.config, expected=given.expected)
     return out
 
 
@@ -183,7 +185,7 @@ def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     given, _ = _kept(ctx)
-    flat = _Grouped(grad, **given, settled=0, **flat_epilogue(PLAIN, NO_OPERANDS), config="")
+    flat = _Grouped(grad, **given, settled=0, **flat_epilogue(PLAIN, NO_OPERANDS), config="", expected=0)
     _, owned = _owners(given["starts"], given["ends"], grad.shape[0])
     d = torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
     return _GroupedDx(d, weight=[None] * len(given["weight"]))

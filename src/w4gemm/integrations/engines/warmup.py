@@ -51,6 +51,8 @@ class ExpertsCall(NamedTuple):
     """True if rows of x are read through indices."""
     bias: bool = False
     """True if both products have one."""
+    block_scale: bool = False
+    """True if rows of x come in fp8 with a scale for each 128 columns."""
 
 
 class Warmup:
@@ -183,6 +185,8 @@ def experts_need(
     for w, fused in ((gate_up, activation), (down, None)):
         fp8 = w.activations == "fp8"
         epilogue = (plain.of_quantized(call.dtype) if fp8 else plain)._replace(activation=fused)
+        if call.block_scale and w is gate_up:
+            epilogue = epilogue._replace(token_scale=False, block_scale=True)
         x, gathered = torch.float8_e4m3fn if fp8 else call.dtype, call.gathered and w is gate_up
         keys += [PlanKey.of(w, rows, x, epilogue, gathered=gathered, device=w.device) for rows in call.rows]
         facts = LayerFacts(w.k, call.dtype, fp8, top_k=call.top_k, experts=w.experts)

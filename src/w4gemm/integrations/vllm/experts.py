@@ -128,14 +128,19 @@ def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
     return _no_kernel(moe, *sizes, settings.format(layer.params_dtype), fp8)
 
 
-def _no_kernel(moe: Any, hidden: int, width: int, format: WeightFormat, fp8: bool) -> str:
-    """Return why no kernel runs the products of a layer, or the empty string."""
+def _no_kernel(
+    moe: Any, hidden: int, width: int, format: WeightFormat, fp8: bool, block_scale: bool = False
+) -> str:
+    """Return why no kernel runs the products of a layer, or the empty string. block_scale: True if the rows of the
+    first one, which then lie as it reads them, have a scale for each 128 columns."""
     device, experts = Device.of(torch.get_default_device()), moe.num_local_experts
     dtype = torch.float8_e4m3fn if fp8 else moe.in_dtype
     layout = layout_for(device, format, dtype)
     plain = Epilogue(token_scale=fp8, out_dtype=moe.in_dtype if fp8 else None, bias=moe.has_bias)
     gated = plain._replace(activation=fused_activation(moe))
-    for n, k, epilogue, gathered in ((2 * width, hidden, gated, True), (hidden, width, plain, False)):
+    if block_scale:
+        gated = gated._replace(token_scale=False, block_scale=True)
+    for n, k, epilogue, gathered in ((2 * width, hidden, gated, not block_scale), (hidden, width, plain, False)):
         problem = GemmProblem(
             experts, n, k, dtype, format, layout, epilogue, device, experts=experts, gathered=gathered
         )
@@ -221,15 +226,23 @@ class _Method:
             given["num_dispatchers"] = prepare.num_dispatchers()
         dtype, activation = self.moe.in_dtype, fused_activation(self.moe)
         first = Product.of(gate_up, getattr(layer, "w13_bias", None), dtype, activation)
+        if self.moe_quant_config.block_shape is not None:
+            first = first.with_block_scales()
         second = Product.of(down, getattr(layer, "w2_bias", None), dtype, None)
         experts = self.experts_cls(first, second, **given)
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
-        """Return what vLLM's prepare step does to activations; it asks for nothing else."""
-        fp8 = FORMATS[type(self).__name__].settings(self, layer).activations == "fp8"
-        dtype = torch.float8_e4m3fn if fp8 else None
-        return FusedMoEQuantConfig.make(dtype, per_act_token_quant=fp8, weight_dtype="int4")
+        """Return what vLLM's prepare step does to activations; it asks for nothing else. DeepEP's low latency sends fp8
+        with a scale for each 128 columns, where others are quantized with one for each token."""
+        settings = FORMATS[type(self).__name__].settings(self, layer)
+        if settings.activations != "fp8":
+            return FusedMoEQuantConfig.make(None, weight_dtype="int4")
+        if self.moe.moe_parallel_config.use_deepep_ll_kernels:
+            sizes = layer.hidden_size, self.moe.intermediate_size_per_partition
+            if not _no_kernel(self.moe, *sizes, settings.format(layer.params_dtype), True, block_scale=True):
+                return FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[128, 128], weight_dtype="int4")
+        return FusedMoEQuantConfig.make(torch.float8_e4m3fn, per_act_token_quant=True, weight_dtype="int4")
 
     def apply(
         self,

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
 from w4gemm.api import boundary
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.routing import Routing, combine, route
+from w4gemm.choice import first_rows
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.kernels import Operands
@@ -45,18 +47,36 @@ class Product(NamedTuple):
         epilogue = plain if weight.activations is None else plain.of_quantized(dtype)
         return cls(weight, bias, epilogue._replace(activation=activation))
 
-    def write(self, x: torch.Tensor, out: torch.Tensor, rows: ExpertRows, token_scale: torch.Tensor | None) -> None:
+    def with_block_scales(self) -> Product:
+        """Return the product beside x that comes in fp8 with a scale for each 128 columns of a row."""
+        return self._replace(epilogue=self.epilogue._replace(token_scale=False, block_scale=True))
+
+    def write(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        rows: ExpertRows,
+        scale: torch.Tensor | None,
+        expected: int = 0,
+    ) -> None:
         """Write the product of x (rows of x, k) to ``out`` (rows, columns).
 
         Args:
-            token_scale: float32, one for each row of x; None if x is not quantized, or not yet.
+            scale: float32, one for each row of x, in any shape, or (..., one for each 128 columns of it); None if x is
+                not quantized, or not yet.
+            expected: rows that the plan is chosen for; 0 for all of ``out``.
         """
-        if self.epilogue.token_scale and token_scale is None:
-            x, token_scale = quantize_activations(x)
-        elif token_scale is not None:
-            token_scale = token_scale.reshape(-1)
-        operands = EpilogueOperands(bias=self.bias, token_scale=token_scale)
-        boundary.run(self.weight.packed, Operands(x, self.weight.tensors, out, operands, rows), self.epilogue)
+        if self.epilogue.token_scale and scale is None:
+            x, scale = quantize_activations(x)
+        operands = EpilogueOperands(bias=self.bias)
+        if self.epilogue.block_scale:
+            assert scale is not None
+            # if copied, with contiguous rows, as kernels read it
+            operands = operands._replace(block_scale=scale.movedim(-1, 0).reshape(scale.shape[-1], -1).T)
+        elif scale is not None:
+            operands = operands._replace(token_scale=scale.reshape(-1))
+        launched = Operands(x, self.weight.tensors, out, operands, rows)
+        boundary.run(self.weight.packed, launched, self.epilogue, expected=expected)
 
 
 class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
@@ -76,7 +96,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
     def expects_unquantized_inputs(self) -> bool:
         """True if no other rank sends tokens here: then the first product quantizes them itself."""
         parallel = self.moe_config.moe_parallel_config
-        return self.gate_up.activations is not None and parallel.dp_size == 1 and not parallel.use_all2all_kernels
+        alone = parallel.dp_size == 1 and not parallel.use_all2all_kernels
+        return alone and self.products[0].epilogue.token_scale
 
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
@@ -87,7 +108,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
     def _need(self, rows: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
         """Return what is launched for numbers of rows of all experts."""
         fused = self.products[0].epilogue
-        call = ExpertsCall(self.moe_config.in_dtype, self.moe_config.experts_per_token, rows, gathered, fused.bias)
+        facts = self.moe_config.in_dtype, self.moe_config.experts_per_token
+        call = ExpertsCall(*facts, rows, gathered, fused.bias, fused.block_scale)
         return experts_need(self.gate_up, self.down, fused.activation, call, run)
 
     # The plugin chooses these classes itself, having checked the layer, and vLLM's lists of kernels do not have them.
@@ -243,13 +265,26 @@ class BatchedW4gemmExperts(_Experts):
         rows = ExpertRows(first, first + counts)
         gate_up, down = self.products
         hidden = workspace2.flatten(0, 1)
-        gate_up.write(hidden_states.flatten(0, 1), hidden, rows, a1q_scale)
-        down.write(hidden, output.flatten(0, 1), rows._replace(settled=1), None)
+        expected = len(counts) * expected_rows(most, topk_ids.shape[1], global_num_experts)
+        gate_up.write(hidden_states.flatten(0, 1), hidden, rows, a1q_scale, expected)
+        down.write(hidden, output.flatten(0, 1), rows._replace(settled=1), None, expected)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceDelegate()
 
     def need(self, most_tokens: int) -> Need:
-        """Return what is launched: one plan a product, since a plan is chosen for all rows that there is room for."""
-        rows = self.gate_up.experts * self.max_num_tokens * self.num_dispatchers
-        return self._need([rows], False, None)
+        """Return what is launched for 1 to as many rows of an expert as there is room for."""
+        most = self.max_num_tokens * self.num_dispatchers
+        return self._need([self.gate_up.experts * rows for rows in first_rows(most)], False, None)
+
+
+def expected_rows(room: int, top_k: int, experts: int) -> int:
+    """Return the rows that an expert has on average, from 1 to ``room``, by the tokens of this step on all ranks; if
+    vLLM does not tell these, ``room``."""
+    if not is_forward_context_available():
+        return room
+    metadata = get_forward_context().dp_metadata
+    if metadata is None:
+        return room
+    tokens = int(metadata.num_tokens_across_dp_cpu.sum())
+    return min(room, max(1, -(-tokens * top_k // experts)))

@@ -22,6 +22,10 @@ class FusedMoEParallelConfig:
         return self.use_ep and self.dp_size > 1
 
     @property
+    def use_deepep_ll_kernels(self):
+        return self.all2all_backend == "deepep_low_latency"
+
+    @property
     def use_fi_nvl_two_sided_kernels(self):
         return self.all2all_backend == "flashinfer_nvlink_two_sided"
 
@@ -50,7 +54,8 @@ class FusedMoEConfig:
 class FusedMoEQuantConfig:
     quant_dtype: Any = None
     per_act_token_quant: bool = False
+    block_shape: list[int] | None = None
 
     @staticmethod
-    def make(quant_dtype=None, per_act_token_quant=False, weight_dtype=None):
-        return FusedMoEQuantConfig(quant_dtype, per_act_token_quant)
+    def make(quant_dtype=None, per_act_token_quant=False, block_shape=None, weight_dtype=None):
+        return FusedMoEQuantConfig(quant_dtype, per_act_token_quant, block_shape)
