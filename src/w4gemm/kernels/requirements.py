@@ -8,8 +8,8 @@ import importlib.util
 import logging
 
 DSL = "4.8.1"
-"""Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused, newer
-ones run after a warning."""
+"""Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused,
+newer ones run after a warning."""
 
 _log = logging.getLogger("w4gemm.kernels")
 
@@ -43,8 +43,8 @@ def _missing_dsl() -> str:
 def _warn_of_newer(version: str, help_text: str) -> None:
     """Log once what a newer version may do: its machine code was never looked at, nor timed."""
     _log.warning(
-        "nvidia-cutlass-dsl %s is newer than %s, with which w4gemm's kernels are tested and timed: one may not compile, "
-        "or run more slowly; %s",
+        "nvidia-cutlass-dsl %s is newer than %s, with which w4gemm's kernels are tested and timed: one may not "
+        "compile, or run more slowly; %s",
         *(version, DSL, help_text),
     )
 

@@ -128,9 +128,7 @@ def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
     return _no_kernel(moe, *sizes, settings.format(layer.params_dtype), fp8)
 
 
-def _no_kernel(
-    moe: Any, hidden: int, width: int, format: WeightFormat, fp8: bool, block_scale: bool = False
-) -> str:
+def _no_kernel(moe: Any, hidden: int, width: int, format: WeightFormat, fp8: bool, block_scale: bool = False) -> str:
     """Return why no kernel runs the products of a layer, or the empty string. block_scale: True if the rows of the
     first one, which then lie as it reads them, have a scale for each 128 columns."""
     device, experts = Device.of(torch.get_default_device()), moe.num_local_experts
