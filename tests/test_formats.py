@@ -13,10 +13,12 @@ from w4gemm.core.formats import PER_COLUMN, Element
 GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
 ALL = [WeightFormat(*parts) for parts in itertools.product(GROUPS, ("none", "int", "float"), ("bf16", "fp16"))]
 FOLDED = [WeightFormat(group, "none", "e4m3") for group in GROUPS]
+WIDE = [WeightFormat(group, zero, "fp32") for group in (32, 96, 256, PER_COLUMN) for zero in ("none", "float")]
+WIDE += [WeightFormat(group, "float", scale) for group in (32, 64) for scale in ("u8x256", "u8x128")]
 
 
 def test_string_form_round_trips_and_is_unique():
-    every = ALL + FOLDED
+    every = ALL + FOLDED + WIDE
     assert [WeightFormat.parse(str(f)) for f in every] == every
     assert len({str(f) for f in every}) == len(set(every)) == len(every)
     assert [hash(WeightFormat.parse(str(f))) for f in every] == [hash(f) for f in every]
@@ -59,7 +61,8 @@ def test_group_size_wants_an_int(group):
 def test_other_refusals():
     with pytest.raises(ValueError, match="zero: wanted one of none, int, float, got 'yes'"):
         WeightFormat(zero="yes")
-    with pytest.raises(ValueError, match="scale: wanted one of fp16, bf16, fp32, e4m3, e4m3_row, e8m0, got 'fp8'"):
+    names = "fp16, bf16, fp32, e4m3, e4m3_row, e8m0, u8x256, u8x128"
+    with pytest.raises(ValueError, match=f"scale: wanted one of {names}, got 'fp8'"):
         WeightFormat(scale="fp8")
 
 

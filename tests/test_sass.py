@@ -50,6 +50,7 @@ FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for 
 FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "mxfp4"]
 FP8_FORMATS += ["int4_g32_fp16"]
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
+WIDE = [(name, torch.bfloat16) for name in ("q4_k", "int4_g64_zfloat_fp32")] + [("q4_k", torch.float16)]
 CODEBOOKS = [("iq4_g32_fp16", torch.float16), ("iq4_g32_fp16", torch.bfloat16), ("iq4_g128", torch.bfloat16)]
 CODEBOOKS += [("nf4", torch.bfloat16), ("nf4", torch.float16), ("iq4_g32_fp32", torch.bfloat16)]
 NEEDY = {
@@ -221,7 +222,7 @@ def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     floats = [(name, dtype) for name in ("mxfp4", "nvfp4") for dtype in (torch.bfloat16, torch.float16)]
     if kernel == "dequantize_gemm":
         floats = [(name, dtype) for name, dtype in floats if name == "mxfp4"]
-    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + CODEBOOKS + floats + extra
+    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + WIDE + CODEBOOKS + floats + extra
 
 
 @pytest.mark.sampled(0.5)
@@ -260,6 +261,7 @@ def test_every_kernel_that_compiles_is_checked():
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "iq4_g128", torch.bfloat16, 8, {"PRMT": 8, "IDP": 2, "HFMA2": 4}),
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
         ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.float16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
+        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "q4_k", torch.bfloat16, 8, {"FFMA": 10, "F2FP.BF16": 4, "PRMT": 2}),
     ],
 )
 def test_instructions_that_decode(kernel, config, name, dtype, words, counts):

@@ -36,13 +36,14 @@ FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128,
 FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128", "iq4_g32_fp32", "nf4", "nf4_col_fp16")]
 FORMATS += [WeightFormat.parse("nf4_g64_fp32"), WeightFormat(256, element=codebook([*range(-9, 0), *range(1, 8)]))]
 FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] + [2.0**-i for i in range(8)]))]
-FORMATS += [WeightFormat.parse(f"int4_g{group}_{rest}") for group, rest in ((32, "zfloat_fp32"), (96, "zint_fp32"))]
+FORMATS += [WeightFormat.parse(f"int4_{rest}") for rest in ("g32_zfloat_fp32", "g96_zint_fp32", "col_fp32")]
+FORMATS += [WeightFormat.parse(name) for name in ("q4_k", "int4_g64_zfloat_u8x128")]
 FORMATS += [WeightFormat.parse(name) for name in ("mxfp4", "nvfp4", "e2m1_g96_e8m0", "e2m1_col_e4m3_row")]
 FEW_FORMATS = [
     WeightFormat.parse(name)
     for name in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat", "int4_g64_e4m3", "mxfp4")
 ]
-FEW_FORMATS.append(WeightFormat.parse("nvfp4"))
+FEW_FORMATS += [WeightFormat.parse(name) for name in ("nvfp4", "q4_k")]
 CONFIG_FORMATS = [WeightFormat.parse(name) for name in ("int4_g64_zint_fp16", "int4_g64_e4m3")]
 """Every config runs with the first of these that it is legal for."""
 FP8 = torch.float8_e4m3fn

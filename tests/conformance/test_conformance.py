@@ -142,8 +142,10 @@ def test_one_hot_ragged(target, format, n, k):
     columns = torch.randperm(k, generator=torch.Generator().manual_seed(0))[:192].to(target.device)
     x = target.one_hot(columns, k, -4)
     exact = -4 * w.dequantize(target.out_dtype)[:, columns].T
-    # factors of rows multiply sums, so that a weight that is a subnormal of x's dtype is not rounded before -4 is
-    subnormal = 4 * torch.finfo(target.out_dtype).smallest_normal if format.has_channels else 0
+    # factors of rows multiply sums, and scales of two levels may, so that a weight that is a subnormal of x's dtype is
+    # not rounded before it meets -4
+    is_rounded = format.has_channels or format.has_factors
+    subnormal = 4 * torch.finfo(target.out_dtype).smallest_normal if is_rounded else 0
     # a kernel may add the bias to a weight that is not rounded yet
     roundings = torch.finfo(target.out_dtype).eps * ((exact + bias).abs() + exact.abs() + subnormal).double()
     for config in target.few_configs(n, k, format):

@@ -26,9 +26,9 @@ class W4Linear(torch.nn.Module):
 
     ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Its tensors are
     registered as buffers of integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias
-    and ``dtype``. ``state_dict`` holds ``codes``, ``scales``, ``zeros`` and ``channels`` in the canonical layout, for a
-    weight in act-order also ``perm``, and the names of the format and the activations: the same bits whatever device
-    wrote it.
+    and ``dtype``. ``state_dict`` holds ``codes``, ``scales``, ``zeros``, ``channels`` and ``factors`` in the canonical
+    layout, for a weight in act-order also ``perm``, and the names of the format and the activations: the same bits
+    whatever device wrote it.
 
     ``pre_quant_scale`` (k,), a buffer, or None, multiplies x before anything else, in x's dtype: for checkpoints that
     moved factors of x into the weight, such as ModelOpt's AWQ. ``state_dict`` holds it.

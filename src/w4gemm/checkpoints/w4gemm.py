@@ -1,6 +1,6 @@
 """Folders that w4gemm writes: each 4-bit module as its canonical tensors, in any :class:`WeightFormat`.
 
-A module is ``codes``, ``scales``, and if there are any ``zeros``, ``channels`` and ``perm``, as
+A module is ``codes``, ``scales``, and if there are any ``zeros``, ``channels``, ``factors`` and ``perm``, as
 :meth:`w4gemm.QuantizedWeight.named_tensors` gives them, with the state that a :class:`w4gemm.W4Linear` keeps beside
 them. config.json's quantization_config says which format a module has: ``modules`` by name, ``format`` for the others,
 each with " fp8" behind it if x is quantized.
@@ -56,7 +56,7 @@ class OwnPacking:
     """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
 
     config: Mapping[str, Any]
-    marks = ("codes", "scales", "zeros", "channels", "perm", STATE)
+    marks = ("codes", "scales", "zeros", "channels", "factors", "perm", STATE)
     others = ()
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:

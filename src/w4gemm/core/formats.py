@@ -24,6 +24,10 @@ float32 scales, w is the float32 nearest to the number above, and a kernel round
 Beside 16-bit activations a number v(u) is what their dtype holds: a codebook's numbers are rounded to it before they
 are multiplied. Those of ``iq4`` are exact in bf16 and fp16; those of ``nf4`` change by at most 2**-9 and 2**-12 of
 their size.
+
+GGUF's Q4_K has scales of two levels: a group's s and z are an unsigned byte each, times a pair of fp16 factors of the
+row's 256 columns around it (a superblock): w = (f * s) * u + g * z. These products too are exact in float32, and w is
+the float32 nearest to their sum.
 """
 
 from __future__ import annotations
@@ -103,11 +107,18 @@ class ScaleRule:
     """True if a float32 factor for each output channel multiplies the row's weights."""
     rounded_to: torch.dtype | None = None
     """dtype that scale * number is rounded to, before the channel's factor; None if it stays exact."""
+    factor_columns: int = 0
+    """Columns that share a pair of fp16 factors, one of scales and one of zero points; 0 if there are none."""
 
     @property
     def signed(self) -> bool:
         """True if a scale may be negative."""
-        return self.dtype != torch.float8_e8m0fnu
+        return self.dtype not in (torch.float8_e8m0fnu, torch.uint8)
+
+    @property
+    def range_dtype(self) -> torch.dtype:
+        """Floating-point dtype that limits weights: that of factors, or else of scales."""
+        return torch.float16 if self.factor_columns else self.dtype
 
 
 _NF4 = (
@@ -143,14 +154,22 @@ SCALES = {
         ScaleRule("e4m3", torch.float8_e4m3fn, per_channel=True, rounded_to=torch.float8_e4m3fn),
         ScaleRule("e4m3_row", torch.float8_e4m3fn, per_channel=True),
         ScaleRule("e8m0", torch.float8_e8m0fnu),
+        ScaleRule("u8x256", torch.uint8, factor_columns=256),
+        ScaleRule("u8x128", torch.uint8, factor_columns=128),
     )
 }
 """By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights.
-``fp32``: beside float zero points with at most :data:`SCALE_BITS` significant bits."""
+``fp32``: beside float zero points with at most :data:`SCALE_BITS` significant bits. ``u8x256``: of two levels, beside
+float zero points; ``u8x128``: the same with a pair of factors for each 128 columns, as parts along k have them."""
 SCALE_BITS = 20
 """Significant bits of a float32 scale beside float zero points: its products with codes 0..15 are exact in float32."""
 ZEROS = ("none", "int", "float")
-ALIASES = {"mxfp4": "e2m1_g32_e8m0", "nvfp4": "e2m1_g16_e4m3_row", "nf4": "nf4_g64"}
+ALIASES = {
+    "mxfp4": "e2m1_g32_e8m0",
+    "nvfp4": "e2m1_g16_e4m3_row",
+    "nf4": "nf4_g64",
+    "q4_k": "int4_g32_zfloat_u8x256",
+}
 """Names that are in use for formats, and their strings."""
 
 _NAME = re.compile(
@@ -258,7 +277,12 @@ class WeightFormat:
             raise ValueError(f"element: wanted one of {', '.join(ELEMENTS)} or a codebook's, got {self.element!r}")
         if self.has_zero and not self.element_rule.counts:
             raise ValueError(f"zero: wanted 'none' beside {self.element} elements, got {self.zero!r}")
-        if self.has_zero and self.scale_dtype.itemsize < 2:
+        if (columns := self.scale_rule.factor_columns) and (self.zero != "float" or g < 1 or columns % g):
+            raise ValueError(
+                f"scale: {self.scale} has factors of {columns} columns, of scales and of float zero points: wanted "
+                f"zero 'float' and a group_size that divides {columns}, got {self.zero!r} and {g}"
+            )
+        if self.has_zero and self.scale_dtype.itemsize < 2 and not columns:
             raise ValueError(f"zero: wanted 'none' beside {self.scale} scales, got {self.zero!r}; bf16 scales take it")
         group = "col" if g == PER_COLUMN else f"g{g}"
         zero = f"_z{self.zero}" if self.has_zero else ""
@@ -292,6 +316,8 @@ class WeightFormat:
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """Scales (float32) rounded to what is stored."""
+        if self.has_factors:
+            return scales.round().clamp(0, 255).to(self.scale_dtype)
         if self.zero != "float" or self.scale_dtype.itemsize < 4:
             return scales.to(self.scale_dtype)
         mantissa, exponent = torch.frexp(scales)
@@ -302,12 +328,17 @@ class WeightFormat:
         """Magnitude up to which weights are finite in every kernel that takes bf16 activations: SubnormalDecoder of
         kernels/device/decode.py multiplies bf16 scales by 2**100. In kernels that decode to fp16 the limit is 65504;
         whether one of those runs depends on m."""
-        return min(2.0**31, torch.finfo(self.scale_dtype).max)
+        return min(2.0**31, torch.finfo(self.scale_rule.range_dtype).max)
 
     @property
     def has_channels(self) -> bool:
         """True if there is a float32 scale for each output channel."""
         return self.scale_rule.per_channel
+
+    @property
+    def has_factors(self) -> bool:
+        """True if scales and zero points have two levels: bytes, and fp16 factors of superblocks."""
+        return self.scale_rule.factor_columns > 0
 
     @property
     def scales_in_weights(self) -> bool:
@@ -317,8 +348,8 @@ class WeightFormat:
     @property
     def part_names(self) -> tuple[str, ...]:
         """The names of the :class:`w4gemm.packing.layouts.WeightComponents` that there are."""
-        zeros, channels = ("zeros",) if self.has_zero else (), ("channels",) if self.has_channels else ()
-        return ("codes", "scales", *zeros, *channels)
+        wanted = {"zeros": self.has_zero, "channels": self.has_channels, "factors": self.has_factors}
+        return ("codes", "scales", *(name for name, has in wanted.items() if has))
 
     @property
     def has_zero(self) -> bool:
@@ -333,6 +364,10 @@ class WeightFormat:
     def groups(self, k: int) -> int:
         """Number of groups along k; the last one may be shorter."""
         return 1 if self.group_size == PER_COLUMN else -(-k // self.group_size)
+
+    def superblocks(self, k: int) -> int:
+        """Number of superblocks along k; the last one may be shorter."""
+        return -(-k // self.scale_rule.factor_columns)
 
     def group_length(self, k: int) -> int:
         """``group_size``, or k for a per-column format."""

@@ -155,7 +155,8 @@ def refused_groups(problem: GemmProblem) -> str:
     """Return why no GPU kernel decodes the groups of the problem's format, of which there is a codec; the empty string
     if one does."""
     weight = WeightOperand.of(problem.format, problem.dtype)
-    group, short = weight.block.scale_group, weight.kind != "e4m3" and weight.block.scale_bits == 8
+    block, short = weight.block, weight.kind != "e4m3" and weight.block.scale_bits == 8 and not weight.block.factors
+    group = block.scale_group
     least = _MIN_SCALE_GROUP // 2 if short else _MIN_SCALE_GROUP
     if group % least == 0:
         return ""

@@ -2,12 +2,14 @@
 
 A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 64 columns, then its scales.
 
-    codes   [half: 2][strip of 16 rows: 4][lane: 32][word: 4]
-    scales  [run: 128 / scale_group / groups per word][strip: 4][row pair: 8][scale word, zero word if any]
+    codes    [half: 2][strip of 16 rows: 4][lane: 32][word: 4]
+    scales   [run: 128 / scale_group / groups per word][strip: 4][row pair: 8][scale word, zero word if any]
+    factors  [strip: 4][row pair: 8][word of scales' factors, of zero points'], if any
 
 A code word holds eight codes of one lane; the codec says which ones, and as which bits. A scale word holds the fields
 of rows g and g + 8 of a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in the low
-byte of each half, group 2 i + 1 in the high byte). If a field has 32 bits, two words hold them.
+byte of each half, group 2 i + 1 in the high byte). Fields of 32 bits are a word each, row g before row g + 8. Factors
+are fp16, of rows g and g + 8 in a word.
 
 An offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
 """
@@ -54,7 +56,8 @@ class Block:
     Args:
         scale_group: columns that share a scale inside the block: 16, 32, 64 or 128.
         has_zero: True if a zero word follows each scale word.
-        scale_bits: bits of a scale or zero point: 16, 8 or, without zero points, 32.
+        scale_bits: bits of a scale or zero point: 32, 16 or 8.
+        factors: True if all columns share a pair of factors, of their scales and of their zero points.
         rows: 64, or 16 or 32 for a sub-block.
         columns: 128, or 64 for half a block.
     """
@@ -62,6 +65,7 @@ class Block:
     scale_group: int = BLOCK_K
     has_zero: bool = False
     scale_bits: int = 16
+    factors: bool = False
     rows: int = BLOCK_N
     columns: int = BLOCK_K
 
@@ -69,7 +73,7 @@ class Block:
     def of(cls, format: WeightFormat, scale_bits: int = 16) -> Block:
         """The block of a format. A group of more than 128 columns, or all of k, repeats its scale in each block."""
         group = BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
-        return cls(group, format.has_zero, scale_bits)
+        return cls(group, format.has_zero, scale_bits, format.has_factors)
 
     def sub_block(self, rows: int = BLOCK_N, columns: int = BLOCK_K) -> Block:
         """The sub-block of so many rows and columns, packed without gaps."""
@@ -96,8 +100,8 @@ class Block:
 
     @property
     def words_per_scale(self) -> int:
-        """Words that one load brings: the scale word and, with zero points, the zero word; or two of 32-bit scales."""
-        return 2 if self.has_zero or self.scale_bits == 32 else 1
+        """Words that one load brings: the scale word and, with zero points, the zero word; of 32 bits two each."""
+        return (2 if self.has_zero else 1) * (2 if self.scale_bits == 32 else 1)
 
     @property
     def field_mask(self) -> int:
@@ -107,7 +111,7 @@ class Block:
     @property
     def groups_per_word(self) -> int:
         """Groups of columns whose fields share a scale word."""
-        return max(1, 16 // self.scale_bits) if self.scale_group < HALF_K else 1
+        return 2 if self.scale_bits == 8 and self.scale_group < HALF_K else 1
 
     @property
     def runs(self) -> int:
@@ -120,13 +124,23 @@ class Block:
         return self.rows // 2 * 4 * self.words_per_scale
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of all scales and zero points."""
+    def group_bytes(self) -> int:
+        """Bytes of the scales and zero points of all groups."""
         return self.runs * self.run_bytes
 
     @property
+    def factor_bytes(self) -> int:
+        """Bytes of the factors, behind the scales; 0 if there are none."""
+        return self.run_bytes if self.factors else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of all scales, zero points and factors."""
+        return self.group_bytes + self.factor_bytes
+
+    @property
     def scale_words(self) -> int:
-        """int32 words of all scales and zero points."""
+        """int32 words of all scales, zero points and factors."""
         return self.scale_bytes // 4
 
     @property
@@ -141,6 +155,11 @@ class Block:
     def scales_at(self, group: int) -> int:
         """Offset of a group's scales from the first code."""
         return self.code_bytes + self.run(group) * self.pair_bytes
+
+    @property
+    def factors_at(self) -> int:
+        """Offset of the factors from the first code."""
+        return self.code_bytes + self.group_bytes
 
     # --- the whole
 
@@ -162,11 +181,13 @@ class Block:
     def separate_copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
         """The same as :meth:`copies`, but codes and scales always in runs of their own, the codes first."""
         whole = self.sub_block()
-        half_of_scales = half * self.scale_bytes if self.runs < whole.runs else 0
+        half_of_scales = half * self.group_bytes if self.runs < whole.runs else 0
         if self.rows == BLOCK_N:
+            factors = [Copy(self.factors_at, whole.factors_at, 0, self.factor_bytes)] if self.factors else []
             return [
                 Copy(0, 0, half * whole.half_bytes, self.code_bytes),
-                Copy(self.code_bytes, whole.code_bytes, half_of_scales, self.scale_bytes),
+                Copy(self.code_bytes, whole.code_bytes, half_of_scales, self.group_bytes),
+                *factors,
             ]
         assert self.columns == BLOCK_K, "fewer rows have all columns"
         codes = [
@@ -180,6 +201,6 @@ class Block:
                 row * (self.pair_bytes // 2),
                 self.run_bytes,
             )
-            for r in range(self.runs)
+            for r in range(self.runs + self.factors)
         ]
         return codes + scales

@@ -13,10 +13,10 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
 
     float32: the product, which is exact, then the sum with a float zero point, rounded; with scales of channels the
     product, rounded to e4m3 if the scale rule says so, times the channel's scale, rounded. 16-bit dtypes: the exact
-    value, rounded once, as a fused multiply-add in that dtype gives; with scales of channels or float32 scales the
-    float32 value rounded. The numbers of a codebook are those that the dtype holds. float64: the float32 value.
+    value, rounded once, as a fused multiply-add in that dtype gives; with scales of channels, float32 scales or factors
+    the float32 value rounded. The numbers of a codebook are those that the dtype holds. float64: the float32 value.
     """
-    codes, scales, zeros, channels = parts
+    codes, scales, zeros, channels, _ = parts = with_factors(parts, format)
     k = codes.shape[1]
     length = format.group_length(k)
 
@@ -32,6 +32,23 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
     if scales.dtype == torch.float32:
         return (u * spread(scales) + spread(zeros)).to(dtype)
     return rounded_sum(u * spread(scales), spread(zeros), dtype)
+
+
+def with_factors(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
+    """The same weight with float32 scales and zero points, if they have factors; their products are exact."""
+    if parts.factors is None or parts.zeros is None:
+        return parts
+    scales, zeros = (
+        by_factor(t, factor, format)
+        for t, factor in zip((parts.scales, parts.zeros), parts.factors.unbind(-1), strict=True)
+    )
+    return parts._replace(scales=scales, zeros=zeros, factors=None)
+
+
+def by_factor(levels: torch.Tensor, factors: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """float32 (n, groups): scales or zero points uint8 (n, groups) times their factors (n, superblocks)."""
+    first = torch.arange(levels.shape[1], device=levels.device) * format.group_size
+    return levels.float() * factors[:, first // format.scale_rule.factor_columns].float()
 
 
 def rounded_products(products: torch.Tensor, format: WeightFormat) -> torch.Tensor:

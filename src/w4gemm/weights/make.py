@@ -10,6 +10,7 @@ from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import SCALE_BITS, WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.act_order import sorting_perm
+from w4gemm.weights.dequantize import by_factor
 
 if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
@@ -25,6 +26,7 @@ def from_codes(
     zeros: torch.Tensor | None,
     g_idx: torch.Tensor | None,
     channels: torch.Tensor | None,
+    factors: torch.Tensor | None = None,
 ) -> QuantizedWeight:
     """See :meth:`w4gemm.QuantizedWeight.from_codes`."""
     if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS or codes.dim() != 2:
@@ -47,11 +49,17 @@ def from_codes(
     elif format.has_channels or channels is not None:
         wanted = f"wants torch.float32 {(n,)}" if format.has_channels else "has none"
         raise ValueError(f"channels: {format} {wanted}, got {kind_of(channels)}")
-    check_range(format, scales, zeros, channels)
+    if factors is not None and format.has_factors:
+        _check_part("factors", factors, torch.float16, (n, format.superblocks(k), 2), codes.device)
+    elif format.has_factors or factors is not None:
+        wanted = f"wants torch.float16 {(n, format.superblocks(k), 2)}" if format.has_factors else "has none"
+        raise ValueError(f"factors: {format} {wanted}, got {kind_of(factors)}")
+    parts = WeightComponents(codes, scales, zeros, channels, factors)
+    check_range(format, *parts[1:])
     perm = None if g_idx is None else sorting_perm(g_idx, format, k, codes.device)
     if perm is not None:
         codes = codes[:, perm]
-    tensors = layout_named("canonical").pack(WeightComponents(codes.to(torch.uint8), scales, zeros, channels), format)
+    tensors = layout_named("canonical").pack(parts._replace(codes=codes.to(torch.uint8)), format)
     return cls(format, n, k, "canonical", tensors, perm)
 
 
@@ -65,10 +73,18 @@ def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int
 
 
 def check_range(
-    format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, channels: torch.Tensor | None
+    format: WeightFormat,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    channels: torch.Tensor | None,
+    factors: torch.Tensor | None = None,
 ) -> None:
     """Refuse numbers whose weights would be NaN, infinite in some kernel, or saturated when they are rounded."""
-    element, largest_scale = format.element_rule, torch.finfo(format.scale_dtype).max
+    if factors is not None and zeros is not None:
+        scales, zeros = (
+            by_factor(t, factor, format) for t, factor in zip((scales, zeros), factors.unbind(-1), strict=True)
+        )
+    element, largest_scale = format.element_rule, torch.finfo(format.scale_rule.range_dtype).max
     if channels is not None:
         largest_product = largest_scale * (1 if format.scales_in_weights else element.largest_factor)
         limit = torch.finfo(torch.float32).max / largest_product
@@ -79,8 +95,8 @@ def check_range(
             why = f", so that {element.largest_value:g} * scale is an e4m3," if format.scales_in_weights else ""
             raise ValueError(f"scales: wanted at most {most:g} in magnitude{why} and no NaN")
         return
-    rounded = format.stored_scales(scales)
-    if scales.dtype == torch.float32 and (other := (rounded != scales) & scales.isfinite()).any():
+    rounded = scales if factors is not None else format.stored_scales(scales)
+    if format.scale_dtype == torch.float32 and (other := (rounded != scales) & scales.isfinite()).any():
         row, group = (int(i) for i in other.nonzero()[0])
         raise ValueError(
             f"scales: wanted at most {SCALE_BITS} significant bits, so that products with codes are exact in float32, "

@@ -56,7 +56,7 @@ def quantize(
     n, k = weight.shape
     rows = max(1, 2**22 // k)
     # up to here every scale, zero point and weight stays finite, rounding included
-    plain = _plain(format)
+    plain = format if format.has_factors else _plain(format)
     limit = plain.largest_weight / 8
     blocks = []
     for start in range(0, n, rows):
@@ -71,7 +71,7 @@ def quantize(
         if progress is not None:
             progress(min(start + rows, n), n)
     parts = WeightComponents.of(None if ts[0] is None else torch.cat(ts) for ts in zip(*blocks, strict=True))
-    return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels)
+    return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels, factors=parts.factors)
 
 
 def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
@@ -156,7 +156,9 @@ def _within_range(parts: WeightComponents, format: WeightFormat) -> WeightCompon
 
 
 def _plain(format: WeightFormat) -> WeightFormat:
-    """The format whose scales are found first: without scales of channels."""
+    """The format whose scales are found first: without scales of channels and factors."""
+    if format.has_factors:
+        return replace(format, scale="fp32")
     return replace(format, scale="bf16") if format.has_channels else format
 
 
@@ -167,6 +169,42 @@ def _channels(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
         top /= format.element_rule.largest_value
     largest = scales.abs().amax(1)
     return torch.where(largest > 0, largest / top, 1.0)
+
+
+_LARGEST_BYTE = 63
+"""Largest scale or zero point beside factors: GGUF's Q4_K has six bits for each."""
+
+
+def _factors(scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat, k: int) -> torch.Tensor:
+    """Factors fp16 (n, superblocks, 2) beside which scales >= 0 and zero points <= 0 (n, groups) use their range."""
+    together = format.scale_rule.factor_columns // format.group_size
+    padding = format.superblocks(k) * together - scales.shape[1]
+    sizes = torch.nn.functional.pad(torch.stack((scales, -zeros), dim=-1), (0, 0, 0, padding))
+    largest = sizes.unflatten(1, (-1, together)).amax(2) / _LARGEST_BYTE
+    return (largest * torch.tensor([1.0, -1.0], device=scales.device)).half()
+
+
+class _TwoLevels(NamedTuple):
+    """Bytes of scales and zero points, in float32, and codes beside them and their factors."""
+
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    codes: torch.Tensor
+    values: torch.Tensor
+    """The weights (n, groups, length) that these stand for."""
+
+
+def _two_levels(
+    w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, factors: torch.Tensor, format: WeightFormat
+) -> _TwoLevels:
+    """Round weights beside factors, with scales and zero points next to those that were found without factors."""
+    together = format.scale_rule.factor_columns // format.group_size
+    spread = factors.float().repeat_interleave(together, dim=1)[:, : scales.shape[1]]
+    sizes = torch.stack((scales, zeros), dim=-1)
+    levels = (sizes / torch.where(spread == 0, torch.ones_like(spread), spread)).round().clamp(0, _LARGEST_BYTE)
+    s, z = (levels * spread)[:, :, None].unbind(-1)
+    codes = ((w - z) / torch.where(s == 0, torch.ones_like(s), s)).round().clamp(0, 15)
+    return _TwoLevels(levels[..., 0], levels[..., 1], codes, codes * s + z)
 
 
 class _Rounded(NamedTuple):
@@ -195,11 +233,16 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
     is_column = (torch.arange(groups * length, device=w.device) < k).view(groups, length)
     low, high = w.amin(-1), w.amax(-1)
     channels: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
     def rounded(shrink: float, again: bool) -> _Rounded:
         """again: choose the codes by the stored scale, where that is not the one of the plain format."""
-        nonlocal channels
+        nonlocal channels, factors
         scales, zeros, codes = _round_groups(w, low * shrink, high * shrink, _plain(format))
+        if format.has_factors:
+            factors = _factors(scales, zeros, format, k) if factors is None else factors
+            scales, zeros, codes, values = _two_levels(w, scales, zeros, factors, format)
+            return _Rounded(((values - w) * is_column).square().sum(-1), scales, zeros, codes)
         effective = scales
         if format.has_channels:
             channels = _channels(scales, format) if channels is None else channels
@@ -220,7 +263,7 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
     codes = best.codes.to(torch.uint8).view(n, -1)[:, :k].contiguous()
     zero_dtype = format.zero_dtype
     zeros = None if zero_dtype is None else best.zeros.to(zero_dtype)
-    return WeightComponents(codes, format.stored_scales(best.scales), zeros, channels)
+    return WeightComponents(codes, format.stored_scales(best.scales), zeros, channels, factors)
 
 
 def _round_groups(

@@ -26,7 +26,7 @@ def random_weight(
 ) -> QuantizedWeight:
     """Return a weight of :func:`random_components`, in the canonical layout."""
     parts = random_components(format, n, k, seed, device=device, signed=signed, least_code=least_code)
-    return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels)
+    return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels, factors=parts.factors)
 
 
 def random_components(
@@ -61,6 +61,14 @@ def random_components(
     largest, channels = weight, None
     if rule.per_channel:
         largest, channels = _E4M3_WEIGHT, uniform(n) * (weight / _E4M3_WEIGHT)
+    if rule.factor_columns:
+        factors = torch.stack([uniform(n, format.superblocks(k)) for _ in range(2)], dim=-1) * (weight / 15 / 63)
+        if signed:
+            factors *= torch.randint(-1, 2, factors.shape, device=device, generator=g)
+        levels = torch.randint(0, 64, (2, *groups), dtype=rule.dtype, device=device, generator=g)
+        return WeightComponents(
+            codes, levels[0], levels[1], None, (factors * torch.tensor([1.0, -7.5], device=device)).half()
+        )
     scales = uniform(*groups) * (largest / element.largest_value)
     if signed and rule.signed:
         scales *= torch.randint(-1, 2, groups, device=device, generator=g)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.core.formats import SMALLEST_GROUP
+from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
+from w4gemm.weights.dequantize import with_factors
 
 if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
@@ -26,9 +27,11 @@ def shard(w: QuantizedWeight, dim: int, index: int, count: int) -> QuantizedWeig
     size = (w.n, w.k)[dim] // count
     elements = slice(index * size, (index + 1) * size)
     columns = slice(0, w.k) if dim == 0 else elements
-    codes, scales, zeros, channels = w.parts()
-    format = replace(w.format, group_size=group_size)
     width = columns.stop - columns.start
+    parts, format = w.parts(), replace(w.format, group_size=group_size, scale=_scale(w.format, width))
+    if w.format.has_factors and not format.has_factors:
+        parts = with_factors(parts, w.format)
+    codes, scales, zeros, channels, factors = parts
     starts = columns.start + torch.arange(format.groups(width), device=w.device) * format.group_length(width)
     groups = starts // w.format.group_length(w.k)  # of w, for each group of the shard
 
@@ -37,11 +40,24 @@ def shard(w: QuantizedWeight, dim: int, index: int, count: int) -> QuantizedWeig
         return view.clone(memory_format=torch.contiguous_format)  # the view would keep the whole weight's memory
 
     part = WeightComponents(cut(codes, columns), cut(scales, groups), None if zeros is None else cut(zeros, groups))
+    if factors is not None:
+        length = format.scale_rule.factor_columns
+        starts = columns.start + torch.arange(format.superblocks(width), device=w.device) * length
+        part = part._replace(factors=cut(factors, starts // w.format.scale_rule.factor_columns))
     if channels is not None:
         part = part._replace(channels=channels[elements].clone() if dim == 0 else channels)
     n, k = part.codes.shape
     layout = "canonical" if layout_named(w.layout).supports(format) else w.layout
     return replace(w, format=format, n=n, k=k, layout=layout, tensors=layout_named(layout).pack(part, format))
+
+
+def _scale(format: WeightFormat, width: int) -> str:
+    """Name of the scale rule of parts of so many columns: the format's own; of scales with factors the one of smaller
+    superblocks, or float32 where there is none, which holds their products."""
+    columns = math.gcd(format.scale_rule.factor_columns, width)
+    if not format.has_factors or columns == format.scale_rule.factor_columns:
+        return format.scale
+    return next((rule.name for rule in SCALES.values() if rule.factor_columns == columns), "fp32")
 
 
 def _group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:

@@ -86,6 +86,7 @@ class QuantizedWeight:
         zeros: torch.Tensor | None = None,
         g_idx: torch.Tensor | None = None,
         channels: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> QuantizedWeight:
         """Return a weight in the canonical layout from its numbers.
 
@@ -97,12 +98,13 @@ class QuantizedWeight:
             g_idx: integers (k,), the group of each column, as GPTQ with desc_act stores it; None if column j is in
                 group j // g. Groups are full, but for the last one.
             channels: float32 (n,), the scale of each output channel; None for a format without.
+            factors: fp16 (n, superblocks, 2), the factors of scales and of zero points; None for a format without.
 
         Raises:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
                 weights would not be finite, in fp16 or beyond 2**31, are refused.
         """
-        return weight_make.from_codes(cls, WeightFormat.of(format), codes, scales, zeros, g_idx, channels)
+        return weight_make.from_codes(cls, WeightFormat.of(format), codes, scales, zeros, g_idx, channels, factors)
 
     @classmethod
     def interleave(cls, gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
@@ -160,7 +162,7 @@ class QuantizedWeight:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def parts(self) -> WeightComponents:
-        """Unpack codes uint8 (n, k), scales (n, groups), zero points and channel scales from any layout.
+        """Unpack codes uint8 (n, k), scales (n, groups), zero points, channel scales and factors from any layout.
 
         Columns are in packed order: packed column j is in group j // format.group_length(k) and, if ``perm`` is set, is
         column perm[j] of w. If ``experts`` > 0, each tensor has a leading dimension (experts).
@@ -222,8 +224,8 @@ class QuantizedWeight:
         return weight_shard.shard(self, dim, index, count)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return ``codes``, ``scales``, ``zeros``, ``channels`` and ``perm``, those that there are, of a weight in the
-        canonical layout."""
+        """Return ``codes``, ``scales``, ``zeros``, ``channels``, ``factors`` and ``perm``, those that there are, of a
+        weight in the canonical layout."""
         assert self.layout == "canonical"
         perm = {} if self.perm is None else {"perm": self.perm}
         return dict(zip(self.format.part_names, self.tensors, strict=True)) | perm

@@ -130,7 +130,7 @@ def packed(numbers: Numbers, activations: str | None = None) -> QuantizedWeight:
 
     def rows(start: int, stop: int) -> WeightComponents:
         found = numbers.rows(start, stop)
-        check_range(format, found.scales, found.zeros, found.channels)
+        check_range(format, *found[1:])
         return found if perm is None else found._replace(codes=found.codes[:, perm])
 
     dtype = torch.float8_e4m3fn if activations == "fp8" else None

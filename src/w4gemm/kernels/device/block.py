@@ -28,3 +28,11 @@ class BlockReader:
         block = self.block
         at = address + (strip * (STRIP_N // 2) + pair + block.run(group)) * block.pair_bytes
         return load_shared(at, block.words_per_scale)
+
+    def factors(self, address: Int32, strip: int = 0, pair: Int32 | int = 0) -> tuple[Int32, ...]:
+        """The words of factors, of scales and of zero points, or none. address, pair: as for :meth:`scales`."""
+        block = self.block
+        if not block.factors:
+            return ()
+        at = address + block.group_bytes + (strip * (STRIP_N // 2) + pair) * block.pair_bytes
+        return load_shared(at, block.words_per_scale)

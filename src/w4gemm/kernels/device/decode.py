@@ -84,8 +84,9 @@ class Decoder:
             return fma_pair("f16", biased, _twice("f16", 1 / 16), offset)
         return self._pairwise("add", biased, offset)
 
-    def scales_and_zeros(self, words: tuple[Int32, ...]) -> tuple[tuple[Float32, Float32 | None], ...]:
-        """For rows g and g + 8, in float32: the scale, and the float zero point if there is one."""
+    def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, Float32 | None], ...]:
+        """For rows g and g + 8, in float32: the scale, and the float zero point if there is one. field: which of the
+        groups that share the words."""
         rows = []
         for high in (False, True):
             zero = half_to_float(self.scale_kind, words[1], high) if self.zero == "float" else None

@@ -48,7 +48,7 @@ class CodebookDecoder(Decoder):
         """No offsets: what is found are the numbers themselves."""
         return None, None
 
-    def scales_and_zeros(self, words: tuple[Int32, ...]) -> tuple[tuple[Float32, None], ...]:
+    def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, None], ...]:
         if self.scale_kind == "f32":
             return tuple((to_float("f32", word), None) for word in words)
         return tuple((half_to_float(self.scale_kind, words[0], high), None) for high in (False, True))
@@ -90,9 +90,9 @@ class IntegerDecoder(CodebookDecoder):
     def sum_scale(self) -> float:  # type: ignore[override]
         return _SUM_SCALE if self._in_one_fma else 1.0
 
-    def scales_and_zeros(self, words: tuple[Int32, ...]) -> tuple[tuple[Float32, None], ...]:
+    def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, None], ...]:
         """Factors of what :meth:`decode_exact` gives."""
-        found = super().scales_and_zeros(words)
+        found = super().scales_and_zeros(words, field)
         return tuple((scale * Float32(_UNIT), None) for scale, _ in found) if self.kind == "bf16" else found
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[Any, ...]:

@@ -9,12 +9,15 @@ from w4gemm.kernels.device.decode_codebook import CodebookDecoder, IntegerDecode
 from w4gemm.kernels.device.decode_e2m1 import E2m1Decoder
 from w4gemm.kernels.device.decode_e2m1_fp8 import E2m1Fp8Decoder
 from w4gemm.kernels.device.decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
+from w4gemm.kernels.device.decode_wide import TwoLevelDecoder, WideDecoder
 from w4gemm.packing.codecs import (
     E2M1_MMA8,
     INT4_MMA8,
     INT4_MMA8_FOLDED,
     INT4_MMA8_ZEROS,
     INT4_MMA16,
+    INT4_TWO_LEVELS_MMA16,
+    INT4_WIDE_MMA16,
     MXFP4_MMA16,
     NVFP4_MMA16,
     CodebookCodec,
@@ -54,12 +57,18 @@ def _e2m1(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> Decod
     return E2m1Decoder(weight.kind, weight.scale, weight.zero, only_fma, allow_sum_scale)
 
 
+def _wide(decoder: type[WideDecoder]) -> Callable[[WeightOperand, bool, bool], WideDecoder]:
+    return lambda weight, only_fma, allow: decoder(weight.kind, weight.scale, weight.zero, only_fma, allow)
+
+
 def _fp8(decoder: type[Fp8Decoder]) -> Callable[[WeightOperand, bool, bool], Fp8Decoder]:
     return lambda weight, only_fma, allow_sum_scale: decoder(weight.scale)
 
 
 _DECODERS: dict[Codec, Callable[[WeightOperand, bool, bool], AnyDecoder]] = {
     INT4_MMA16: _int4_mma16,
+    INT4_WIDE_MMA16: _wide(WideDecoder),
+    INT4_TWO_LEVELS_MMA16: _wide(TwoLevelDecoder),
     MXFP4_MMA16: _e2m1,
     NVFP4_MMA16: _e2m1,
     INT4_MMA8: _fp8(Fp8Decoder),

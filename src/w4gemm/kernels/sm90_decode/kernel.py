@@ -403,7 +403,8 @@ class Decode:
             words.append(halves[0] + halves[1])
 
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
-            return self.reader.scales(address + variant.stage_block.code_bytes, g, atom, lane // 4)
+            scales = address + variant.stage_block.code_bytes
+            return self.reader.scales(scales, g, atom, lane // 4) + self.reader.factors(scales, atom, lane // 4)
 
         if not variant.scales_in_registers:
             return words, load_scale
@@ -453,7 +454,7 @@ class Decode:
                     a = self.decoder.decode_exact(words[atom][step], offsets)
                     for tb in range(variant.token_blocks):
                         sums[tb] = mma_sync(variant.kind, sums[tb], a, x_fragments[tb][step])
-                values = self.decoder.scales_and_zeros(scale_words)
+                values = self.decoder.scales_and_zeros(scale_words, g % variant.block.groups_per_word)
                 for tb in range(variant.token_blocks):
                     for i in range(4):
                         scale, zero = values[i // 2]

@@ -116,6 +116,10 @@ def _large(v: Variant) -> bool:
     return (c.tile_m, c.schedule) == (128, "pingpong") or (c.tile_m, c.tile_n) == (256, 128)
 
 
+def _decodes_by_floats(v: Variant) -> bool:
+    return v.weight.block.factors or v.weight.block.scale_bits == 32
+
+
 def _decodes_floats(v: Variant) -> bool:
     return v.weight.codec.element == "e2m1"
 
@@ -184,6 +188,11 @@ SPACE = Space(
                 )
             ),
             of_epilogue=True,
+        ),
+        Rule(
+            "wide scales and pingpong",
+            "weights that are products in float32 take registers: two CTAs of 128 tokens would spill",
+            lambda v: _decodes_by_floats(v) and (v.config.tile_m, v.config.schedule) == (128, "pingpong"),
         ),
         GROUPED_RESIDUAL,
         Rule(

@@ -12,12 +12,20 @@ from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Fragment
 from w4gemm.packing.codecs.codebook import CODEBOOKS, CodebookCodec, codec_of_codebook
 from w4gemm.packing.codecs.e2m1_mma8 import E2M1_MMA8, EXACT_BINADES
 from w4gemm.packing.codecs.e2m1_mma16 import E2M1_MMA16, MXFP4_MMA16, NVFP4_MMA16
-from w4gemm.packing.codecs.int4 import INT4, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INT4_MMA16
+from w4gemm.packing.codecs.int4 import (
+    INT4,
+    INT4_MMA8,
+    INT4_MMA8_FOLDED,
+    INT4_MMA8_ZEROS,
+    INT4_MMA16,
+    INT4_TWO_LEVELS_MMA16,
+    INT4_WIDE_MMA16,
+)
 
 CODECS: tuple[Codec, ...] = (*INT4, *CODEBOOKS, *E2M1_MMA16, E2M1_MMA8)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
-_SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32"}
+_SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8"}
 
 
 def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
@@ -38,6 +46,8 @@ def refusal(format: WeightFormat, fragment: Fragment) -> str:
         return ""
     if fragment is MMA16 and format.scales_in_weights:
         return f"{format.scale} scales are rounded into weights for fp8 activations, the mma8 layout"
+    if fragment is MMA16 and format.scale == "fp32" and format.zero == "int":
+        return "beside float32 scales zero points are float32 too: -s * z, which is exact for scales of 20 bits"
     if fragment is MMA8 and format.zero == "float":
         return (
             "float zero points are not multiples of the scale, so e4m3 cannot hold u - z; 16-bit activations take them "
@@ -100,6 +110,8 @@ __all__ = [
     "INT4_MMA8_FOLDED",
     "INT4_MMA8_ZEROS",
     "INT4_MMA16",
+    "INT4_TWO_LEVELS_MMA16",
+    "INT4_WIDE_MMA16",
     "MMA8",
     "MMA16",
     "MXFP4_MMA16",

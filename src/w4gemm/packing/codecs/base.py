@@ -160,11 +160,8 @@ class Codec:
         return channels
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """int16, of float32 scales int32: the bits of scales, as they are stored."""
-        scales = scales.contiguous()
-        if scales.dtype.itemsize == 2:
-            return scales.view(torch.int16)
-        return scales.view(torch.uint8).short() * self.scale_step
+        """The bits of scales, as they are stored: int16, of 32 bits int32."""
+        return _bits_of(scales) * self.scale_step
 
     def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
         """The inverse of :meth:`stored_scales`. channels: what :meth:`stored_channels` gave."""
@@ -173,13 +170,23 @@ class Codec:
         return (fields // self.scale_step).to(torch.uint8).view(format.scale_dtype)
 
     def stored_zeros(self, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        """int16: zero points, as they are stored."""
+        """Zero points, as they are stored, in as many bits as scales."""
         if self.zero_step:
             return zeros.short() * self.zero_step
-        return zeros.to(format.scale_dtype).view(torch.int16)
+        return _bits_of(zeros.to(format.scale_dtype))
 
     def zeros_from(self, fields: torch.Tensor, format: WeightFormat) -> torch.Tensor:
         """The inverse of :meth:`stored_zeros`."""
         if self.zero_step:
             return (fields // self.zero_step).to(torch.uint8)
+        if format.scale_dtype.itemsize == 1:
+            return fields.to(torch.uint8)
         return fields.view(format.scale_dtype).to(format.zero_dtype)
+
+
+def _bits_of(numbers: torch.Tensor) -> torch.Tensor:
+    """The bits of numbers as int16, of 32 bits as int32."""
+    numbers = numbers.contiguous()
+    if numbers.dtype.itemsize == 1:
+        return numbers.view(torch.uint8).short()
+    return numbers.view(torch.int16 if numbers.dtype.itemsize == 2 else torch.int32)

@@ -14,6 +14,14 @@ INT4_MMA16 = Codec("int4_mma16", MMA16, "int4", ("bf16", "fp16"), ("none", "int"
 """Eight nibbles: bits 4 * (row8 + 2 * col8) of the low halfword hold a register's first element, of the high halfword
 its second. A zero point is stored as a number of the scale dtype, in which 0..15 are exact."""
 
+INT4_WIDE_MMA16 = Codec("int4_wide_mma16", MMA16, "int4", ("fp32",), ("none", "float"), _CODES, _NIBBLES, scale_bits=32)
+"""The same codes beside float32 scales and zero points."""
+
+INT4_TWO_LEVELS_MMA16 = Codec(
+    "int4_two_levels_mma16", MMA16, "int4", ("u8x256", "u8x128"), ("float",), _CODES, _NIBBLES, scale_bits=8
+)
+"""The same codes beside scales and zero points of a byte, with factors."""
+
 INT4_MMA8 = Codec(
     "int4_mma8",
     MMA8,
@@ -57,4 +65,4 @@ INT4_MMA8_FOLDED = Codec(
 """A nibble is an index into a row of 16 bytes, one row for each e4m3 scale: the low two bits of u, True if v >= 0, True
 if -4 <= v < 4."""
 
-INT4 = (INT4_MMA16, INT4_MMA8, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED)
+INT4 = (INT4_MMA16, INT4_WIDE_MMA16, INT4_TWO_LEVELS_MMA16, INT4_MMA8, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED)

@@ -21,13 +21,15 @@ class WeightComponents(NamedTuple):
     """``format.zero_dtype`` (n, groups), or None for a format without zero points."""
     channels: torch.Tensor | None = None
     """float32 (n), or None for a format without scales of output channels."""
+    factors: torch.Tensor | None = None
+    """fp16 (n, superblocks, 2), of scales and of zero points, or None for a format without."""
 
     @classmethod
     def of(cls, parts: Iterable[torch.Tensor | None]) -> WeightComponents:
         """From all of them in order."""
-        codes, scales, zeros, channels = parts
+        codes, scales, *others = parts
         assert codes is not None and scales is not None
-        return cls(codes, scales, zeros, channels)
+        return cls(codes, scales, *others)
 
 
 class PackLayout(Protocol):

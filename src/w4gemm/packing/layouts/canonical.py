@@ -1,7 +1,7 @@
 """The canonical layout: what is saved, sharded and converted. Plain row-major, two codes a byte.
 
 codes uint8 (n, ceil(k / 2)), the even column in the low nibble; scales (n, groups); zeros (n, groups) if any; channels
-float32 (n) if any.
+float32 (n) if any; factors fp16 (n, superblocks, 2) if any.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class CanonicalLayout:
             shapes.append((format.zero_dtype, groups))
         if format.has_channels:
             shapes.append((torch.float32, (n,)))
+        if format.has_factors:
+            shapes.append((torch.float16, (n, format.superblocks(k), 2)))
         return tuple(shapes)
 
     def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:

@@ -29,7 +29,7 @@ class CpuLayout:
         if format.has_channels:
             return "it has no place for scales of output channels; the canonical layout has"
         if format.scale_dtype.itemsize < 2:
-            return "it holds 16-bit scales; the canonical layout holds these"
+            return "it holds scales of 16 and 32 bits; the canonical layout holds these"
         counts = format.element_rule.counts
         return "" if counts else f"its sums of codes are of counting codes, {format.element} has others"
 

@@ -24,6 +24,8 @@ have the code of 0, and need activations of 0 there.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from w4gemm.core.formats import WeightFormat
@@ -69,8 +71,12 @@ class MmaLayout:
         fields = [codec.stored_scales(parts.scales)]
         if parts.zeros is not None:
             fields.append(codec.stored_zeros(parts.zeros, format))
-        words = [w for s in fields for w in _scale_words(s, block, format, k, shape[0], shape[1])]
-        blocks[:, :, CODE_WORDS:] = torch.stack(words, dim=-1).flatten(2)
+        columns = _Columns(block, format.group_length(k), k)
+        scales = _scale_words(fields, columns, shape[0], shape[1])
+        if parts.factors is not None:
+            fields = [t.contiguous().view(torch.int16) for t in parts.factors.unbind(-1)]
+            scales = torch.cat((scales, _scale_words(fields, columns.of_factors(format), shape[0], shape[1])), dim=2)
+        blocks[:, :, CODE_WORDS:] = scales
         channels = codec.stored_channels(parts.scales, parts.channels)
         return (blocks,) if channels is None else (blocks, channels.contiguous())
 
@@ -78,46 +84,68 @@ class MmaLayout:
         blocks, channels = tensors[0], tensors[1] if len(tensors) > 1 else None
         codec, block = self.codec(format), self.codec(format).block(format)
         codes = codec.codes_of(blocks[:, :, :CODE_WORDS])[:n, :k].contiguous()
-        words = blocks[:, :, CODE_WORDS:].unflatten(2, (-1, block.words_per_scale))
-        fields = [
-            _from_scale_words(part, block, format, n, k) for part in words.split(max(1, block.scale_bits // 16), -1)
-        ]
+        words, count = blocks[:, :, CODE_WORDS:], block.group_bytes // 4
+        columns = _Columns(block, format.group_length(k), k)
+        fields = _from_scale_words(words[:, :, :count], columns, n)
         zeros = codec.zeros_from(fields[1], format) if format.has_zero else None
         scales = codec.scales_from(fields[0], format, channels)
-        return WeightComponents(codes, scales, zeros, channels if format.has_channels else None)
+        factors = None
+        if format.has_factors:
+            found = _from_scale_words(words[:, :, count:], columns.of_factors(format), n)
+            factors = torch.stack([t.view(torch.float16) for t in found], dim=-1)
+        return WeightComponents(codes, scales, zeros, channels if format.has_channels else None, factors)
 
 
-def _scale_words(
-    fields: torch.Tensor, block: Block, format: WeightFormat, k: int, n_blocks: int, k_blocks: int
-) -> list[torch.Tensor]:
-    """Words (n_blocks, k_blocks, runs * 32) of fields int16 (n, groups); two of them of fields int32."""
-    step, shared = block.scale_group, block.groups_per_word
-    columns = torch.arange(0, k_blocks * BLOCK_K, step, device=fields.device)
-    source = (columns // format.group_length(k)).clamp(max=fields.shape[1] - 1)
-    expanded = torch.where(columns < k, fields[:, source], 0)  # a step wholly past k gets 0
-    expanded = torch.nn.functional.pad(expanded, (0, 0, 0, n_blocks * BLOCK_N - fields.shape[0]))
-    bits = expanded.int() & block.field_mask
-    bits = bits.view(n_blocks * BLOCK_N, k_blocks, block.groups)
-    bits = torch.nn.functional.pad(bits, (0, block.runs * shared - block.groups))
-    bits = bits.view(n_blocks, 4, 2, 8, k_blocks, block.runs, shared)  # nb strip row8 g kb run group
-    words = [torch.zeros(n_blocks, 4, 8, k_blocks, block.runs, dtype=torch.int32, device=fields.device)]
-    words += [torch.zeros_like(words[0])] if block.scale_bits == 32 else []
-    for row8 in range(2):
-        for group in range(shared):
-            at = row8 * max(16, block.scale_bits) + group * block.scale_bits
-            words[at // 32] |= bits[:, :, row8, ..., group] << at % 32
-    return [w.permute(0, 3, 4, 1, 2).reshape(n_blocks, k_blocks, -1) for w in words]
+class _Columns(NamedTuple):
+    """The columns of a weight that share what a scale word holds."""
+
+    block: Block
+    length: int
+    """Columns that share a scale."""
+    k: int
+
+    def of_factors(self, format: WeightFormat) -> _Columns:
+        """The same of factors."""
+        return _Columns(Block(has_zero=True), format.scale_rule.factor_columns, self.k)
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row."""
+        return -(-self.k // self.length)
 
 
-def _from_scale_words(words: torch.Tensor, block: Block, format: WeightFormat, n: int, k: int) -> torch.Tensor:
-    """The inverse of :func:`_scale_words`: (n, groups). words: (n_blocks, k_blocks, runs * 32, 1 or 2)."""
-    n_blocks, k_blocks = words.shape[:2]
+def _scale_words(fields: list[torch.Tensor], columns: _Columns, n_blocks: int, k_blocks: int) -> torch.Tensor:
+    """Words (n_blocks, k_blocks, all scale words) of fields (n, groups), of scales and, if there are any, zero points:
+    int16, or int32 if they have 32 bits."""
+    block, shared = columns.block, columns.block.groups_per_word
+    first = torch.arange(0, k_blocks * BLOCK_K, block.scale_group, device=fields[0].device)
+    source = (first // columns.length).clamp(max=fields[0].shape[1] - 1)
+    words: list[torch.Tensor] = []
+    for field in fields:
+        expanded = torch.where(first < columns.k, field[:, source], 0)  # a step wholly past k gets 0
+        expanded = torch.nn.functional.pad(expanded, (0, 0, 0, n_blocks * BLOCK_N - field.shape[0]))
+        bits = expanded.int() & block.field_mask
+        bits = bits.view(n_blocks * BLOCK_N, k_blocks, block.groups)
+        bits = torch.nn.functional.pad(bits, (0, block.runs * shared - block.groups))
+        bits = bits.view(n_blocks, 4, 2, 8, k_blocks, block.runs, shared)  # nb strip row8 g kb run group
+        shifts = block.scale_bits * torch.arange(shared, dtype=torch.int32, device=bits.device)
+        rows = (bits << shifts).sum(-1, dtype=torch.int32).unbind(2)
+        words += rows if block.scale_bits == 32 else [rows[0] | rows[1] << 16]
+    return torch.stack(words, dim=-1).permute(0, 3, 4, 1, 2, 5).reshape(n_blocks, k_blocks, -1)
+
+
+def _from_scale_words(words: torch.Tensor, columns: _Columns, n: int) -> list[torch.Tensor]:
+    """The inverse of :func:`_scale_words`."""
+    block, (n_blocks, k_blocks) = columns.block, words.shape[:2]
     words = words.reshape(n_blocks, k_blocks, block.runs, 4, 8, -1).permute(5, 0, 3, 4, 1, 2)  # word nb strip g kb run
-    rows = []
-    for row8 in range(2):
-        places = [row8 * max(16, block.scale_bits) + i * block.scale_bits for i in range(block.groups_per_word)]
-        rows.append(torch.stack([(words[at // 32] >> at % 32) & block.field_mask for at in places], dim=-1))
-    bits = torch.stack(rows, dim=2)  # nb strip row8 g kb run group
-    bits = bits.reshape(n_blocks * BLOCK_N, k_blocks, -1)[:, :, : block.groups].flatten(1)
-    first = torch.arange(format.groups(k), device=words.device) * (format.group_length(k) // block.scale_group)
-    return bits[:n, first].to(torch.int32 if block.scale_bits == 32 else torch.int16).contiguous()
+    wide = block.scale_bits == 32
+    fields = []
+    for pair in words.split(2) if wide else words.split(1):
+        rows = [pair[0], pair[1]] if wide else [pair[0], pair[0] >> 16]
+        shifts = [block.scale_bits * group for group in range(block.groups_per_word)]
+        bits = [torch.stack([(row >> shift) & block.field_mask for shift in shifts], dim=-1) for row in rows]
+        found = torch.stack(bits, dim=2).reshape(n_blocks * BLOCK_N, k_blocks, -1)  # nb strip row8 g kb run group
+        found = found[:, :, : block.groups].flatten(1)
+        first = torch.arange(columns.groups, device=words.device) * (columns.length // block.scale_group)
+        fields.append(found[:n, first].to(torch.int32 if wide else torch.int16).contiguous())
+    return fields

@@ -98,7 +98,8 @@ class Mainloop:
     @property
     def packed_words(self) -> int:
         """Words of a packed block that a thread holds."""
-        return self.code_words + self.runs * self.variant.block.words_per_scale
+        runs = self.runs + self.variant.block.factors
+        return self.code_words + runs * self.variant.block.words_per_scale
 
     def x_operands(self, mma: cute.TiledMma, thr: Any, s_x: cute.Tensor) -> list[cute.Tensor]:
         """x as operand B, by range of tokens."""
@@ -310,6 +311,7 @@ class Mainloop:
         for run in range(self.runs):
             first = variant.stage_block.scales_at(run * variant.block.groups_per_word)
             words += self.reader.scales(address + first + pair_offset)
+        words += self.reader.factors(address + variant.stage_block.code_bytes + pair_offset)
         for i, word in enumerate(words):
             packed[i] = word
 
@@ -325,7 +327,8 @@ class Mainloop:
             if step == 0 or column == 0:
                 run, field = divmod(group, self.variant.block.groups_per_word)
                 first = self.code_words + run * width
-                prepared = self.decoder.prepare(tuple(packed[first + i] for i in range(width)), decode_lut, field)
+                indices = [*range(first, first + width), *range(self.code_words + self.runs * width, self.packed_words)]
+                prepared = self.decoder.prepare(tuple(packed[i] for i in indices), decode_lut, field)
             first = (chunk * 4 + step) * words
             values = self.decoder.decode(tuple(packed[first + i] for i in range(words)), prepared)
             for r, value in enumerate(values):

@@ -1,0 +1,156 @@
+"""Scales of more than 16 bits: GGUF's Q4_K, of two levels, and float32 ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ptx_interpreter import run_ptx
+from test_layouts import assert_same, random_parts
+from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
+from w4gemm.packing.codecs import MMA16, codec_for
+from w4gemm.weights.dequantize import with_factors
+from w4gemm.weights.random import random_components
+
+Q4_K = WeightFormat.parse("q4_k")
+
+
+def test_formula():
+    """(f * s) * u + g * z, rounded to float32 once; both products are exact."""
+    parts = random_parts(Q4_K, 16, 1000)
+    w = QuantizedWeight.from_codes(Q4_K, *parts[:3], factors=parts.factors)
+    of_group = torch.arange(1000) // 32
+    f, g = (factor.double()[:, torch.arange(1000) // 256] for factor in parts.factors.unbind(-1))
+    exact = f * parts.scales[:, of_group] * parts.codes + g * parts.zeros[:, of_group]
+    assert torch.equal(w.dequantize(), exact.float())
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(w.dequantize(dtype), exact.float().to(dtype))
+    assert (w.nbytes * 8 / (16 * 1000)) == pytest.approx(4 + 16 / 32 + 32 / 256, rel=0.01)
+
+
+def test_quantize_file_shards_and_experts(tmp_path):
+    dense = torch.randn(48, 1024, generator=torch.Generator().manual_seed(0))
+    w, searched = quantize(dense, "q4_k"), quantize(dense, "q4_k", search=True)
+    errors = [((q.dequantize() - dense).norm() / dense.norm()).item() for q in (w, searched)]
+    one_level = (quantize(dense, "int4_g32_zfloat_fp16").dequantize() - dense).norm() / dense.norm()
+    assert errors[1] < errors[0] < 1.005 * one_level
+    assert int(w.parts().scales.max()) <= 63 and int(w.parts().zeros.max()) <= 63, "as GGUF stores them"
+    w.save(tmp_path / "w.safetensors")
+    assert_same(QuantizedWeight.load(tmp_path / "w.safetensors").parts(), w.parts())
+    formats = {2: "int4_g32_zfloat_u8x256", 8: "int4_g32_zfloat_u8x128", 32: "int4_g32_zfloat_fp32"}
+    for layout in ("canonical", "mma16"):
+        for count, format in formats.items():
+            shards = [w.repack(layout).shard(1, i, count) for i in range(count)]
+            assert {str(shard.format) for shard in shards} == {format}
+            assert torch.equal(torch.cat([shard.dequantize() for shard in shards], dim=1), w.dequantize())
+        assert torch.equal(w.repack(layout).shard(0, 1, 3).dequantize(), w.dequantize()[16:32])
+    assert torch.equal(QuantizedWeight.interleave(w, searched).dequantize()[1::2], searched.dequantize())
+    experts = QuantizedWeight.stack([w, searched]).repack()
+    d = grouped_linear(torch.eye(1024).repeat(2, 1), experts, torch.tensor([0, 1024, 2048], dtype=torch.int32))
+    assert torch.equal(d[1024:].T, searched.dequantize())
+
+
+@pytest.mark.parametrize("k", [32, 100, 1024])
+def test_a_short_last_superblock(k):
+    dense = torch.randn(5, k, generator=torch.Generator().manual_seed(0))
+    w = quantize(dense, "q4_k", search=True)
+    assert (w.dequantize() - dense).norm() < 0.1 * dense.norm()
+    assert_same(w.repack("mma16").parts(), w.parts())
+    assert torch.equal(linear(torch.eye(k), w.repack()).T, w.dequantize())
+
+
+def test_zeros_and_one_sign():
+    dense = torch.rand(4, 512) + 1
+    dense[1], dense[2, :300] = -dense[1], 0
+    w = quantize(dense, "q4_k")
+    assert (w.dequantize() - dense).abs().max() < 0.2 and not w.dequantize()[2, :256].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda p: p._replace(factors=None), r"factors: int4_g32_zfloat_u8x256 wants torch.float16 \(4, 2, 2\), got"),
+        (lambda p: p._replace(factors=p.factors[:, :1]), r"factors: wanted shape \(4, 2, 2\), got \(4, 1, 2\)"),
+        (lambda p: p._replace(factors=p.factors * torch.nan), "the weights of 48 groups would not be finite"),
+        (lambda p: p._replace(factors=p.factors.float()), "factors: wanted torch.float16, got torch.float32"),
+    ],
+)
+def test_refusals(given, message):
+    parts = given(random_parts(Q4_K, 4, 384))
+    with pytest.raises((TypeError, ValueError), match=message):
+        QuantizedWeight.from_codes(Q4_K, *parts[:3], factors=parts.factors)
+
+
+def test_formats_that_are_refused():
+    for group, zero in ((96, "float"), (-1, "float"), (32, "none"), (32, "int")):
+        with pytest.raises(ValueError, match="u8x256 has factors of 256 columns.*wanted zero 'float' and a group_size"):
+            WeightFormat(group, zero, "u8x256")
+
+
+def test_float32_scales_of_too_many_bits():
+    format = WeightFormat(32, "float", "fp32")
+    parts = random_parts(format, 4, 64)
+    w = QuantizedWeight.from_codes(format, *parts[:3])
+    assert torch.equal(w.dequantize(), (parts.codes.double() * wide(parts.scales) + wide(parts.zeros)).float())
+    with pytest.raises(ValueError, match="scales: wanted at most 20 significant bits.*got 0.1000000.* row 0, group 1"):
+        QuantizedWeight.from_codes(format, parts.codes, torch.tensor([[0.5, 0.1]] * 4), parts.zeros)
+
+
+def wide(t: torch.Tensor) -> torch.Tensor:
+    return t.double().repeat_interleave(32, dim=1)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "int4_g32_zfloat_fp32", "int4_g32_fp32"])
+@pytest.mark.parametrize("kind, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)])
+@pytest.mark.parametrize("sum_scale", [True, False])
+def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
+    """The decoders' instructions, run here on words of a packed block, give the dequantized weight."""
+    decode_wide = pytest.importorskip("w4gemm.kernels.device.decode_wide")
+    interpret(monkeypatch, decode_wide)
+    format = WeightFormat.parse(name)
+    decoder_type = decode_wide.TwoLevelDecoder if format.has_factors else decode_wide.WideDecoder
+    decoder = decoder_type(kind, "", format.zero, allow_sum_scale=sum_scale)
+    parts = random_components(format, 64, 128, signed=True)
+    w = QuantizedWeight.from_codes(format, *parts[:3], factors=parts.factors).repack("mma16")
+    block, words = codec_for(format, MMA16).block(format), w.tensors[0][0, 0]
+    wanted = MMA16.split(torch.arange(64 * 128).view(64, 128))[0, 0]
+    scales = with_factors(parts, format)
+    for i in range(0, 1024, 37):
+        row, column = divmod(int(wanted[i, 0]), 128)
+        group = column // 32
+        at = block.scales_at(group) // 4 + (row // 16 * 8 + row % 8) * block.words_per_scale
+        found = list(range(at, at + block.words_per_scale))
+        if block.factors:
+            at = block.factors_at // 4 + (row // 16 * 8 + row % 8) * block.words_per_scale
+            found += range(at, at + block.words_per_scale)
+        given = tuple(int(words[j]) & 0xFFFFFFFF for j in found)
+        field = group % block.groups_per_word
+        values = decoder.scales_and_zeros(given, field)
+        for row8 in range(2):
+            assert values[row8][0] == scales.scales[row + 8 * row8, group]
+        registers = decoder.decode((int(words[i]) & 0xFFFFFFFF,), decoder.prepare(given, None, field))
+        got = torch.tensor(registers, dtype=torch.float64) * decoder.sum_scale  # register, element
+        elements = wanted[i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)  # element col8 row8
+        exact = w.dequantize(dtype).flatten()[elements].double()
+        assert torch.equal(got, exact)
+
+
+def interpret(monkeypatch, module) -> None:
+    """Let a decoder's helpers compute with numpy's float32; two packed numbers are a tuple of float32."""
+
+    def fma(x, y, z):
+        return np.float32(np.float64(x) * np.float64(y) + np.float64(z))  # the product is exact there
+
+    def pack(kind, low, high):
+        rounded = torch.tensor([low, high]).to({"bf16": torch.bfloat16, "f16": torch.float16}[kind])
+        return tuple(rounded.double().tolist())
+
+    monkeypatch.setattr(module, "asm", lambda text, outputs, inputs, **__: run_ptx(text, len(outputs), inputs))
+    monkeypatch.setattr(module, "Float32", np.float32)
+    monkeypatch.setattr(module, "fma", fma)
+    monkeypatch.setattr(module, "to_float", lambda kind, bits: np.uint32(bits).view(np.float32))
+    monkeypatch.setattr(
+        module, "half_to_float", lambda _, w, high: np.float32(np.uint16(w >> 16 * high & 0xFFFF).view(np.float16))
+    )
+    monkeypatch.setattr(module, "pack_half2", pack)
