@@ -29,7 +29,7 @@ def test_the_formulas_are_independent():
     tree = ast.parse(Path(formulas.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert modules == {"__future__", "math", "collections.abc", "typing", "torch"}
+    assert modules == {"__future__", "math", "struct", "collections.abc", "typing", "torch"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=calls.name_of)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fuzz import formulas
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import WeightFormat, codebook
 from w4gemm.packing.layouts import layout_named
 
 FP8 = torch.float8_e4m3fn
 KINDS = ("dense", "dense", "dense", "grouped", "gathered", "masked")
 GROUPS = (32, 64, 96, 128, 160, 256, 512, -1)
-CODEBOOKS = tuple(name for name in formulas.CODEBOOKS if name not in ("int4", "e2m1"))
+CODEBOOKS = ("iq4", "nf4", "any")
 WITH_16_BITS = ("", "", "_zint", "_zint", "_zfloat", "_zfloat", "codebook", "codebook", "e8m0", "e4m3_row")
 """Rules of formats beside x that is not fp8."""
 DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16, FP8), "cuda": (torch.bfloat16, torch.float16, FP8)}
@@ -27,6 +26,7 @@ GATED = ("silu_mul", "silu_mul(limit=3)", "gelu_mul", "gelu_tanh_mul", "swiglu_o
 N = (1, 2, 3, 7, 16, 31, 64, 65, 100, 128, 130, 192, 200, 257, 320, 500, 513, 1000, 2050)
 K = (1, 2, 5, 16, 31, 32, 33, 64, 96, 100, 128, 129, 192, 256, 300, 384, 512, 777, 1024, 1536, 2048, 4100)
 M = (1, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 24, 31, 33, 40, 63, 64, 65, 100, 128, 129, 200, 257, 300, 600)
+NUMBERS = ("exact", "exact", "normal", "normal", "one_hot", "extreme")
 EXPERTS = (1, 2, 3, 5, 8, 17)
 WAYS = {"cpu": ("twice",), "cuda": (*("twice",) * 8, "streams", "graph")}
 LARGEST = {"cpu": 2**22, "cuda": 2**23}
@@ -62,6 +62,11 @@ class Variant:
     @property
     def grouped(self) -> bool:
         return self.kind != "dense"
+
+    @property
+    def has_long_numbers(self) -> bool:
+        """True if no sum of products with the codes' numbers is exact in float32."""
+        return self.format.startswith("codebook") or (self.format.startswith("nf4") and self.dtype == torch.float32)
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def draw(variant_seed: int, weight_seed: int, problem_seed: int, device: str, co
         k=k,
         experts=experts,
         act_order=w.random() < 0.15 and not (variant.grouped or variant.block_scale),
-        numbers=w.choice(("exact", "exact", "normal", "normal", "one_hot", "extreme")),
+        numbers=w.choice(NUMBERS[2:] if variant.has_long_numbers else NUMBERS),
         m=min(m, 65) if n * k > 2**21 else m,
         strides=p.choice(("plain", "plain", "padded", "transposed", "expanded")),
         bad="nan" if variant.dtype == FP8 and not variant.quantized and bad else bad,
@@ -159,9 +164,9 @@ def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     if rule in ("e8m0", "e4m3_row"):
         own = "g32" if rule == "e8m0" else "g16"  # of mxfp4 and nvfp4
         return f"e2m1_{v.choice((own, group))}_{rule}"
-    # sums of NF4's numbers in float32 are not exact
-    books = CODEBOOKS if dtype.itemsize == 2 else ("iq4",)
-    element, rule = (v.choice(books), "") if rule == "codebook" else ("int4", rule)
+    element, rule = (v.choice(CODEBOOKS), "") if rule == "codebook" else ("int4", rule)
+    if element == "any":
+        element = codebook([*(v.uniform(-4, 4) for _ in range(14)), -v.uniform(0.1, 4), v.uniform(0.1, 4)])
     wanted = f"{element}_{group}{rule}"
     if rule == "_e4m3" or (device == "cuda" and not held(f"{wanted}{scale}", dtype)):
         return wanted

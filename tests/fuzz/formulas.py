@@ -6,6 +6,7 @@ A number type is (digits of the significand, exponent of the smallest normal num
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -65,6 +66,17 @@ CODEBOOKS = {
 """Numbers of the codes 0..15 of each element, without a zero point."""
 
 
+def codebook(element: str) -> tuple[float, ...]:
+    """Return the numbers of an element: by its name or, behind "codebook", in hexadecimal bits of float32 or its upper
+    half."""
+    bits = element.removeprefix("codebook")
+    if bits == element:
+        return CODEBOOKS[element]
+    size = len(bits) // 16
+    words = (bits[i : i + size].ljust(8, "0") for i in range(0, len(bits), size))
+    return tuple(struct.unpack(">f", bytes.fromhex(word))[0] for word in words)
+
+
 class Weight(NamedTuple):
     """Exact numbers (n, k) in float64."""
 
@@ -92,7 +104,7 @@ def weight(
     """
     u, s = codes.double(), scales.float().double()[:, group]
     if zero == "none":
-        values = torch.tensor(CODEBOOKS[element], dtype=torch.float64, device=codes.device)
+        values = torch.tensor(codebook(element), dtype=torch.float64, device=codes.device)
         w = s * rounded(values, TYPES[numbers])[codes.int()]
         terms = s.abs() * (u + 8) if element == "int4" else w.abs()
     else:

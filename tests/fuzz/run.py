@@ -86,7 +86,7 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     v = case.variant
     fp8 = "float8 per 128 columns" if v.block_scale else "float8 quantized" if v.quantized else name_of(v.dtype)
     f = w4gemm.WeightFormat.parse(v.format)
-    format = f"{f.element}_{f.scale}" + ("" if f.zero == "none" else f"_z{f.zero}")
+    format = f"{f.element[:8]}_{f.scale}" + ("" if f.zero == "none" else f"_z{f.zero}")
     return [("kinds", f"{v.kind} {fp8}"), ("formats", format), ("ways", case.way), ("numbers", case.numbers)]
 
 
