@@ -20,6 +20,7 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.hugging_face import transformers_errors
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import Progress
 from w4gemm.integrations.transformers.names import of_modules, renaming
 from w4gemm.integrations.transformers.places import AwaitedLinear, Place, listed, reserve, submodule
@@ -68,10 +69,10 @@ def load(
     model, tokenizer = _empty_model(checkpoint, dtype)
     _Filling(model, checkpoint, device, dtype, activations).run(progress)
     describe(model)
-    return model.to(device).eval(), tokenizer
+    return decode_by_graph(model.to(device).eval()), tokenizer
 
 
-class _ParametersOnMeta(TorchFunctionMode):
+class ParametersOnMeta(TorchFunctionMode):
     """``torch.empty``, of which modules make their parameters, allocates nothing; computed buffers are real."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +88,7 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrained
     with transformers_errors(checkpoint.path):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
-        with _ParametersOnMeta():
+        with ParametersOnMeta():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         # with options the config is that of one file, beside which another model's generation config may lie
         if not options and (folder / "generation_config.json").is_file():

@@ -29,6 +29,7 @@ from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.names import check_shapes, of_modules, packed_names, renaming
 from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, listed, reserve
@@ -178,6 +179,7 @@ class W4GemmQuantizer(HfQuantizer):
                 layer.bias = nn.Parameter(bias, requires_grad=False)
         self._checkpoint, self._places = None, {}
         describe(model)
+        decode_by_graph(model)
         return model
 
     def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, QuantizedWeight, torch.Tensor | None]]:

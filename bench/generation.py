@@ -1,0 +1,235 @@
+"""Measure whole models: ``python -m bench.generation --batch 1,64``.
+
+Models of true shapes and random weights are made on the GPU, without a download: with 4-bit linear layers and in bf16.
+Each answers random prompts greedily, in several ways:
+
+    eager     transformers' default
+    compiled  transformers' static cache and torch.compile
+    graph     w4gemm's replay of a captured step of the model's own code
+    fused     the same with a step in fewer kernels, what ``generate`` does by default with 4-bit layers
+
+A row has the tokens per second of the whole call and of decoding alone, which is the difference of two calls, and the
+share of the roofline: the bytes of weights and cache that a step has to read, at the bandwidth that large copies reach.
+Rows of kind "profile" say how long the kernels of one step take, by what they do. Rows go to
+bench/results/generation.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import w4gemm
+from w4gemm import QuantizedWeight, W4Linear, WeightFormat
+from w4gemm.checkpoints.dense import SKIP, linear_layers
+from w4gemm.console.progress import say
+from w4gemm.integrations import decoding
+from w4gemm.integrations.generation import quiet_transformers
+from w4gemm.integrations.transformers.loading import ParametersOnMeta
+from w4gemm.tuning import record
+from w4gemm.tuning.roofline import RATES
+from w4gemm.weights.random import random_weight
+
+RESULTS = Path(__file__).parent / "results/generation.jsonl"
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+WAYS = ("eager", "compiled", "graph", "fused")
+KINDS = (
+    ("attention", ("StepAttention", "fmha", "flash", "attention", "softmax")),
+    ("norms", ("RmsNorm",)),
+    ("gates", ("GateHalves",)),
+    ("4-bit products", ("w4gemm", "sm90_decode", "sm90_mixed")),
+    ("dense products", ("gemm", "gemv", "nvjet", "cublas", "cutlass", "splitK", "dot_kernel")),
+)
+"""Work of a kernel, by a part of its name; the first that fits."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.generation", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(default: %(default)s)")
+    parser.add_argument("--weights", default="int4_g128,bfloat16", help="bfloat16 or a format (default: %(default)s)")
+    parser.add_argument("--batch", default="1,64", help="sequences at once (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--ways", default="eager,graph,fused", help=f"of {', '.join(WAYS)} (default: %(default)s)")
+    parser.add_argument("--names", action="store_true", help="print the kernels of a profile by name")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    quiet_transformers()
+    facts = record.facts()
+    common = {"run": record.run_name(facts), "model": args.model, "prompt": args.prompt, "tokens": args.tokens}
+    for weights in args.weights.split(","):
+        start = time.perf_counter()
+        model = drawn_model(MODELS[args.model], weights)
+        torch.cuda.synchronize()
+        say(f"{args.model} in {weights}: made in {time.perf_counter() - start:.1f} s")
+        for batch, way in itertools.product(map(int, args.batch.split(",")), args.ways.split(",")):
+            row = {"batch": batch, "weights": weights, "way": way}
+            try:
+                rows = [{"kind": "generation", **row, **measured(model, way, batch, args)}]
+                if way in ("graph", "fused"):
+                    rows.append({"kind": "profile", **row, **profile(model, args.names)})
+            except Exception as e:  # a way that fails is a result, not the end of the run
+                say(f"  {weights} {way} batch {batch}: {e!r:.300}")
+                continue
+            record.append(args.out, *(common | r | {"w4gemm": w4gemm.__version__} | facts for r in rows))
+            for r in rows:
+                say(str(r))
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def drawn_model(settings: dict[str, Any], format: str, device: str = "cuda") -> Any:
+    """A model of random weights: in bf16, or with its linear layers in a 4-bit format, but for its head."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**settings)
+    with ParametersOnMeta():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    drawn: dict[tuple[int, int], QuantizedWeight] = {}
+    for name, linear in linear_layers(model, SKIP).items() if format != "bfloat16" else ():
+        n, k = linear.out_features, linear.in_features
+        if (n, k) not in drawn:
+            drawn[n, k] = random_weight(WeightFormat.parse(format), n, k, device=device).repack()
+        w = drawn[n, k]  # the same numbers in memory of each layer's own
+        w = replace(w, tensors=tuple(t.clone() for t in w.tensors))
+        model.set_submodule(name, W4Linear.from_weight(w, dtype=torch.bfloat16))
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                data = torch.empty(p.shape, dtype=p.dtype, device=device)
+                data.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else data.fill_(1)
+                module._parameters[name] = nn.Parameter(data, requires_grad=False)
+    model.to(device).tie_weights()
+    generation = model.generation_config
+    generation.pad_token_id, generation.eos_token_id, generation.bos_token_id = 0, None, None
+    return model
+
+
+def caller(model: Any, way: str, batch: int, prompt: int) -> Callable[[int], torch.Tensor]:
+    """A function that answers random prompts with a number of tokens, in one of the ways."""
+    ids = torch.randint(1, model.config.vocab_size, (batch, prompt), device=model.device)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    if way == "compiled":
+        options["cache_implementation"] = "static"
+    elif way in ("graph", "fused"):
+        decoding.decode_by_graph(model, fuse=way == "fused")
+    else:
+        options["disable_compile"] = True
+    return lambda tokens: model.generate(ids, max_new_tokens=tokens, **options)
+
+
+def measured(model: Any, way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the first call, tokens per second of a warm one, and of decoding alone."""
+    call = caller(model, way, batch, args.prompt)
+    first = seconds(lambda: call(args.tokens))
+    repeats = range(1 if way == "eager" else 3)
+    whole = min(seconds(lambda: call(args.tokens)) for _ in repeats)
+    short = min(seconds(lambda: call(2)) for _ in repeats)
+    step = (whole - short) / (args.tokens - 2)
+    row = {
+        "first_call_s": round(first, 2),
+        "tokens_per_s": round(batch * args.tokens / whole, 1),
+        "decode_tokens_per_s": round(batch / step, 1),
+        "step_us": round(step * 1e6, 1),
+        "two_tokens_ms": round(short * 1e3, 1),
+    }
+    rates = RATES.get(torch.cuda.get_device_name())
+    if rates is not None:
+        row["roofline_share"] = round(
+            step_bytes(model, batch, args.prompt + args.tokens // 2) / rates.bytes / step / 1e6, 3
+        )
+    return row
+
+
+def step_bytes(model: Any, batch: int, length: int) -> int:
+    """Bytes that a step has to read: all weights but the embedding's, and keys and values of ``length`` tokens."""
+    config, embedding = model.config, model.get_input_embeddings().weight
+    dense = sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding)
+    packed = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, W4Linear))
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2
+    return dense + packed + batch * length * cache
+
+
+@torch.inference_mode()
+def profile(model: Any, names: bool) -> dict[str, Any]:
+    """Microseconds of the kernels of one replayed step, by what they do, and of the replay from end to end."""
+    step = decoding._steps[model].step
+    token = torch.ones(step.batch, dtype=torch.int64, device=model.device)
+    step.cache.reset()
+    for counter in (step.position, step.slot, *(layer.cumulative_length for layer in step.cache.layers)):
+        counter.fill_(step.length // 2)
+    for _ in range(3):
+        step(model, token)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(10):
+        step(model, token)
+    end.record()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(3):
+            step(model, token)
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name].append(event.device_time if hasattr(event, "device_time") else event.cuda_time)
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for name, each in times.items():
+        kind = next((kind for kind, parts in KINDS if any(part in name for part in parts)), "rest")
+        kinds[kind][0] += len(each) / 3
+        kinds[kind][1] += sum(each) / 3
+    if names:
+        for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:40]:
+            print(f"  {sum(each) / 3:9.1f} us {len(each) / 3:6.0f} x {name[:150]}")
+    return {
+        "fused_error": step.fused_error,
+        "replay_us": round(start.elapsed_time(end) * 100, 1),
+        "kernels": {kind: {"launches": round(n), "us": round(us, 1)} for kind, (n, us) in kinds.items()},
+    }
+
+
+def seconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

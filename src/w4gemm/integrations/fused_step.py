@@ -1,0 +1,407 @@
+"""A captured step in fewer kernels than the model's own code launches: :func:`fused`.
+
+A decoder layer of Llama launches about 45 kernels for one token, 38 of them small: each takes a microsecond or two in a
+graph, together more than the products with 4-bit weights. While :func:`fused` lasts, the model's modules compute
+
+- q, k and v in one product, gate and up in another: their weights lie one below the other in memory;
+- gate and up's activation in one kernel, a norm in one, what is added behind o and down in their epilogues;
+- rotation, cache and attention of the new token in one kernel (``kernels/step_attention``).
+
+Nothing of it outlasts the step but where the weights lie. Modules are known by the names of their children. Whether all
+this computes the model is not taken on trust: :mod:`w4gemm.integrations.decoding` compares the logits of a first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import nn
+
+from w4gemm.api.nn import W4Linear
+from w4gemm.api.ops import linear
+from w4gemm.core.activation import ACTIVATIONS, parse
+from w4gemm.core.problem import Device
+from w4gemm.kernels import launcher
+from w4gemm.kernels.gate_halves.spec import GatedHalves
+from w4gemm.kernels.rms_norm.spec import RowNorm
+from w4gemm.kernels.step_attention.spec import StepAttentionHelper
+from w4gemm.weights.rows import joined, parts
+from w4gemm.weights.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+_LOG2_E = math.log2(math.e)
+_EVERYTHING = 2**30
+"""A window that no cache fills."""
+
+
+class NotFusable(Exception):
+    """A model's step computes something else than what is fused."""
+
+
+@dataclass
+class Joint:
+    """The product of a few layers that take the same x."""
+
+    layers: Sequence[W4Linear]
+    weight: QuantizedWeight
+    bias: torch.Tensor | None
+    x: torch.Tensor | None = None
+    results: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module]) -> Joint | None:
+        """Return the joint product, having moved the layers' weights to memory that is one weight; None if there is
+        none. The layers stay what they are: their weights are rows of that one."""
+        plain = [m for m in layers if type(m) is W4Linear and m.pre_quant_scale is None and m.activation is None]
+        biases = [layer.bias for layer in plain if layer.bias is not None]
+        if len(plain) < len(layers) or len(biases) not in (0, len(layers)):
+            return None
+        try:
+            weight = joined([layer.weight for layer in plain])
+        except ValueError:
+            return None
+        for layer, w in zip(plain, parts(weight, [layer.weight.n for layer in plain]), strict=True):
+            features = layer.in_features, layer.out_features
+            layer.weight = w
+            layer.in_features, layer.out_features = features
+        return cls(plain, weight, torch.cat([b.detach() for b in biases]) if biases else None)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, batch_invariant=self.layers[0].batch_invariant)
+
+    def result(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The forward of one of the layers: all of them are computed when the first is called."""
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if x is not self.x:
+                self.x, self.results = x, self.product(x).split([layer.weight.n for layer in self.layers], -1)
+            return self.results[index]
+
+        return forward
+
+
+@dataclass
+class Fusion:
+    """The joint products of a model, kept from step to step."""
+
+    attentions: dict[nn.Module, Joint] = field(default_factory=dict)
+    mlps: dict[nn.Module, tuple[Joint, str]] = field(default_factory=dict)
+    norms: tuple[nn.Module, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Fusion:
+        found = cls()
+        norms = []
+        for module in model.modules():
+            children = dict(module.named_children())
+            if children.keys() >= set(_QKV) and (joint := Joint.of([children[name] for name in _QKV])) is not None:
+                found.attentions[module] = joint
+            activation = _activation(module) if children.keys() >= {*_GATE_UP, "down_proj"} else None
+            if activation and (joint := Joint.of([children[name] for name in _GATE_UP])) is not None:
+                found.mlps[module] = joint, activation
+            if _is_rms_norm(module):
+                norms.append(module)
+        found.norms = tuple(norms)
+        return found
+
+
+@dataclass
+class Cached:
+    """Where the new token goes, on the device."""
+
+    cache: Any
+    slot: torch.Tensor
+    """int64 (1,): where it is written, the same for all sequences."""
+    first: torch.Tensor
+    """int32 (batch,): the first slot that a sequence sees."""
+
+
+class _Patches:
+    """Attributes that are replaced until the end of a ``with``."""
+
+    def __init__(self) -> None:
+        self.stack = contextlib.ExitStack()
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        own = vars(owner)
+        self.stack.callback(*((own.__setitem__, name, own[name]) if name in own else (own.pop, name)))
+        own[name] = value
+
+
+@contextlib.contextmanager
+def fused(model: PreTrainedModel, fusion: Fusion, cached: Cached | None) -> Iterator[None]:
+    """Let a step of the model run in fewer kernels. cached: None for the model's own attention and cache.
+
+    Raises:
+        NotFusable: while the step runs, where it does something that is not fused.
+    """
+    patches = _Patches()
+    with patches.stack:
+        for norm in fusion.norms:
+            patches.set(norm, "forward", _fast_norm(norm))
+        for attention, joint in fusion.attentions.items():
+            for i, name in enumerate(_QKV):
+                patches.set(attention.get_submodule(name), "forward", joint.result(i))
+            patches.stack.callback(_forget, joint)
+        for mlp, (joint, activation) in fusion.mlps.items():
+            patches.set(mlp, "forward", _gated(mlp, joint, activation))
+        for layer in model.modules():
+            if {name for name, _ in layer.named_children()} == set(_LAYER):
+                _fuse_residuals(patches, layer)
+        if cached is not None:
+            _fuse_attention(patches, model, cached)
+        yield
+
+
+def _forget(joint: Joint) -> None:
+    joint.x, joint.results = None, ()
+
+
+def _fast_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight, eps = norm.get_parameter("weight"), _eps(norm)
+    assert eps is not None
+    return lambda x: rms_norm(x, weight, eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x ** 2) + eps), rounded to x's dtype, times weight."""
+    k = len(weight)
+    run = launcher(RowNorm.of, x.device, x.dtype, k) if x.is_cuda and RowNorm.takes(x, weight) else None
+    if run is None:
+        y = x.float()
+        return (y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
+    out = torch.empty_like(x)
+    run(x.view(-1, k), weight, out.view(-1, k), eps)
+    return out
+
+
+def _eps(norm: nn.Module) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+@torch.no_grad()
+def _is_rms_norm(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    if "RMSNorm" not in type(module).__name__ or weight is None or weight.dim() != 1:
+        return False
+    if not isinstance(_eps(module), float):
+        return False
+    x = torch.linspace(-3, 3, 2 * len(weight), device=weight.device, dtype=weight.dtype).view(2, -1)
+    wanted, found = module(x), _fast_norm(module)(x)
+    return bool((wanted - found).abs().max() <= 0.02 * wanted.abs().max())
+
+
+def _activation(mlp: nn.Module) -> str | None:
+    """The gated activation that an MLP's ``act_fn`` makes, if it is one of ours."""
+    act = getattr(mlp, "act_fn", None)
+    if not callable(act):
+        return None
+    both = torch.linspace(-6, 6, 64)
+    wanted = act(both[0::2]) * both[1::2]
+    for name, formula in ACTIVATIONS.items():
+        if formula.gated and torch.allclose(parse(name).apply(both), wanted, rtol=1e-5, atol=1e-6):
+            return name
+    return None
+
+
+def _gated(mlp: nn.Module, joint: Joint, activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    down = mlp.get_submodule("down_proj")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        both = joint.product(x)
+        return down(gate_halves(both.view(-1, both.shape[-1]), activation).view(*x.shape[:-1], -1))
+
+    return forward
+
+
+def gate_halves(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return act(gate, up) (m, n) of x (m, 2 n), gates in its left half."""
+    run = launcher(GatedHalves.of, x.device, x.dtype, activation) if x.is_cuda and GatedHalves.takes(x) else None
+    if run is None:
+        gate, up = x.float().chunk(2, -1)
+        return parse(activation).apply(torch.stack((gate, up), -1).flatten(-2)).to(x.dtype)
+    out = x.new_empty(len(x), x.shape[1] // 2)
+    run(x, out)
+    return out
+
+
+# --- what is added behind a layer's attention and its MLP ------------------------------------------------------------
+
+
+def _fuse_residuals(patches: _Patches, layer: nn.Module) -> None:
+    """Add what a layer adds behind o_proj and down_proj in their epilogues, where these are 4-bit layers."""
+    attention, mlp, *norms = (layer.get_submodule(name) for name in _LAYER)
+    last = [m for m in (getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)) if _takes_residual(m)]
+    if len(last) < 2:
+        return
+    given: list[torch.Tensor | None] = [None, None]
+    for i, product in enumerate(last):
+        patches.set(product, "forward", _with_residual(product, given, i))
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given[0] = hidden_states
+        hidden_states = attention(norms[0](hidden_states), *args, **kwargs)[0]
+        given[1] = hidden_states
+        hidden_states = mlp(norms[1](hidden_states))
+        if given != [None, None]:
+            raise NotFusable("a layer did not add what was to be added")
+        return hidden_states
+
+    patches.set(layer, "forward", forward)
+
+
+def _takes_residual(layer: object) -> TypeGuard[W4Linear]:
+    return type(layer) is W4Linear and layer.pre_quant_scale is None and layer.activation is None
+
+
+def _with_residual(
+    layer: W4Linear, given: list[torch.Tensor | None], index: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        residual, given[index] = given[index], None
+        assert residual is not None
+        return linear(x, layer.weight, layer.bias, residual=residual, batch_invariant=layer.batch_invariant)
+
+    return forward
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def _fuse_attention(patches: _Patches, model: PreTrainedModel, cached: Cached) -> None:
+    """Let a model's code hand its unrotated q, k and v to one kernel.
+
+    The model calls three things in turn: the rotation, the cache's update, the attention function. The first two keep
+    what they get, and the third launches.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    angles: list[torch.Tensor] = []
+    layers: list[Any] = []
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any) -> Any:
+        angles[:] = cos, sin
+        return q, k
+
+    def update(layer: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        def keep(k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            layers.append(layer)
+            return k, v
+
+        return keep
+
+    def attend(
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+        if unknown or len(angles) != 2 or len(layers) != 1 or q.shape[2] != 1:
+            raise NotFusable(f"attention with {unknown or 'another order of calls'}")
+        layer, (cos, sin) = layers.pop(), angles
+        angles.clear()
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        heads = (q[:, :, 0], k[:, :, 0], v[:, :, 0])
+        out = step_attention(*heads, cos[:, 0], sin[:, 0], layer, cached, scale, sliding_window or _EVERYTHING)
+        return out[:, None], None
+
+    modules = {sys.modules[type(m).__module__] for m in model.modules() if hasattr(m, "q_proj")}
+    if not modules or not all(_rotates(module) for module in modules):
+        raise NotFusable("another rotation of q and k")
+    for module in modules:
+        patches.set(module, "apply_rotary_pos_emb", rotate)
+    for layer in cached.cache.layers:
+        patches.set(layer, "update", update(layer))
+    patches.stack.callback(ALL_ATTENTION_FUNCTIONS._local_mapping.update, dict(ALL_ATTENTION_FUNCTIONS._local_mapping))
+    patches.stack.callback(ALL_ATTENTION_FUNCTIONS._local_mapping.clear)
+    ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation] = attend
+
+
+def _rotates(module: Any) -> bool:
+    """True if a file's rotation is the one that is fused: over all of a head, its halves against each other."""
+    rotate = getattr(module, "apply_rotary_pos_emb", None)
+    if rotate is None:
+        return False
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 3, 1, 8, generator=g), torch.randn(2, 1, 1, 8, generator=g)
+    angle = torch.randn(2, 1, 4, generator=g).repeat(1, 1, 2)
+    wanted = [rotated(x, angle.cos()[:, None], angle.sin()[:, None]) for x in (q, k)]
+    try:
+        found = rotate(q, k, angle.cos(), angle.sin())
+    except Exception:
+        return False
+    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def step_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layer: Any,
+    cached: Cached,
+    scale: float,
+    window: int = _EVERYTHING,
+) -> torch.Tensor:
+    """Rotate q (batch, heads, dim) and k (batch, kv heads, dim) by cos and sin (batch, dim), write k and v to a cache
+    layer, and return the attention (batch, heads, dim)."""
+    batch, heads, dim = q.shape
+    keys, values = layer.keys, layer.values
+    if cos.shape[-1] != dim or values.shape != keys.shape:
+        raise NotFusable(f"heads of {dim} elements, {cos.shape[-1]} of them rotated, and values {tuple(values.shape)}")
+    run = None
+    if q.is_cuda and q.dtype == keys.dtype == cos.dtype:
+        sms = Device.of(q.device).sms
+        splits = StepAttentionHelper.splits_for(batch * k.shape[1], keys.shape[2], sms)
+        run = launcher(StepAttentionHelper.of, q.device, q.dtype, dim, heads // k.shape[1], splits)
+    if run is None:
+        return attention_in_torch(q, k, v, cos, sin, keys, values, cached, scale, window)
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
+    angles = (cos.expand(batch, dim), sin.expand(batch, dim))
+    run(q, k, v, *angles, keys, values, cached.slot, cached.first, out, scale * _LOG2_E, window)
+    return out
+
+
+def attention_in_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cached: Cached,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """The same by PyTorch's operators."""
+    angles = cos.float()[:, None], sin.float()[:, None]
+    keys.index_copy_(2, cached.slot, rotated(k.float(), *angles).to(keys.dtype)[:, :, None])
+    values.index_copy_(2, cached.slot, v[:, :, None])
+    slots = torch.arange(keys.shape[2], device=q.device)
+    seen = (slots <= cached.slot) & (slots > cached.slot - window) & (slots >= cached.first[:, None])
+    grouped = (rotated(q.float(), *angles) * scale).unflatten(1, (keys.shape[1], -1))
+    scores = (grouped @ keys.float().mT).masked_fill(~seen[:, None, None], float("-inf"))
+    return (scores.softmax(-1) @ values.float()).flatten(1, 2).to(q.dtype)

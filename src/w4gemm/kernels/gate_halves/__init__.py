@@ -1,0 +1,1 @@
+"""A gated activation of two halves of each row."""

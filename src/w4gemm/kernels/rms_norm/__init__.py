@@ -1,0 +1,1 @@
+"""The norm of rows by the root of their mean square."""

@@ -1,0 +1,89 @@
+"""out[i, :] = half(x[i, :] / sqrt(mean(x[i, :] ** 2) + eps)) * weight, for 16-bit x (m, k).
+
+In float32, rounded to x's dtype before it is multiplied by the weight and after, as transformers' models have it. A CTA
+has one row; a thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart, and keeps them in registers. One
+barrier, for the sum of squares, which is added in an order that depends on k alone.
+
+Programmatic dependent launch: the weight is requested before ``griddepcontrol.wait``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from w4gemm.kernels.device.ptx import divide, fma, load_global, pack_half2, square_root, store_global, to_float
+
+_VECTOR = 8
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """The kernel for x of ``kind`` "f16" or "bf16" and rows of at most 8 * threads * chunks columns."""
+
+    kind: str
+    threads: int
+    chunks: int
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, eps: Float32, stream: Any) -> None:
+        """x and out (m, k) contiguous, weight (k,), k a multiple of 8."""
+        self.kernel(x, weight, out, eps).launch(
+            grid=[x.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, eps: Float32) -> None:
+        thread, k = cute.arch.thread_idx()[0], x.shape[1]
+        row = Int64(cute.arch.block_idx()[0]) * k * 2
+        sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(32))
+        columns = [(thread + i * self.threads) * _VECTOR for i in range(self.chunks)]
+        factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        values = [self.load(x.iterator.toint() + row, column, k) for column in columns]
+        mean = divide(self.sum_of_squares(values, sums, thread), Float32(k))
+        scale = divide(Float32(1.0), square_root(mean + eps))
+        for i in cutlass.range_constexpr(self.chunks):
+            words = self.times(self.pack([value * scale for value in values[i]]), factors[i])
+            store_global(out.iterator.toint() + row + Int64(columns[i]) * 2, words, columns[i] < k)
+
+    def load(self, row: Int64, column: Int32, k: Int32) -> list[Float32]:
+        """Eight columns, 0 past the last."""
+        return self.floats(load_global(row + Int64(column) * 2, _VECTOR // 2, column < k))
+
+    def floats(self, words: list[Int32]) -> list[Float32]:
+        return [to_float(self.kind, word, high) for word in words for high in (False, True)]
+
+    def pack(self, values: list[Float32]) -> list[Int32]:
+        return [pack_half2(self.kind, values[i], values[i + 1]) for i in range(0, _VECTOR, 2)]
+
+    def times(self, words: list[Int32], factors: list[Float32]) -> list[Int32]:
+        return self.pack([value * factor for value, factor in zip(self.floats(words), factors, strict=True)])
+
+    @cute.jit
+    def sum_of_squares(self, values: list[list[Float32]], sums: cute.Tensor, thread: Int32) -> Float32:
+        """Add up squares over the CTA; every thread gets the same bits."""
+        total = Float32(0.0)
+        for chunk in values:
+            for value in chunk:
+                total = fma(value, value, total)
+        total = over_warp(total)
+        if cutlass.const_expr(self.threads > 32):
+            lane = thread % 32
+            if lane == 0:
+                sums[thread // 32] = total
+            cute.arch.sync_threads()
+            total = over_warp(sums[lane] if lane < self.threads // 32 else Float32(0.0))
+        return total
+
+
+def over_warp(value: Float32) -> Float32:
+    """Add up over a warp; every lane gets the same bits, because addition commutes."""
+    for offset in (16, 8, 4, 2, 1):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset)
+    return value

@@ -1,0 +1,210 @@
+"""Decoding step by step with a static cache: the tokens are those of transformers' own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation import GenerationMixin
+
+from w4gemm import W4Linear, WeightFormat
+from w4gemm.integrations import decoding
+from w4gemm.integrations.decoding import DecodeStep, decode_by_graph
+from w4gemm.integrations.fused_step import Fusion
+from w4gemm.integrations.transformers import quantize_layers
+from w4gemm.weights.random import random_weight
+from w4gemm.weights.rows import joined, parts
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 64},
+    "mistral": {"sliding_window": 8},
+}
+PADDED = torch.tensor([[0] * 4 + [1] * 7, [1] * 11, [0] + [1] * 10])
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def tiny(architecture: str, device: str = "cpu", dtype: torch.dtype = torch.float32, quantized: bool = True) -> Any:
+    """With heads of 64 elements if it is quantized, so that joined rows fill the blocks of every layout."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 256 if quantized else 32, "intermediate_size": 128}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(architecture, **sizes, **ARCHITECTURES[architecture])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.data.uniform_(0.5, 1.5)  # norms and biases that are not 1 and 0
+    model.generation_config.pad_token_id = 0
+    return (quantize_layers(model, "int4_g32") if quantized else model).to(device, dtype)
+
+
+@pytest.fixture
+def on_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let CPUs decode step by step too, as GPUs do."""
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
+    yield
+
+
+def ids_of(model: Any) -> torch.Tensor:
+    return torch.randint(1, 300, (3, 11), generator=torch.Generator().manual_seed(1)).to(model.device)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_tokens_are_those_of_transformers(architecture: str, padded: bool, on_cpus: None) -> None:
+    model = tiny(architecture, quantized=False)
+    ids = ids_of(model)
+    mask = PADDED if padded else torch.ones_like(ids)
+    ends = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, -5].unique().tolist()
+    for wanted in (
+        {"do_sample": False},
+        {"do_sample": False, "eos_token_id": ends},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20, "repetition_penalty": 1.2},
+    ):
+        options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, **wanted}
+        torch.manual_seed(2)
+        theirs = model.generate(ids, disable_compile=True, **options)
+        decode_by_graph(model)
+        assert model in decoding._steps
+        torch.manual_seed(2)
+        assert torch.equal(model.generate(ids, **options), theirs)
+    step = decoding._steps[model].step
+    assert step is not None and step.padded == padded
+    model.generate(ids, attention_mask=mask, max_new_tokens=20)
+    assert decoding._steps[model].step is step
+    assert len(ends) > 0
+
+
+def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None) -> None:
+    model = decode_by_graph(tiny("llama", quantized=False))
+    ids = ids_of(model)
+    for options in (
+        {"num_beams": 2},
+        {"return_dict_in_generate": True},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"disable_compile": True},
+    ):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, **options)
+    assert decoding._steps[model].step is None
+    assert hasattr(GenerationMixin._sample, "__wrapped__")
+
+
+def test_a_streamer_gets_every_token_once(on_cpus: None) -> None:
+    model = decode_by_graph(tiny("llama", quantized=False))
+    ids = ids_of(model)[:1]
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.found: list[int] = []
+            self.ended = 0
+
+        def put(self, tokens: torch.Tensor) -> None:
+            self.found += tokens.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended += 1
+
+    mask = torch.ones_like(ids)
+    whole = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)[0].tolist()
+    for end in (None, whole[15]):
+        streamer = Streamer()
+        options = {"max_new_tokens": 9, "do_sample": False, "streamer": streamer, "eos_token_id": end}
+        tokens = model.generate(ids, attention_mask=mask, **options)
+        assert (streamer.found, streamer.ended) == (tokens[0].tolist(), 1)
+        assert tokens[0].tolist() == whole[: tokens.shape[1]]
+
+
+def test_a_model_that_changed_gets_a_new_step(on_cpus: None) -> None:
+    model = decode_by_graph(tiny("llama"))
+    ids = ids_of(model)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    model.generate(ids, **options)
+    first = decoding._steps[model].step
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = random_weight(layer.format, layer.out_features, layer.in_features, 5)
+    found = model.generate(ids, **options)
+    assert decoding._steps[model].step is not first
+    assert torch.equal(found, model.generate(ids, disable_compile=True, **options))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: bool, device: str) -> None:
+    model = tiny(architecture, device, torch.float32 if device == "cpu" else torch.bfloat16)
+    bits = {name: m.weight.dequantize() for name, m in model.named_modules() if isinstance(m, W4Linear)}
+    fusion = Fusion.of(model)
+    assert (len(fusion.attentions), len(fusion.mlps)) == (2, 2)
+    assert len(fusion.norms) == (9 if architecture == "qwen3" else 5)
+    for name, weight in bits.items():
+        assert torch.equal(model.get_submodule(name).weight.dequantize(), weight)
+    forwards = {m: m.forward for m in model.modules()}
+    ids, mask = ids_of(model), PADDED.to(device) if padded else None
+    step = DecodeStep(model, 3, 256, padded, fusion)
+    logits = step.prefill(model, ids, mask)
+    for _ in range(2):
+        step.token.copy_(logits.argmax(-1)[:, None])
+        run = step.choose(model)
+        assert run.__name__ == "_run_fused"
+        assert step.fused_error is not None
+        assert step.fused_error < (1e-5 if device == "cpu" else 0.03)
+        logits = run(model)
+    assert {m: m.forward for m in model.modules()} == forwards
+
+
+@torch.inference_mode()
+def test_a_step_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    step = DecodeStep(model, 3, 256, False, Fusion.of(model))
+    step.prefill(model, ids_of(model), None)
+
+    def twice(self: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return 2 * self.o_proj(hidden_states), None
+
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", twice)
+    assert step.choose(model).__name__ == "_run"
+    monkeypatch.undo()
+    assert step.choose(model).__name__ == "_run_fused"
+    module = __import__(type(model).__module__, fromlist=["apply_rotary_pos_emb"])
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, *_: (q, k))
+    assert step.choose(model).__name__ == "_run"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_graph_gives_the_tokens_of_transformers(architecture: str) -> None:
+    model = tiny(architecture, "cuda", torch.bfloat16)
+    ids = ids_of(model)
+    options = {"max_new_tokens": 24, "do_sample": False}
+    for mask in (torch.ones_like(ids), PADDED.cuda()):
+        theirs = model.generate(ids, attention_mask=mask, disable_compile=True, **options)
+        decode_by_graph(model)
+        ours = model.generate(ids, attention_mask=mask, **options)
+        step = decoding._steps[model].step
+        assert step is not None and step._graph is not None and step.fused_error is not None
+        assert (ours[:, :13] == theirs[:, :13]).all()  # later a rounding may choose another token, and all after it
+        assert torch.equal(model.generate(ids, attention_mask=mask, **options), ours)
+
+
+def test_rows_are_joined_bit_for_bit_and_share_memory() -> None:
+    weights = [random_weight(WeightFormat(32), n, 128, n) for n in (64, 128, 64)]
+    for layout in ("canonical", "mma16", "cpu"):
+        given = [w.repack(layout) for w in weights] if layout != "cpu" else [weights[1].repack("cpu")] * 2
+        whole = joined(given)
+        assert torch.equal(whole.dequantize(), torch.cat([w.dequantize() for w in given]))
+        for part, w in zip(parts(whole, [w.n for w in given]), given, strict=True):
+            assert torch.equal(part.dequantize(), w.dequantize())
+            assert part.tensors[0].untyped_storage().data_ptr() == whole.tensors[0].untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match="without padding"):
+        joined([weights[0].repack("cpu")] * 2)
+    with pytest.raises(ValueError, match="wanted the same format"):
+        joined([weights[0], random_weight(WeightFormat(64), 64, 128)])

@@ -1,0 +1,101 @@
+"""The small kernels of a fused step beside PyTorch's operators."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sass import disassemble
+from w4gemm.core.problem import H200
+from w4gemm.integrations.fused_step import Cached, attention_in_torch, gate_halves, rms_norm, step_attention
+from w4gemm.jit import object_code
+from w4gemm.kernels.gate_halves.spec import GatedHalves
+from w4gemm.kernels.helper import Helper
+from w4gemm.kernels.rms_norm.spec import RowNorm
+from w4gemm.kernels.step_attention.spec import StepAttentionHelper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "group", "dim", "length", "slot", "window"),
+    [
+        (1, 8, 4, 128, 256, 130, 2**30),
+        (64, 8, 4, 128, 256, 255, 2**30),
+        (3, 2, 7, 64, 512, 0, 2**30),
+        (2, 1, 8, 128, 2048, 1900, 300),
+        (2, 3, 1, 64, 1024, 1023, 7),
+        (1, 2, 4, 256, 4096, 4095, 2**30),
+        (1, 2, 3, 128, 1024, 5, 2**30),
+    ],
+)
+def test_attention(
+    batch: int, kv_heads: int, group: int, dim: int, length: int, slot: int, window: int, dtype: torch.dtype
+) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=g).to(dtype)
+
+    heads = kv_heads * group
+    both = draw(batch, heads + 2 * kv_heads, dim)
+    q, k, v = both[:, :heads], both[:, heads : heads + kv_heads], both[:, heads + kv_heads :]
+    angle = torch.randn(batch, dim // 2, device="cuda", generator=g).repeat(1, 2)
+    keys, values = draw(batch, kv_heads, length, dim), draw(batch, kv_heads, length, dim)
+    first = torch.randint(0, min(slot, 4) + 1, (batch,), device="cuda", generator=g).int()
+    cached = Cached(None, torch.tensor([slot], device="cuda"), first)
+    ours = SimpleNamespace(keys=keys.clone(), values=values.clone())
+    given = q, k, v, angle.cos().to(dtype), angle.sin().to(dtype)
+    found = step_attention(*given, ours, cached, dim**-0.5, window)
+    wanted = attention_in_torch(*given, keys, values, cached, dim**-0.5, window)
+    torch.testing.assert_close(ours.keys, keys, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(ours.values, values, rtol=0, atol=0)
+    untouched = torch.arange(length, device="cuda") != slot
+    assert torch.equal(ours.keys[:, :, untouched], keys[:, :, untouched])
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.01)
+    again = step_attention(*given, ours, cached, dim**-0.5, window)
+    assert torch.equal(found, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu_mul", "gelu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize(("m", "n"), [(1, 14336), (5, 8), (64, 2048), (3, 1032)])
+def test_gate_halves(m: int, n: int, activation: str) -> None:
+    x = torch.randn(m, 2 * n, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(gate_halves(x, activation).cpu(), gate_halves(x.cpu(), activation), rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "k"), [(1, 4096), (64, 4096), (40, 128), (3, 2880), (2, 16384), (2, 28672)])
+def test_norm(m: int, k: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(m, 1, k, device="cuda").to(dtype), torch.rand(k, device="cuda").to(dtype)
+    wanted = rms_norm(x.cpu(), weight.cpu(), 1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).cpu(), wanted, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_no_registers_are_spilled(dim: int) -> None:
+    group = 4 if dim == 256 else 8
+    helper = StepAttentionHelper.of(H200, torch.bfloat16, dim, group, 8)
+    assert helper is not None
+    assert disassemble(object_code(helper.unit())).stack == 0
+    assert StepAttentionHelper.of(H200, torch.bfloat16, 96, 1, 1) is None
+
+
+def test_splits_fill_the_gpu() -> None:
+    splits = StepAttentionHelper.splits_for
+    assert splits(units=8, length=256, sms=132) == 4
+    assert splits(units=8, length=8192, sms=132) == 8
+    assert splits(units=512, length=8192, sms=132) == 1
+    assert splits(units=1, length=64, sms=132) == 1
+
+
+@pytest.mark.parametrize(
+    "helper", [GatedHalves.of(H200, torch.float16, "silu_mul"), RowNorm.of(H200, torch.bfloat16, 16384)]
+)
+def test_the_small_kernels_compile(helper: Helper) -> None:
+    assert disassemble(object_code(helper.unit())).stack == 0
+    assert RowNorm.of(H200, torch.bfloat16, 4100) is None
