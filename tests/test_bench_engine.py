@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -203,6 +203,21 @@ def test_kernels_are_found_where_vllm_keeps_them():
 OPTIONS = launch.EngineOptions("bfloat16", compiled=True, eager=False, gpus=2, memory=0.8, max_len=8448)
 
 
+def test_engines_start_without_other_models_routers(monkeypatch):
+    ran: list[object] = []
+    name = "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16"
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[i - 1]))
+    worker.skip_router_warmup()  # another version of vLLM
+    module = ModuleType(name)
+    module.ll_bf16_gemm_kernel = SimpleNamespace(warmup=lambda **given: ran.append(given))
+    monkeypatch.setitem(sys.modules, name, module)
+    worker.skip_router_warmup()
+    module.ll_bf16_gemm_kernel.warmup(shapes=(), m_values=())
+    assert not ran
+
+
 def test_engine_arguments_are_vllms_defaults_but_for_what_is_said():
     arguments = OPTIONS.arguments(Path("/m"), Implementation.parse("marlin"), model_named("llama-3-8b"), (1, 256))
     assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [*launch.CAPTURED, 256]}
@@ -277,8 +292,10 @@ def preloaded(tmp_path):
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text(
-        "import os, time\n__version__ = '0'\nclass LLM:\n    def __init__(self, wish):\n"
-        "        if wish == 'hang': print('hanging', flush=True); time.sleep(60)\n"
+        "import os, subprocess, time\n__version__ = '0'\nclass LLM:\n    def __init__(self, wish):\n"
+        "        if wish == 'hang':\n"
+        "            core = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "            print(f'hanging with {core.pid}', flush=True); time.sleep(60)\n"
         "        if wish == 'fail': raise ValueError('no such kernel')\n"
         "    def collective_rpc(self, name): return [{'linear': {os.environ['W4GEMM_VLLM']: 1}}]\n"
     )
@@ -297,8 +314,10 @@ def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp
     assert run("on", "on").kernels == {"linear": {"on": 1}}
     with pytest.raises(launch.EngineError, match="ended with 1: ValueError: no such kernel"):
         run("fail", "on")
-    with pytest.raises(launch.EngineError, match="not done in 1 s: hanging"):
+    with pytest.raises(launch.EngineError, match=r"not done in 1 s: hanging with \d+") as hung:
         run("hang", "on", 1.0)
+    core = Path(f"/proc/{str(hung.value).split()[-1]}/stat")
+    assert not core.exists() or core.read_text().split()[2] == "Z"  # in a group of its own, and ended all the same
     assert run("off", "off").kernels == {"linear": {"off": 1}}
     preloaded.close()
     with pytest.raises(launch.EngineError, match="ended with -1: nothing was printed"):

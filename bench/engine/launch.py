@@ -22,7 +22,7 @@ import torch
 from bench.engine.implementations import Implementation
 from bench.engine.models import Model
 from bench.engine.offline import Result, Task
-from bench.engine.preload import Preloaded
+from bench.engine.preload import Preloaded, end_tree
 from bench.engine.worker import EXTENSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,7 +266,7 @@ def started(command: list[str], variables: dict[str, str], log: Path) -> Iterato
             _signal(process, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-        _signal(process, signal.SIGKILL)  # its workers too
+        end_tree(process.pid)  # its workers too
         process.wait()
 
 
