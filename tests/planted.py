@@ -1,8 +1,8 @@
 """Plant faults in a copy of the sources, one at a time, and see whether the tests find them.
 
-    python tests/planted.py [--json bench/results/planted.jsonl]                 those that need no GPU
-    python tests/planted.py --gpu --jobs 14 [--json bench/results/planted.jsonl]
-    python tests/planted.py --only NAME [--only NAME ...]
+    PYTHONPATH=src:tests python tests/planted.py [--json bench/results/planted.jsonl]     those that need no GPU
+    PYTHONPATH=src:tests python tests/planted.py --gpu --jobs 14 [--json bench/results/planted.jsonl]
+    PYTHONPATH=src:tests python tests/planted.py --only NAME [--only NAME ...]
 
 A fault is a small mistake as a programmer makes it: tests/planted_faults.py lists them, each with the tests, or the
 slice of the fuzzer, that should catch it. One that is caught makes them fail, or run past --seconds. Before, the same
@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from planted_faults import FAULTS, Fault
+from w4gemm.tuning import record
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("src", "tests", "bench", "pyproject.toml")
-FUZZ = ("-m", "fuzz.run", "--seconds", "30", "--wrong", "1", "--weights", "2", "--seed", "7")
+FUZZ = ("-m", "fuzz.run", "--seconds", "36", "--wrong", "1", "--weights", "2", "--seed", "7")
 
 
 class Outcome(NamedTuple):
@@ -126,22 +127,16 @@ def main() -> int:
             if not outcome.passed:
                 right = False
                 print(f"fails without a fault: {by}: {outcome.said}", flush=True)
-        rows = []
+        facts, missed = record.facts(), 0
         outcomes = pool.map(lambda f: run(f.by, f.gpu, f, given.seconds), faults)
         for fault, outcome in zip(faults, outcomes, strict=True):
             word = "NOT CAUGHT" if outcome.passed else "caught"
             print(f"{word:10} {outcome.seconds:4.0f} s  {fault.name}: {fault.by}: {outcome.said}", flush=True)
-            row = {"kind": "planted", "fault": fault.name, "file": fault.file, "by": fault.by, "gpu": fault.gpu}
-            rows.append(row | {"caught": not outcome.passed, "said": outcome.said[:160]})
-    missed = sum(not row["caught"] for row in rows)
-    print(f"{len(rows)} faults, {len(rows) - missed} caught")
-    if given.json:
-        sys.path.insert(0, str(ROOT / "src"))
-        from w4gemm.tuning import record
-
-        facts = record.facts()
-        for row in rows:
-            record.append(given.json, row | facts)
+            missed += outcome.passed
+            if given.json:
+                row = {"kind": "planted", "fault": fault.name, "file": fault.file, "by": fault.by}
+                record.append(given.json, row | {"caught": not outcome.passed, "said": outcome.said[:160]} | facts)
+    print(f"{len(faults)} faults, {len(faults) - missed} caught")
     return 0 if right and not missed else 1
 
 
