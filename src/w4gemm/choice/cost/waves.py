@@ -110,11 +110,12 @@ def _decode_overhead(kernel: Any, problem: GemmProblem) -> float:
 
 
 def _expert_tiles_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """Additional time of sm90_decode with experts: a CTA has tile after tile, and its pipelines drain while its warps
-    add up."""
+    """Additional time of sm90_decode with experts: it begins later, as each warp looks for its expert and rows by
+    itself; and a CTA has tile after tile, and its pipelines drain while its warps add up."""
     tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
-    each = reference().models["waves"]["expert_tile_us"] * scale_of(problem.device).clock
-    return each * tiles * config.split_k / (problem.device.sms * kernel.ctas_per_sm(config))
+    model, clock = reference().models["waves"], scale_of(problem.device).clock
+    each = tiles * config.split_k / (problem.device.sms * kernel.ctas_per_sm(config))
+    return float((model["expert_start_us"] + model["expert_tile_us"] * each) * clock)
 
 
 def _mma_us(problem: GemmProblem, config: GemmConfig, constants: Constants, scale: Scale) -> float:
