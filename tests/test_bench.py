@@ -183,7 +183,8 @@ def test_a_table_from_rows(tmp_path):
     assert [(r.choice, r.us) for r in store.read(table)[1:]] == [(second, 20.0), (second, 9.0)]
 
 
-def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, capsys):
+def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("W4GEMM_COMMIT", "0123abc")  # where git cannot be asked, as in an unpacked sdist
     rows, table = tmp_path / "rows.jsonl", tmp_path / "table.jsonl"
     sweep.main(["--shapes", "96x128", "--m", "1,5..8", "--configs", "2", "--device", "cpu", "--out", str(rows)])
     found = [json.loads(line) for line in rows.read_text().splitlines()]

@@ -15,6 +15,7 @@ from w4gemm.core.epilogue import (
     EpilogueOperands,
     bias_dtype,
     default_out_dtype,
+    replaced,
     require_out_dtype,
 )
 from w4gemm.core.errors import kind_of
@@ -110,7 +111,7 @@ def checked_epilogue(
         given: alpha, bias, residual and token_scale as they came.
         shape: the result's, without its last dimension.
     """
-    alpha, bias, residual, scale = given[:4]  # the others need no more than ``Epilogue.wanted`` says
+    alpha, bias, residual, scale, *_ = given  # the others need no more than ``Epilogue.wanted`` says
     activation = checked_activation(activation, w.n)
     require_out_dtype(out_dtype)
     if bias is not None:
@@ -127,7 +128,7 @@ def checked_epilogue(
         out_dtype = None
     operands = given
     if alpha is not given.alpha or token_scale is not scale:
-        operands = given._replace(alpha=alpha, token_scale=token_scale, block_scale=block_scale)
+        operands = replaced(given, alpha=alpha, token_scale=token_scale, block_scale=block_scale)
     epilogue = Epilogue.of(operands, activation, out_dtype)
     if given.expert_scale is not None:
         asked = epilogue.wanted(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
@@ -137,7 +138,7 @@ def checked_epilogue(
         like = "like the result"
         require_tensor("residual", residual, result, wanted, x.device, like=like, size=f" {like}")
         if len(wanted) != 2:
-            operands = operands._replace(residual=residual.view(-1, wanted[-1]))
+            operands = replaced(operands, residual=residual.view(-1, wanted[-1]))
     return epilogue, operands
 
 

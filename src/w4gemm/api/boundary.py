@@ -19,7 +19,7 @@ from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import current_gpu
 from w4gemm.choice import PlanKey, plan_for
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import Epilogue, EpilogueOperands
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
 from w4gemm.kernels.gpu import takes_rows
@@ -77,7 +77,7 @@ def checked(
             raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which is quantized here")
         out_dtype = out_dtype or x.dtype
         x, token_scale = quantize_activations(x)
-        given = given._replace(token_scale=token_scale)
+        given = replaced(given, token_scale=token_scale)
     shape = x.shape[:-1] if rows.indices is None else rows.indices.shape
     epilogue, operands = arguments.checked_epilogue(x, w, given, activation, out_dtype, shape)
     return Call(x, w, epilogue, operands, (*shape, epilogue.columns(w.n)), text, batch_invariant, rows, expected)

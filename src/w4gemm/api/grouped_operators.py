@@ -26,7 +26,7 @@ from w4gemm.api.operator_arguments import (
     nested_weight,
     schema,
 )
-from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
+from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.weights.experts import as_one
@@ -50,7 +50,7 @@ def product(call: Call, epilogue: Epilogue, operands: EpilogueOperands) -> torch
     flat = _Grouped(
         call.x.reshape(-1, call.w.k), *call.rows, **flat_weight(call.w), **flat_epilogue(epilogue, operands)
     )
-    return torch.ops.w4gemm.grouped_linear(*flat._replace(config=call.config, expected=call.expected))
+    return torch.ops.w4gemm.grouped_linear(*replaced(flat, config=call.config, expected=call.expected))
 
 
 def differentiable(call: Call) -> torch.Tensor:
@@ -68,13 +68,13 @@ def differentiable(call: Call) -> torch.Tensor:
     owner, owned = _owners(call.rows.starts, call.rows.ends, sums.shape[0])
     operands = call.operands.of_expert(lambda t: t[owner])
     if operands.expert_scale is not None:
-        operands = operands._replace(expert_scale=operands.expert_scale[:, None])
+        operands = replaced(operands, expert_scale=operands.expert_scale[:, None])
     d = call.epilogue.apply(torch.where(owned, sums, 0.0), operands)
-    return torch.where(owned, d, 0.0).to(call.dtype).view(call.shape)
+    return torch.where(owned, d, 0.0).to(call.epilogue.result_dtype(call.x.dtype)).view(call.shape)
 
 
 def _is_plain(epilogue: Epilogue) -> bool:
-    return epilogue._replace(out_dtype=None) == PLAIN
+    return replaced(epilogue, out_dtype=None) == PLAIN
 
 
 def _owners(starts: torch.Tensor, ends: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from w4gemm.api.operator_arguments import (
     schema,
 )
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
+from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
 from w4gemm.weights.weight import QuantizedWeight
@@ -115,7 +115,7 @@ def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
         rows = selected(rows, 1, w.perm)
     if differentiated and not epilogue.linear:  # PyTorch's operators do what comes after the product
         sums = _operator(rows, w, _FLOAT32, NO_OPERANDS, call)
-        d = epilogue.apply(sums, operands).to(call.dtype)
+        d = epilogue.apply(sums, operands).to(epilogue.result_dtype(x.dtype))
     else:
         d = _operator(rows, w, epilogue, operands, call)
     d = d.reshape(call.shape)
@@ -131,7 +131,7 @@ def _operator(
     rows: torch.Tensor, w: QuantizedWeight, epilogue: Epilogue, operands: EpilogueOperands, call: Call
 ) -> torch.Tensor:
     flat = _Linear(rows, **flat_weight(w), **flat_epilogue(epilogue, operands))
-    return torch.ops.w4gemm.linear(*flat._replace(config=call.config, batch_invariant=call.batch_invariant))
+    return torch.ops.w4gemm.linear(*replaced(flat, config=call.config, batch_invariant=call.batch_invariant))
 
 
 # --- the operator and its gradients ----------------------------------------------------------------------------------

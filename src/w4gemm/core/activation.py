@@ -86,7 +86,7 @@ class Activation(NamedTuple):
 
     def apply(self, y: torch.Tensor) -> torch.Tensor:
         """Return the activation of y (..., n) in y's dtype: (..., n), or (..., n / 2) if it is gated."""
-        apply, gated, *_ = self.formula
+        apply, gated, *_ = ACTIVATIONS[self.name]
         return apply(*((y[..., 0::2], y[..., 1::2]) if gated else (y,)), **dict(self.constants))
 
     def __str__(self) -> str:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from w4gemm.core.activation import canonical, is_gated, parse
 
+Values = TypeVar("Values", bound=tuple[Any, ...])
+
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def replaced(values: Values, **changes: Any) -> Values:
+    """Return ``values._replace(**changes)``, a named tuple. torch.compile of PyTorch 2.8 traces this, and not that."""
+    kind: Any = type(values)
+    return kind(*[changes.get(name, getattr(values, name)) for name in kind._fields])
 
 
 def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -56,12 +64,12 @@ class EpilogueOperands(NamedTuple):
     def of_expert(self, take: Callable[[Any], Any]) -> EpilogueOperands:
         """The operands of one expert: ``take`` of each tensor of :data:`PER_EXPERT`."""
         given = ((name, getattr(self, name)) for name in PER_EXPERT)
-        return self._replace(**{name: take(t) for name, t in given if t is not None})
+        return replaced(self, **{name: take(t) for name, t in given if t is not None})
 
     def of_rows(self, rows: slice) -> EpilogueOperands:
         """The operands of these rows of d."""
         given = {name: getattr(self, name) for name in ("residual", "token_scale", "block_scale")}
-        return self._replace(**{name: t[rows] for name, t in given.items() if t is not None})
+        return replaced(self, **{name: t[rows] for name, t in given.items() if t is not None})
 
     def scaled_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """x (m, k), float32 or float64, with its blocks of 128 columns multiplied by their scales, if they have any."""
@@ -119,7 +127,7 @@ class Epilogue(NamedTuple):
         """The epilogue beside x of ``dtype`` that is quantized to fp8 on the way: d keeps the dtype."""
         out_dtype = self.result_dtype(dtype)
         kept = None if out_dtype == default_out_dtype(torch.float8_e4m3fn) else out_dtype
-        return self._replace(token_scale=True, out_dtype=kept)
+        return replaced(self, token_scale=True, out_dtype=kept)
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what is no activation, alpha or dtype of d, naming it."""
