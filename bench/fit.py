@@ -43,7 +43,7 @@ ROUNDS = 7
 ADJUSTED = 0.02
 """How much an adjusted constant weighs, beside samples: of the squared logarithm of its change."""
 
-Launch = tuple[GemmProblem, GemmConfig, int]
+Launch = tuple[HopperKernel, GemmProblem, GemmConfig]
 Point = tuple[int, int, int, int, str, str]
 """(n, k, m, experts, format, file)."""
 Sample = tuple[Launch, Point, float]
@@ -99,12 +99,18 @@ def collected(rows: list[dict[str, Any]]) -> Timings:
         experts = row.get("experts", 0)
         sizes = row["m"] * max(1, experts), row["n"], row["k"]
         problem = GemmProblem(*sizes, kernel.dtypes[-1], format, kernel.layout, device=H200, experts=experts)
-        launch = problem, config, kernel.ctas_per_sm(config)
+        launch = kernel, problem, config
         named = f"{waves.timed_as(kernel, problem)}/{config}"
         point = row["n"], row["k"], row["m"], experts, row["format"], row["file"]
         configs[named].append((launch, point, row["us"]))
         points[point][named] = launch, row["us"]
     return Timings(configs, points, fp8)
+
+
+def launch_us(launch: Launch, times: SliceTimes) -> float:
+    """Predicted microseconds of one launch."""
+    _, problem, _ = launch
+    return waves.launch_timer(*launch, times)(problem.m, 2 * problem.m * problem.n * problem.k)
 
 
 def fitted(timings: Timings, kept: dict[str, SliceTimes], adjusted: dict[str, SliceTimes]) -> dict[str, SliceTimes]:
@@ -131,7 +137,7 @@ def fitted(timings: Timings, kept: dict[str, SliceTimes], adjusted: dict[str, Sl
             times[config] = kept.get(config) or fit(weighted, adjusted.get(config))
         for point, configs in points.items():
             logs = [
-                (weight(point, us), math.log(us / waves.launch_us(*launch, times[config])))
+                (weight(point, us), math.log(us / launch_us(launch, times[config])))
                 for config, (launch, us) in configs.items()
             ]
             slower[point] = math.exp(sum(w * log for w, log in logs) / sum(w for w, _ in logs))
@@ -175,10 +181,10 @@ def fit(samples: list[tuple[Launch, float, float]], known: SliceTimes | None = N
         return SliceTimes(float(alone), float(shared), float(tile))
 
     def loss(p: np.ndarray) -> float:
-        errors = (w * math.log(waves.launch_us(*launch, values(p)) / us) ** 2 for launch, us, w in samples)
+        errors = (w * math.log(launch_us(launch, values(p)) / us) ** 2 for launch, us, w in samples)
         return sum(errors) + (0 if known is None else ADJUSTED * float(np.square(p) @ (1, 0.3, 1)))
 
-    slot = math.log(np.median([us / max(1, launch[0].k // launch[1].tile_k) for launch, us, _ in samples]))
+    slot = math.log(np.median([us / max(1, launch[1].k // launch[2].tile_k) for launch, us, _ in samples]))
     starts = [
         (slot - a, slot - b, c) for a, b, c in ((0.3, 1, 0), (0.7, 0.7, -1), (1, 3, 0.7), (0.2, 4, -3), (2, 2, 0))
     ]
@@ -227,7 +233,7 @@ def regrets(points: dict, times: dict[str, SliceTimes]) -> list[tuple[float, Any
     """(time of the first choice over the fastest, point, first choice, fastest), the worst first."""
     found = []
     for point, configs in points.items():
-        chosen = min(configs, key=lambda c: waves.launch_us(*configs[c][0], times[c]))
+        chosen = min(configs, key=lambda c: launch_us(configs[c][0], times[c]))
         fastest = min(configs, key=lambda c: configs[c][1])
         found.append((configs[chosen][1] / configs[fastest][1], point, chosen, fastest))
     return sorted(found, reverse=True)

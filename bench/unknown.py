@@ -48,7 +48,7 @@ KINDS = {
 }
 """(format, dtype of x) of each kind of work."""
 _PEERS = ("w4gemm", "humming", "machete", "marlin", "quack", "cutlass_w4a8", "cublas")
-_COMPILING_SHARE = 0.45
+_COMPILING_SHARE = 0.65
 """Part of the seconds after which nothing more is compiled, and what is ready is measured."""
 _ROTATED_BYTES, _MOST_COPIES, _MANY_TOKENS, _LONG_COPIES = 400e6, 512, 512, 3
 _CHECKED_ROWS = 256
@@ -125,10 +125,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--layers", type=positive, default=UNKNOWN_LAYERS, help="to draw, four m each (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=UNKNOWN_SEED, help="(default: %(default)s)")
+    parser.add_argument("--most", type=positive, help="of those that are left (default: all)")
     parser.add_argument("--configs", type=positive, default=24, help="best guesses to time (default: %(default)s)")
-    parser.add_argument("--every", type=positive, default=3, help="time them at each so many-th layer (%(default)s)")
+    parser.add_argument("--every", type=int, default=0, help="time them at each so many-th layer (default: at none)")
     parser.add_argument("--impl", default=",".join(_PEERS), help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of one kind: compile for half, then measure")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of one kind, two thirds of them to compile at most")
     parser.add_argument("--dry", action="store_true", help="measure nothing: say what would be compiled")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
@@ -149,34 +150,45 @@ def run_kind(kind: str, args: argparse.Namespace) -> None:
     format, dtype = of_kind(kind)
     layers, done = draw(args.seed, args.layers), measured(args.out, kind, args.seed)
     todo = [(i, left) for i, d in enumerate(layers) if (left := d._replace(tokens=unmeasured(d, done))).tokens]
+    todo = todo[: args.most]
     device = H200 if args.dry else Device.of(torch.device("cuda"))
     peers = [] if args.dry else [peer for peer in peers_named(args.impl) if not peer.available()]
     processors = usable_processors()
-    warmer = Warmer(0 if args.dry else max(1, processors * 2 // 3), *KINDS[kind], [peer.name for peer in peers])
+    warmer = Warmer(0 if args.dry else processors, *KINDS[kind], [peer.name for peer in peers])
     try:
-        warmer.start([layer for _, layer in todo])
-        works = [planned(layer, i % args.every == 0, args.configs, format, dtype, device) for i, layer in todo]
+        compared = [args.every > 0 and i % args.every == 0 for i, _ in todo]
+        works = [
+            planned(layer, more, args.configs, format, dtype, device)
+            for (_, layer), more in zip(todo, compared, strict=True)
+        ]
         units = list(dict.fromkeys(unit for work in works for unit in sorted(work.units, key=str)))
         if args.dry:
             print(f"{kind}: {sum(len(w.layer.tokens) for w in works)} points, {len(units)} variants to compile")
             return
         deadline = started + _COMPILING_SHARE * args.seconds
-        ready = compile_all(units, max(1, processors // 3), deadline)
+        ready = compile_all(units, processors, deadline)
+        print(f"{kind}: {len(ready)} of {len(units)} variants ready in {time.monotonic() - started:.0f} s", flush=True)
+        warmer.start([layer for _, layer in todo])
         while warmer.running() and time.monotonic() < deadline:
             time.sleep(0.2)
     finally:
         warmer.close()
     count, facts = 0, record.facts()
+    points = sum(len(layer.tokens) for _, layer in todo)
     print(
-        f"{kind}: compiled {len(ready)} of {len(units)} variants, peers for {len(warmer.ready)} of {len(todo)} layers"
+        f"{kind}: peers' kernels ready for {len(warmer.ready)} of {points} points in "
+        f"{time.monotonic() - started:.0f} s; a point's took {warmer.seconds_per_point():.0f} s",
+        flush=True,
     )
     for work in works:
-        if (work.layer.n, work.layer.k) not in warmer.ready or not work.units <= ready:
+        warm = tuple(m for m in work.layer.tokens if (work.layer.n, work.layer.k, m) in warmer.ready)
+        if not warm or not work.units <= ready:
             continue
         if time.monotonic() - started > args.seconds:
             break
+        work = work._replace(layer=work.layer._replace(tokens=warm))
         count += measure_layer(kind, work, peers, facts, args, started + args.seconds)
-    left = sum(len(layer.tokens) for _, layer in todo) - count
+    left = points - count
     print(f"{kind}: {count} points in {time.monotonic() - started:.0f} s, {left} left", flush=True)
 
 
@@ -200,7 +212,7 @@ def planned(layer: Drawn, compared: bool, count: int, format: WeightFormat, dtyp
     for m in layer.tokens:
         given = layer.n, layer.k, dtype, format, layout_for(device, format, dtype), epilogue, device
         problem = GemmProblem(m, *given)
-        decision = choice.decide(GemmProblem(choice.representative(m), *given))
+        decision = choice.decide(GemmProblem(choice.planned(m), *given))
         if decision.source != "heuristic":
             raise ValueError(f"{problem}: a {decision.source} record decides it; W4GEMM_CACHE_DIR names another folder")
         guesses = choice.configs(problem)[:count] if compared else []

@@ -73,7 +73,17 @@ def test_rows_that_stand_for_an_interval(experts):
     assert choice.representative_rows(8, 128) == 8
     assert choice.representative_rows(127, 128) == choice.representative_rows(128, 128) == 128
     assert choice.representative_rows(3 * 128, 128) == 4 * 128
-    assert choice.representative_rows(300, 0) == choice.representative(300) == 320
+    assert choice.representative_rows(100, 0) == choice.representative(100) == 112
+
+
+def test_many_tokens_are_planned_for_as_they_come():
+    """Few plans, none for an m that is more than 1/64 away, or 16."""
+    stands = [choice.planned(m) for m in range(1, 20_001)]
+    assert stands == sorted(stands) and max(stands) == 16384
+    assert all(m <= of <= max(m + 15, m * 65 / 64) for m, of in enumerate(stands[:16384], 1) if m > choice.WAVES_FROM)
+    assert all(choice.planned(of) == of for of in set(stands))
+    assert len({of for of in stands if of > choice.WAVES_FROM}) == 3 * 64 + 2 * 48 + 16 and choice.planned(300) == 304
+    assert set(choice.BOUNDS) <= set(stands)
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_a_cliff_inside_the_interval_is_avoided(monkeypatch):
 @pytest.mark.parametrize("m", choice.BOUNDS)
 def test_a_ragged_m_is_inside_the_interval(m):
     first, last = choice.interval_of(m)
-    assert first <= tuner._ragged(m) <= last and (tuner._ragged(m) % 2 or first == last)
+    assert first <= choice.ragged(m) <= last and (choice.ragged(m) % 2 or first == last)
 
 
 @pytest.mark.gpu

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from bench.drawn.points import Drawn
-from bench.peers import peers_named
+from bench.peers import Prepared, peers_named
 from bench.run import random_weight
 
 from w4gemm import WeightFormat
@@ -38,17 +39,20 @@ class Warmer:
     def __init__(self, processes: int, format: str, dtype: str, peers: Iterable[str]) -> None:
         self._children: list[subprocess.Popen[str]] = []
         self._threads: list[threading.Thread] = []
-        self.ready: set[tuple[int, int]] = set()
+        self.ready: set[tuple[int, int, int]] = set()
+        """(n, k, m) of the points whose kernels are ready."""
+        self._seconds: list[float] = []
         names = ",".join(name for name in peers if name in COMPILING_PEERS)
         command = [sys.executable, "-m", "bench.drawn.warm", format, dtype, names]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         for _ in range(processes if names else 0):
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._children.append(subprocess.Popen(command, **pipes))
+            self._children.append(subprocess.Popen(command, env=environment, **pipes))
 
     def start(self, layers: list[Drawn]) -> None:
         """Hand each child every so many-th layer, so that the first ones are ready first."""
         if not self._children:
-            self.ready = {(layer.n, layer.k) for layer in layers}
+            self.ready = {(layer.n, layer.k, m) for layer in layers for m in layer.tokens}
         for number, child in enumerate(self._children):
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -61,8 +65,13 @@ class Warmer:
         assert child.stdout is not None
         for line in child.stdout:  # peers print as well
             if line.startswith("warm "):
-                n, k = map(int, line.split()[1:])
-                self.ready.add((n, k))
+                n, k, m, ms = map(int, line.split()[1:])
+                self.ready.add((n, k, m))
+                self._seconds.append(ms / 1e3)
+
+    def seconds_per_point(self) -> float:
+        """Mean of the seconds that a child took for a point."""
+        return sum(self._seconds) / max(1, len(self._seconds))
 
     def running(self) -> bool:
         return any(child.poll() is None for child in self._children)
@@ -93,21 +102,32 @@ def main() -> None:
     format, dtype, names = WeightFormat.parse(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3]
     peers = [peer for peer in peers_named(names) if not peer.available()]
     for n, k, tokens in json.load(sys.stdin):
+        started = time.monotonic()
         weight = random_weight(n, k, format, [dtype])
-        for peer in peers:
-            try:
-                if peer.supports(n, k, format, dtype):
-                    continue
-                prepared = peer.prepare(weight, dtype)
-                for m in tokens:
-                    x = torch.randn(m, k, device="cuda").to(prepared.activations or dtype)
-                    prepared.run(prepared.tensors, x, torch.empty(m, n, device="cuda", dtype=torch.bfloat16))
-                torch.cuda.synchronize()
-            except Exception as e:  # said again, and left out, where it is timed
-                print(f"{peer.name} {n}x{k}: {e!r:.200}", file=sys.stderr, flush=True)
-        del weight
+        able = [peer for peer in peers if not peer.supports(n, k, format, dtype)]
+        forms: list[Prepared] = []
+        for peer in able:
+            with _said(f"{peer.name} {n}x{k}"):
+                forms.append(peer.prepare(weight, dtype))
+        for m in tokens:
+            for form in forms:
+                with _said(f"{n}x{k}, m {m}"):
+                    x = torch.randn(m, k, device="cuda").to(form.activations or dtype)
+                    form.run(form.tensors, x, torch.empty(m, n, device="cuda", dtype=torch.bfloat16))
+                    torch.cuda.synchronize()
+            print("warm", n, k, m, round(1e3 * (time.monotonic() - started)), flush=True)
+            started = time.monotonic()
+        del weight, forms
         torch.cuda.empty_cache()
-        print("warm", n, k, flush=True)
+
+
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Print an error and go on: it comes again where the point is timed, and is a result there."""
+    try:
+        yield
+    except Exception as e:
+        print(f"{what}: {e!r:.200}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

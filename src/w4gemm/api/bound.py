@@ -10,20 +10,19 @@ from w4gemm.api import arguments, boundary
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import is_eager
-from w4gemm.choice import BOUNDS, PlanKey, interval, last_of, plan_cache, plan_for
+from w4gemm.choice import PlanKey, plan_cache, plan_for, planned
 from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
 from w4gemm.kernels import Operands
 from w4gemm.weights.weight import QuantizedWeight
 
 Launch = Callable[[Operands], None]
-_INTERVALS = len(BOUNDS) + 1
 
 
 class BoundLinear:
     """act(x @ w.T + bias) for every w and bias of one kind: shapes, dtypes, devices, activation.
 
-    It holds no tensors, and its plans, one for each interval of m, only until they are forgotten: tuning anew or moving
-    a weight leaves nothing stale in it. Call it where :func:`w4gemm.api.modes.is_eager` holds.
+    It holds no tensors, and its plans, one for each m that is planned for, only until they are forgotten: tuning anew
+    or moving a weight leaves nothing stale in it. Call it where :func:`w4gemm.api.modes.is_eager` holds.
     """
 
     __slots__ = ("columns", "device", "dtype", "facts", "generation", "key", "launches", "quantizes")
@@ -40,7 +39,7 @@ class BoundLinear:
         self.columns, self.dtype = call.shape[-1], call.dtype
         self.quantizes = call.epilogue.token_scale
         self.generation = -1
-        self.launches: list[Launch | None] = []
+        self.launches: dict[int, Launch] = {}
 
     def __call__(self, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """x (..., k) of the dtype that is bound, before it is quantized."""
@@ -59,18 +58,18 @@ class BoundLinear:
         d = x.new_empty(m, columns) if alike else x.new_empty((m, columns), dtype=self.dtype)
         if m:
             launches = self.launches if self.generation == plan_cache.generation else self._forget()
-            at = interval(m)
-            launch = launches[at] or self._choose(at, launches)
+            at = planned(m)
+            launch = launches.get(at) or self._choose(at, launches)
             boundary.launch(launch, Operands(rows, w.tensors, d, operands), self.device)
         return d if flat else d.view(*shape[:-1], columns)
 
-    def _forget(self) -> list[Launch | None]:
-        self.launches = [None] * _INTERVALS
+    def _forget(self) -> dict[int, Launch]:
+        self.launches = {}
         self.generation = plan_cache.generation
         return self.launches
 
-    def _choose(self, at: int, launches: list[Launch | None]) -> Launch:
-        key = self.key._replace(m=last_of(at))
+    def _choose(self, at: int, launches: dict[int, Launch]) -> Launch:
+        key = self.key._replace(m=at)
         found = plan_for(key)
         if plan_cache.stays(key, found):
             launches[at] = found.launch

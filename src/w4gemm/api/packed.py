@@ -15,7 +15,7 @@ import torch
 from w4gemm.api import boundary
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import is_eager
-from w4gemm.choice import PlanKey, interval, last_of, plan_cache, plan_for
+from w4gemm.choice import PlanKey, plan_cache, plan_for, planned
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels import Operands
@@ -86,7 +86,7 @@ class PackedLinear:
             if self._generation != plan_cache.generation:
                 self._launches.clear()
                 self._generation = plan_cache.generation
-            kind = interval(m), x.dtype, device
+            kind = planned(m), x.dtype, device
             launch = self._launches.get(kind) or self._choose(kind)
             operands = EpilogueOperands(None, bias, None, token_scale)
             boundary.launch(launch, Operands(x, tuple(tensors), out, operands), device)
@@ -98,7 +98,7 @@ class PackedLinear:
 
     def _choose(self, kind: tuple[int, torch.dtype, torch.device]) -> Callable[[Operands], None]:
         at, dtype, device = kind
-        key = PlanKey.of(self.packed, last_of(at), dtype, self.epilogue, self.batch_invariant, device=device)
+        key = PlanKey.of(self.packed, at, dtype, self.epilogue, self.batch_invariant, device=device)
         found = plan_for(key)
         if plan_cache.stays(key, found):
             self._launches[kind] = found.launch

@@ -73,7 +73,8 @@ class MixedGemm:
         object.__setattr__(self, "layout", layout_named(layout).name)
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
-        """Return the problem that a config is chosen for at these sizes: m is its interval's last."""
+        """Return the problem that a config is chosen for at these sizes: m is its interval's last, or, of more than
+        256 tokens, rounded up a little."""
         return self._key(self._weight(n, k), m).problem()
 
     def weight_shapes(self, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
@@ -95,8 +96,12 @@ class MixedGemm:
         assert chosen is not None
         return kernel_named(name or chosen[0]).workspace_bytes(problem, chosen[1])
 
+    def tokens(self, most: int, n: int, k: int) -> list[int]:
+        """Return values of m within 1 .. most that between them need every kernel that any of 1 .. most needs."""
+        return choice.meeting(self._key(self._weight(n, k), 1), most)
+
     def prepare(self, m: int, n: int, k: int, config: str | None = None) -> str:
-        """Compile or load what :meth:`run` needs for m's interval; return the config that it will use.
+        """Compile or load what :meth:`run` needs for m tokens; return the config that it will use.
 
         Raises:
             UnsupportedError, ValueError: if nothing runs this, or the config is not legal.
@@ -117,7 +122,7 @@ class MixedGemm:
         workspace: Any = None,
         stream: torch.cuda.Stream | int | None = None,
     ) -> None:
-        """Launch once. The first call for an interval of m compiles; :meth:`prepare` does that beforehand.
+        """Launch once. The first call that needs a kernel compiles it; :meth:`prepare` does that beforehand.
 
         Args:
             a: (m, k), columns contiguous, rows at multiples of 16 bytes.

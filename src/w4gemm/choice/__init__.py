@@ -1,27 +1,31 @@
 """The choice of what runs a problem: intervals of m, plans and their cache, batch invariance, measured choices.
 
 A plan is chosen for an interval of m, as if m were the interval's last value, so a call with another number of tokens
-rarely chooses or compiles anything. Importing this imports no DSL.
+rarely chooses anything; for many tokens it is chosen for m itself, of a shortlist of configs, so that few are compiled.
+Importing this imports no DSL.
 """
 
 from w4gemm.choice.ahead import Prepared, prepare
-from w4gemm.choice.choose import Decision, Plan, compiled_for, configs, decide, plan, recorded
+from w4gemm.choice.choose import Decision, Plan, compiled_for, configs, decide, met, plan, recorded
 from w4gemm.choice.explanation import Explanation, explain
 from w4gemm.choice.intervals import (
     BOUNDS,
+    WAVES_FROM,
     first_rows,
     interval,
     interval_of,
-    last_of,
+    planned,
+    ragged,
     representative,
     representative_rows,
     span,
 )
-from w4gemm.choice.plan_cache import PlanKey, forget, plan_for, tuning_with
+from w4gemm.choice.plan_cache import PlanKey, forget, meeting, plan_for, tuning_with
 from w4gemm.choice.verdict import Verdict, why
 
 __all__ = [
     "BOUNDS",
+    "WAVES_FROM",
     "Decision",
     "Explanation",
     "Plan",
@@ -36,10 +40,13 @@ __all__ = [
     "forget",
     "interval",
     "interval_of",
-    "last_of",
+    "meeting",
+    "met",
     "plan",
     "plan_for",
+    "planned",
     "prepare",
+    "ragged",
     "recorded",
     "representative",
     "representative_rows",

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.choice import store
-from w4gemm.choice.cost import copy_us
-from w4gemm.choice.intervals import interval_of
+from w4gemm.choice.cost import copy_us, timer
+from w4gemm.choice.intervals import LARGEST, all_planned, interval_of, representative
 from w4gemm.choice.invariance import legal_ranked, status_of
+from w4gemm.choice.shortlist import is_by_waves, shortlist
 from w4gemm.core import environment
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.errors import UnsupportedError
@@ -107,7 +108,9 @@ def decide(problem: GemmProblem, config: GemmConfig | str | None = None) -> Deci
         return Decision(problem, *forced(problem, config), "forced")
     problem = resolve_gather(problem)
     _require_support(problem, KERNELS)
-    return Decision(problem, *chosen(problem, legal_ranked(KERNELS, problem)))
+    found = chosen(problem)
+    assert found is not None
+    return Decision(problem, *found)
 
 
 def compiled_for(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
@@ -147,31 +150,68 @@ def check(problem: GemmProblem) -> None:
 
 
 def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
-    """(``"tuned"`` or ``"shipped"``, record) that decides ``problem``; None if it is left to the heuristic."""
-    return _recorded(problem, configs(problem))
-
-
-def _recorded(problem: GemmProblem, legal: list[str]) -> tuple[str, store.Record] | None:
+    """(``"tuned"`` or ``"shipped"``, record) of what was measured for the interval of ``problem``; None if nothing was,
+    and the heuristic decides."""
     last = interval_of(problem.m)[1]
     for source, record in store.find(problem):
         if record.m[1] != last:  # an interval was longer once, and its end says little about tiles for fewer tokens
             continue
-        if record.choice in legal and record.revision == kernel_named(record.kernel).revision:
+        legal = _is_legal(replace(problem, m=last or LARGEST), record.choice)
+        if legal and record.revision == kernel_named(record.kernel).revision:
             return source, record
     return None
 
 
-def chosen(
-    problem: GemmProblem, ranked_configs: list[tuple[float, Kernel, GemmConfig]]
-) -> tuple[Kernel, GemmConfig, str]:
-    """The kernel, the config, and where the choice came from."""
-    named = {f"{kernel.name}/{config}": (kernel, config) for _, kernel, config in ranked_configs}
-    found = _recorded(problem, list(named))
-    if found is not None:
-        source, record = found
-        return *named[record.choice], source
-    _, kernel, config = ranked_configs[0]
-    return kernel, config, "heuristic"
+@functools.lru_cache(maxsize=4096)
+def _is_legal(problem: GemmProblem, choice: str) -> bool:
+    return choice in configs(problem)
+
+
+def chosen(problem: GemmProblem) -> tuple[Kernel, GemmConfig, str] | None:
+    """The kernel, the config, and where the choice came from; None if no kernel supports the problem."""
+    found = recorded(problem)
+    measured = None if found is None else _parts(found[1])
+    if is_by_waves(problem):
+        return _chosen_by_waves(problem, measured, found[0] if found else "")
+    if found is not None and measured is not None:
+        return *measured, found[0]
+    ranking = legal_ranked(KERNELS, problem)
+    return (*ranking[0][1:], "heuristic") if ranking else None
+
+
+def _parts(record: store.Record) -> tuple[Kernel, GemmConfig]:
+    return kernel_named(record.kernel), GemmConfig.parse(record.config)
+
+
+def _chosen_by_waves(
+    problem: GemmProblem, measured: tuple[Kernel, GemmConfig] | None, source: str
+) -> tuple[Kernel, GemmConfig, str] | None:
+    """The config of the shortlist that is predicted to be the fastest at the problem's own m, or the one that was
+    measured to be the fastest at the last m of its interval: its predictions are scaled so that they say so, too."""
+    candidates, m = shortlist(problem), problem.m
+    if not candidates:
+        return None
+    best = min(candidates, key=lambda candidate: candidate.us(m))
+    if measured is not None:
+        last, us = representative(m), timer(measured[0], problem, measured[1])
+        scale = min(1.0, min(candidate.us(last) for candidate in candidates) / us(last))
+        if scale * us(m) <= best.us(m):
+            return *measured, source
+    return best.kernel, best.config, "heuristic"
+
+
+def met(problem: GemmProblem, last: int | None = None) -> list[GemmProblem]:
+    """The problems of different choices that an m of the interval of ``problem``, up to ``last``, can meet: what is to
+    be compiled for an interval. Of few tokens, and of experts, the one that stands for the interval."""
+    if not is_by_waves(problem):
+        return [problem]
+    first, end = interval_of(problem.m)
+    end = min(end or LARGEST, last or LARGEST)
+    found: dict[tuple[Kernel, GemmConfig, str] | None, GemmProblem] = {}
+    for m in all_planned(first, max(first, end)):
+        there = replace(problem, m=m)
+        found[chosen(there)] = there
+    return list(found.values())
 
 
 def _require_support(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> None:

@@ -107,7 +107,9 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         return Explanation(problem, status, candidates, (kernel.name, forced), "forced")
     if not candidates:
         return Explanation(problem, status)
-    kernel, chosen, source = choose.chosen(problem, ranked_configs)
+    found = choose.chosen(problem)
+    assert found is not None
+    kernel, chosen, source = found
     return Explanation(problem, status, candidates, (kernel.name, chosen), source, asked != problem)
 
 

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from w4gemm.choice import choose
 from w4gemm.choice.choose import Plan, plan
-from w4gemm.choice.intervals import representative_rows
+from w4gemm.choice.intervals import BOUNDS, representative, representative_rows
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.packed_shape import PackedShape
@@ -111,6 +113,13 @@ def _resolved(key: PlanKey) -> Plan:
     ms = 1e3 * (time.perf_counter() - started)
     _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, found, found.source, problem.m, ms)
     return found
+
+
+def meeting(key: PlanKey, most: int) -> list[int]:
+    """Return numbers of tokens within 1 .. most that meet every choice of plans like ``key``, for a single weight."""
+    problem = key.problem()
+    starts = (start for start in (1, *(bound + 1 for bound in BOUNDS)) if start <= most)
+    return [min(met.m, most) for start in starts for met in choose.met(replace(problem, m=representative(start)), most)]
 
 
 def is_known(key: PlanKey) -> bool:

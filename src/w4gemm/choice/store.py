@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,10 +190,10 @@ def find(problem: GemmProblem) -> Iterator[tuple[str, Record]]:
         return
     key = key_of(problem)
     path = user_path()
-    user = (*(read(path) if path else ()), *_session)
-    for source, records in (("tuned", user), ("shipped", read(shipped_path(key.device)))):
+    user = [*(_of_key(path, key) if path else ()), *(record for record in _session if record.key == key)]
+    for source, records in (("tuned", user), ("shipped", _of_key(shipped_path(key.device), key))):
         for record in reversed(records):
-            if record.key == key and record.holds_for(problem.m):
+            if record.holds_for(problem.m):
                 yield source, record
 
 
@@ -215,11 +215,32 @@ def shipped_tables() -> list[Path]:
 
 def read(path: Path) -> tuple[Record, ...]:
     """A table's records in the order of their lines; none if there is no file."""
+    about = _state(path)
+    return _read(path, *about) if about else ()
+
+
+def _of_key(path: Path, key: Key) -> Sequence[Record]:
+    """A table's records of one key in the order of their lines."""
+    about = _state(path)
+    return _by_key(path, *about).get(key, ()) if about else ()
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """When a file was changed and its size, which say whether it is still the one that was read; None if it is not
+    there."""
     try:
         about = path.stat()
     except OSError:
-        return ()
-    return _read(path, about.st_mtime_ns, about.st_size)
+        return None
+    return about.st_mtime_ns, about.st_size
+
+
+@functools.lru_cache(maxsize=8)
+def _by_key(path: Path, changed: int, size: int) -> dict[Key, list[Record]]:
+    found: dict[Key, list[Record]] = {}
+    for record in _read(path, changed, size):
+        found.setdefault(record.key, []).append(record)
+    return found
 
 
 @functools.lru_cache(maxsize=8)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     device = described_device(args.device)
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     problem = GemmProblem(
-        choice.representative(args.m),
+        choice.planned(args.m),
         args.n,
         args.k,
         dtype,
@@ -63,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"  roofline: {least:.1f} us")
     if found.chosen is None:
         return 1
-    print(f"  chosen once for {choice.span(*choice.interval_of(args.m))}")
+    if args.m <= choice.WAVES_FROM:
+        print(f"  chosen once for {choice.span(*choice.interval_of(args.m))}")
+    else:
+        print(f"  chosen for m {problem.m}, of the few configs that serve more than {choice.WAVES_FROM} tokens")
     print(f"\n{found.table(args.rows)}")
     return 0

@@ -91,7 +91,7 @@ def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None
     """
     units: dict[Unit, None] = {}
     records: dict[store.Record, None] = {}
-    for problem in wanted:
+    for problem in (met for one in wanted for met in choice.met(one)):
         found = choice.explain(problem)
         if found.chosen is None:
             raise UnsupportedError(str(found))

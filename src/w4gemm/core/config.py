@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -59,6 +60,10 @@ class GemmConfig:
             raise ValueError(f"config: schedule wanted one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
 
     def __str__(self) -> str:
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
         text = (
             f"{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}x1_{self.schedule}"
             f"{f'_k{self.split_k}' if self.split_k > 1 else ''}"

@@ -230,12 +230,6 @@ def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> st
     return first if first in ragged and both(best) > _WORTH * both(first) else best
 
 
-def _ragged(m: int) -> int:
-    """Return an odd number near the middle of m's interval; m if the interval has no other."""
-    first, last = choice.interval_of(m)
-    return m if first == last else (first + (last or m)) // 2 // 2 * 2 + 1
-
-
 def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects: Objects) -> Launch:
     unit = kernel.unit(problem, config)
     if unit is not None and unit in objects:
@@ -256,7 +250,7 @@ def _times(launches: dict[str, Launch], operands: list[Operands], workload: Work
     times |= dict(zip(finalists, workload.time(again, operands, replays), strict=True))
     ragged = {name: times[name] for name in finalists}
     if not long:
-        inside = workload.time(again, workload.operands(_ragged(m)), replays)
+        inside = workload.time(again, workload.operands(choice.ragged(m)), replays)
         ragged = dict(zip(finalists, inside, strict=True))
     finalists.sort(key=lambda name: times[name].p50)
     ordered = (*finalists, *(n for n in names if n not in finalists))

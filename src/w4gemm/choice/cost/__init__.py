@@ -6,43 +6,66 @@ roofline until one is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from w4gemm.choice.cost import cpu, cublas, mma_sync, waves
 from w4gemm.choice.cost.traffic import copy_us, roofline_us
+from w4gemm.choice.cost.waves import Timer
+from w4gemm.choice.intervals import WAVES_FROM, planned, ragged
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Kernel
 
-Model = Callable[[Kernel, GemmProblem, GemmConfig], float]
+_Model = Callable[[Kernel, GemmProblem, GemmConfig], float]
 
-MODELS: dict[str, Model] = {
-    "sm90_decode": waves.predicted_us,
-    "sm90_mixed_gemm": waves.predicted_us,
-    "sm90_fp8_gemm": waves.predicted_us,
-    "sm89_fp8_gemm": mma_sync.predicted_us,
-    "sm80_mixed_gemm": mma_sync.predicted_us,
-    "dequantize_gemm": cublas.predicted_us,
-    "cpu_mixed_gemm": cpu.predicted_us,
+
+def _each_m(model: _Model) -> Callable[[Kernel, GemmProblem, GemmConfig], Timer]:
+    """A model of whole problems as a timer."""
+    return lambda kernel, problem, config: lambda m: model(kernel, replace(problem, m=m), config)
+
+
+TIMERS: dict[str, Callable[[Kernel, GemmProblem, GemmConfig], Timer]] = {
+    "sm90_decode": waves.timer,
+    "sm90_mixed_gemm": waves.timer,
+    "sm90_fp8_gemm": waves.timer,
+    "sm89_fp8_gemm": _each_m(mma_sync.predicted_us),
+    "sm80_mixed_gemm": _each_m(mma_sync.predicted_us),
+    "dequantize_gemm": _each_m(cublas.predicted_us),
+    "cpu_mixed_gemm": _each_m(cpu.predicted_us),
 }
 """By the kernel's name."""
+_ROOFLINE = _each_m(lambda kernel, problem, config: 2 * roofline_us(problem))
+
+
+def timer(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Timer:
+    """Return the microseconds of a launch by m, more than 0: they order configs and kernels on one device, no more."""
+    return TIMERS.get(kernel.name, _ROOFLINE)(kernel, problem, config)
 
 
 def predicted_us(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> float:
-    """Microseconds of a launch, more than 0: they order configs and kernels on one device, no more."""
-    model = MODELS.get(kernel.name)
-    return 2 * roofline_us(problem) if model is None else model(kernel, problem, config)
+    """:func:`timer` at the problem's own m."""
+    return timer(kernel, problem, config)(problem.m)
 
 
 def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
-    """(predicted us, kernel, config) of every kernel that supports ``problem``, best guess first."""
-    found = [
-        (predicted_us(kernel, problem, config), kernel, config)
-        for kernel in kernels
-        if kernel.supports(problem)
-        for config in kernel.configs(problem)
-    ]
+    """(predicted us, kernel, config) of every kernel that supports ``problem``, best guess first.
+
+    If m stands for an interval of few tokens, us is the geometric mean for this m and one inside the interval, because
+    some configs are slow where a tile reaches far past m.
+    """
+    m, inside = problem.m, problem.m
+    if m <= WAVES_FROM and not problem.experts and m == planned(m):
+        inside = ragged(m)
+    found = []
+    for kernel in kernels:
+        if kernel.supports(problem):
+            for config in kernel.configs(problem):
+                us = timer(kernel, problem, config)
+                at = us(m)
+                found.append((at if inside == m else math.sqrt(at * us(inside)), kernel, config))
     return sorted(found, key=lambda entry: (entry[0], entry[1].name, str(entry[2])))
 
 
-__all__ = ["copy_us", "predicted_us", "ranked"]
+__all__ = ["Timer", "copy_us", "predicted_us", "ranked", "timer"]

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from w4gemm.choice.cost.constants import reference, scale_of
+from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.packing.codecs import MMA8, MMA16, codec_for
 
 
-def bytes_us(problem: GemmProblem) -> float:
-    """Every byte once: packed blocks, x and d, both as if in 16 bits."""
+@functools.cache
+def _block_bytes(format: WeightFormat, fp8: bool) -> int:
+    codec = codec_for(format, MMA8 if fp8 else MMA16)
+    return (Block.of(format) if codec is None else codec.block(format)).bytes
+
+
+def moved_us(problem: GemmProblem) -> Callable[[int], float]:
+    """Return the microseconds by m of every byte once: packed blocks, x and d, both as if in 16 bits."""
     blocks = -(-problem.n // BLOCK_N) * -(-problem.k // BLOCK_K)
-    codec = codec_for(problem.format, MMA8 if problem.dtype == torch.float8_e4m3fn else MMA16)
-    block = Block.of(problem.format) if codec is None else codec.block(problem.format)
-    weight = block.bytes * blocks * min(max(1, problem.experts), problem.m)
-    moved = weight + 2 * problem.m * (problem.n + problem.k)
-    return moved / reference().models["waves"]["bytes_per_us"] * scale_of(problem.device).memory
+    block_bytes = _block_bytes(problem.format, problem.dtype == torch.float8_e4m3fn)
+    rate = reference().models["waves"]["bytes_per_us"] / scale_of(problem.device).memory
+    weight_us, row_us = block_bytes * blocks / rate, 2 * (problem.n + problem.k) / rate
+    weights = max(1, problem.experts)
+    return lambda m: weight_us * min(weights, m) + row_us * m
+
+
+def bytes_us(problem: GemmProblem) -> float:
+    """:func:`moved_us` of the problem's own m."""
+    return moved_us(problem)(problem.m)
 
 
 def copy_us(problem: GemmProblem) -> float:

@@ -8,6 +8,9 @@ slice_us grows from a config's time with the GPU to itself to its time with the 
 and power: alone + shared * contention. With stream-k all CTAs have equal work; they store and add partial sums besides,
 the more the smaller a CTA's part of a tile is. The three numbers of each config are measured (``SliceTimes``).
 
+If m is less than a TMA box, the box reaches past m, and TMA takes several times as long for a row there as for one of
+x: a k-slice takes no less than its rows take TMA.
+
 heat: large products bring the GPU to its power limit, which lowers the clock. bound is a smooth maximum. If rows are
 gathered on load, a k-slice takes longer by its bytes of x, because cp.async brings them, which takes instructions. A
 format that takes more instructions to decode has longer k-slices if a tile has few tokens.
@@ -19,17 +22,22 @@ than its clock says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, reference, scale_of
-from w4gemm.choice.cost.traffic import bytes_us, roofline_us
+from w4gemm.choice.cost.traffic import moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.gpu import m_tiles
 from w4gemm.kernels.hopper import launches
 from w4gemm.packing.codecs import scales_on_sums
+
+Timer = Callable[[int], float]
+"""Microseconds by m, of a problem that is fixed but for its m."""
 
 _SHARPNESS = 8
 _DECODE_BOUND_TOKENS = 60
@@ -38,14 +46,24 @@ _NEEDLESS_US = 1e3
 """Ranks a config of two launches last where one does it all."""
 
 
-def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """Microseconds of the one or two launches of a Hopper kernel's config."""
-    parts = launches(problem, config)
-    operations = 2 * problem.m * problem.n * problem.k
-    us = sum(_launch_us(kernel, part, c, operations) for part, c in parts)
+def timer(kernel: Any, problem: GemmProblem, config: GemmConfig) -> Timer:
+    """Return the microseconds by m of the one or two launches of a Hopper kernel's config."""
+    if config.tail is not None:
+        return lambda m: _two_launches_us(kernel, replace(problem, m=m), config)
+    of_launch = _launch_timer(kernel, problem, config)
+    if of_launch is None:
+        return lambda m: 2 * roofline_us(replace(problem, m=m))
+    per_flop = 2 * problem.n * problem.k
     if kernel.name == "sm90_decode" and problem.experts:
-        us += _expert_tiles_us(kernel, problem, config)
-    return us + (_NEEDLESS_US if config.tail and len(parts) == 1 else 0.0)
+        return lambda m: of_launch(m, m * per_flop) + _expert_tiles_us(kernel, replace(problem, m=m), config)
+    return lambda m: of_launch(m, m * per_flop)
+
+
+def _two_launches_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
+    parts, operations = launches(problem, config), 2 * problem.m * problem.n * problem.k
+    timers = [(part.m, part, _launch_timer(kernel, part, c)) for part, c in parts]
+    us = sum(2 * roofline_us(part) if of_launch is None else of_launch(m, operations) for m, part, of_launch in timers)
+    return us + (_NEEDLESS_US if len(parts) == 1 else 0.0)
 
 
 def timed_as(kernel: Any, problem: GemmProblem) -> str:
@@ -55,41 +73,70 @@ def timed_as(kernel: Any, problem: GemmProblem) -> str:
     return f"{kernel.name} folded" if folded else kernel.name
 
 
-def launch_us(
-    problem: GemmProblem, config: GemmConfig, ctas_per_sm: int, times: SliceTimes, operations: int = 0
-) -> float:
-    """Microseconds of one launch of a config with these times. operations: of all launches, if this is one of two."""
-    constants, scale = reference(), scale_of(problem.device)
+def _launch_timer(kernel: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[int, float], float] | None:
+    """:func:`launch_timer` with the config's times in the problem's format; None if nothing is known of the kernel."""
+    times = reference().times(timed_as(kernel, problem), config)
+    if times is None:
+        return None
+    slower = 1 + _decode_overhead(kernel, problem) * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
+    return launch_timer(kernel, problem, config, SliceTimes(times.alone * slower, times.shared * slower, times.tile))
+
+
+def launch_timer(
+    kernel: Any, problem: GemmProblem, config: GemmConfig, times: SliceTimes
+) -> Callable[[int, float], float]:
+    """Return the microseconds of one launch of a config with these times, by m and by the operations that heat the GPU:
+    those of all launches, if this is one of two."""
+    constants, scale, ctas_per_sm = reference(), scale_of(problem.device), kernel.ctas_per_sm(config)
     model = constants.models["waves"]
     alone, shared, tile = times.alone * scale.clock, times.shared * scale.contention, times.tile * scale.clock
     if problem.gathered:
         gathered_us = model["gathered_us"] * config.tile_m * config.tile_k * problem.dtype.itemsize
         alone += gathered_us * ctas_per_sm * scale.clock
     least = _mma_us(problem, config, constants, scale) * ctas_per_sm
-    full_us = max(alone + shared, least)
     cluster = config.cluster_m * config.cluster_n * config.split_k
-    along_m = m_tiles(problem, config.tile_m * config.cluster_m)
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
-    fill = along_m * n_tiles / (problem.device.sms // cluster * ctas_per_sm)
-    slices = -(-problem.k // (config.tile_k * config.split_k))
-    full, part = int(fill), fill - int(fill)
-    if config.schedule == "stream":
-        busy = fill * slices * full_us + (fill + max(1, 1 / fill)) * tile
-    else:
-        busy = full * (slices * full_us + tile)
-        if part > 1e-9:
-            busy += slices * max(alone + shared * _contention(part, ctas_per_sm), least) + tile
-    busy *= 1 + model["heat"] * min(1, (operations or 2 * problem.m * problem.n * problem.k) / model["hot_operations"])
-    return float(model["fixed_us"] + (busy**_SHARPNESS + bytes_us(problem) ** _SHARPNESS) ** (1 / _SHARPNESS))
+    held = problem.device.sms // cluster * ctas_per_sm
+    slices, rows = -(-problem.k // (config.tile_k * config.split_k)), config.tile_m * config.cluster_m
+    stream, experts = config.schedule == "stream", problem.experts
+    box = 0 if experts else _first_box(kernel, problem, config)
+    chunks = config.tile_k * problem.dtype.itemsize / 128 / config.cluster_n * scale.clock
+    row_us, past_us = chunks * model["row_us"], chunks * model["row_past_us"]
+    fixed_us, heat, hot = model["fixed_us"], model["heat"], model["hot_operations"]
+    moved = moved_us(problem)
+
+    def us(m: int, operations: float) -> float:
+        fill = (m_tiles(replace(problem, m=m), rows) if experts else -(-m // rows)) * n_tiles / held
+        full = int(fill)
+        part = fill - full
+        loading = m * row_us + (box - m) * past_us if m < box else 0.0
+        full_us = max(alone + shared, least, loading * ctas_per_sm)
+        if stream:
+            busy = fill * slices * full_us + (fill + max(1, 1 / fill)) * tile
+        else:
+            busy = full * (slices * full_us + tile)
+            if part > 1e-9:
+                beside = ctas_per_sm if part > 0.5 else 1
+                part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * beside)
+                busy += slices * part_us + tile
+        busy *= 1 + heat * min(1, operations / hot)
+        return float(fixed_us + (busy**_SHARPNESS + moved(m) ** _SHARPNESS) ** (1 / _SHARPNESS))
+
+    return us
 
 
-def _launch_us(kernel: Any, problem: GemmProblem, config: GemmConfig, operations: int) -> float:
-    times = reference().times(timed_as(kernel, problem), config)
-    if times is None:
-        return 2 * roofline_us(problem)
-    slower = 1 + _decode_overhead(kernel, problem) * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
-    times = SliceTimes(times.alone * slower, times.shared * slower, times.tile)
-    return launch_us(problem, config, kernel.ctas_per_sm(config), times, operations)
+_boxes: dict[tuple[str, int], int] = {}
+"""Tokens of one TMA box by kernel and tile_m."""
+
+
+def _first_box(kernel: Any, problem: GemmProblem, config: GemmConfig) -> int:
+    """Tokens of a tile's first TMA box, which cannot be moved back to end at m; 0 if boxes have no rows past m."""
+    if kernel.name == "sm90_decode":
+        return 0
+    name = kernel.name, config.tile_m
+    if name not in _boxes:
+        _boxes[name] = kernel.variant.of(problem, config).box_tokens
+    return _boxes[name]
 
 
 def _decode_overhead(kernel: Any, problem: GemmProblem) -> float:

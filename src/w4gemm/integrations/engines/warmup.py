@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.api.ops import linear
-from w4gemm.choice import BOUNDS, PlanKey, first_rows, prepare
+from w4gemm.choice import BOUNDS, PlanKey, first_rows, meeting, planned, prepare
 from w4gemm.core import environment
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
@@ -147,12 +147,10 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
     fp8, device = w.activations == "fp8", w.device
     plain = [Epilogue(bias=biased) for biased in ((False,) if bias is None else (False, True))]
     epilogues = [epilogue.of_quantized(use.dtype) if fp8 else epilogue for epilogue in plain]
-    tokens, taken = first_rows(use.most_tokens), torch.float8_e4m3fn if fp8 else use.dtype
-    keys = tuple(
-        PlanKey.of(w.packed, m, taken, epilogue, use.batch_invariant, device=device)
-        for epilogue in epilogues
-        for m in tokens
-    )
+    taken = torch.float8_e4m3fn if fp8 else use.dtype
+    kinds = [PlanKey.of(w.packed, 1, taken, epilogue, use.batch_invariant, device=device) for epilogue in epilogues]
+    tokens = sorted({m for kind in kinds for m in meeting(kind, use.most_tokens)})
+    keys = tuple(kind._replace(m=planned(m)) for kind in kinds for m in tokens)
     facts = LayerFacts(w.k, use.dtype, fp8 and not use.quantizes, act_order=w.perm is not None)
     helpers = tuple(helper.unit() for kind in HELPERS for helper in kind.needed(Device.of(device), facts))
     call = use.call or functools.partial(_linear, w)

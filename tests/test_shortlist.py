@@ -1,0 +1,99 @@
+"""Plans for many tokens: each m has its own, of few configs, and whoever compiles beforehand knows them all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from w4gemm import WeightFormat, choice
+from w4gemm.choice import plan_cache, store
+from w4gemm.choice.cost import predicted_us, ranked
+from w4gemm.choice.shortlist import MOST, shortlist
+from w4gemm.cli.needs import chosen as units_of
+from w4gemm.core.problem import H200, GemmProblem
+from w4gemm.kernels import KERNELS
+from w4gemm.packing.packed_shape import packed_shape
+
+FORMAT = WeightFormat.parse("int4_g128")
+FEW_FEATURES = GemmProblem(5000, 1280, 8192, torch.bfloat16, FORMAT, "mma16", device=H200)
+"""Served for up to 8192 tokens by one plan it took 209 us, where 158 were possible."""
+LAYERS = (FEW_FEATURES, replace(FEW_FEATURES, n=4928, k=1600), replace(FEW_FEATURES, n=28672, k=4096))
+
+
+@pytest.fixture(autouse=True)
+def empty_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("problem", LAYERS, ids=lambda p: f"{p.n}x{p.k}")
+def test_every_m_has_a_config_near_the_best_of_few(problem):
+    candidates = shortlist(problem)
+    assert 2 <= len(candidates) <= MOST and shortlist(replace(problem, m=300)) is candidates
+    lost = []
+    for m in (272, 448, 624, 1008, 1552, 2208, 3008, 5000, 7936):
+        there = replace(problem, m=m)
+        decision = choice.decide(there)
+        assert (decision.kernel, decision.config) in [(c.kernel, c.config) for c in candidates]
+        lost.append(predicted_us(decision.kernel, there, decision.config) / ranked(KERNELS, there)[0][0])
+    assert max(lost) < 1.1 and sum(lost) / len(lost) < 1.025
+
+
+def test_a_plan_for_the_end_of_the_interval_would_be_slow_inside():
+    inside, last = (choice.decide(replace(FEW_FEATURES, m=m)) for m in (5000, 8192))
+    us = [predicted_us(decision.kernel, FEW_FEATURES, decision.config) for decision in (inside, last)]
+    assert us[0] < 0.85 * us[1]
+
+
+def test_explain_says_what_is_planned():
+    for m in (40, 2208, 5000):
+        there = replace(FEW_FEATURES, m=choice.planned(m))
+        decision, found = choice.decide(there), choice.explain(there)
+        assert found.chosen == (decision.kernel.name, decision.config) and found.source == decision.source
+
+
+def record(problem: GemmProblem, config: str) -> store.Record:
+    kernel, _, text = config.partition("/")
+    revision = next(k.revision for k in KERNELS if k.name == kernel)
+    return store.Record(store.key_of(problem), choice.interval_of(problem.m), kernel, text, 1.0, revision, "2026-11-22")
+
+
+def test_what_was_measured_for_the_end_of_an_interval_is_best_there_and_weighed_inside():
+    last = replace(FEW_FEATURES, m=8192)
+    slow = choice.configs(last)[30]
+    store.add([record(last, slow)])
+    assert choice.decide(last)[1:] == (*choice.choose.forced(last, slow), "tuned")
+    sources = {choice.decide(replace(last, m=m)).source for m in range(4160, 8193, 64)}
+    assert sources == {"tuned", "heuristic"}
+    assert choice.decide(replace(last, m=4096)).source == "heuristic", "of another interval"
+
+
+@pytest.mark.parametrize("tuned", [False, True], ids=["heuristic", "tuned"])
+def test_all_that_can_be_met_is_known_beforehand(tuned):
+    if tuned:
+        store.add([record(replace(FEW_FEATURES, m=8192), choice.configs(FEW_FEATURES)[9])])
+    every = range(choice.WAVES_FROM + 1, 16384, 97)
+    met = {choice.decide(replace(FEW_FEATURES, m=choice.planned(m))).unit for m in every}
+    intervals = [replace(FEW_FEATURES, m=choice.representative(m)) for m in (*choice.BOUNDS, 10**5) if m > 256]
+    assert met <= set(units_of(intervals)[0])
+
+
+@pytest.mark.parametrize("most", [1, 100, 3000, 9000])
+def test_an_engine_knows_numbers_of_tokens_that_meet_every_choice(most, monkeypatch):
+    monkeypatch.setattr(plan_cache.Device, "of", lambda device: H200)
+    shape = packed_shape(FORMAT, "mma16", FEW_FEATURES.n, FEW_FEATURES.k)
+    key = choice.PlanKey.of(shape, 1, torch.bfloat16, device=torch.device("cuda"))
+    tokens = choice.meeting(key, most)
+    assert tokens[0] == 1 and max(tokens) == most and len(tokens) < 120
+
+    def units(numbers):
+        return {choice.decide(key._replace(m=choice.planned(m)).problem()).unit for m in numbers}
+
+    assert units(range(1, most + 1, max(1, most // 150))) <= units(tokens)
+
+
+def test_a_batch_invariant_shortlist_has_one_order():
+    problem = replace(FEW_FEATURES, batch_invariant=True)
+    orders = {c.kernel.reduction_order(problem, c.config) for c in shortlist(problem)}
+    assert len(orders) == 1 and None not in orders
