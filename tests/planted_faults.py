@@ -254,6 +254,20 @@ FAULTS = (
         "tests/test_decode_fp8.py",
     ),
     Fault(
+        "the decoder subtracts 7",
+        _DEVICE + "decode.py",
+        'addends = self._pairwise("mul", words[0], pair(-8 / self.sum_scale, -8 / self.sum_scale))',
+        'addends = self._pairwise("mul", words[0], pair(-7 / self.sum_scale, -7 / self.sum_scale))',
+        "tests/test_decode_int4.py",
+    ),
+    Fault(
+        "zero points of rows g + 8 are those of rows g",
+        _DEVICE + "decode.py",
+        'return self._pairwise("sub", _twice(self.kind, -bias), broadcast_half(word, high))',
+        'return self._pairwise("sub", _twice(self.kind, -bias), broadcast_half(word, False))',
+        "tests/test_decode_int4.py",
+    ),
+    Fault(
         "no proxy fence behind rows that cp.async brought",
         _SM90 + "mainloop.py",
         """        if self.variant.gathered:
@@ -269,14 +283,6 @@ FAULTS = (
         "if step == 0 or column == 0:",
         "if step == 0:",
         "fuzz --config sm90_mixed --like format=_g32",
-        gpu=True,
-    ),
-    Fault(
-        "the decoder subtracts 7",
-        _DEVICE + "decode.py",
-        'addends = self._pairwise("mul", words[0], pair(-8 / self.sum_scale, -8 / self.sum_scale))',
-        'addends = self._pairwise("mul", words[0], pair(-7 / self.sum_scale, -7 / self.sum_scale))',
-        "fuzz --config sm90_ --like dtype=bfloat16 --like format=int4_g",
         gpu=True,
     ),
     Fault(

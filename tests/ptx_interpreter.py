@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
 
 _BITS = 2**32 - 1
 
@@ -47,6 +49,47 @@ def _dp4a(a: int, b: int, c: int) -> int:
     return sum((a >> i & 0xFF) * (b >> i & 0xFF) for i in range(0, 32, 8)) + c
 
 
+class Half(NamedTuple):
+    """A 16-bit floating-point type."""
+
+    digits: int
+    """Digits of the significand."""
+    least: int
+    """Exponent of a subnormal's last digit."""
+
+    def number(self, bits: int) -> Fraction:
+        """The finite number with these bits."""
+        size, stored = bits & 0x7FFF, self.digits - 1
+        exponent, mantissa = size >> stored, size & (1 << stored) - 1
+        significand = mantissa + (1 << stored if exponent else 0)
+        return Fraction(2) ** (max(exponent, 1) - 1 + self.least) * (-significand if bits >> 15 else significand)
+
+    def bits(self, value: Fraction) -> int:
+        """The bits of the nearest number, ties to even; ``value`` does not overflow. 0 has no sign."""
+        if value == 0:
+            return 0
+        top = abs(value).numerator.bit_length() - value.denominator.bit_length()
+        top -= abs(value) < Fraction(2) ** top
+        step = max(top - self.digits + 1, self.least)
+        significand = round(abs(value) / Fraction(2) ** step)
+        # a significand that was rounded up to the next power of two carries into the exponent
+        return (value < 0) << 15 | ((step - self.least) << self.digits - 1) + significand
+
+
+HALVES = {"f16": Half(11, -24), "bf16": Half(8, -133)}
+
+
+def _pairwise(kind: str, operation: Callable[..., Fraction]) -> Callable[..., int]:
+    """An operation on both halves of words, rounded once."""
+    half = HALVES[kind]
+
+    def of_words(*words: int) -> int:
+        low, high = (half.bits(operation(*(half.number(w >> shift & 0xFFFF) for w in words))) for shift in (0, 16))
+        return low | high << 16
+
+    return of_words
+
+
 _OPERATIONS: dict[str, Callable[..., int]] = {
     "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, b: a >> b,
@@ -61,4 +104,14 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
     "lop3.b32": lop3,
     "dp2a.lo.u32.u32": _dp2a_low,
     "dp4a.u32.u32": _dp4a,
+    **{
+        f"{name}.rn.{kind}x2": _pairwise(kind, operation)
+        for kind in HALVES
+        for name, operation in {
+            "add": lambda x, y: x + y,
+            "sub": lambda x, y: x - y,
+            "mul": lambda x, y: x * y,
+            "fma": lambda x, y, z: x * y + z,
+        }.items()
+    },
 }
