@@ -94,7 +94,10 @@ class PackedLinear:
 
     def empty_result(self, x: torch.Tensor) -> torch.Tensor:
         """Return memory for the product."""
-        return x.new_empty((x.shape[0], self.columns), dtype=self.epilogue.result_dtype(x.dtype))
+        dtype = self.epilogue.result_dtype(x.dtype)
+        if dtype is x.dtype:  # plain numbers take a fraction of the time of a tuple with a dtype
+            return x.new_empty(x.shape[0], self.columns)
+        return x.new_empty((x.shape[0], self.columns), dtype=dtype)
 
     def _choose(self, kind: tuple[int, torch.dtype, torch.device]) -> Callable[[Operands], None]:
         at, dtype, device = kind
