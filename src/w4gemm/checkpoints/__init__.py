@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from w4gemm.checkpoints import awq, compressed_tensors, dense, gguf, gptq, hqq, modelopt, mxfp4, w4gemm
+from w4gemm.checkpoints import awq, bitsandbytes, compressed_tensors, dense, gguf, gptq, hqq, modelopt, mxfp4, w4gemm
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.core.errors import FormatError
@@ -22,6 +22,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     compressed_tensors.FORMAT,
     modelopt.FORMAT,
     hqq.FORMAT,
+    bitsandbytes.FORMAT,
     mxfp4.FORMAT,
     w4gemm.FORMAT,
     dense.FORMAT,

@@ -1,0 +1,124 @@
+"""Folders quantized by bitsandbytes to NF4 or FP4, as transformers saves them.
+
+A module's ``weight`` is uint8 (n * k / 2, 1), or the same bytes as floats: codes row after row, the even element in the
+high nibble. ``weight.quant_map`` float32 (16) are the numbers of the codes. ``weight.absmax`` has the scale of each
+block of 64 elements, or as many as ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``) says, JSON as bytes: float32
+or, doubly quantized, uint8 indices into ``weight.nested_quant_map``, whose numbers times ``weight.nested_absmax``, one
+for each 256, and plus an offset are the scales.
+
+Blocks run on over the ends of rows. Where k is no multiple of them, groups are their common divisor with k.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.quantized_folder import Packing, folder_format
+from w4gemm.core.formats import SMALLEST_GROUP, WeightFormat, codebook
+from w4gemm.weights.weight import QuantizedWeight
+
+_STATES = ("weight_bitsandbytes__nf4", "weight_bitsandbytes__fp4")
+_NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
+_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}
+"""Bytes of an element of ``weight``, by safetensors' name of its dtype."""
+_PART = re.compile(r"(.+\.weight)\.(?:quant_state\.)?(absmax|quant_map|nested_absmax|nested_quant_map|bitsandbytes__\w+)")
+
+
+@dataclass(frozen=True)
+class BitsAndBytesPacking:
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
+
+    marks = ("weight_absmax", *_STATES)
+    others = ("weight", "weight_quant_map", *_NESTED)
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        state = _state({leaf: stored[leaf].read() for leaf in _STATES if leaf in stored})
+        n, k = state["shape"]
+        blocks = -(-n * k // state["blocksize"])
+        nested = "nested_offset" in state
+        wanted = {"weight_absmax": ("U8" if nested else "F32", blocks), "weight_quant_map": ("F32", 16)}
+        if nested:
+            groups = -(-blocks // state["nested_blocksize"])
+            wanted |= dict(zip(_NESTED, (("F32", groups), ("F32", 256)), strict=True))
+        for leaf, (dtype, count) in wanted.items():
+            _check(stored, leaf, (dtype,), count)
+        stored_bytes = -(-n * k // 2)
+        _check(stored, "weight", tuple(_BYTES), stored_bytes // _BYTES.get(stored["weight"].dtype, 1))
+        group = math.gcd(k, state["blocksize"])
+        if group % SMALLEST_GROUP:
+            raise ValueError(
+                f"blocks of {state['blocksize']} run on over the ends of rows of {k}, so that groups have {group} "
+                f"columns; wanted a multiple of {SMALLEST_GROUP}: dequantize this model, and quantize it again"
+            )
+        element = codebook(stored["weight_quant_map"].read().tolist())
+        return Module(n, k, WeightFormat(group, scale="fp32", element=element), "bias" in stored)
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        state, n, k = _state(tensors), module.n, module.k
+        packed = tensors["weight"].contiguous().flatten().view(torch.uint8)
+        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[: n * k].view(n, k)
+        scales = tensors["weight_absmax"].flatten()
+        if "nested_offset" in state:
+            factors, numbers = (tensors[leaf].flatten() for leaf in _NESTED)
+            factors = factors.repeat_interleave(state["nested_blocksize"])[: len(scales)]
+            scales = numbers[scales.int()] * factors + torch.tensor(state["nested_offset"], dtype=torch.float32)
+        group = module.format.group_size
+        starts = torch.arange(0, n * k, group)
+        return QuantizedWeight.from_codes(module.format, codes, scales[starts // state["blocksize"]].view(n, k // group))
+
+
+def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The settings of a module."""
+    found = [tensors[leaf] for leaf in _STATES if leaf in tensors]
+    if len(found) != 1:
+        raise ValueError(f"wanted one weight.quant_state.bitsandbytes__nf4 or __fp4 beside its absmax, got {len(found)}")
+    try:
+        state = json.loads(bytes(found[0].flatten().tolist()))
+        n, k = state["shape"]
+        numbers = n, k, state["blocksize"], state.get("nested_blocksize", 1)
+        if not all(isinstance(number, int) and number > 0 for number in numbers):
+            raise ValueError(f"sizes {numbers}, wanted positive integers")
+        if "nested_blocksize" in state:
+            state["nested_offset"] = float(state["nested_offset"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise ValueError(f"weight.quant_state: no settings that can be read: {type(e).__name__}: {e}") from e
+    return state
+
+
+def _check(stored: Mapping[str, TensorInfo], leaf: str, dtypes: tuple[str, ...], count: int) -> None:
+    """Raise ValueError unless a tensor is there, of one of these dtypes and so many elements."""
+    name = leaf.replace("_", ".", 1) if leaf != "weight" else leaf
+    if leaf not in stored:
+        raise ValueError(f"there is no {name} beside its {', '.join(sorted(stored))}")
+    info = stored[leaf]
+    if info.dtype not in dtypes or math.prod(info.shape) != count:
+        raise ValueError(
+            f"{name} is {info.dtype} of shape {info.shape}, wanted {count} elements of {' or '.join(dtypes)}"
+        )
+
+
+def _packing(config: Mapping[str, Any]) -> Packing:
+    """The packing of a quantization_config; those of 8 bits are refused."""
+    if not config.get("load_in_4bit", config.get("_load_in_4bit")):
+        raise ValueError("it is not in 4 bits (load_in_4bit); models in 8 bits (LLM.int8) are not read")
+    return BitsAndBytesPacking()
+
+
+def _renamed(name: str) -> str:
+    """``module.part`` for a tensor's name: the parts of a weight become parts of its module."""
+    found = _PART.fullmatch(name)
+    return f"{found[1]}_{found[2]}" if found else name
+
+
+FORMAT = folder_format(
+    "bitsandbytes", "a folder with a model quantized by bitsandbytes to 4 bits (NF4, FP4)", _packing, _renamed
+)

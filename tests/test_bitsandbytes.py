@@ -1,0 +1,138 @@
+"""Folders quantized by bitsandbytes hold its numbers bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from quantized_model import Writer, assert_loads, change, write_model
+from tiny_model import LAYERS
+from w4gemm import FormatError
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.core.formats import ELEMENTS
+
+CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+DOWN = "model.layers.1.mlp.down_proj"
+STATE = "weight.quant_state.bitsandbytes__nf4"
+FP4 = [v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
+TABLES = {"nf4": list(ELEMENTS["nf4"].values), "fp4": FP4 + [-v for v in FP4]}
+
+
+def as_bytes(settings: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+
+
+def writer(kind: str = "nf4", block: int = 64, nested: bool = False, storage: torch.dtype = torch.uint8) -> Writer:
+    """Weights by bitsandbytes' definition: blocks of all elements in a row, the even code in the high nibble."""
+
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        random = torch.Generator().manual_seed(n + k)
+        codes = torch.randint(0, 16, (n * k,), generator=random)
+        blocks = -(-n * k // block)
+        table = torch.tensor(TABLES[kind])
+        settings: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
+        if nested:
+            indices = torch.randint(0, 256, (blocks,), generator=random)
+            numbers = torch.linspace(-1, 1, 256)
+            factors = torch.rand(-(-blocks // 256), generator=random) * 0.01 + 0.01
+            scales = numbers[indices] * factors.repeat_interleave(256)[:blocks] + torch.tensor(0.03)
+            settings |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": torch.tensor(0.03).item()}
+            absmax = {
+                "weight.absmax": indices.to(torch.uint8),
+                "weight.nested_absmax": factors,
+                "weight.nested_quant_map": numbers,
+            }
+        else:
+            scales = torch.rand(blocks, generator=random) * 0.05 + 0.01
+            absmax = {"weight.absmax": scales}
+        weight = (table[codes] * scales.repeat_interleave(block)[: n * k]).view(n, k)
+        return {
+            "weight": (codes[0::2] << 4 | codes[1::2]).to(torch.uint8).view(storage)[:, None],
+            **absmax,
+            "weight.quant_map": table,
+            f"weight.quant_state.bitsandbytes__{kind}": as_bytes(settings),
+        }, weight
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "format"),
+    [
+        (writer(block=32), "nf4_g32_fp32"),
+        (writer(block=64, nested=True), "nf4_g32_fp32"),
+        (writer(block=32, nested=True, storage=torch.bfloat16), "nf4_g32_fp32"),
+    ],
+    ids=["float32 scales", "nested, blocks over rows", "as bf16"],
+)
+def test_weights_and_logits(tmp_path: Path, write: Writer, format: str) -> None:
+    """The model's k are multiples of 32, but not of 64."""
+    assert_loads(tmp_path, write_model(tmp_path, CONFIG, write), {format: 7 * LAYERS})
+
+
+def test_another_table(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, CONFIG, writer("fp4", 32))
+    checkpoint = open_checkpoint(tmp_path)
+    for name, weight in wanted.items():
+        found = checkpoint.weight(name)
+        assert found.format.element.startswith("codebook") and torch.equal(found.dequantize(), weight)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_the_package_writes_what_is_read(tmp_path: Path, kind: str, nested: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        dense = torch.randn(n, k, generator=torch.Generator().manual_seed(n))
+        packed, state = functional.quantize_4bit(dense, blocksize=32, compress_statistics=nested, quant_type=kind)
+        stored = {f"weight.{leaf}": t.contiguous() for leaf, t in state.as_dict(packed=True).items()}
+        return {"weight": packed, **stored}, functional.dequantize_4bit(packed, state)
+
+    wanted = write_model(tmp_path, CONFIG, write)
+    checkpoint = open_checkpoint(tmp_path)
+    for name, weight in wanted.items():
+        assert torch.equal(checkpoint.weight(name).dequantize(), weight)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "tensor", "message"),
+    [
+        ("weight", torch.zeros(7, 1, dtype=torch.uint8), r"weight is U8 of shape \(7, 1\), wanted 1536 elements of U8"),
+        ("weight.absmax", torch.ones(5), r"weight.absmax is F32 of shape \(5,\), wanted 96 elements of F32"),
+        ("weight.absmax", None, "there is no weight.absmax beside its weight"),
+        ("weight.quant_map", torch.ones(16), "values: wanted numbers of both signs"),
+        ("weight.quant_map", torch.full((16,), math.nan), "values: wanted a largest magnitude"),
+        (STATE, None, "wanted one weight.quant_state.bitsandbytes__nf4 or __fp4 beside its absmax, got 0"),
+        (STATE, as_bytes({"blocksize": 32}), "weight.quant_state: no settings that can be read: KeyError: 'shape'"),
+        (STATE, as_bytes({"blocksize": 32, "shape": [0, 96]}), "wanted positive integers"),
+        (STATE, as_bytes({"blocksize": 32, "shape": [96, 32]}), "disagree|weight"),
+        (STATE, as_bytes({"blocksize": 24, "shape": [32, 96]}), "absmax is F32"),
+        (STATE, torch.zeros(4, dtype=torch.uint8), "no settings that can be read: JSONDecodeError"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(tmp_path: Path, leaf: str, tensor: torch.Tensor | None, message: str) -> None:
+    write_model(tmp_path, CONFIG, writer(block=32))
+
+    def changed(tensors: dict[str, Any]) -> None:
+        del tensors[f"{DOWN}.{leaf}"]
+        if tensor is not None:
+            tensors[f"{DOWN}.{leaf}"] = tensor
+
+    change(tmp_path, changed)
+    with pytest.raises(FormatError, match=f"{DOWN}: .*({message})"):
+        open_checkpoint(tmp_path)
+
+
+def test_8_bits_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIG | {"load_in_4bit": False, "load_in_8bit": True}, writer(block=32))
+    with pytest.raises(FormatError, match="quantization_config of config.json: it is not in 4 bits"):
+        open_checkpoint(tmp_path)
