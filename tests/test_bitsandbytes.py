@@ -64,17 +64,16 @@ def writer(kind: str = "nf4", block: int = 64, nested: bool = False, storage: to
 
 
 @pytest.mark.parametrize(
-    ("write", "format"),
+    ("write", "formats"),
     [
-        (writer(block=32), "nf4_g32_fp32"),
-        (writer(block=64, nested=True), "nf4_g32_fp32"),
-        (writer(block=32, nested=True, storage=torch.bfloat16), "nf4_g32_fp32"),
+        (writer(block=32), {"nf4_g32_fp32": 7 * LAYERS}),
+        (writer(nested=True), {"nf4_g64_fp32": 6 * LAYERS, "nf4_g32_fp32": LAYERS}),
+        (writer(block=32, nested=True, storage=torch.bfloat16), {"nf4_g32_fp32": 7 * LAYERS}),
     ],
-    ids=["float32 scales", "nested, blocks over rows", "as bf16"],
+    ids=["float32 scales", "nested, blocks over rows of 96", "as bf16"],
 )
-def test_weights_and_logits(tmp_path: Path, write: Writer, format: str) -> None:
-    """The model's k are multiples of 32, but not of 64."""
-    assert_loads(tmp_path, write_model(tmp_path, CONFIG, write), {format: 7 * LAYERS})
+def test_weights_and_logits(tmp_path: Path, write: Writer, formats: dict[str, int]) -> None:
+    assert_loads(tmp_path, write_model(tmp_path, CONFIG, write), formats)
 
 
 def test_another_table(tmp_path: Path) -> None:
@@ -105,8 +104,8 @@ def test_the_package_writes_what_is_read(tmp_path: Path, kind: str, nested: bool
 @pytest.mark.parametrize(
     ("leaf", "tensor", "message"),
     [
-        ("weight", torch.zeros(7, 1, dtype=torch.uint8), r"weight is U8 of shape \(7, 1\), wanted 1536 elements of U8"),
-        ("weight.absmax", torch.ones(5), r"weight.absmax is F32 of shape \(5,\), wanted 96 elements of F32"),
+        ("weight", torch.zeros(7, 1, dtype=torch.uint8), r"weight is U8 of shape \(7, 1\), wanted 3072 elements of U8"),
+        ("weight.absmax", torch.ones(5), r"weight.absmax is F32 of shape \(5,\), wanted 192 elements of F32"),
         ("weight.absmax", None, "there is no weight.absmax beside its weight"),
         ("weight.quant_map", torch.ones(16), "values: wanted numbers of both signs"),
         ("weight.quant_map", torch.full((16,), math.nan), "values: wanted a largest magnitude"),

@@ -83,14 +83,14 @@ def test_weights_equal_gguf_dequantize(small: Path) -> None:
             assert torch.equal(weight.dequantize(), wanted), name
 
 
-@pytest.mark.parametrize("type", ["IQ4_NL", "MXFP4", "NVFP4", "Q4_K"])
+@pytest.mark.parametrize("type", ["IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "Q4_K"])
 def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: str) -> None:
     rng = np.random.default_rng(0)
     number = gguf.GGMLQuantizationType[type]
     elements, size = gguf.GGML_QUANT_SIZES[number]
     n, k = 24, 4 * elements
     blocks = rng.integers(0, 256, (n, 4, size), np.uint8)
-    if type == "IQ4_NL":
+    if type in ("IQ4_NL", "IQ4_XS"):
         blocks[..., :2] = (rng.standard_normal((n, 4, 1)) / 64).astype(np.float16).view(np.uint8)
     elif type == "Q4_K":
         blocks[..., :4] = (rng.standard_normal((n, 4, 2)) / 64).astype(np.float16).view(np.uint8)
@@ -211,7 +211,7 @@ def test_wrong_tensor_names_and_types(small: Path) -> None:
     file = GGUFFile(small)
     with pytest.raises(FormatError, match="no tensor 'nothing' among its 8"):
         file.weight("nothing")
-    with pytest.raises(FormatError, match=r"'eight' is Q8_0.*wanted Q4_0 or Q4_1 or Q4_K or IQ4_NL"):
+    with pytest.raises(FormatError, match=r"'eight' is Q8_0.*wanted Q4_0 or Q4_1 or Q4_K or IQ4_NL or IQ4_XS"):
         file.weight("eight")
     with pytest.raises(FormatError, match=r"'cube' has shape \(2, 3, 32\)"):
         file.weight("cube")

@@ -167,6 +167,19 @@ def _hqq(folder: Path) -> Path:
     return _folder(folder, {"quant_method": "hqq"}, _modules(stored))
 
 
+def _bitsandbytes(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        pairs, state = m.codes.view(-1, 2), {"blocksize": GROUP, "shape": [N, K], "quant_type": "nf4"}
+        return {
+            "weight": pairs[:, :1] << 4 | pairs[:, 1:],
+            "weight.absmax": m.scales.float().flatten(),
+            "weight.quant_map": torch.linspace(-1, 1, 16),
+            "weight.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8),
+        }
+
+    return _folder(folder, {"quant_method": "bitsandbytes", "load_in_4bit": True}, _modules(stored))
+
+
 def _weights() -> dict[str, QuantizedWeight]:
     dense = torch.randn(2, N, K, generator=torch.Generator().manual_seed(5))
     return {"model.a": quantize(dense[0], "int4_g32_zint"), "model.b": quantize(dense[1], "mxfp4")}
@@ -178,7 +191,7 @@ def _own(folder: Path) -> Path:
     return _folder(folder, settings(made.items()), tensors)
 
 
-GGUF_TYPES = ("Q4_0", "Q4_1", "F16", "F32", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4", "Q4_K", "Q6_K")
+GGUF_TYPES = ("Q4_0", "Q4_1", "F16", "F32", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4", "Q4_K", "Q6_K", "IQ4_XS")
 """Types of the tensors a, b, ... of the GGUF file."""
 
 
@@ -192,7 +205,7 @@ def _gguf(folder: Path) -> Path:
     writer.add_array("test.words", ["one", "two"])
     rng = np.random.default_rng(0)
     for number, type in enumerate(GGUF_TYPES):
-        name, k = chr(ord("a") + number), 256 if type.endswith("_K") else K
+        name, k = chr(ord("a") + number), 256 if type.endswith(("_K", "_XS")) else K
         values = rng.standard_normal((N, k)).astype(np.float16 if type == "F16" else np.float32)
         if type in ("F16", "F32"):
             writer.add_tensor(name, values)
@@ -231,6 +244,7 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "modelopt-integers": _modelopt_integers,
     "mxfp4": _mxfp4,
     "hqq": _hqq,
+    "bitsandbytes": _bitsandbytes,
     "w4gemm": _own,
     "gguf": _gguf,
     "weight": _weight_file,

@@ -30,7 +30,9 @@ _STATES = ("weight_bitsandbytes__nf4", "weight_bitsandbytes__fp4")
 _NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
 _BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}
 """Bytes of an element of ``weight``, by safetensors' name of its dtype."""
-_PART = re.compile(r"(.+\.weight)\.(?:quant_state\.)?(absmax|quant_map|nested_absmax|nested_quant_map|bitsandbytes__\w+)")
+_PART = re.compile(
+    r"(.+\.weight)\.(?:quant_state\.)?(absmax|quant_map|nested_absmax|nested_quant_map|bitsandbytes__\w+)"
+)
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,18 @@ class BitsAndBytesPacking:
             scales = numbers[scales.int()] * factors + torch.tensor(state["nested_offset"], dtype=torch.float32)
         group = module.format.group_size
         starts = torch.arange(0, n * k, group)
-        return QuantizedWeight.from_codes(module.format, codes, scales[starts // state["blocksize"]].view(n, k // group))
+        return QuantizedWeight.from_codes(
+            module.format, codes, scales[starts // state["blocksize"]].view(n, k // group)
+        )
 
 
 def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The settings of a module."""
     found = [tensors[leaf] for leaf in _STATES if leaf in tensors]
     if len(found) != 1:
-        raise ValueError(f"wanted one weight.quant_state.bitsandbytes__nf4 or __fp4 beside its absmax, got {len(found)}")
+        raise ValueError(
+            f"wanted one weight.quant_state.bitsandbytes__nf4 or __fp4 beside its absmax, got {len(found)}"
+        )
     try:
         state = json.loads(bytes(found[0].flatten().tolist()))
         n, k = state["shape"]

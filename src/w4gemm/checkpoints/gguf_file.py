@@ -7,6 +7,7 @@ Q4_0    32 elements: fp16 d, 16 bytes of codes                 d * (q - 8)      
 Q4_1    32: fp16 d, fp16 m, 16 bytes                           d * q + m                     int4_g32_zfloat_fp16
 Q4_K    256: fp16 d, e, 8 times 6-bit s and m, 4 x 32 bytes    (d * s) * q - e * m           q4_k
 IQ4_NL  32: fp16 d, 16 bytes                                   d * v(q), 16 fixed numbers    iq4_g32_fp16
+IQ4_XS  256: fp16 d, 8 times 6-bit s, 8 x 16 bytes             (d * (s - 32)) * v(q)         iq4_g32_fp32
 MXFP4   32: e8m0 d, 16 bytes                                   d * e2m1(q)                   mxfp4
 NVFP4   64: four e4m3 d without sign, of 16 each; 4 x 8 bytes  d * e2m1(q)                   nvfp4, channels of 1
 ======  =====================================================  ============================  ====================
@@ -45,6 +46,7 @@ INT4_FORMATS = {
     "Q4_1": WeightFormat(32, "float", "fp16"),
     "Q4_K": WeightFormat.parse("q4_k"),
     "IQ4_NL": WeightFormat(32, "none", "fp16", "iq4"),
+    "IQ4_XS": WeightFormat(32, "none", "fp32", "iq4"),
     "MXFP4": WeightFormat.parse("mxfp4"),
     "NVFP4": WeightFormat.parse("nvfp4"),
 }
@@ -193,6 +195,9 @@ def _parts(rows: torch.Tensor, type: str, k: int) -> _Parts:
         levels = _six_bits(blocks[..., 4:16]).transpose(1, 2).flatten(2)
         codes = _halves(blocks[..., 16:].reshape(n, -1, 32), k)
         return _Parts(codes, levels[:, 0].contiguous(), levels[:, 1].contiguous(), factors)
+    if type == "IQ4_XS":
+        levels = _signed_six_bits(blocks[..., 2:8]).float() * blocks[..., :2].contiguous().view(torch.float16)
+        return _Parts(_halves(blocks[..., 8:].reshape(n, -1, 16), k), levels.flatten(1).contiguous())
     numbers = 2 if type == "Q4_1" else 1  # fp16 numbers before the codes
     scales, *zeros = blocks[..., : 2 * numbers].contiguous().view(torch.float16).unbind(-1)
     return _Parts(_halves(blocks[..., 2 * numbers :], k), scales, *zeros)
@@ -204,6 +209,14 @@ def _six_bits(bytes: torch.Tensor) -> torch.Tensor:
     first, last = bytes[..., :8].unflatten(-1, (2, 4)), bytes[..., 8:]
     nibbles = torch.stack((last & 15, last >> 4), dim=-2)
     return torch.cat((first & 63, nibbles | first >> 6 << 4), dim=-1)
+
+
+def _signed_six_bits(bytes: torch.Tensor) -> torch.Tensor:
+    """Scales -32..31, int8 (..., 8), of IQ4_XS's six bytes (..., 6): the high two bits of all in two bytes, then the
+    low four in nibbles."""
+    high = bytes[..., :2, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3
+    low = torch.stack((bytes[..., 2:] & 15, bytes[..., 2:] >> 4), dim=-1)
+    return (high.flatten(-2) << 4 | low.flatten(-2)).to(torch.int8) - 32
 
 
 def _halves(bytes: torch.Tensor, k: int) -> torch.Tensor:

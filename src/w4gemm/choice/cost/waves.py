@@ -146,14 +146,16 @@ def _decode_overhead(kernel: Any, problem: GemmProblem) -> float:
         if problem.dtype == torch.float16:
             return model["e2m1_half"]
         return model[f"e2m1_{problem.format.scale}" + ("_few" if kernel.name == "sm90_decode" else "")]
+    codebook = not problem.format.element_rule.counts and problem.dtype.itemsize == 2
     if kernel.name != "sm90_mixed_gemm":
-        return 0.0
+        return model["codebook_few"] if codebook and kernel.name == "sm90_decode" else 0.0
+    found = model["codebook"] if codebook else 0.0
     same = problem.dtype == problem.format.scale_dtype
     if problem.dtype == torch.float16:
-        return model["half" if same else "half_other_scales"]
+        return found + model["half" if same else "half_other_scales"]
     if not same:
-        return model["other_scales"]
-    return model["integer_zeros"] if problem.format.zero == "int" else 0.0
+        return found + model["other_scales"]
+    return found + (model["integer_zeros"] if problem.format.zero == "int" else 0.0)
 
 
 def _expert_tiles_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
