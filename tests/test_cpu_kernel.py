@@ -89,6 +89,27 @@ def test_a_zero_point_far_below_its_scale_is_not_lost():
         assert torch.equal(d.T, w.dequantize()), config
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g32_zint", "int4_g32_zfloat"])
+def test_infinities_are_those_of_a_matmul(name, dtype):
+    """In sums of codes they would meet infinities of the other sign: x times the zero points."""
+    w = w4gemm.quantize(torch.randn(130, 64), name).repack()
+    x = torch.randn(3, 64)
+    x[0, 3], x[1, 40], x[2, 5] = torch.inf, -torch.inf, torch.nan
+    wanted = (x.to(dtype).double() @ w.dequantize(dtype).double().T).to(dtype)
+    for got in (w4gemm.linear(x.to(dtype), w), w4gemm.linear(x[:1].to(dtype), w)):
+        for row, expected in zip(got, wanted, strict=False):
+            assert torch.equal(row.isnan(), expected.isnan())
+            assert torch.equal(row.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
+
+
+def test_sums_that_overflow_before_the_scale():
+    codes, zeros = torch.full((130, 64), 15, dtype=torch.uint8), torch.full((130, 2), 14, dtype=torch.uint8)
+    w = w4gemm.QuantizedWeight.from_codes("int4_g32_zint", codes, torch.full((130, 2), 1e-3).bfloat16(), zeros)
+    x = torch.full((1, 64), 3e37)
+    torch.testing.assert_close(w4gemm.linear(x, w.repack()), x @ w.dequantize().T)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_products_do_not_depend_on_the_default_dtype(monkeypatch, dtype):
     w = random_weight(FEW_FORMATS[0], 200, 96).repack()

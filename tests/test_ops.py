@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4gemm
 from conformance.cases import assert_close, random_weight
-from w4gemm import choice, linear
+from w4gemm import W4Linear, choice, linear
 from w4gemm.api import arguments, bound
 from w4gemm.api.operator_arguments import flat_epilogue, flat_weight
 from w4gemm.core.activation import ACTIVATIONS
@@ -419,19 +419,6 @@ def test_no_forward_derivatives_of_the_residual(w, x):
         torch.func.jvp(lambda r: linear(x, w, **(given | {"residual": r})), (given["residual"],), (given["residual"],))
 
 
-@pytest.mark.parametrize("transform", ["vmap", "jvp"])
-def test_no_silent_nonsense_in_function_transforms(w, x, transform):
-    """There is no rule for these: an error, or the right result."""
-    try:
-        if transform == "vmap":
-            d = torch.vmap(lambda row: linear(row, w))(x)
-        else:
-            _, d = torch.func.jvp(lambda x: linear(x, w), (x,), (x,))
-    except (RuntimeError, NotImplementedError):
-        return
-    torch.testing.assert_close(d, linear(x, w))
-
-
 def test_inference_mode(w, x):
     expected = linear(x, w)
     with torch.inference_mode():
@@ -478,6 +465,16 @@ WRONG = {
 def test_a_wrong_call_after_a_right_one(warm, wrong, error, message):
     with pytest.raises(error, match=message):
         linear(**(warm | wrong))
+
+
+@pytest.mark.parametrize("changed", ["to_sparse", "to_mkldnn"])
+def test_another_memory_layout_after_a_dense_call(changed):
+    w, x = random_weight(FORMAT, N, K).repack(), torch.randn(4, K)
+    layer = W4Linear.from_weight(w)
+    for call in (layer, lambda x: linear(x, w)):
+        call(x)
+        with pytest.raises(TypeError, match="x: wanted a dense tensor, got one of layout"):
+            call(getattr(x, changed)())
 
 
 def test_what_looks_alike_may_differ_in_all_else(warm, device, dtype):

@@ -64,7 +64,7 @@ def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
 
 def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]:
     """Return the dtypes of x that ``linear`` takes beside ``w``."""
-    if device.type == "cpu":
+    if device.type == "cpu" or (device.type == "meta" and w.layout in ("cpu", "canonical")):  # of some device yet
         return _CPU_DTYPES
     if w.activations == "fp8":
         return (*_HALVES, FP8)

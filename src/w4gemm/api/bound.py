@@ -82,7 +82,7 @@ def argument_facts(
     """Return all that the checks of a call with no more arguments look at beside a weight, but x's rows."""
     shape = x.shape
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
-    return shape[-1] if shape else None, x.dtype, x.device, of_bias, activation, batch_invariant
+    return shape[-1] if shape else None, x.dtype, x.device, x.layout, of_bias, activation, batch_invariant
 
 
 def bind(

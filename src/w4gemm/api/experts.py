@@ -67,7 +67,7 @@ class W4GroupedLinear(W4Linear):
         """x (total_m, k), or any rows and indices (total_m), and m_offsets int32 (experts + 1) to (total_m, n)."""
         x, bias = autocast(x, self._parameters["bias"])
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
-        return grouped_linear(x, self._weight, m_offsets, bias, indices=indices, **fused)
+        return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, **fused)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.expert_scale is None else ", expert_scale=True")

@@ -34,7 +34,7 @@ def is_plain(t: object) -> bool:
 
 def is_eager(x: object, bias: object = None) -> bool:
     """True if x and a bias, or None, are plain tensors that plain eager execution multiplies, without gradients."""
-    if type(x) not in _PLAIN or not (bias is None or type(bias) in _PLAIN):
+    if type(x) not in _PLAIN or not (bias is None or type(bias) in _PLAIN) or x.is_meta:  # type: ignore[attr-defined]
         return False
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):  # type: ignore[attr-defined]
         return False
@@ -43,7 +43,9 @@ def is_eager(x: object, bias: object = None) -> bool:
 
 def needs_dispatcher(x: torch.Tensor, operands: EpilogueOperands) -> bool:
     """True if anything but plain eager execution is going on: then only the registered operator is right."""
-    return type(x) not in _PLAIN or (torch.is_grad_enabled() and requires_grad(x, operands)) or is_watched()
+    if type(x) not in _PLAIN or x.is_meta:  # on the meta device there are shapes only
+        return True
+    return (torch.is_grad_enabled() and requires_grad(x, operands)) or is_watched()
 
 
 def is_watched() -> bool:
@@ -57,6 +59,11 @@ def is_watched() -> bool:
         or _get_tracing_state() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def is_transformed() -> bool:
+    """True inside a transform of ``torch.func``, such as grad or vmap."""
+    return not is_compiling() and peek_interpreter_stack() is not None
 
 
 def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:

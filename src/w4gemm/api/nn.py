@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from w4gemm.api.arguments import check, checked_activation
-from w4gemm.api.bound import BoundLinear, argument_facts, bind
+from w4gemm.api.bound import argument_facts, bind
 from w4gemm.api.modes import autocast, is_eager
 from w4gemm.api.ops import linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
@@ -21,14 +21,13 @@ from w4gemm.weights.state import as_tensor, in_words, of_tensor
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class W4Linear(torch.nn.Module):
+class W4Linear(PackedModule):
     """y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
 
     ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Its tensors are
-    registered as buffers of integers (16-bit scales too, as int16), so ``half()`` and ``to(dtype)`` reach only the bias
-    and ``dtype``. ``state_dict`` holds ``codes``, ``scales``, ``zeros``, ``channels`` and ``factors`` in the canonical
-    layout, for a weight in act-order also ``perm``, and the names of the format and the activations: the same bits
-    whatever device wrote it.
+    registered as buffers of bytes, so ``half()`` and ``to(dtype)`` reach only the bias and ``dtype``. ``state_dict``
+    holds ``codes``, ``scales``, ``zeros``, ``channels`` and ``factors`` in the canonical layout, for a weight in
+    act-order also ``perm``, and the names of the format and the activations: the same bits whatever device wrote it.
 
     ``pre_quant_scale`` (k,), a buffer, or None, multiplies x before anything else, in x's dtype: for checkpoints that
     moved factors of x into the weight, such as ModelOpt's AWQ. ``state_dict`` holds it.
@@ -53,12 +52,8 @@ class W4Linear(torch.nn.Module):
         torch.Size([3, 512])
     """
 
-    grouped = False
-    """True if the weight is one of several experts."""
     bias: torch.nn.Parameter | None
     pre_quant_scale: torch.Tensor | None
-    _weight: QuantizedWeight
-    _bound: BoundLinear | None
 
     def __init__(
         self,
@@ -158,7 +153,7 @@ class W4Linear(torch.nn.Module):
         if (scale := self._buffers.get("pre_quant_scale")) is not None:
             x = x * scale.to(x.dtype)
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
-        w, activation, batch_invariant = self._weight, self.activation, self.batch_invariant
+        w, activation, batch_invariant = self.weight, self.activation, self.batch_invariant
         if not is_eager(x, bias):
             return linear(x, w, bias, activation=activation, batch_invariant=batch_invariant)
         bound = self._bound
@@ -180,60 +175,6 @@ class W4Linear(torch.nn.Module):
             f"layout={w.layout}{extra}"
         )
 
-    # --- the weight and its buffers ---------------------------------------------------------------------------------
-
-    @property
-    def weight(self) -> QuantizedWeight:
-        """The weight, in the layout that its device reads. Another one may be assigned, of any size and format."""
-        return self._weight
-
-    @weight.setter
-    def weight(self, w: QuantizedWeight) -> None:
-        if not isinstance(w, QuantizedWeight) or bool(w.experts) != self.grouped:
-            raise TypeError(
-                f"weight: wanted a QuantizedWeight of {'several experts' if self.grouped else 'no experts'}, got "
-                f"{w if isinstance(w, QuantizedWeight) else kind_of(w)}"
-            )
-        self.in_features, self.out_features, self.format = w.k, w.n, w.format
-        self._set_weight(w)
-
-    @property
-    def activations(self) -> str | None:
-        """ "fp8" if x is quantized before it is multiplied, else None: ``weight.activations``. Setting it repacks."""
-        return self._weight.activations
-
-    @activations.setter
-    def activations(self, activations: str | None) -> None:
-        self._set_weight(self._weight.repack(activations=activations))
-
-    def _set_weight(self, w: QuantizedWeight) -> None:
-        """Take ``w`` in the layout of its device and register its tensors, as integers, under ``packed0``, ..."""
-        for name in [name for name in self._buffers if name.startswith("packed")]:
-            del self._buffers[name]
-        self._weight, self._bound = w.repack(), None
-        for i, t in enumerate(self.weight.tensors):
-            self.register_buffer(f"packed{i}", _as_integers(t), persistent=False)
-        if self.weight.perm is not None:
-            self.register_buffer("packed_perm", self.weight.perm, persistent=False)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4Linear:
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
-        super()._apply(fn, recurse)
-        w = self.weight
-        moved = [self._buffers[f"packed{i}"] for i in range(len(w.tensors))]
-        tensors = tuple(t.view(old.dtype) for t, old in zip(moved, w.tensors, strict=True) if t is not None)
-        self._set_weight(replace(w, tensors=tensors, perm=self._buffers.get("packed_perm")))
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the buffers: they are views of the weight, and ``torch.save`` refuses two dtypes of one memory."""
-        buffers = {name: t for name, t in self._buffers.items() if not name.startswith("packed")}
-        return {**self.__dict__, "_buffers": buffers, "_bound": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._set_weight(self.weight)
-
     # --- state dict -------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:
@@ -243,7 +184,7 @@ class W4Linear(torch.nn.Module):
     def set_extra_state(self, state: torch.Tensor) -> None:
         name, _, activations = of_tensor(state).partition(" ")
         if name != str(self.format):
-            raise ValueError(f"state_dict: wanted a weight in {self.format} like this layer, got one in {name}")
+            raise ValueError(f"wanted a weight in {self.format} like this layer, got one in {name!r}")
         if (activations or None) != self.activations:
             self.activations = activations or None
 
@@ -262,13 +203,21 @@ class W4Linear(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        for name in (*self.format.part_names, "perm", "pre_quant_scale", "expert_scale", "_extra_state"):
+            if not isinstance(t := state_dict.get(prefix + name), torch.Tensor | None):
+                error_msgs.append(f"{prefix}{name}: wanted a tensor, got {kind_of(t)}")
+                return
         given = state_dict.get(prefix + "pre_quant_scale")
         if given is not None and (self.pre_quant_scale is None or self.pre_quant_scale.is_meta):
             device = given.device if self.weight.device.type == "meta" else self.weight.device
             self.pre_quant_scale = torch.ones(self.weight.k, dtype=given.dtype, device=device)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        except ValueError as e:  # the extra state's
+            error_msgs.append(f"{prefix}_extra_state: {e}")
+            return
         w = self.weight
         shapes = packed_shape(self.format, "canonical", w.n, w.k, w.experts).tensors
         keys = [prefix + name for name in self.format.part_names]
@@ -301,8 +250,3 @@ class W4Linear(torch.nn.Module):
             error_msgs.append(f"{prefix}{e}")
             return
         self._set_weight(loaded)
-
-
-def _as_integers(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, which no conversion of a module's dtype touches."""
-    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.itemsize]) if t.is_floating_point() else t

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from w4gemm.api import arguments, bound, boundary
+from w4gemm.api import arguments, bound, boundary, transforms
 from w4gemm.api.boundary import Call
-from w4gemm.api.modes import needs_dispatcher, refuse_duals, requires_grad
+from w4gemm.api.modes import is_transformed, needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
     WEIGHT,
@@ -113,8 +113,12 @@ def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     rows = x.reshape(-1, w.k)
     if w.perm is not None:  # an operator that autograd undoes, and that a compiler may fuse with what made x
         rows = selected(rows, 1, w.perm)
-    if differentiated and not epilogue.linear:  # PyTorch's operators do what comes after the product
-        sums = _operator(rows, w, _FLOAT32, NO_OPERANDS, call)
+    transformed = x.dtype != arguments.FP8 and is_transformed()
+    if transformed or (differentiated and not epilogue.linear):  # PyTorch's operators do what comes after the product
+        if transformed:
+            sums = transforms.product(rows, w, call.config, call.batch_invariant)
+        else:
+            sums = _operator(rows, w, _FLOAT32, NO_OPERANDS, call)
         d = epilogue.apply(sums, operands).to(epilogue.result_dtype(x.dtype))
     else:
         d = _operator(rows, w, epilogue, operands, call)

@@ -28,5 +28,11 @@ def as_tensor(words: str) -> torch.Tensor:
 
 
 def of_tensor(state: torch.Tensor) -> str:
-    """Return the words of such a tensor."""
+    """Return the words of such a tensor.
+
+    Raises:
+        ValueError: if it is no row of bytes.
+    """
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        raise ValueError(f"wanted the words of a format, torch.uint8 (n), got {state.dtype} {tuple(state.shape)}")
     return bytes(state.tolist()).decode(errors="replace")

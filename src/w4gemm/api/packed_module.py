@@ -1,0 +1,129 @@
+"""A module that holds a packed weight: its tensors as buffers, which others may move, convert or replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from w4gemm.api.bound import BoundLinear
+from w4gemm.api.modes import is_watched
+from w4gemm.core.errors import kind_of
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
+
+
+class PackedModule(torch.nn.Module):
+    """A module with ``weight``, whose tensors are the buffers ``packed0``, ... of bytes, and ``packed_perm``.
+
+    Bytes, because no conversion of a module's dtype touches integers, and every backend of torch.distributed sends
+    them. What stands in the buffers is what is multiplied: accelerate's hooks and ``torch.func.functional_call``
+    replace them.
+    """
+
+    grouped = False
+    """True if the weight is one of several experts."""
+    dtype: torch.dtype
+    in_features: int
+    out_features: int
+    format: WeightFormat
+    _weight: QuantizedWeight
+    _packed: dict[str, torch.Tensor]
+    """The buffers that are ``_weight``'s tensors."""
+    _bound: BoundLinear | None
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """The weight, in the layout that its device reads. Another one may be assigned, of any size and format."""
+        buffers = self._buffers
+        for name, t in self._packed.items():
+            if buffers.get(name) is not t:
+                return self._of_buffers()
+        return self._weight
+
+    @weight.setter
+    def weight(self, w: QuantizedWeight) -> None:
+        if not isinstance(w, QuantizedWeight) or bool(w.experts) != self.grouped:
+            raise TypeError(
+                f"weight: wanted a QuantizedWeight of {'several experts' if self.grouped else 'no experts'}, got "
+                f"{w if isinstance(w, QuantizedWeight) else kind_of(w)}"
+            )
+        self.in_features, self.out_features, self.format = w.k, w.n, w.format
+        self._set_weight(w)
+
+    @property
+    def activations(self) -> str | None:
+        """ "fp8" if x is quantized before it is multiplied, else None: ``weight.activations``. Setting it repacks."""
+        return self._weight.activations
+
+    @activations.setter
+    def activations(self, activations: str | None) -> None:
+        self._set_weight(self.weight.repack(activations=activations))
+
+    def _set_weight(self, w: QuantizedWeight) -> None:
+        """Take ``w`` in the layout of its device and register its tensors."""
+        for name in [name for name in self._buffers if name.startswith("packed")]:
+            del self._buffers[name]
+        w = w.repack()
+        packed = {f"packed{i}": t.view(torch.uint8) for i, t in enumerate(w.tensors)}
+        if w.perm is not None:
+            packed["packed_perm"] = w.perm
+        for name, t in packed.items():
+            self.register_buffer(name, t, persistent=False)
+        self._weight, self._packed, self._bound = w, packed, None
+
+    def _of_buffers(self) -> QuantizedWeight:
+        """Return the weight of buffers that were replaced, and keep it if nothing is being traced."""
+        buffers = {name: self._buffers.get(name) for name in self._packed}
+        for name, t in buffers.items():
+            old = self._packed[name]
+            if not isinstance(t, torch.Tensor) or t.dtype != old.dtype or t.shape != old.shape:
+                wanted = f"{old.dtype} {tuple(old.shape)}"
+                raise ValueError(f"{name}: wanted {wanted} for this layer's {self._weight!r}, got {kind_of(t)}")
+        w = self._with(buffers)
+        if not is_watched():
+            self._set_weight(w)
+            return self._weight
+        return w.repack()
+
+    def _with(self, buffers: dict[str, Any]) -> QuantizedWeight:
+        """Return the weight with the numbers of other buffers."""
+        old = self._weight
+        tensors = tuple(buffers[f"packed{i}"].view(t.dtype) for i, t in enumerate(old.tensors))
+        return replace(old, tensors=tensors, perm=buffers.get("packed_perm"))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
+        w = self.weight
+        dtype = fn(torch.empty(0, dtype=self.dtype, device=w.device)).dtype
+        if not dtype.is_floating_point:
+            raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype}")
+        moved = {name: _moved(t, fn) for name, t in self._packed.items()}
+        for name in moved:
+            del self._buffers[name]
+        try:
+            super()._apply(fn, recurse)
+        except BaseException:
+            self._set_weight(w)
+            raise
+        self.dtype = dtype
+        self._set_weight(self._with(moved))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the buffers: they are views of the weight, and ``torch.save`` refuses two dtypes of one memory."""
+        buffers = {name: t for name, t in self._buffers.items() if not name.startswith("packed")}
+        state = {**self.__dict__, "_weight": self.weight, "_buffers": buffers, "_bound": None}
+        del state["_packed"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_weight(self._weight)
+
+
+def _moved(t: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return fn(t), but for a conversion, as ``module.type`` makes of all that it has: then only the device counts."""
+    new = fn(t)
+    return new if new.dtype == t.dtype else t.to(new.device)

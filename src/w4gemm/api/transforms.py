@@ -1,0 +1,62 @@
+"""``torch.func``: grad, vjp, jacrev, hessian and vmap of :func:`w4gemm.linear`, which a registered operator's own
+gradients do not serve. The product is an autograd.Function with a rule for vmap; what comes after it is PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from w4gemm.api.operator_arguments import flat_epilogue, flat_weight
+from w4gemm.core.epilogue import NO_OPERANDS, Epilogue
+from w4gemm.weights.weight import QuantizedWeight
+
+
+def product(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant: bool) -> torch.Tensor:
+    """Return rows (m, k) @ w.T (m, n) in float32, under any transforms of ``torch.func``."""
+    return _Product.apply(rows, w, config, batch_invariant)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant: bool) -> torch.Tensor:
+        given = flat_weight(w) | flat_epilogue(Epilogue(out_dtype=torch.float32), NO_OPERANDS)
+        return torch.ops.w4gemm.linear(rows, **given, config=config, batch_invariant=batch_invariant)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.dtype, ctx.w = inputs[0].dtype, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Transposed.apply(grad.to(ctx.dtype), ctx.w), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], rows: torch.Tensor, *others: Any) -> tuple[torch.Tensor, int]:
+        return _batched(_Product, in_dims[0], rows, *others)
+
+
+class _Transposed(torch.autograd.Function):
+    """The gradient of the product: grad (m, n) @ w (m, k)."""
+
+    @staticmethod
+    def forward(grad: torch.Tensor, w: QuantizedWeight) -> torch.Tensor:
+        return torch.ops.w4gemm.linear_dx(grad, **flat_weight(w))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.dtype, ctx.w = inputs[0].dtype, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Product.apply(grad, ctx.w, "", False).to(ctx.dtype), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor, int]:
+        return _batched(_Transposed, in_dims[0], grad, *others)
+
+
+def _batched(function: Any, dim: int, rows: torch.Tensor, *others: Any) -> tuple[torch.Tensor, int]:
+    """Return the function of a batch of rows, which are more rows to it."""
+    rows = rows.movedim(dim, 0)
+    return function.apply(rows.flatten(0, 1), *others).unflatten(0, rows.shape[:2]), 0

@@ -1,0 +1,166 @@
+"""Buffers of a layer that others move, convert or replace: PyTorch, DistributedDataParallel, accelerate."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from test_tensor_parallel import free_port
+from w4gemm import QuantizedWeight, W4Linear, quantize
+from w4gemm.api.experts import W4GroupedLinear
+
+X = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
+
+
+def layer(format: str = "int4_g32_zint", seed: int = 0, perm: bool = False) -> W4Linear:
+    numbers = torch.randn(48, 65, generator=torch.Generator().manual_seed(seed))
+    w = quantize(numbers[:, 1:], format)
+    if perm:
+        codes, scales, zeros = w.parts()[:3]
+        g_idx = torch.arange(64).roll(seed + 1) // 32
+        w = QuantizedWeight.from_codes(w.format, codes, scales, zeros, g_idx=g_idx)
+    return W4Linear.from_weight(w, numbers[:, 0].contiguous())
+
+
+@pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g32_e4m3", "nvfp4"])
+def test_type_converts_what_half_does(name):
+    a, b, state = layer(name), layer(name), layer(name).state_dict()
+    a.type(torch.float16)
+    b.half()
+    assert a.dtype == b.dtype == a.bias.dtype == torch.float16
+    assert torch.equal(a(X.half()), b(X.half()))
+    assert all(torch.equal(a.state_dict()[key], t) for key, t in state.items() if key != "bias")
+
+
+def test_what_cannot_be_converted_stays_as_it_was():
+    one = layer()
+    wanted = one(X)
+
+    def refused(t: torch.Tensor) -> torch.Tensor:
+        if isinstance(t, torch.nn.Parameter):
+            raise RuntimeError("no memory")
+        return t.half()
+
+    with pytest.raises(TypeError, match=r"dtype: wanted a floating-point dtype, got torch.int32"):
+        one.type(torch.int32)
+    with pytest.raises(RuntimeError, match="no memory"):
+        one._apply(refused)
+    assert one.dtype == torch.float32 and torch.equal(one(X), wanted)
+
+
+@pytest.mark.parametrize("perm", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_functional_call_multiplies_the_buffers_it_is_given(perm, compiled):
+    one, other = layer(perm=perm), layer(seed=7, perm=perm)
+    own, wanted = one(X), other(X)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(one, given, (x,))
+
+    given = {**dict(other.named_buffers()), "bias": other.bias}
+    for _ in range(2):
+        got = torch.compile(call, backend="eager")(X) if compiled else call(X)
+        torch.testing.assert_close(got, wanted)
+        assert torch.equal(one(X), own), "the layer's own weight is back"
+    with pytest.raises((ValueError, RuntimeError), match=r"packed0: wanted torch.uint8 \(.*\) for this layer's"):
+        torch.func.functional_call(one, {"packed0": torch.zeros(3, dtype=torch.uint8)}, (X,))
+
+
+def test_buffers_that_are_replaced_are_the_weight():
+    one, other = layer(), layer(seed=7)
+    for name, t in other.named_buffers():
+        one._buffers[name] = t.clone()
+    same = copy.deepcopy(one)
+    for found in (one, same):
+        assert torch.equal(found.weight.dequantize(), other.weight.dequantize())
+        assert torch.equal(found.state_dict()["codes"], other.state_dict()["codes"])
+    torch.testing.assert_close(one(X) - one.bias, other(X) - other.bias)
+    assert torch.equal(one.weight.tensors[0].view(torch.uint8), one.packed0)
+
+
+def test_on_the_meta_device_there_are_shapes():
+    for dtype in (torch.float32, torch.bfloat16):
+        one = layer(perm=True).to("meta", dtype)
+        for x in (X, X.view(3, 1, 64), X.requires_grad_()):
+            for _ in range(2):
+                y = one(x.to("meta", dtype))
+                assert y.shape == (*x.shape[:-1], 48) and y.dtype == dtype and y.is_meta
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def trained(rank: int, port: str) -> None:
+    """Two processes with other numbers each: the first one's are the model, and both train alike."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    stack = QuantizedWeight.stack([quantize(torch.randn(32, 64), "int4_g32_e4m3") for _ in range(2)])
+    experts = W4GroupedLinear.from_weight(stack, expert_scale=torch.rand(2))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), layer(seed=rank, perm=True))
+    model.append(torch.nn.ModuleDict({"experts": experts}))
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.layers[0](x)
+            return self.layers[1](hidden).sum() + experts(hidden, offsets).sum()
+
+    wrapped = torch.nn.parallel.DistributedDataParallel(Model())
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        wrapped(X + rank).backward()
+        optimizer.step()
+        if step == 0:
+            assert torch.equal(model[1].weight.dequantize(), layer(perm=True).weight.dequantize())
+    for t in (
+        model[0].weight.detach(),
+        model[1].weight.dequantize(),
+        experts.weight.dequantize(),
+        experts.expert_scale,
+    ):
+        everyones = [torch.empty_like(t) for _ in range(2)]
+        torch.distributed.all_gather(everyones, t)
+        assert torch.equal(*everyones)
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_data_parallel() -> None:
+    mp.spawn(trained, (free_port(),), 2)
+
+
+# --- accelerate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+def test_offload(offload: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), layer())
+    wanted = model(X).detach()
+    given = {"offload_dir": tmp_path} if offload == "disk_offload" else {}
+    getattr(accelerate, offload)(model, execution_device="cpu", **given)
+    for _ in range(2):
+        assert torch.equal(model(X), wanted)
+
+
+def test_a_checkpoint_is_loaded_and_then_dispatched(tmp_path: Path) -> None:
+    """As docs/transformers.md says: accelerate's own loading looks for parameters by name."""
+    accelerate = pytest.importorskip("accelerate")
+    from safetensors.torch import load_file, save_file
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), layer())
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with accelerate.init_empty_weights():
+        empty = torch.nn.Sequential(torch.nn.Linear(64, 64), W4Linear(64, 48, format="int4_g32_zint"))
+    empty.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+    dispatched = accelerate.dispatch_model(empty, device_map={"0": "cpu", "1": "cpu"}, force_hooks=True)
+    assert torch.equal(dispatched(X), model(X))

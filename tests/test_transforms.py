@@ -1,0 +1,67 @@
+"""``torch.func`` around a linear, held to the same around a dense one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.func import functional_call, grad, jacfwd, jacrev, vjp, vmap
+
+import w4gemm
+from w4gemm import W4Linear, quantize
+
+N, K = 48, 64
+X = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def pair(activation: str | None, act_order: bool) -> tuple[Layer, Layer]:
+    """A layer and its formula, dense."""
+    w, bias = quantize(torch.randn(N, K), "int4_g32_zint"), torch.randn(N)
+    if act_order:
+        codes, scales, zeros = w.parts()[:3]
+        w = w4gemm.QuantizedWeight.from_codes(w.format, codes, scales, zeros, g_idx=torch.arange(K).flip(0) // 32)
+    layer, dense = W4Linear.from_weight(w, bias), w.dequantize()
+    layer.activation = activation
+    after = torch.nn.functional.gelu if activation else torch.nn.Identity()
+    return layer, lambda x: after(torch.nn.functional.linear(x, dense, bias))
+
+
+@pytest.mark.parametrize("activation, act_order", [(None, False), ("gelu", False), (None, True)])
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda layer: vmap(layer)(X),
+        lambda layer: vmap(layer, in_dims=1, out_dims=1)(X.T),
+        lambda layer: vmap(vmap(layer))(X.view(1, 5, K).repeat(3, 1, 1)),
+        lambda layer: grad(lambda x: layer(x).square().sum())(X),
+        lambda layer: vmap(grad(lambda x: layer(x).square().sum()))(X),
+        lambda layer: vjp(layer, X)[1](torch.ones(5, N))[0],
+        lambda layer: jacrev(layer)(X[0]),
+        lambda layer: jacrev(jacrev(lambda x: layer(x).square().sum()))(X[0]),
+    ],
+    ids=["vmap", "vmap of columns", "vmap of vmap", "grad", "grad of each", "vjp", "jacrev", "hessian"],
+)
+def test_as_a_dense_layer(transformed, activation, act_order):
+    layer, dense = pair(activation, act_order)
+    torch.testing.assert_close(transformed(layer), transformed(dense), rtol=1e-4, atol=1e-4)
+
+
+def test_parameters_of_a_functional_call():
+    layer, _ = pair(None, False)
+    wanted = 2 * layer(X).sum(0)
+    got = grad(lambda bias: functional_call(layer, {"bias": bias}, (X,)).square().sum())(layer.bias.detach())
+    torch.testing.assert_close(got, wanted)
+
+
+def test_half_precision():
+    w = quantize(torch.randn(N, K), "int4_g32").repack()
+    got = grad(lambda x: w4gemm.linear(x, w).float().sum())(X.bfloat16())
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), w.dequantize().sum(0).expand(5, K), rtol=2e-2, atol=2e-2)
+
+
+def test_forward_mode_is_refused():
+    with pytest.raises(NotImplementedError, match="x: forward-mode derivatives of a 4-bit linear"):
+        jacfwd(pair(None, False)[0])(X[0])
