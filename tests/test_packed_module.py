@@ -153,7 +153,7 @@ def test_offload(offload: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_loaded_and_then_dispatched(tmp_path: Path) -> None:
-    """As docs/transformers.md says: accelerate's own loading looks for parameters by name."""
+    """The way that docs/transformers.md names, because accelerate looks for parameters by the checkpoint's names."""
     accelerate = pytest.importorskip("accelerate")
     from safetensors.torch import load_file, save_file
 

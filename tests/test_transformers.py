@@ -123,8 +123,8 @@ def test_attention_that_reads_its_weight_stays_dense() -> None:
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="'gemma3' cannot be loaded; wanted one of llama, qwen2, qwen3"):
-        load(write_gguf(tmp_path / "tiny.gguf", "gemma3"))
+    with pytest.raises(FormatError, match="'phi3' cannot be loaded; wanted one of llama, qwen2, qwen3"):
+        load(write_gguf(tmp_path / "tiny.gguf", "phi3"))
 
 
 def test_missing_tensor(tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_wrong_paths(tmp_path: Path) -> None:
 
 def test_quantized_folder_is_refused(tmp_path: Path) -> None:
     config = json.loads((write_dense(tmp_path) / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "hqq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "eetq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match="quantized by 'hqq', which cannot be loaded yet"):
+    with pytest.raises(FormatError, match="quantized by 'eetq', which cannot be loaded yet"):
         load(tmp_path)
 
 
