@@ -14,7 +14,8 @@ import torch
 import w4gemm
 from fuzz import formulas
 from fuzz.cases import FP8, Case
-from fuzz.numbers import BLOCK, Matrices, Operands, Rows, operands_of, placed, rows_of
+from fuzz.numbers import BLOCK, Operands, Rows, operands_of, placed, rows_of
+from fuzz.weights import Matrices
 from w4gemm.kernels import KERNELS
 
 

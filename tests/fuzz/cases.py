@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 KINDS = ("dense", "dense", "dense", "grouped", "gathered", "masked")
 GROUPS = (32, 64, 96, 128, 160, 256, 512, -1)
 CODEBOOKS = ("iq4", "nf4", "any")
-WITH_16_BITS = ("", "", "_zint", "_zint", "_zfloat", "_zfloat", "codebook", "codebook", "e8m0", "e4m3_row")
+WITH_16_BITS = (*("", "_zint", "_zfloat", "codebook") * 2, "e8m0", "e4m3_row", "levels")
 """Rules of formats beside x that is not fp8."""
 DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16, FP8), "cuda": (torch.bfloat16, torch.float16, FP8)}
 ACTIVATIONS = (None, None, None, None, "relu", "silu", "gelu", "gelu_tanh", "gated")
@@ -167,6 +167,9 @@ def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     element, rule = (v.choice(CODEBOOKS), "") if rule == "codebook" else ("int4", rule)
     if element == "any":
         element = codebook([*(v.uniform(-4, 4) for _ in range(14)), -v.uniform(0.1, 4), v.uniform(0.1, 4)])
+    if rule == "levels":
+        element, rule, scale = "int4", "_zfloat", v.choice(("_u8x256", "_u8x128"))
+        group = v.choice(("g32", "g64", "g128"))
     wanted = f"{element}_{group}{rule}"
     if rule == "_e4m3" or (device == "cuda" and not held(f"{wanted}{scale}", dtype)):
         return wanted

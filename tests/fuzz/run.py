@@ -31,7 +31,7 @@ import torch
 import w4gemm
 from fuzz.calls import Checked, check, name_of, verdicts
 from fuzz.cases import Case, draw, drawn_variant
-from fuzz.numbers import Matrices
+from fuzz.weights import Matrices
 
 GRACE = 90
 """Seconds that a process may take beyond its time, for the compilation that it is in."""

@@ -1,0 +1,105 @@
+"""The weights of a problem, made on its device: :class:`Matrices`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+import w4gemm
+from fuzz import formulas
+from fuzz.cases import FP8, Case
+from fuzz.numbers import Source
+
+
+class Matrices(NamedTuple):
+    """A weight, or those of all experts, as the library has it and in exact numbers."""
+
+    w: w4gemm.QuantizedWeight
+    exact: list[formulas.Weight]
+
+    @classmethod
+    def of(cls, case: Case, device: str) -> Matrices:
+        source = Source(f"{case.variant.seed} {case.weight_seed}", device)
+        made = [_weight(case, source) for _ in range(max(1, case.experts))]
+        fp8 = case.variant.dtype == FP8 and (device == "cuda" or case.variant.quantized)
+        packed = [w.repack(activations="fp8" if fp8 else None) for w, _ in made]
+        w = w4gemm.QuantizedWeight.stack(packed, len(packed), packed[0].layout) if case.experts else packed[0]
+        return cls(w, [exact for _, exact in made])
+
+
+class Stored(NamedTuple):
+    """Scales and zero points as the library takes them, and their numbers."""
+
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    factors: torch.Tensor | None
+    scale_numbers: torch.Tensor
+    zero_numbers: torch.Tensor | None
+
+
+def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formulas.Weight]:
+    """One weight (n, k) in the canonical layout, and its exact numbers."""
+    f, n, k = w4gemm.WeightFormat.parse(case.variant.format), case.n, case.k
+    length = k if f.group_size < 0 else f.group_size
+    groups, exact = -(-k // length), case.numbers == "exact"
+    group = torch.arange(k, device=source.device) // length
+    if case.act_order:
+        group = group[torch.argsort(source.uniform(k))]
+    codes, channels = source.integers(0, 15, n, k), None
+    stored = (_two_levels if f.scale_rule.factor_columns else _one_level)(case, f, source, n, groups)
+    if f.scale.startswith("e4m3"):
+        channels = source.powers(-2, 1, n) if exact else source.uniform(n) / 16 + 0.01
+    g_idx = group if case.act_order else None
+    w = w4gemm.QuantizedWeight.from_codes(f, codes, stored.scales, stored.zeros, g_idx, channels, stored.factors)
+    numbers = str(case.variant.dtype).removeprefix("torch.") if case.variant.dtype.itemsize == 2 else "float32"
+    scales, zeros, rounded = stored.scale_numbers, stored.zero_numbers, f.scale == "e4m3"
+    return w, formulas.weight(codes, scales, zeros, channels, group, f.zero, f.element, rounded, numbers)
+
+
+def _one_level(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> Stored:
+    scales, zeros, exact = _short(_scales(case, f, source, n, groups)).to(f.scale_dtype), None, case.numbers == "exact"
+    if f.zero == "int":
+        zeros = source.integers(0, 15, n, groups).to(torch.uint8)
+    elif f.zero == "float":
+        zeros = source.integers(-4, 4, n, groups).float() if exact else source.uniform(n, groups) * 4 - 2
+        zeros = (zeros * (scales.float() if exact else 1 / case.k**0.5)).to(f.scale_dtype)
+    return Stored(scales, zeros, None, scales, zeros)
+
+
+def _two_levels(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> Stored:
+    """Bytes of each group times fp16 factors of each superblock."""
+    columns = f.scale_rule.factor_columns
+    of_group = torch.arange(groups, device=source.device) * f.group_size // columns
+    shape = n, -(-case.k // columns), 2
+    levels = source.integers(0, 63, 2, n, groups)
+    if case.numbers == "exact":
+        levels = source.integers(0, 8, 2, n, groups)
+        factors = source.powers(-5, -4, *shape)
+    else:
+        spread = source.powers(-6, 3, *shape) if case.numbers == "extreme" else 1
+        factors = (source.uniform(*shape) + 0.1) * spread / (30 * case.k**0.5)
+    factors = (factors * (source.integers(0, 1, *shape) * 2 - 1)).half()
+    scales, zeros = (t * factors[:, of_group, i].float() for i, t in enumerate(levels))
+    scale_bytes, zero_bytes = levels.to(torch.uint8)
+    return Stored(scale_bytes, zero_bytes, factors, scales, zeros)
+
+
+def _scales(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> torch.Tensor:
+    e4m3, unsigned = f.scale.startswith("e4m3"), f.scale == "e8m0"
+    sign = 1 if unsigned else source.integers(0, 1, n, groups) * 2 - 1
+    if case.numbers == "exact":
+        scales = sign * source.powers(-2, 0, n, groups)
+    elif case.numbers == "extreme":
+        low, high = (-6, 4) if e4m3 else (-8, 3) if torch.float16 in (case.variant.dtype, f.scale_dtype) else (-20, 12)
+        low = -12 if unsigned and case.variant.dtype == FP8 else low  # beyond 28 binades e5m2 rounds
+        scales = sign * (1 + source.uniform(n, groups)) * source.powers(low, high, n, groups)
+    else:
+        scales = sign * (source.uniform(n, groups) + 0.1) * (16 if e4m3 else 1 / case.k**0.5)
+        scales *= (source.uniform(n, groups) > 0.05) | unsigned
+    return scales / 16 if f.element == "iq4" else scales  # whose numbers are about 16 times int4's
+
+
+def _short(scales: torch.Tensor) -> torch.Tensor:
+    """float32 scales cut off after 18 significant bits: the library takes no more than 20 beside float zero points."""
+    return (scales.contiguous().view(torch.int32) & ~63).view(torch.float32)
