@@ -65,7 +65,7 @@ def sum_linear(
     x: torch.Tensor, weight: tuple[torch.Tensor, ...], problem: GemmProblem, config: GemmConfig
 ) -> torch.Tensor:
     """One token x (1, k) times a weight in the ``cpu`` layout, as float32 (1, n)."""
-    table, scales, *zeros = weight
+    table, scales, *zeros = _with_factors(weight, problem.format)
     chunks, k, _ = table.shape
     part = config.tile_k
     parts, ragged = -(-k // part), k % part != 0
@@ -129,7 +129,7 @@ def _block_linear(
 
 def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
     """w.T (chunks, k, TABLE_N) in ``dtype``; in place, since fresh pages cost as much as the arithmetic."""
-    table, scales, *zeros = block
+    table, scales, *zeros = _with_factors(block, format)
     chunks, k, _ = table.shape
     length = format.group_length(k)
     starts = torch.arange(chunks * k, dtype=torch.int32)
@@ -161,6 +161,16 @@ def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, d
             else:
                 c.add_(z[:, groups])
     return result.to(dtype)
+
+
+def _with_factors(weight: tuple[torch.Tensor, ...], format: WeightFormat) -> tuple[torch.Tensor, ...]:
+    """Table, scales and zero points of a weight in the ``cpu`` layout, multiplied by their factors if there are any."""
+    if not format.has_factors:
+        return weight
+    table, scales, zeros, factors = weight
+    superblock = torch.arange(scales.shape[1]) * format.group_size // format.scale_rule.factor_columns
+    by_level = factors.float().unflatten(1, (-1, 2))[:, superblock].unbind(2)
+    return table, scales * by_level[0], zeros * by_level[1]
 
 
 def _fits_float32(scales: torch.Tensor, zeros: torch.Tensor) -> bool:

@@ -394,12 +394,12 @@ class MixedGemm:
         words = [sum((self.reader.codes(codes, i, u) for i in range(halves)), ()) for u in atoms]
         held = variant.stage_block
         scales = base + held.code_bytes + (atom % 4 * 8 + coord.lane // 4) * held.pair_bytes
-        factors = [self.reader.factors(scales, u) for u in atoms]
+        factors = scales
         if variant.block.scale_group < BLOCK_K:
             scales += held.run(half * self.groups_per_chunk) * held.pair_bytes
 
         def read_scales(group: int) -> list[tuple[Int32, ...]]:
-            return [self.reader.scales(scales, group, u) + factors[u] for u in atoms]
+            return [self.reader.scales(scales, group, u) + self.reader.factors(factors, u) for u in atoms]
 
         first = read_scales(0)
         return Packed(words, lambda group: read_scales(group) if group else first)

@@ -97,7 +97,19 @@ class Sm80MixedGemm(GpuKernel):
     name = "sm80_mixed_gemm"
     revision = 2
     variant = Variant
-    space = space_of(TILES)
+    space = space_of(
+        TILES,
+        Rule(
+            "gathered rows and wide scales",
+            "indices of rows take registers: beside 128 sums a thread, weights formed in float32 would spill",
+            lambda v: (
+                v.gathered
+                and v.weight.codec.element == "int4"
+                and v.weight.codec.scale_bits != 16
+                and v.accumulators >= 128
+            ),
+        ),
+    )
     least = (8, 0)
     """The compute capability from which on there is all that it takes."""
     since = "A100, RTX 30 and later"

@@ -117,7 +117,7 @@ def _large(v: Variant) -> bool:
 
 
 def _decodes_by_floats(v: Variant) -> bool:
-    return v.weight.block.factors or v.weight.block.scale_bits == 32
+    return v.weight.codec.element == "int4" and v.weight.codec.scale_bits != 16
 
 
 def _decodes_floats(v: Variant) -> bool:

@@ -2,7 +2,8 @@
 
 rows uint8 (ceil(n / 128), k, 68): entry [c, j] holds the 128 codes w[128 * c .. 128 * c + 127, j], the even row of w in
 the low nibble, then the float16 factor 1 and offset -8. scales (ceil(n / 128), groups, 128); zeros the same shape if
-any. Padding has scale and zero point 0, so its weight is 0. The order is the same on every machine.
+any; factors (ceil(n / 128), 2 * superblocks, 128) if any, those of scales and of zero points in turn. Padding has scale
+and zero point 0, so its weight is 0. The order is the same on every machine.
 
 PyTorch's ``embedding_bag_4bit`` gives sum_j x[j] * (factor * code[j] + offset) over a range of j, in float32: the dot
 products of one token with 128 output features, before the scale. The codes are centred because a sum of codes 0..15
@@ -28,7 +29,7 @@ class CpuLayout:
     def supports(self, format: WeightFormat) -> str:
         if format.has_channels:
             return "it has no place for scales of output channels; the canonical layout has"
-        if format.scale_dtype.itemsize < 2:
+        if format.scale_dtype.itemsize < 2 and not format.has_factors:
             return "it holds scales of 16 and 32 bits; the canonical layout holds these"
         counts = format.element_rule.counts
         return "" if counts else f"its sums of codes are of counting codes, {format.element} has others"
@@ -39,6 +40,8 @@ class CpuLayout:
         shapes = [(torch.uint8, (chunks, k, ROW_BYTES)), (format.scale_dtype, groups)]
         if format.zero_dtype is not None:
             shapes.append((format.zero_dtype, groups))
+        if format.has_factors:
+            shapes.append((torch.float16, (chunks, 2 * format.superblocks(k), TABLE_N)))
         return tuple(shapes)
 
     def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
@@ -46,14 +49,16 @@ class CpuLayout:
         n_chunks, k, _ = codes.shape
         row = torch.tensor([1, -SYMMETRIC_ZERO], dtype=torch.float16, device=codes.device).view(torch.uint8)
         rows = torch.cat((codes[..., 0::2] | (codes[..., 1::2] << 4), row.expand(n_chunks, k, 4)), dim=-1)
-        return (rows, *(_chunked(t) for t in (parts.scales, parts.zeros) if t is not None))
+        factors = None if parts.factors is None else parts.factors.flatten(1)
+        return (rows, *(_chunked(t) for t in (parts.scales, parts.zeros, factors) if t is not None))
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         rows, *scales = tensors
         packed = rows[..., : TABLE_N // 2]
         codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-        first, second, *third = (t.transpose(1, 2).flatten(0, 1)[:n].contiguous() for t in (codes, *scales))
-        return WeightComponents(first, second, third[0] if third else None)
+        found = [t.transpose(1, 2).flatten(0, 1)[:n].contiguous() for t in (codes, *scales)]
+        factors = found.pop().unflatten(1, (-1, 2)) if format.has_factors else None
+        return WeightComponents(found[0], found[1], found[2] if format.has_zero else None, factors=factors)
 
 
 def _chunked(t: torch.Tensor) -> torch.Tensor:
