@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine_tensors import AWQ_ORDER, words
-from w4gemm import QuantizedWeight, quantize
+from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.checkpoints.w4gemm import settings
+from w4gemm.weights.random import random_weight
 
 N, K, GROUP = 32, 64, 32
 
@@ -181,8 +182,8 @@ def _bitsandbytes(folder: Path) -> Path:
 
 
 def _weights() -> dict[str, QuantizedWeight]:
-    dense = torch.randn(2, N, K, generator=torch.Generator().manual_seed(5))
-    return {"model.a": quantize(dense[0], "int4_g32_zint"), "model.b": quantize(dense[1], "mxfp4")}
+    formats = {"model.a": "int4_g32_zint", "model.b": "mxfp4", "model.c": "q4_k", "model.d": "nf4_g32_fp32"}
+    return {name: random_weight(WeightFormat.parse(f), N, K, seed) for seed, (name, f) in enumerate(formats.items())}
 
 
 def _own(folder: Path) -> Path:
