@@ -177,3 +177,20 @@ def test_machine_code(format, m, experts):
     codes = [sass.disassemble(object_code(kernel.unit(p, config))) for p in (plain, blocks)]
     sass.check(codes[1], "QGMMA", asynchronous="g32_zint" not in format)
     assert codes[1].count("UTMALDG") == codes[0].count("UTMALDG") + 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [128, 640])
+def test_scales_in_ue8m0(device, k):
+    """DeepEP sends four powers of two in an int32, with contiguous tokens."""
+    w, blocks = made("int4_g128", 64, k, device, experts=3), -(-k // 128)
+    x, _ = activations(3, 8, k, device=device)
+    exponents = torch.randint(120, 134, (3, 8, -(-blocks // 4) * 4), dtype=torch.uint8, device=device)
+    packed = exponents.view(torch.int32).mT.contiguous().mT
+    powers = exponents[..., :blocks].contiguous().view(torch.float8_e8m0fnu)
+    assert torch.equal(powers.float(), torch.exp2(exponents[..., :blocks].float() - 127))
+    counts = torch.tensor([8, 0, 5], dtype=torch.int32, device=device)
+    results = [masked_linear(x, w, counts, token_scale=s)[2, :5] for s in (powers.float(), powers, packed)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    with pytest.raises(ValueError, match=r"token_scale: wanted shape \(3, 8, .\) of torch.int32, four blocks"):
+        masked_linear(x, w, counts, token_scale=packed[:, :7])

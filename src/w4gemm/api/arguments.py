@@ -23,6 +23,7 @@ from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weights.weight import QuantizedWeight
 
 FP8 = torch.float8_e4m3fn
+UE8M0 = torch.float8_e8m0fnu
 _HALVES = (torch.float16, torch.bfloat16)
 _CPU_DTYPES = (*_HALVES, torch.float32, FP8)
 _OUT_ALIGNMENT = 16
@@ -152,12 +153,21 @@ def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, out_dty
 
 
 def _checked_token_scale(scale: object, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the scales of rows, or those of each 128 columns of a row: one of both."""
+    """Return the scales of rows, or those of each 128 columns of a row: one of both, in float32."""
     of_rows, blocks = x.shape[:-1], -(-x.shape[-1] // SCALE_BLOCK)
     if x.dtype != FP8:
         raise TypeError(f"token_scale: wanted None for x of {x.dtype}, since only fp8 x has scales")
-    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"token_scale: wanted torch.float32 {tuple(of_rows)}, got {kind_of(scale)}")
+    if not isinstance(scale, torch.Tensor) or scale.dtype not in (torch.float32, UE8M0, torch.int32):
+        raise TypeError(
+            f"token_scale: wanted torch.float32 {tuple(of_rows)}, got {kind_of(scale)}; powers of two may be "
+            f"{UE8M0}, or four of them a torch.int32"
+        )
+    if scale.dtype == torch.int32:  # as DeepEP packs them: of four blocks, the first in the lowest byte
+        words = (*of_rows, -(-blocks // 4))
+        if scale.shape != words:
+            raise ValueError(f"token_scale: wanted shape {words} of torch.int32, four blocks each, got {scale.shape}")
+        scale = scale.contiguous().view(UE8M0)[..., :blocks]
+    scale = scale.float()
     shapes = of_rows, (*of_rows, 1), (*of_rows, blocks)
     if scale.shape not in shapes or scale.device != x.device:
         raise ValueError(

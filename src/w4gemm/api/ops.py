@@ -66,7 +66,8 @@ def linear(
         residual: contiguous, of the result's shape and dtype.
         token_scale: float32 (...), for fp8 x only: the number that each row of it is multiplied by; or, on Hopper and
             the CPU, (..., ceil(k / 128)) of any strides: one for each 128 columns of a row; they are read in place if
-            the tokens of a block are contiguous, and copied otherwise.
+            the tokens of a block are contiguous, and copied otherwise. Powers of two may come as
+            torch.float8_e8m0fnu, or four blocks of them in an int32, as DeepEP sends UE8M0; they are converted first.
         out_dtype: dtype of the result: float32, float16 or bfloat16; None for x's, bfloat16 for fp8 x.
         out: where to write the result: contiguous, of its shape and dtype, 16-byte aligned, sharing no memory with the
             other tensors; but it may be the residual itself. Not together with gradients.
