@@ -49,6 +49,12 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(IDS).logits
 
 
+def logits_of(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the model of a folder, in one process."""
+    with torch.inference_mode():
+        return load(folder)[0](ids).logits
+
+
 def dense_model(folder: Path, weights: Mapping[str, torch.Tensor], marks: tuple[str, ...]) -> torch.nn.Module:
     """transformers' own model of a quantized folder, with ``weights`` in the place of the tensors that have marks."""
     config = json.loads((folder / "config.json").read_text())

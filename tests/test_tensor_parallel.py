@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 import torch.multiprocessing as mp
 
 from w4gemm import W4Linear, quantize
+from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.tensor_parallel import W4ColwiseParallel, W4RowwiseParallel
 
 PROCESSES = 2
+Wanted = dict[Path, torch.Tensor]
+"""Logits by folder."""
 IDS = torch.arange(1, 8)[None]
 FORMAT = "int4_g16"
 """Dense layers are quantized to it; its groups divide the halves of every k, which each process rounds by itself."""
@@ -73,14 +77,21 @@ def styles(rank: int, port: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def from_pretrained(rank: int, port: str, folders: list[Path], wanted: list[torch.Tensor]) -> None:
+def both(rank: int, port: str, folders: Wanted, mixtures: Wanted) -> None:
+    """Checks of transformers, in one pair of processes, because to import it takes longer than they do."""
+    join(rank, port)
+    dense_layers(folders)
+    experts(mixtures)
+    torch.distributed.destroy_process_group()
+
+
+def dense_layers(folders: Wanted) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     from w4gemm.integrations.transformers import W4GemmConfig
 
-    join(rank, port)
-    for folder, logits in zip(folders, wanted, strict=True):
+    for folder, logits in folders.items():
         config, split = W4GemmConfig(FORMAT), DistributedConfig(tp_size=PROCESSES)
         model = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=config, dtype=torch.float32, distributed_config=split
@@ -93,7 +104,34 @@ def from_pretrained(rank: int, port: str, folders: list[Path], wanted: list[torc
             torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-4, atol=1e-5)
         with pytest.raises(ValueError, match="not serializable"):
             model.save_pretrained(folder / "saved")
-    torch.distributed.destroy_process_group()
+
+
+def experts(folders: Wanted) -> None:
+    """Every mixture once with some features of each expert on a process, and once with some experts."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from w4gemm import W4Experts
+    from w4gemm.integrations.transformers import W4GemmConfig
+
+    by_experts = {"tp_size": PROCESSES, "ep_size": PROCESSES}
+    if "ep_size" not in inspect.signature(DistributedConfig).parameters:  # transformers 5.17
+        by_experts = {"tp_size": PROCESSES, "enable_expert_parallel": True}
+    for folder, logits in folders.items():
+        whole = open_checkpoint(folder)
+        product = next(name for name in whole.modules if name.endswith("gate_up_proj"))
+        for settings in ({"tp_size": PROCESSES}, by_experts):
+            options: dict[str, Any] = {"quantization_config": W4GemmConfig(), "dtype": torch.float32}
+            split = DistributedConfig(**settings)
+            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split, **options)
+            gate_up = next(m for m in model.modules() if isinstance(m, W4Experts)).gate_up.weight
+            if settings is by_experts:
+                assert gate_up.experts == whole.modules[product].experts // PROCESSES
+            elif "gpt_oss" not in folder.name:  # whose plan leaves experts whole
+                assert gate_up.n == whole.modules[product].n // PROCESSES
+            with torch.inference_mode():
+                torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-4, atol=1e-5)
+            assert model.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 9)
 
 
 def test_styles_of_torch() -> None:
@@ -107,19 +145,25 @@ def test_transformers(tmp_path: Path) -> None:
     import test_awq
     import test_compressed_tensors
     import test_gptq
+    import test_mixtures
     from quantized_model import write_model
     from tiny_model import write_dense
     from w4gemm.integrations.transformers import W4GemmConfig
 
+    mixtures = [tmp_path / name for name in ("qwen3_moe", "mixtral", "gpt_oss")]
+    test_mixtures.quantized(mixtures[0], "qwen3_moe-gptq")
+    test_mixtures.quantized(mixtures[1], "mixtral-awq")
+    test_mixtures.write_gpt_oss(mixtures[2])
+    wanted_of_mixtures = {folder: test_mixtures.logits_of(folder, IDS) for folder in mixtures}
     folders = [tmp_path / name for name in ("gptq", "awq", "compressed-tensors", "dense")]
     write_model(folders[0], test_gptq.CONFIG | {"sym": False}, test_gptq.writer(-1, zeros=(1, 15)))
     write_model(folders[1], test_awq.CONFIG, test_awq.writer(zeros=(0, 15)))
     write_model(folders[2], test_compressed_tensors.config(), test_compressed_tensors.writer())
     write_dense(folders[3], "qwen2")
-    wanted = []
+    wanted = {}
     for folder in folders:
         config = W4GemmConfig(FORMAT)
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
         with torch.inference_mode():
-            wanted.append(model(IDS).logits)
-    mp.spawn(from_pretrained, (free_port(), folders, wanted), PROCESSES)
+            wanted[folder] = model(IDS).logits
+    mp.spawn(both, (free_port(), wanted, wanted_of_mixtures), PROCESSES)

@@ -1,11 +1,13 @@
 """Tensor parallelism on two GPUs beside one: ``torchrun --nproc-per-node 2 tests/two_gpus.py``.
 
 Prints one line a check and leaves with status 1 if one failed: transformers' tp_plan (a packed folder, k of down_proj
-5504 = 43 x 128, so that halves divide a group), layers on two GPUs by device_map, and torch's styles with gradients.
+5504 = 43 x 128, so that halves divide a group), experts split by their features and among the GPUs, layers on two GPUs
+by device_map, and torch's styles with gradients.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import tempfile
@@ -16,14 +18,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.distributed import DistributedConfig
 
-from w4gemm import W4Linear, quantize
+from w4gemm import W4Experts, W4Linear, quantize
 from w4gemm.integrations.tensor_parallel import W4ColwiseParallel, W4RowwiseParallel
-from w4gemm.integrations.transformers import W4GemmConfig, summarize
+from w4gemm.integrations.transformers import W4GemmConfig, load, summarize
 
 RANK = int(os.environ.get("RANK", 0))
 FOLDER = Path(tempfile.gettempdir()) / "w4gemm-two-gpus"
@@ -68,6 +79,35 @@ def tp_plan() -> str:
     return f"error {wrong:.5f}, bytes here {summarize(two).nbytes / summarize(one).nbytes:.3f} of all"
 
 
+def write_mixture() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
+    config = Qwen3MoeConfig(vocab_size=1024, intermediate_size=1024, num_hidden_layers=2, **sizes, **heads)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(FOLDER / "dense-mixture")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}))).save_pretrained(FOLDER / "dense-mixture")
+    load(FOLDER / "dense-mixture", "cuda:0", torch.bfloat16, format="int4_g128")[0].save_pretrained(FOLDER / "mixture")
+
+
+def experts() -> str:
+    def of(**options: Any) -> torch.nn.Module:
+        settings = {"quantization_config": W4GemmConfig(), "dtype": torch.bfloat16} | options
+        return AutoModelForCausalLM.from_pretrained(FOLDER / "mixture", **settings)
+
+    one, answers = logits(of(device_map=f"cuda:{RANK}")), []
+    by_experts = {"tp_size": 2, "ep_size": 2}
+    if "ep_size" not in inspect.signature(DistributedConfig).parameters:  # transformers 5.17
+        by_experts = {"tp_size": 2, "enable_expert_parallel": True}
+    for name, settings in (("features", {"tp_size": 2}), ("experts", by_experts)):
+        two = of(distributed_config=DistributedConfig(**settings))
+        held = next(m for m in two.modules() if isinstance(m, W4Experts)).gate_up.weight
+        assert (held.experts, held.n) == ((16, 768) if name == "features" else (8, 1536)), held
+        wrong = error(logits(two), one)
+        assert wrong < 0.02, (name, wrong)
+        answers.append(f"{name} {wrong:.5f}")
+    return f"errors by {', '.join(answers)}"
+
+
 def device_map() -> str:
     if RANK:
         return ""
@@ -105,8 +145,9 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
     if RANK == 0:
         write_model()
+        write_mixture()
     dist.barrier()
-    checks: tuple[Callable[[], str], ...] = (styles, tp_plan, device_map)
+    checks: tuple[Callable[[], str], ...] = (styles, tp_plan, experts, device_map)
     failed = 0
     for check in checks:
         try:

@@ -62,7 +62,7 @@ class W4RowwiseParallel(ParallelStyle):
             layer.pre_quant_scale = layer.pre_quant_scale[index * columns : (index + 1) * columns].clone()
         if index:
             layer.bias = None
-        layer.register_forward_hook(lambda _, args, y: _Sum.apply(y, device_mesh))
+        layer.register_forward_hook(lambda _, args, y: SumResults.apply(y, device_mesh))
         return layer
 
 
@@ -72,7 +72,7 @@ def _checked(module: nn.Module) -> W4Linear:
     return module
 
 
-class _Sum(torch.autograd.Function):
+class SumResults(torch.autograd.Function):
     """Forward: the sum over processes. Backward: every process has the whole gradient already."""
 
     @staticmethod

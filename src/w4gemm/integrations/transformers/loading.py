@@ -23,7 +23,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import Progress
 from w4gemm.integrations.transformers.names import of_modules, renaming
-from w4gemm.integrations.transformers.places import AwaitedLinear, Place, listed, reserve, submodule
+from w4gemm.integrations.transformers.places import AwaitedLinear, Place, finish, listed, reserve, submodule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -131,6 +131,7 @@ class _Filling:
                 strangers.append(f"{name} ({experts} experts)" if experts else name)
             if progress is not None:
                 progress(done, len(modules) + len(tensors), "loading")
+        finish(self.model)
         self.model.tie_weights()
         missing = sorted(wanted - placed)
         reasons = [f"no tensor for {listed(missing)}"] if missing else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -116,21 +116,43 @@ class AwaitedGrouped(AwaitedLinear):
         del self._has_bias, self.experts
 
 
-def awaited_experts(experts: nn.Module) -> W4Experts:
-    """Return what is to stand in the place of a model's experts, with products whose weights are still to come.
+class AwaitedExperts(W4Experts):
+    """Experts whose products' weights are still to come; :func:`finish` makes it a W4Experts.
+
+    Args:
+        experts: the dense experts that were here.
+        config: the model's, which says by the time that it is asked for whether each process is to hold some of them.
 
     Raises:
         ValueError: if w4gemm computes no such experts.
     """
-    if getattr(experts, "has_post_expert_norm", False):
-        raise ValueError(f"its {type(experts).__name__} have a norm behind each expert")
-    transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
-    layer = W4Experts.__new__(W4Experts)
-    nn.Module.__init__(layer)
-    up, down = experts.get_parameter(GATE_UP), experts.get_parameter(DOWN)
-    layer.gate_up = AwaitedGrouped(up, transposed, has_bias, activation_of(experts))  # type: ignore[assignment]
-    layer.down = AwaitedGrouped(down, transposed, has_bias)  # type: ignore[assignment]
-    return layer
+
+    gate_up: AwaitedGrouped  # type: ignore[assignment]
+    down: AwaitedGrouped  # type: ignore[assignment]
+
+    def __init__(self, experts: nn.Module, config: Any) -> None:
+        nn.Module.__init__(self)
+        if getattr(experts, "has_post_expert_norm", False):
+            raise ValueError(f"its {type(experts).__name__} have a norm behind each expert")
+        transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
+        up, down = experts.get_parameter(GATE_UP), experts.get_parameter(DOWN)
+        self.gate_up = AwaitedGrouped(up, transposed, has_bias, activation_of(experts))
+        self.down = AwaitedGrouped(down, transposed, has_bias)
+        self.config = config
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of this process, for transformers' expert parallelism."""
+        split = getattr(getattr(self.config, "distributed_config", None), "ep_size", None) or 1
+        return self.gate_up.experts // split
+
+
+def finish(model: nn.Module) -> None:
+    """Let the experts whose products were filled be a :class:`W4Experts`."""
+    for module in model.modules():
+        if isinstance(module, AwaitedExperts):
+            del module.config
+            module.__class__ = W4Experts  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -232,7 +254,7 @@ def _place_of_experts(model: nn.Module, checkpoint: Checkpoint, name: str, modul
         if not (hasattr(experts, GATE_UP) and hasattr(experts, "_apply_gate")):
             return None
         try:
-            experts = awaited_experts(experts)
+            experts = AwaitedExperts(experts, getattr(model, "config", None))
         except ValueError as e:
             raise FormatError(f"{checkpoint.path}: {owner}: {e}") from e
         model.set_submodule(owner, experts)

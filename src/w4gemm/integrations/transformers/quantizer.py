@@ -10,6 +10,7 @@ Importing this file registers the method "w4gemm". transformers 5.17 to 5.23 are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import METHODS, Checkpoint, open_checkpoint
 from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
+from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
@@ -32,8 +35,8 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.names import check_shapes, of_modules, packed_names, renaming
-from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, listed, reserve
-from w4gemm.integrations.transformers.sharding import local_shard
+from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, listed, reserve
+from w4gemm.integrations.transformers.sharding import Split, add_up, local_experts, local_shard
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import in_words, of_words
 from w4gemm.weights.weight import ACTIVATIONS, QuantizedWeight
@@ -146,6 +149,14 @@ class W4GemmQuantizer(HfQuantizer):
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | packed_names(checkpoint, self._places)
 
+    def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
+        """Leave out the rules of experts' dense parameters, which are not there: what their module's rule says holds
+        for what stands in their place."""
+        for name in [name for name in plan if name.endswith((f".{GATE_UP}", f".{DOWN}")) and "experts" in name]:
+            experts = name.rpartition(".")[0].replace("*", r"\d+")
+            if any(re.fullmatch(experts, n) for n, m in model.named_modules() if isinstance(m, W4Experts)):
+                del plan[name]
+
     def _await_dense(self, model: PreTrainedModel) -> None:
         config = self.quantization_config
         wanted = None if config.format is None else of_words(config.format)[0]
@@ -178,6 +189,7 @@ class W4GemmQuantizer(HfQuantizer):
             if bias is not None:
                 layer.bias = nn.Parameter(bias, requires_grad=False)
         self._checkpoint, self._places = None, {}
+        finish(model)
         describe(model)
         decode_by_graph(model)
         return model
@@ -198,12 +210,20 @@ class W4GemmQuantizer(HfQuantizer):
                 layer = model.get_submodule(place.layer)
                 assert isinstance(layer, AwaitedLinear)
                 device, bias = layer.place.device, None
-                if isinstance(layer, AwaitedGrouped):
-                    if self._sharded:
-                        raise ValueError(f"{place.layer}: experts cannot be split over processes yet; wanted tp_size 1")
-                    if layer.has_bias:
-                        bias = self._checkpoint.dense(f"{name}.bias", layer.dtype).to(device)
-                yield layer, local_shard(model, place.layer, place.weight_of(w)).to(device), bias
+                if not isinstance(layer, AwaitedGrouped):
+                    yield layer, local_shard(model, place.layer, place.weight_of(w)).to(device), None
+                    continue
+                if layer.has_bias:
+                    bias = self._checkpoint.dense(f"{name}.bias", layer.dtype)
+                owner, _, product = place.layer.rpartition(".")
+                split = Split.of(model, owner)
+                if split is not None and product == "down":
+                    add_up(model, model.get_submodule(owner))
+                try:
+                    part, bias = local_experts(w, bias, split, product == "down")
+                except ValueError as e:
+                    raise ValueError(f"{place.layer}: {e}") from e
+                yield layer, part.to(device), None if bias is None else bias.to(device)
 
     # --- what transformers asks of a quantized model ----------------------------------------------------------------
 

@@ -1,17 +1,21 @@
-"""The shard of a 4-bit weight that a process holds under transformers' tensor parallelism: :func:`local_shard`.
+"""The shard of a 4-bit weight that a process holds under transformers' tensor and expert parallelism.
 
 transformers wraps a layer's forward by the style that the model's ``tp_plan`` names, and leaves its tensors to us: a
-colwise layer holds some of the rows (output features), a rowwise layer some of the columns, and adds up afterwards.
+colwise layer holds some of the rows (output features), a rowwise layer some of the columns, and adds up afterwards:
+:func:`local_shard`. Experts, of which transformers wraps the forward too, are split alike, or each process holds some
+of them: :func:`local_experts`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from w4gemm.integrations.tensor_parallel import SumResults
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -33,10 +37,7 @@ def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> Quanti
     count = getattr(model, "tp_size", None) or 1
     if count == 1:
         return w
-    mesh = model._device_mesh
-    index = (mesh["tp"] if mesh.ndim > 1 else mesh).get_local_rank()
-    plan = model.tp_plan
-    style = plan.get(name, plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)))
+    index, style = _tp_rank(model), _style(model, name)
     try:
         if style in _ROWS:
             return w.shard(0, index, count)
@@ -51,6 +52,83 @@ def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> Quanti
     if style in _WHOLE:
         return w
     raise ValueError(f"{name}: the tensor parallel style {style!r} is unknown; wanted one of {(*_ROWS, *_COLUMNS)}")
+
+
+@dataclass(frozen=True)
+class Split:
+    """The part of experts that a process holds."""
+
+    index: int
+    count: int
+    of_experts: bool
+    """True for some of the experts; False for some features of each."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, experts: str) -> Split | None:
+        """Return how transformers splits a module of experts; None if every process is to hold it whole."""
+        config = getattr(model.config, "distributed_config", None)
+        if (count := getattr(config, "ep_size", None) or 1) > 1:
+            return cls(model._mesh_manager.get_mesh("ep").get_local_rank(), count, True)
+        count = getattr(model, "tp_size", None) or 1
+        if count == 1 or _style(model, experts) is None:
+            return None
+        # transformers 5.17: the plan of experts goes over the processes of tensor parallelism
+        return cls(_tp_rank(model), count, bool(getattr(config, "enable_expert_parallel", False)))
+
+
+def local_experts(
+    w: QuantizedWeight, bias: torch.Tensor | None, split: Split | None, down: bool
+) -> tuple[QuantizedWeight, torch.Tensor | None]:
+    """Return this process's part of one product of experts, lossless, and of its bias (experts, n).
+
+    Args:
+        down: True for the second product, whose results are added up over processes that hold some features of each
+            expert; so the first process alone has the bias.
+
+    Raises:
+        ValueError: if there are no equal parts.
+    """
+    if split is None:
+        return w, bias
+    index, count = split.index, split.count
+    if split.of_experts:
+        if w.experts % count:
+            raise ValueError(f"{w.experts} experts cannot be split evenly over {count} processes")
+        each = w.experts // count
+        own = slice(index * each, (index + 1) * each)
+        tensors = tuple(t[own].clone() for t in w.tensors)  # a view would keep the memory of all
+        return replace(w, experts=each, tensors=tensors), None if bias is None else bias[own].clone()
+    part = w.shard(int(down), index, count)
+    if bias is not None and down:
+        bias = bias if index == 0 else torch.zeros_like(bias)
+    elif bias is not None:
+        bias = bias[:, index * part.n : (index + 1) * part.n].clone()
+    return part, bias
+
+
+def add_up(model: PreTrainedModel, experts: nn.Module) -> None:
+    """Let a process's part of experts be added up over processes where transformers does not: 5.17 does for parameters
+    that are DTensors only."""
+    from transformers.distributed.tensor_parallel import MoeExpertsParallel
+
+    if "install_forward" in vars(MoeExpertsParallel):
+        mesh = _tp_mesh(model)
+        experts.register_forward_hook(lambda _, args, y: SumResults.apply(y, mesh))
+
+
+def _tp_mesh(model: PreTrainedModel) -> Any:
+    mesh = model._device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
+def _tp_rank(model: PreTrainedModel) -> int:
+    return int(_tp_mesh(model).get_local_rank())
+
+
+def _style(model: PreTrainedModel, name: str) -> str | None:
+    """The style of a module in the model's plan, which may name it with "*" for a layer's number."""
+    plan = model.tp_plan
+    return plan.get(name, plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)))
 
 
 def _rows(w: QuantizedWeight, rows: torch.Tensor) -> QuantizedWeight:
