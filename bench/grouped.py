@@ -90,7 +90,7 @@ def prepare(experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dty
     def each() -> Iterator[QuantizedWeight]:
         one = random_weight(n, k, format, [dtype])
         for e in range(experts):
-            codes, s, zeros, c = one.parts()
+            codes, s, zeros, c, *_ = one.parts()
             codes = codes.roll(e, 0)
             if humming:
                 words.append(gptq_words(codes))

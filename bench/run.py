@@ -89,7 +89,7 @@ def random_weight(n: int, k: int, format: WeightFormat, dtypes: Sequence[torch.d
     w = random_numbers.random_weight(format, n, k, device="cuda", least_code=least)
     if fp4_name(format) != "nvfp4":
         return w
-    codes, scales, _, channels = w.parts()
+    codes, scales, _, channels, *_ = w.parts()
     return QuantizedWeight.from_codes(format, codes, scales, channels=channels.mean().expand(n).contiguous())
 
 

@@ -123,7 +123,7 @@ def load(layer: torch.nn.Module, case: Case, names: tuple[str, ...], n: int, k: 
     """Give the layer the parameters that vLLM's method makes; return the weight that they are."""
     from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter, RowvLLMParameter
 
-    codes, scales, zeros, _ = random_components(case.format, n, k, seed)
+    codes, scales, zeros, *_ = random_components(case.format, n, k, seed)
     g_idx = torch.arange(k, dtype=torch.int32) // case.format.group_length(k)
     if case.act_order:
         g_idx = g_idx[torch.randperm(k, generator=torch.Generator().manual_seed(1))]

@@ -19,13 +19,13 @@ from w4gemm.packing.layouts import LAYOUTS
 
 def weight(name: str | WeightFormat = "int4_g128", n: int = 96, k: int = 512, seed: int = 0) -> QuantizedWeight:
     format = name if isinstance(name, WeightFormat) else WeightFormat.parse(name)
-    codes, scales, zeros, channels = random_parts(format, n, k, seed)
+    codes, scales, zeros, channels, *_ = random_parts(format, n, k, seed)
     return QuantizedWeight.from_codes(format, codes, scales, zeros, channels=channels)
 
 
 def formula(w: QuantizedWeight) -> torch.Tensor:
     """w in float64, as the table in ``formats`` says, element by element from the codes."""
-    codes, scales, zeros, _ = w.parts()
+    codes, scales, zeros, *_ = w.parts()
     group = torch.arange(w.k) // w.format.group_length(w.k)
     u, s = codes.double(), scales.double()[:, group]
     if zeros is None:

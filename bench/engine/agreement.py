@@ -201,7 +201,7 @@ def requantize(checkpoint: Checkpoint, packing: Packing, work: Path) -> tuple[Pa
 
 def packed_tensors(w: QuantizedWeight, packing: Packing) -> dict[str, torch.Tensor]:
     """Return a weight's tensors by the last parts of their names, as the format's producers write them."""
-    codes, scales, zeros, _ = w.parts()
+    codes, scales, zeros, *_ = w.parts()
     if packing.method == "ct":
         shape = torch.tensor([w.n, w.k], dtype=torch.int64)
         return {"weight_packed": pack_words(codes, 1), "weight_scale": scales, "weight_shape": shape}

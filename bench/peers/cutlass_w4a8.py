@@ -29,7 +29,7 @@ class CutlassW4A8:
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         ops = vllm_ops.operators()
-        codes, scales, _, channels = weight.parts()
+        codes, scales, _, channels, *_ = weight.parts()
         assert channels is not None
         words = gptq_words((codes.int() - 8) & 0xF).t()  # (k / 8, n), its columns contiguous
         encoded = ops.cutlass_encode_and_reorder_int4b(words)

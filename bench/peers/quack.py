@@ -61,7 +61,7 @@ def prepare_fp8(weight: QuantizedWeight) -> Prepared:
     """Its codes are a sign and a magnitude up to 7, so the weight must have no -8."""
     from quack.gemm_w4 import gemm_w4a8, prepare_w4_weight
 
-    codes, scales, _, channels = weight.parts()
+    codes, scales, _, channels, *_ = weight.parts()
     if int(codes.min()) == 0:
         raise ValueError("Quack's W4A8 codes reach from -7 to 7")
     signed = codes.int() - 8
