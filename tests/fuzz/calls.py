@@ -93,7 +93,7 @@ def call_of(
         "alpha": given.alpha,
         "activation": v.activation,
         "out_dtype": v.out_dtype,
-        "token_scale": given.token_scale,
+        "token_scale": given.stored_scale,
         "config": config,
     }
     if v.kind == "dense":
@@ -109,9 +109,10 @@ def call_of(
         def apart(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t.view(case.experts, -1, *t.shape[1:])
 
-        fused |= {"residual": apart(given.residual)}
-        if given.token_scale is not None:
-            fused["token_scale"] = given.token_scale.unflatten(0, (case.experts, -1))
+        expected = 1 + case.problem_seed % case.m if case.problem_seed % 2 else None
+        fused |= {"residual": apart(given.residual), "expected_m": expected}
+        if given.stored_scale is not None:
+            fused["token_scale"] = given.stored_scale.unflatten(0, (case.experts, -1))
         x = given.x.view(case.experts, -1, case.k)
         return lambda out: w4gemm.masked_linear(x, w, limits, out=apart(out), **fused)
     indices = None if rows.indices is None else placed(rows.indices, given.x.device).int()

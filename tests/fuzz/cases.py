@@ -88,6 +88,8 @@ class Case:
     """Kind of one bad number of x: "nan", "inf", or None."""
     way: str
     """How it is called: "twice", on two "streams" at once, or in a "graph"."""
+    scale_storage: str
+    """How scales of fp8 x come: in "float32", in "ue8m0", or four of those in "words"."""
     settled: bool
     """True if the call says that another launch came after what wrote its offsets and indices."""
 
@@ -126,6 +128,7 @@ def draw(variant_seed: int, weight_seed: int, problem_seed: int, device: str, co
         strides=p.choice(("plain", "plain", "padded", "transposed", "expanded")),
         bad="nan" if variant.dtype == FP8 and not variant.quantized and bad else bad,
         way=p.choice(WAYS[device]),
+        scale_storage=p.choice(("float32", "float32", "ue8m0", "words" if variant.block_scale else "ue8m0")),
         settled=p.random() < 0.5 and variant.kind in ("grouped", "gathered"),
     )
 

@@ -94,7 +94,9 @@ class Operands(NamedTuple):
 
     x: torch.Tensor
     token_scale: torch.Tensor | None
-    """(rows of x), or (rows of x, blocks of columns)."""
+    """float32 (rows of x), or (rows of x, blocks of columns)."""
+    stored_scale: torch.Tensor | None
+    """The same as the call takes it."""
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     expert_scale: torch.Tensor | None
@@ -115,12 +117,12 @@ def operands_of(case: Case, rows: Rows, r: random.Random, device: str) -> Operan
         else:
             x[place] = float(case.bad)
     out_dtype = v.out_dtype or (torch.bfloat16 if x.dtype == FP8 else x.dtype)
-    scale = bias = residual = experts = alpha = number = None
+    scale = stored = bias = residual = experts = alpha = number = None
     if x.dtype == FP8:
         shape = (rows.source, -(-case.k // BLOCK)) if v.block_scale else (rows.source,)
-        scale = source.powers(-1, 1, *shape) if exact else source.uniform(*shape) + 0.5
-        if v.block_scale and case.strides != "plain":
-            scale = scale.T.contiguous().T
+        powers = exact or case.scale_storage != "float32"
+        scale = source.powers(-1, 1, *shape) if powers else source.uniform(*shape) + 0.5
+        stored = _stored_scale(scale, case)
     if v.bias:
         beside_fp8 = torch.float16 if out_dtype == torch.float16 else torch.bfloat16
         shape = (case.experts, case.n) if case.experts else (case.n,)
@@ -133,7 +135,17 @@ def operands_of(case: Case, rows: Rows, r: random.Random, device: str) -> Operan
         number = r.choice((0.5, -2.0, 4.0)) if exact else r.uniform(-2, 2)
         number = float(torch.tensor(number, dtype=torch.float32))
         alpha = number if v.alpha == "host" else torch.full((1,), number, device=device)
-    return Operands(x, scale, bias, residual, experts, alpha, number, out_dtype)
+    return Operands(x, scale, stored, bias, residual, experts, alpha, number, out_dtype)
+
+
+def _stored_scale(scale: torch.Tensor, case: Case) -> torch.Tensor:
+    """Scales of fp8 x as the call takes them."""
+    if case.scale_storage == "words":
+        padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
+        return padded.to(torch.float8_e8m0fnu).view(torch.int32)
+    scale = scale if case.scale_storage == "float32" else scale.to(torch.float8_e8m0fnu)
+    by_columns = case.variant.block_scale and case.strides != "plain"
+    return scale.T.contiguous().T if by_columns else scale
 
 
 def _x(case: Case, rows: int, source: Source) -> torch.Tensor:
