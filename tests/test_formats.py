@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from w4gemm import WeightFormat
-from w4gemm.core.formats import PER_COLUMN, Element
+from w4gemm import WeightFormat, codebook
+from w4gemm.core.formats import ELEMENTS, PER_COLUMN, Element
 
 GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
 ALL = [WeightFormat(*parts) for parts in itertools.product(GROUPS, ("none", "int", "float"), ("bf16", "fp16"))]
@@ -118,3 +119,38 @@ def test_elements():
 def test_digits_of_other_scripts_are_no_group_size():
     with pytest.raises(ValueError, match="format: wanted"):
         WeightFormat.parse("int4_g\u0663\u0662")
+
+
+def test_codebooks():
+    """A codebook's name has its numbers; one with a name of its own has that."""
+    short, long = codebook([*range(-9, 0), *range(1, 8)]), codebook([v / 3 for v in range(-9, 7)])
+    assert (len(short), len(long)) == (8 + 64, 8 + 128) and codebook(ELEMENTS["nf4"].values) == "nf4"
+    for name in (short, long):
+        format = WeightFormat(64, scale="fp16", element=name)
+        assert str(format) == f"{name}_g64_fp16" and WeightFormat.parse(str(format)) == format
+        assert codebook(format.element_rule.values) == name
+        assert hash(format) != hash(WeightFormat(64, scale="fp16"))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (3, TypeError, "values: wanted 16 numbers, got 3"),
+        (["x"] * 16, TypeError, "values: wanted 16 numbers"),
+        ([1.0, -1.0], ValueError, "values: wanted 16 numbers, got 2"),
+        (range(16), ValueError, "values: wanted numbers of both signs"),
+        ([-1.0] * 15 + [math.inf], ValueError, "values: wanted a largest magnitude of 0.015625 to 32768, got nan"),
+        ([-1.0] * 15 + [1e300], ValueError, "values: wanted a largest magnitude"),
+        ([v / 10000 for v in range(-8, 8)], ValueError, "values: wanted a largest magnitude .* got 0.0008"),
+    ],
+    ids=str,
+)
+def test_other_codebooks_are_refused(values, error, message):
+    with pytest.raises(error, match=message):
+        codebook(values)
+
+
+@pytest.mark.parametrize("name", ["codebook", "codebook" + "0" * 64, "codebook" + "7f80" * 16, "int3"])
+def test_elements_that_there_are_not(name):
+    with pytest.raises(ValueError, match="element: wanted one of int4, iq4, e2m1, nf4 or a codebook's"):
+        WeightFormat(element=name)

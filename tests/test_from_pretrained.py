@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModel, AutoModelForCausalLM
 
 import test_awq
+import test_bitsandbytes
 import test_compressed_tensors
 import test_gptq
 from quantized_model import Writer, change, configure, write_model
@@ -43,6 +44,7 @@ FOLDERS = {
         test_gptq.CONFIG | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
         test_gptq.writer(-1),
     ),
+    "bitsandbytes": (test_bitsandbytes.CONFIG, test_bitsandbytes.writer(nested=True)),
     "awq": (test_awq.CONFIG, test_awq.writer(**ASYMMETRIC)),
     "compressed-tensors": (test_compressed_tensors.config(), test_compressed_tensors.writer()),
     "compressed-tensors-fp8": (

@@ -79,7 +79,7 @@ HEAVY = ("all", "gated", "bias", "gpt-oss", "kimi")
 DRAWN = 24
 """Random cases besides those of the strata."""
 FLOATS_DRAWN = 6
-"""Cases of the largest tiles of e2m1, drawn at random."""
+"""Cases of the largest tiles of e2m1 and codebooks, drawn at random."""
 
 
 class Case(NamedTuple):
@@ -187,9 +187,10 @@ def largest() -> list[Case]:
 
 
 def largest_of_floats() -> list[Case]:
-    """Some of the largest tiles of e2m1, whose decoder needs more registers than others beside as many scales."""
+    """Some of the largest tiles of e2m1 and codebooks, whose decoders need more registers than int4's beside as many
+    scales."""
     cases = {}
-    for mode, name, epilogue in itertools.product(MODES, ("mxfp4", "nvfp4"), HEAVY):
+    for mode, name, epilogue in itertools.product(MODES, ("mxfp4", "nvfp4", "nf4", "iq4_g32_fp32"), HEAVY):
         case = Case("sm90_mixed_gemm", GemmConfig(8, 64, 128), name, mode, epilogue)
         for config in configs_of(kernel_named(case.kernel), case.problem):
             found = case._replace(config=config)

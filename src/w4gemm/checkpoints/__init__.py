@@ -29,7 +29,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
 )
 """Every format, in the order in which they are asked."""
 METHODS = (*(f.name for f in FORMATS if f not in (gguf.FORMAT, dense.FORMAT, w4gemm.FORMAT)), "auto-round")
-"""``quant_method`` of the folders that other packages write, as transformers names them."""
+"""``quant_method`` of the folders that other packages write."""
 
 
 class Found(NamedTuple):

@@ -33,6 +33,7 @@ the float32 nearest to their sum.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import struct
 import zlib
@@ -192,21 +193,22 @@ def codebook(values: Iterable[float]) -> str:
         TypeError, ValueError: for anything else.
     """
     try:
-        numbers = torch.tensor(list(values), dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError) as e:
+        words = [struct.pack(">f", value) for value in values]
+    except (TypeError, struct.error) as e:
         raise TypeError(f"values: wanted 16 numbers, got {values!r}") from e
-    if numbers.shape != (16,):
-        raise ValueError(f"values: wanted 16 numbers, got shape {tuple(numbers.shape)}")
-    largest = numbers.abs().amax().item()
+    except OverflowError as e:
+        raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {values!r}") from e
+    if len(words) != 16:
+        raise ValueError(f"values: wanted 16 numbers, got {len(words)}")
+    found = tuple(struct.unpack(">f", word)[0] for word in words)
+    largest = max(map(abs, found)) if all(map(math.isfinite, found)) else math.nan
     if not _LEAST <= largest <= _MOST:  # also true for NaN
         raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {largest:g}")
-    if not numbers.amin() < 0 < numbers.amax():
-        raise ValueError(f"values: wanted numbers of both signs, got {numbers.tolist()}")
-    found = tuple(numbers.tolist())
+    if not min(found) < 0 < max(found):
+        raise ValueError(f"values: wanted numbers of both signs, got {list(found)}")
     known = next((element.name for element in ELEMENTS.values() if element.values == found), None)
-    words = [struct.pack(">f", value).hex() for value in found]
-    digits = 4 if all(word.endswith("0000") for word in words) else 8
-    return known or "codebook" + "".join(word[:digits] for word in words)
+    digits = 4 if all(word.endswith(bytes(2)) for word in words) else 8
+    return known or "codebook" + "".join(word.hex()[:digits] for word in words)
 
 
 def element_named(name: str) -> Element | None:

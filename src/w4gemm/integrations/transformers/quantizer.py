@@ -266,7 +266,7 @@ def describe(model: PreTrainedModel) -> None:
 def enable() -> None:
     """Let ``from_pretrained`` open folders of every 4-bit method that w4gemm reads with w4gemm, instead of the method's
     own package, unasked. :func:`disable` undoes it."""
-    for method in METHODS:
+    for method in (_KEYS.get(method, method) for method in METHODS):
         _before.setdefault(method, AUTO_QUANTIZATION_CONFIG_MAPPING.get(method))
         AUTO_QUANTIZATION_CONFIG_MAPPING[method] = W4GemmConfig
 
@@ -281,6 +281,8 @@ def disable() -> None:
     _before.clear()
 
 
+_KEYS = {"bitsandbytes": "bitsandbytes_4bit"}
+"""Keys of transformers' table of config classes that are not the method's name."""
 _before: dict[str, Any] = {}
 """The config classes that transformers had for the methods that were enabled."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.kernels.space import Rule, Space, listed
+from w4gemm.packing.codecs import CodebookCodec
 
 TILE_M = (8, 16, 32, 64, 128, 192, 256)
 TILE_N = (64, 128, 192, 256)
@@ -120,6 +121,10 @@ def _decodes_by_floats(v: Variant) -> bool:
     return v.weight.codec.element == "int4" and v.weight.codec.scale_bits != 16
 
 
+def _looks_up(v: Variant) -> bool:
+    return isinstance(v.weight.codec, CodebookCodec)
+
+
 def _decodes_floats(v: Variant) -> bool:
     return v.weight.codec.element == "e2m1"
 
@@ -188,6 +193,19 @@ SPACE = Space(
                 )
             ),
             of_epilogue=True,
+        ),
+        Rule(
+            "codebooks and gathered rows",
+            "tables take registers beside the rows' indices: pingpong of 192 tokens and more would spill, and the "
+            "longest slices of 32 and 128",
+            lambda v: (
+                v.gathered
+                and _looks_up(v)
+                and (
+                    (v.config.schedule == "pingpong" and v.config.tile_m > 128)
+                    or (v.config.tile_m, v.config.tile_k) in ((32, 512), (128, 256))
+                )
+            ),
         ),
         Rule(
             "wide scales and pingpong",
