@@ -24,7 +24,7 @@ def test_links(document: Path) -> None:
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.parent.name != "measured"], ids=lambda path: path.name)
 def test_files_that_documents_name_exist(document: Path) -> None:
     """A name such as ``kernels/gpu.py`` is the end of a file's path."""
-    folders = "src", "bench", "tests"
+    folders = "src", "bench", "tests", "docs"
     files = {f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
     named = set(re.findall(r"`([\w/]+\.py)`", document.read_text()))
     assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
