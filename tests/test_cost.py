@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from w4gemm.choice import cost
 from w4gemm.choice.cost import constants, predicted_us, ranked
 from w4gemm.choice.cost.constants import Scale
+from w4gemm.choice.cost.experts import m_tiles
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -167,3 +169,15 @@ def test_the_first_guess_is_about_the_fastest_of_what_was_measured():
             assert sum(regrets) / len(regrets) < math.log(1.05), path.name
             logs += regrets
     assert len(logs) > 500 and sum(logs) / len(logs) < math.log(1.02)
+
+
+def test_rows_of_experts_at_random_make_more_tiles_than_even_ones():
+    experts, g = 128, random.Random(0)
+    problem = problem_of("sm90_mixed_gemm", experts=experts)
+    for mean, tile in ((4, 8), (8, 8), (8, 16), (16, 16), (32, 32)):
+        counts = Counter(g.randrange(experts) for _ in range(mean * experts))
+        drawn = sum(-(-rows // tile) for rows in counts.values())
+        assert m_tiles(replace(problem, m=mean * experts), tile) == pytest.approx(drawn, rel=0.08)
+    assert m_tiles(replace(problem, m=8), 8) == 8  # of as many experts
+    assert m_tiles(replace(problem, m=experts), 8) == experts
+    assert m_tiles(replace(problem, m=40, experts=0), 16) == 3

@@ -12,9 +12,9 @@ import math
 from typing import Any
 
 from w4gemm.choice.cost.constants import reference, scale_of
+from w4gemm.choice.cost.experts import m_tiles
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels.gpu import m_tiles
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs import scales_on_sums
 

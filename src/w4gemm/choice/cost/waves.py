@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, reference, scale_of
+from w4gemm.choice.cost.experts import m_tiles
 from w4gemm.choice.cost.traffic import moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels.gpu import m_tiles
 from w4gemm.kernels.hopper import launches
 from w4gemm.packing.codecs import scales_on_sums
 
