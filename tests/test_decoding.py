@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation import GenerationMixin
 
 from w4gemm import W4Linear, WeightFormat
+from w4gemm.choice import plan_cache
+from w4gemm.core.problem import H200, Device
 from w4gemm.integrations import decoding
-from w4gemm.integrations.decoding import DecodeStep, decode_by_graph
+from w4gemm.integrations.decode_step import DecodeStep
+from w4gemm.integrations.decoding import decode_by_graph
 from w4gemm.integrations.fused_step import Fusion
+from w4gemm.integrations.generation import plan_keys
 from w4gemm.integrations.transformers import quantize_layers
 from w4gemm.weights.random import random_weight
 from w4gemm.weights.rows import joined, parts
@@ -91,8 +96,13 @@ def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None) -> None:
         {"use_cache": False},
         {"cache_implementation": "static"},
         {"disable_compile": True},
+        {"attention_mask": PADDED.flip(1)},
     ):
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, **options)
+        model.generate(ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": 3} | options)
+    given = {"generation_config": model.generation_config, "stopping_criteria": SimpleNamespace(max_length=9)}
+    assert decoding.allowed(model, given, {})
+    model.set_attn_implementation("flex_attention")
+    assert not decoding.allowed(model, given, {})
     assert decoding._steps[model].step is None
     assert hasattr(GenerationMixin._sample, "__wrapped__")
 
@@ -159,6 +169,23 @@ def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: b
         assert step.fused_error < (1e-5 if device == "cpu" else 0.03)
         logits = run(model)
     assert {m: m.forward for m in model.modules()} == forwards
+
+
+@torch.inference_mode()
+def test_everything_that_is_launched_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first call compiles one kernel after the other."""
+    model = tiny("qwen2")
+    step = DecodeStep(model, 3, 256, False, Fusion.of(model))
+    assert step.fusion is not None
+    known = {*plan_keys(model, 33, torch.float32), *plan_keys(model, 3, torch.float32)}
+    known |= set(step.fusion.plan_keys(3, torch.float32))
+    plan_cache.forget()
+    step.prefill(model, ids_of(model), None)
+    assert step.choose(model).__name__ == "_run_fused"
+    assert set(plan_cache._plans) == known
+    monkeypatch.setattr(Device, "of", lambda _: H200)
+    names = {unit.name for unit in step.fusion.units(model.bfloat16(), 3, 256)}
+    assert names == {"rms_norm", "gate_halves", "step_attention"}
 
 
 @torch.inference_mode()

@@ -7,22 +7,26 @@ and positions that lie on the device. transformers' own way, ``torch.compile``, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from w4gemm.integrations.fused_step import Cached, Fusion, NotFusable, fused
+from w4gemm.choice.ahead import prepare
+from w4gemm.core.errors import UnsupportedError
+from w4gemm.integrations.decode_step import DecodeStep, static_cache
+from w4gemm.integrations.fused_step import Fusion
+from w4gemm.integrations.generation import plan_keys
+from w4gemm.jit import Unit
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
-    from transformers.cache_utils import Cache
 
 DEVICES = ("cuda",)
 """Kinds of devices on which models decode step by step; elsewhere the host does not wait."""
@@ -30,139 +34,8 @@ _ROUND = 256
 """Lengths of caches are multiples of it, so that calls of about the same length share a graph."""
 _HANDLED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 """Arguments of a model's forward that a step gives it; with any others transformers decodes."""
-_MOST_ERROR = 0.1
-"""Largest relative difference of the logits of a fused step: 16-bit roundings of many layers make some percent."""
-_OF_LIBRARIES = ("torch.", "transformers.", "w4gemm.")
-"""Packages whose modules do the same as long as their tensors and hooks are the same ones."""
-
-
-class DecodeStep:
-    """One token of each sequence through a model, with a cache of fixed size; on a GPU as a CUDA graph.
-
-    All tensors that a step reads and writes lie here, so that a graph can be replayed for call after call.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, batch: int, length: int, padded: bool, fusion: Fusion | None = None
-    ) -> None:
-        """
-        Args:
-            length: tokens of a sequence at most, with those of the prompt.
-            padded: whether prompts may have padding.
-            fusion: products of the model to compute together; None to capture the model's own code.
-        """
-        self.batch, self.length, self.padded, self.fusion = batch, length, padded, fusion
-        self.facts = _facts(model)
-        self.fused_error: float | None = None
-        cache = _static_cache(model, length)
-        assert cache is not None
-        self.cache = cache
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._captures = model.device.type == "cuda"
-        with torch.inference_mode():
-            self.token, self.position = (torch.zeros(batch, 1, dtype=torch.int64, device=model.device) for _ in "tp")
-            self.mask = torch.ones(batch, length, dtype=torch.int64, device=model.device) if padded else None
-            self.slot = torch.zeros(1, dtype=torch.int64, device=model.device)
-            self.first = torch.zeros(batch, dtype=torch.int32, device=model.device)
-            self._no_mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=model.device)
-        self.logits = torch.empty(0)
-
-    def serves(self, model: PreTrainedModel, batch: int, length: int, padded: bool) -> bool:
-        """True if calls of these sizes can use this step, and the model is what it was."""
-        sizes = (batch, padded) == (self.batch, self.padded) and length <= self.length
-        return sizes and self.knows(model)
-
-    def knows(self, model: PreTrainedModel) -> bool:
-        """True if the model is what it was."""
-        return self.facts is not None and self.facts == _facts(model)
-
-    @torch.inference_mode()
-    def prefill(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits (batch, vocabulary) behind prompts (batch, m), whose padding on the left ``mask`` marks."""
-        self.cache.reset()
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        if mask is not None:
-            assert self.mask is not None
-            self.mask.fill_(1)[:, : ids.shape[1]] = mask
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            self.first.copy_((mask == 0).sum(1))
-        options = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
-        given = {"past_key_values": self.cache, "position_ids": positions, "use_cache": True, **options}
-        logits = model(ids, attention_mask=mask, **given).logits[:, -1]
-        self.position.copy_(positions[:, -1:])
-        self.slot.fill_(ids.shape[1])
-        return logits
-
-    @torch.inference_mode()
-    def __call__(self, model: PreTrainedModel, token: torch.Tensor) -> torch.Tensor:
-        """Return the logits (batch, vocabulary) behind one more token (batch,) of each sequence: memory that the next
-        call overwrites."""
-        self.token.copy_(token[:, None])
-        if self._graph is None and self._captures:
-            try:
-                self._graph = self._capture(model)
-            except RuntimeError as e:  # the model's code waits for the device, or PyTorch cannot capture it
-                self._captures = False
-                warnings.warn(
-                    f"{type(model).__name__}: its step cannot be captured, it runs eagerly: {e}", stacklevel=2
-                )
-        if self._graph is None:
-            return self._run(model)
-        self._graph.replay()
-        return self.logits
-
-    def _run(self, model: PreTrainedModel) -> torch.Tensor:
-        self.position.add_(1)
-        given = {"attention_mask": self.mask, "position_ids": self.position, "past_key_values": self.cache}
-        inputs = model.prepare_inputs_for_generation(self.token, next_sequence_length=1, use_cache=True, **given)
-        logits = model(**inputs, return_dict=True).logits[:, -1]
-        self.slot.add_(1)
-        return logits
-
-    def _run_fused(self, model: PreTrainedModel) -> torch.Tensor:
-        """The same in fewer kernels. Its attention needs no mask, so that of all positions is given, which models take
-        as it is."""
-        assert self.fusion is not None
-        self.position.add_(1)
-        given = {"attention_mask": self._no_mask, "position_ids": self.position, "past_key_values": self.cache}
-        with fused(model, self.fusion, Cached(self.cache, self.slot, self.first)):
-            logits = model(self.token, use_cache=True, return_dict=True, **given).logits[:, -1]
-        torch._foreach_add_([self.slot, *(layer.cumulative_length for layer in self.cache.layers)], 1)
-        return logits
-
-    def _capture(self, model: PreTrainedModel) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run = self.choose(model)  # compiles and sets up what must not be captured
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.logits = run(model)
-        return graph
-
-    def choose(self, model: PreTrainedModel) -> Callable[[PreTrainedModel], torch.Tensor]:
-        """Return what to capture: the fused step if it gives the logits of the model's own code, which both compute
-        here, without a trace of it in the step's tensors but what the next token writes over."""
-        counters = [self.position, self.slot, *(layer.cumulative_length for layer in self.cache.layers)]
-        before = [t.clone() for t in counters]
-
-        def tried(run: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
-            try:
-                return run(model).float()
-            finally:
-                for t, value in zip(counters, before, strict=True):
-                    t.copy_(value)
-
-        wanted = tried(self._run)
-        if self.fusion is None:
-            return self._run
-        try:
-            found = tried(self._run_fused)
-        except (NotFusable, RuntimeError, TypeError, AttributeError):  # its modules are not what their names say
-            return self._run
-        self.fused_error = float((found - wanted).norm() / wanted.norm())
-        return self._run_fused if self.fused_error < _MOST_ERROR else self._run
+_ATTENTION = ("sdpa", "eager")
+"""Implementations whose masks say which slots of a cache are filled."""
 
 
 def decode_by_graph(model: PreTrainedModel, fuse: bool = True) -> PreTrainedModel:
@@ -216,8 +89,9 @@ def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
         options = given.pop("model_kwargs", {})
         if self not in _steps or self.device.type not in DEVICES or not allowed(self, given, options):
             return sample(self, input_ids, *args, **kwargs)
+        prompt = Prompt(input_ids, options.get("attention_mask"), options.get("position_ids"))
         wanted = given["logits_processor"], given["stopping_criteria"], given["generation_config"]
-        return sample_by_step(self, input_ids, options.get("attention_mask"), *wanted, given.get("streamer"))
+        return sample_by_step(self, prompt, *wanted, given.get("streamer"))
 
     return wrapped
 
@@ -225,7 +99,7 @@ def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
 def allowed(model: PreTrainedModel, given: dict[str, Any], options: dict[str, Any]) -> bool:
     """True if a call of ``_sample`` asks for nothing but tokens, from a prompt alone, and the model can be captured."""
     config: GenerationConfig = given["generation_config"]
-    cache = options.get("past_key_values")
+    cache, mask, positions = (options.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
     wanted_else = (
         config.disable_compile
         or config.return_dict_in_generate
@@ -234,34 +108,47 @@ def allowed(model: PreTrainedModel, given: dict[str, Any], options: dict[str, An
         or given.get("synced_gpus")
         or not options.get("use_cache", True)
         or (cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()))
+        or (mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all()))  # padding elsewhere than on the left
+        or (positions is not None and positions.dim() != 2)
+        or given["stopping_criteria"].max_length is None
         or any(value is not None for name, value in options.items() if name not in _HANDLED)
     )
     devices = set(getattr(model, "hf_device_map", {}).values())
     several = len(devices) > 1 or (getattr(model, "tp_size", None) or 1) > 1
-    return not (wanted_else or several or model.config.is_encoder_decoder) and _static_cache(model, 1) is not None
+    other_kind = model.config.is_encoder_decoder or model.config._attn_implementation not in _ATTENTION
+    return not (wanted_else or several or other_kind) and static_cache(model, 1) is not None
+
+
+class Prompt(NamedTuple):
+    """Tokens (batch, m), which of them are no padding, and their positions, None for those that follow from that."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 def sample_by_step(
     model: PreTrainedModel,
-    ids: torch.Tensor,
-    mask: torch.Tensor | None,
+    prompt: Prompt,
     logits_processor: Callable[..., torch.Tensor],
     stopping_criteria: Any,
     config: GenerationConfig,
     streamer: Any = None,
 ) -> torch.Tensor:
-    """Return ``ids`` and the tokens that follow, as transformers' ``_sample`` does.
+    """Return the prompt's tokens and those that follow, as transformers' ``_sample`` does.
 
     Whether to stop is known one step late, so that the host never waits for the step that it has just launched; the
     token too many is dropped.
     """
+    ids = prompt.ids
     batch, start = ids.shape
     end = stopping_criteria.max_length
-    step = step_for(model, batch, end, mask is not None)
+    step = step_for(model, batch, end, prompt.mask is not None)
+    compile_ahead(model, step, batch * start)
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
     found = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
     unfinished = torch.ones(batch, dtype=torch.bool, device=ids.device)
-    logits = step.prefill(model, ids, mask)
+    logits = step.prefill(model, *prompt)
     late = _Late(streamer)
     for length in range(start, end):
         scores = logits_processor(found[:, :length], logits.to(torch.float32, copy=True))
@@ -277,6 +164,21 @@ def sample_by_step(
             logits = step(model, token)
     late.finish()
     return found
+
+
+def compile_ahead(model: PreTrainedModel, step: DecodeStep, rows: int) -> None:
+    """Compile what a prompt of ``rows`` tokens in all and the steps behind it launch, in several processes, if it is
+    not compiled yet: one after the other takes twice as long, all of it before the first token."""
+    if model.device.type != "cuda" or rows in step.prepared:
+        return
+    step.prepared.add(rows)
+    keys = [key for m in (rows, step.batch) for key in plan_keys(model, m, model.dtype)]
+    helpers: list[Unit] = []
+    if step.fusion is not None:
+        keys += step.fusion.plan_keys(step.batch, model.dtype)
+        helpers = step.fusion.units(model, step.batch, step.length)
+    with contextlib.suppress(UnsupportedError):  # the call itself says it, with the reason
+        prepare(keys, helpers)
 
 
 def _drawn(scores: torch.Tensor) -> torch.Tensor:
@@ -325,39 +227,3 @@ class _Late:
         if self.streamer is not None:
             self.streamer.put(token.cpu())
         return bool(finished)
-
-
-def _static_cache(model: PreTrainedModel, length: int) -> Cache | None:
-    """A cache of fixed size in which every layer has all positions; None for models that keep anything else."""
-    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-
-    if not model._can_compile_fullgraph:
-        return None
-    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
-    if any(type(layer) not in (StaticLayer, StaticSlidingWindowLayer) for layer in cache.layers):
-        return None
-    # a sliding layer counts in Python; the mask of a window hides the same positions of a whole cache
-    cache.layers = [StaticLayer(max_cache_len=length) for _ in cache.layers]
-    return cache
-
-
-def _takes(model: PreTrainedModel, argument: str) -> bool:
-    return argument in inspect.signature(model.forward).parameters
-
-
-def _facts(model: PreTrainedModel) -> tuple[Any, ...] | None:
-    """All that a captured step depends on besides its own tensors; None if that cannot be told, because there are
-    modules of other packages: then each call captures anew."""
-    found: list[Any] = [model.config._attn_implementation]
-    for module in model.modules():
-        if not type(module).__module__.startswith(_OF_LIBRARIES):
-            return None
-        tensors = (t.data_ptr() for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        own = (
-            getattr(module, "activation", None),
-            getattr(module, "batch_invariant", None),
-            id(getattr(module, "_weight", None)),
-        )
-        found.append((id(module), *tensors, hooks, *own, "forward" in module.__dict__))
-    return tuple(found)

@@ -14,8 +14,6 @@ this computes the model is not taken on trust: :mod:`w4gemm.integrations.decodin
 from __future__ import annotations
 
 import contextlib
-import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -25,10 +23,15 @@ from torch import nn
 
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.ops import linear
+from w4gemm.choice import PlanKey
 from w4gemm.core.activation import ACTIVATIONS, parse
+from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
+from w4gemm.integrations.fused_attention import Cached, NotFusable, Patches, fuse_attention
+from w4gemm.jit import Unit
 from w4gemm.kernels import launcher
 from w4gemm.kernels.gate_halves.spec import GatedHalves
+from w4gemm.kernels.helper import Helper
 from w4gemm.kernels.rms_norm.spec import RowNorm
 from w4gemm.kernels.step_attention.spec import StepAttentionHelper
 from w4gemm.weights.rows import joined, parts
@@ -39,13 +42,6 @@ if TYPE_CHECKING:
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-_LOG2_E = math.log2(math.e)
-_EVERYTHING = 2**30
-"""A window that no cache fills."""
-
-
-class NotFusable(Exception):
-    """A model's step computes something else than what is fused."""
 
 
 @dataclass
@@ -97,12 +93,15 @@ class Fusion:
     attentions: dict[nn.Module, Joint] = field(default_factory=dict)
     mlps: dict[nn.Module, tuple[Joint, str]] = field(default_factory=dict)
     norms: tuple[nn.Module, ...] = ()
+    last: tuple[W4Linear, ...] = ()
+    """Layers that add a residual."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Fusion:
         found = cls()
-        norms = []
+        norms, last = [], []
         for module in model.modules():
+            last += last_products(module)
             children = dict(module.named_children())
             if children.keys() >= set(_QKV) and (joint := Joint.of([children[name] for name in _QKV])) is not None:
                 found.attentions[module] = joint
@@ -111,31 +110,36 @@ class Fusion:
                 found.mlps[module] = joint, activation
             if _is_rms_norm(module):
                 norms.append(module)
-        found.norms = tuple(norms)
+        found.norms, found.last = tuple(norms), tuple(last)
         return found
 
+    @property
+    def joints(self) -> list[Joint]:
+        return [*self.attentions.values(), *(joint for joint, _ in self.mlps.values())]
 
-@dataclass
-class Cached:
-    """Where the new token goes, on the device."""
+    def plan_keys(self, m: int, dtype: torch.dtype) -> list[PlanKey]:
+        """Keys of the plans of m tokens that a model's own layers do not have."""
+        weights = [(j.weight, Epilogue(bias=j.bias is not None)) for j in self.joints]
+        for layer in self.last:
+            weights.append((layer.weight, Epilogue(bias=layer.bias is not None, residual=True)))
+        found = []
+        for w, epilogue in weights:
+            fp8 = w.activations == "fp8"
+            taken = (torch.float8_e4m3fn, epilogue.of_quantized(dtype)) if fp8 else (dtype, epilogue)
+            found.append(PlanKey.of(w, m, *taken))
+        return found
 
-    cache: Any
-    slot: torch.Tensor
-    """int64 (1,): where it is written, the same for all sequences."""
-    first: torch.Tensor
-    """int32 (batch,): the first slot that a sequence sees."""
-
-
-class _Patches:
-    """Attributes that are replaced until the end of a ``with``."""
-
-    def __init__(self) -> None:
-        self.stack = contextlib.ExitStack()
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        own = vars(owner)
-        self.stack.callback(*((own.__setitem__, name, own[name]) if name in own else (own.pop, name)))
-        own[name] = value
+    def units(self, model: PreTrainedModel, batch: int, length: int) -> list[Unit]:
+        """The small kernels of a step, for caches of ``length`` tokens."""
+        device, dtype, config = Device.of(model.device), model.dtype, model.config.get_text_config(decoder=True)
+        helpers: list[Helper | None] = [RowNorm.of(device, dtype, len(n.get_parameter("weight"))) for n in self.norms]
+        helpers += [GatedHalves.of(device, dtype, activation) for _, activation in self.mlps.values()]
+        heads, kv_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+        if heads and kv_heads:
+            dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            splits = StepAttentionHelper.splits_for(batch * kv_heads, length, device.sms)
+            helpers.append(StepAttentionHelper.of(device, dtype, dim, heads // kv_heads, splits))
+        return list(dict.fromkeys(helper.unit() for helper in helpers if helper is not None))
 
 
 @contextlib.contextmanager
@@ -145,7 +149,7 @@ def fused(model: PreTrainedModel, fusion: Fusion, cached: Cached | None) -> Iter
     Raises:
         NotFusable: while the step runs, where it does something that is not fused.
     """
-    patches = _Patches()
+    patches = Patches()
     with patches.stack:
         for norm in fusion.norms:
             patches.set(norm, "forward", _fast_norm(norm))
@@ -156,10 +160,9 @@ def fused(model: PreTrainedModel, fusion: Fusion, cached: Cached | None) -> Iter
         for mlp, (joint, activation) in fusion.mlps.items():
             patches.set(mlp, "forward", _gated(mlp, joint, activation))
         for layer in model.modules():
-            if {name for name, _ in layer.named_children()} == set(_LAYER):
-                _fuse_residuals(patches, layer)
+            _fuse_residuals(patches, layer)
         if cached is not None:
-            _fuse_attention(patches, model, cached)
+            fuse_attention(patches, model, cached)
         yield
 
 
@@ -238,12 +241,20 @@ def gate_halves(x: torch.Tensor, activation: str) -> torch.Tensor:
 # --- what is added behind a layer's attention and its MLP ------------------------------------------------------------
 
 
-def _fuse_residuals(patches: _Patches, layer: nn.Module) -> None:
+def last_products(layer: nn.Module) -> list[W4Linear]:
+    """The o_proj and down_proj of a layer of a model, if what it adds can be added in their epilogues; else none."""
+    if {name for name, _ in layer.named_children()} != set(_LAYER):
+        return []
+    found = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
+    last = [m for m in found if _takes_residual(m)]
+    return last if len(last) == len(found) else []
+
+
+def _fuse_residuals(patches: Patches, layer: nn.Module) -> None:
     """Add what a layer adds behind o_proj and down_proj in their epilogues, where these are 4-bit layers."""
-    attention, mlp, *norms = (layer.get_submodule(name) for name in _LAYER)
-    last = [m for m in (getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)) if _takes_residual(m)]
-    if len(last) < 2:
+    if not (last := last_products(layer)):
         return
+    attention, mlp, *norms = (layer.get_submodule(name) for name in _LAYER)
     given: list[torch.Tensor | None] = [None, None]
     for i, product in enumerate(last):
         patches.set(product, "forward", _with_residual(product, given, i))
@@ -273,135 +284,3 @@ def _with_residual(
         return linear(x, layer.weight, layer.bias, residual=residual, batch_invariant=layer.batch_invariant)
 
     return forward
-
-
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
-def _fuse_attention(patches: _Patches, model: PreTrainedModel, cached: Cached) -> None:
-    """Let a model's code hand its unrotated q, k and v to one kernel.
-
-    The model calls three things in turn: the rotation, the cache's update, the attention function. The first two keep
-    what they get, and the third launches.
-    """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    angles: list[torch.Tensor] = []
-    layers: list[Any] = []
-
-    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any) -> Any:
-        angles[:] = cos, sin
-        return q, k
-
-    def update(layer: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        def keep(k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            layers.append(layer)
-            return k, v
-
-        return keep
-
-    def attend(
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Any,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-        if unknown or len(angles) != 2 or len(layers) != 1 or q.shape[2] != 1:
-            raise NotFusable(f"attention with {unknown or 'another order of calls'}")
-        layer, (cos, sin) = layers.pop(), angles
-        angles.clear()
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        heads = (q[:, :, 0], k[:, :, 0], v[:, :, 0])
-        out = step_attention(*heads, cos[:, 0], sin[:, 0], layer, cached, scale, sliding_window or _EVERYTHING)
-        return out[:, None], None
-
-    modules = {sys.modules[type(m).__module__] for m in model.modules() if hasattr(m, "q_proj")}
-    if not modules or not all(_rotates(module) for module in modules):
-        raise NotFusable("another rotation of q and k")
-    for module in modules:
-        patches.set(module, "apply_rotary_pos_emb", rotate)
-    for layer in cached.cache.layers:
-        patches.set(layer, "update", update(layer))
-    patches.stack.callback(ALL_ATTENTION_FUNCTIONS._local_mapping.update, dict(ALL_ATTENTION_FUNCTIONS._local_mapping))
-    patches.stack.callback(ALL_ATTENTION_FUNCTIONS._local_mapping.clear)
-    ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation] = attend
-
-
-def _rotates(module: Any) -> bool:
-    """True if a file's rotation is the one that is fused: over all of a head, its halves against each other."""
-    rotate = getattr(module, "apply_rotary_pos_emb", None)
-    if rotate is None:
-        return False
-    g = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 3, 1, 8, generator=g), torch.randn(2, 1, 1, 8, generator=g)
-    angle = torch.randn(2, 1, 4, generator=g).repeat(1, 1, 2)
-    wanted = [rotated(x, angle.cos()[:, None], angle.sin()[:, None]) for x in (q, k)]
-    try:
-        found = rotate(q, k, angle.cos(), angle.sin())
-    except Exception:
-        return False
-    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
-
-
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin
-
-
-def step_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer: Any,
-    cached: Cached,
-    scale: float,
-    window: int = _EVERYTHING,
-) -> torch.Tensor:
-    """Rotate q (batch, heads, dim) and k (batch, kv heads, dim) by cos and sin (batch, dim), write k and v to a cache
-    layer, and return the attention (batch, heads, dim)."""
-    batch, heads, dim = q.shape
-    keys, values = layer.keys, layer.values
-    if cos.shape[-1] != dim or values.shape != keys.shape:
-        raise NotFusable(f"heads of {dim} elements, {cos.shape[-1]} of them rotated, and values {tuple(values.shape)}")
-    run = None
-    if q.is_cuda and q.dtype == keys.dtype == cos.dtype:
-        sms = Device.of(q.device).sms
-        splits = StepAttentionHelper.splits_for(batch * k.shape[1], keys.shape[2], sms)
-        run = launcher(StepAttentionHelper.of, q.device, q.dtype, dim, heads // k.shape[1], splits)
-    if run is None:
-        return attention_in_torch(q, k, v, cos, sin, keys, values, cached, scale, window)
-    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
-    angles = (cos.expand(batch, dim), sin.expand(batch, dim))
-    run(q, k, v, *angles, keys, values, cached.slot, cached.first, out, scale * _LOG2_E, window)
-    return out
-
-
-def attention_in_torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cached: Cached,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    """The same by PyTorch's operators."""
-    angles = cos.float()[:, None], sin.float()[:, None]
-    keys.index_copy_(2, cached.slot, rotated(k.float(), *angles).to(keys.dtype)[:, :, None])
-    values.index_copy_(2, cached.slot, v[:, :, None])
-    slots = torch.arange(keys.shape[2], device=q.device)
-    seen = (slots <= cached.slot) & (slots > cached.slot - window) & (slots >= cached.first[:, None])
-    grouped = (rotated(q.float(), *angles) * scale).unflatten(1, (keys.shape[1], -1))
-    scores = (grouped @ keys.float().mT).masked_fill(~seen[:, None, None], float("-inf"))
-    return (scores.softmax(-1) @ values.float()).flatten(1, 2).to(q.dtype)

@@ -135,8 +135,13 @@ def quiet_transformers() -> None:
 
 def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
     """Count ``kernel/config`` of the 4-bit layers for m tokens: the plans that ``linear`` keeps and uses."""
-    layers = [layer for layer in model.modules() if isinstance(layer, W4Linear)]
-    return Counter(str(choice.plan_for(_plan_key(layer, m, dtype))) for layer in layers)
+    return Counter(str(choice.plan_for(key)) for key in plan_keys(model, m, dtype))
+
+
+def plan_keys(model: nn.Module, m: int, dtype: torch.dtype) -> list[choice.PlanKey]:
+    """Keys of the plans of the 4-bit layers for m tokens, one of each layer."""
+    layers = (layer for layer in model.modules() if isinstance(layer, W4Linear) and not layer.grouped)
+    return [_plan_key(layer, m, dtype) for layer in layers]
 
 
 def _plan_key(layer: W4Linear, m: int, dtype: torch.dtype) -> choice.PlanKey:

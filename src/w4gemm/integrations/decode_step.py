@@ -1,0 +1,216 @@
+"""One token of each sequence through a model, captured in a CUDA graph: :class:`DecodeStep`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from w4gemm.integrations.fused_attention import Cached, NotFusable
+from w4gemm.integrations.fused_step import Fusion, fused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
+
+_log = logging.getLogger("w4gemm")
+_MOST_ERROR = 0.1
+"""Largest relative difference of the logits of a fused step: 16-bit roundings of many layers make some percent."""
+_OF_LIBRARIES = ("torch.", "transformers.", "w4gemm.api.")
+"""Packages whose modules do the same as long as their tensors and hooks are the same ones. Adapters are not: some may
+be switched off."""
+
+
+class DecodeStep:
+    """One token of each sequence through a model, with a cache of fixed size; on a GPU as a CUDA graph.
+
+    All tensors that a step reads and writes lie here, so that a graph can be replayed for call after call.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, batch: int, length: int, padded: bool, fusion: Fusion | None = None
+    ) -> None:
+        """
+        Args:
+            length: tokens of a sequence at most, with those of the prompt.
+            padded: whether prompts may have padding.
+            fusion: products of the model to compute together; None to capture the model's own code.
+        """
+        self.batch, self.length, self.padded, self.fusion = batch, length, padded, fusion
+        self.facts = _facts(model)
+        self.fused_error: float | None = None
+        self.prepared: set[int] = set()
+        """Numbers of tokens of prompts for which everything is compiled."""
+        cache = static_cache(model, length)
+        assert cache is not None
+        self.cache = cache
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captures = model.device.type == "cuda"
+        with torch.inference_mode():
+            self.token, self.position = (torch.zeros(batch, 1, dtype=torch.int64, device=model.device) for _ in "tp")
+            self.mask = torch.ones(batch, length, dtype=torch.int64, device=model.device) if padded else None
+            self.slot = torch.zeros(1, dtype=torch.int64, device=model.device)
+            self.first = torch.zeros(batch, dtype=torch.int32, device=model.device)
+            self._no_mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=model.device)
+        self.logits = torch.empty(0)
+
+    def serves(self, model: PreTrainedModel, batch: int, length: int, padded: bool) -> bool:
+        """True if calls of these sizes can use this step, and the model is what it was."""
+        sizes = (batch, padded) == (self.batch, self.padded) and length <= self.length
+        return sizes and self.knows(model)
+
+    def knows(self, model: PreTrainedModel) -> bool:
+        """True if the model is what it was."""
+        return self.facts is not None and self.facts == _facts(model)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the logits (batch, vocabulary) behind prompts (batch, m), whose padding on the left ``mask`` marks.
+        positions: of the prompts' tokens; None for those that the mask makes."""
+        self.cache.reset()
+        if positions is None:
+            ones = torch.ones_like(ids) if mask is None else mask
+            positions = (ones.cumsum(-1) - 1).clamp(min=0)
+        if mask is not None:
+            assert self.mask is not None
+            self.mask.fill_(1)[:, : ids.shape[1]] = mask
+            self.first.copy_((mask == 0).sum(1))
+        options = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
+        given = {"past_key_values": self.cache, "position_ids": positions, "use_cache": True, **options}
+        logits = model(ids, attention_mask=mask, **given).logits[:, -1]
+        self.position.copy_(positions[:, -1:])
+        self.slot.fill_(ids.shape[1])
+        return logits
+
+    @torch.inference_mode()
+    def __call__(self, model: PreTrainedModel, token: torch.Tensor) -> torch.Tensor:
+        """Return the logits (batch, vocabulary) behind one more token (batch,) of each sequence: memory that the next
+        call overwrites."""
+        self.token.copy_(token[:, None])
+        if self._graph is None and self._captures:
+            try:
+                self._graph = self._capture(model)
+            except RuntimeError as e:  # the model's code waits for the device, or PyTorch cannot capture it
+                self._captures = False
+                warnings.warn(
+                    f"{type(model).__name__}: its step cannot be captured, it runs eagerly: {e}", stacklevel=2
+                )
+        if self._graph is None:
+            return self._run(model)
+        self._graph.replay()
+        return self.logits
+
+    def _run(self, model: PreTrainedModel) -> torch.Tensor:
+        self.position.add_(1)
+        given = {"attention_mask": self.mask, "position_ids": self.position, "past_key_values": self.cache}
+        inputs = model.prepare_inputs_for_generation(self.token, next_sequence_length=1, use_cache=True, **given)
+        logits = model(**inputs, return_dict=True).logits[:, -1]
+        self.slot.add_(1)
+        return logits
+
+    def _run_fused(self, model: PreTrainedModel) -> torch.Tensor:
+        """The same in fewer kernels. Its attention needs no mask, so that of all positions is given, which models take
+        as it is."""
+        assert self.fusion is not None
+        self.position.add_(1)
+        given = {"attention_mask": self._no_mask, "position_ids": self.position, "past_key_values": self.cache}
+        with fused(model, self.fusion, Cached(self.cache, self.slot, self.first)):
+            logits = model(self.token, use_cache=True, return_dict=True, **given).logits[:, -1]
+        torch._foreach_add_([self.slot, *(layer.cumulative_length for layer in self.cache.layers)], 1)
+        return logits
+
+    def _capture(self, model: PreTrainedModel) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run = self.choose(model)  # compiles and sets up what must not be captured
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.logits = run(model)
+        return graph
+
+    def choose(self, model: PreTrainedModel) -> Callable[[PreTrainedModel], torch.Tensor]:
+        """Return what to capture: the fused step if it gives the logits of the model's own code, which both compute
+        here, without a trace of it in the step's tensors but what the next token writes over."""
+        counters = [self.position, self.slot, *(layer.cumulative_length for layer in self.cache.layers)]
+        before = [t.clone() for t in counters]
+
+        def tried(run: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
+            try:
+                return run(model).float()
+            finally:
+                for t, value in zip(counters, before, strict=True):
+                    t.copy_(value)
+
+        wanted = tried(self._run)
+        if self.fusion is None:
+            return self._run
+        try:
+            found = tried(self._run_fused)
+        except (NotFusable, RuntimeError, TypeError, AttributeError) as e:  # its modules are not what their names say
+            _tell(model, str(e))
+            return self._run
+        self.fused_error = float((found - wanted).norm() / wanted.norm())
+        if self.fused_error < _MOST_ERROR:
+            return self._run_fused
+        _tell(model, f"its logits would be off by {self.fused_error:.2g}")
+        return self._run
+
+
+def _tell(model: nn.Module, reason: str) -> None:
+    """Say once for a class of models why its steps are not fused."""
+    if (name := type(model).__name__) not in _told:
+        _told.add(name)
+        _log.warning("%s: a step runs the model's own code, in more kernels: %s", name, reason)
+
+
+_told: set[str] = set()
+
+
+def static_cache(model: PreTrainedModel, length: int) -> Cache | None:
+    """A cache of fixed size in which every layer has all positions; None for models that keep anything else."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    if not model._can_compile_fullgraph:
+        return None
+    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
+    if any(type(layer) not in (StaticLayer, StaticSlidingWindowLayer) for layer in cache.layers):
+        return None
+    # a sliding layer counts in Python; the mask of a window hides the same positions of a whole cache
+    cache.layers = [StaticLayer(max_cache_len=length) for _ in cache.layers]
+    return cache
+
+
+def _takes(model: PreTrainedModel, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters
+
+
+def _facts(model: PreTrainedModel) -> tuple[Any, ...] | None:
+    """All that a captured step depends on besides its own tensors; None if that cannot be told, because there are
+    modules of other packages: then each call captures anew."""
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    found: list[Any] = [model.config._attn_implementation, cast]
+    for module in model.modules():
+        if not type(module).__module__.startswith(_OF_LIBRARIES):
+            return None
+        tensors = (t.data_ptr() for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        own = (
+            getattr(module, "activation", None),
+            getattr(module, "batch_invariant", None),
+            id(getattr(module, "_weight", None)),
+        )
+        found.append((id(module), *tensors, hooks, *own, module.training, "forward" in module.__dict__))
+    return tuple(found)
