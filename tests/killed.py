@@ -31,7 +31,7 @@ NAME = "toy-sm_90a-0123-4567.o"
 
 
 class Lost(AssertionError):
-    """What should not have happened."""
+    """A record or an object is lost or damaged, or a writer did not die."""
 
 
 def killed(write: Callable[[int], None], first: int, r: random.Random) -> int:
@@ -61,13 +61,13 @@ def killed(write: Callable[[int], None], first: int, r: random.Random) -> int:
 
 def records(kills: int, seed: int) -> int:
     """Kill writers of tuning records; return how many records were written."""
-    path, made, done = store.user_path(), record(), list[int]()
+    path, made, done, first = store.user_path(), record(), list[int](), 1
     assert path is not None
     r = random.Random(seed)
     for _ in range(kills):
-        first = done[-1] + 2 if done else 1  # a record that was written, and not told of, has a number of its own
         count = killed(lambda i: store.append(path, [replace(made, us=float(i))]), first, r)
         done += range(first, first + count)
+        first += count + 1  # the record that may be written, and was not told of, has a number of its own
     store.append(path, [replace(made, us=0.5)])  # no lock is left
     found, bad = store.parse_lines(path.read_text().splitlines())
     times = [one.us for one in found]

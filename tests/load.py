@@ -88,7 +88,7 @@ def clear(r: random.Random, p: Product) -> str:
 
 
 CALLS: dict[Callable[[random.Random, Product], str], int] = {linear: 30, tune: 3, compile: 3, clear: 1}
-"""What is called, and how often beside the others."""
+"""Calls, and how often each is made beside the others."""
 
 
 def work(seed: str, device: str, end: float, given: list[Product], outcome: Outcome) -> None:
@@ -124,7 +124,7 @@ def process(seed: str, threads: int, device: str, seconds: float, start: Any, re
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Return what is damaged in the cache folder."""
+    """Return a line for each damaged record and object in the cache folder."""
     table = folder / "tuned.jsonl"
     _, bad = store.parse_lines(table.read_text().splitlines()) if table.exists() else ([], [])
     found = [f"tuned.jsonl, line {number}: {reason}" for number, reason in bad]

@@ -189,6 +189,14 @@ def test_no_line_breaks_more_than_itself(folder, caplog, capsys, bad):
     assert main(["cache", "clear", "--only", "tuned"]) == 0 and not (folder / store.USER_FILE).exists()
 
 
+def test_a_table_that_is_cleared_while_it_is_looked_for_is_empty(folder, caplog):
+    """Without a warning: nothing is wrong with it."""
+    store.add([record()])
+    changed, size = store._state(store.user_path())
+    store.clear()
+    assert store._read(store.user_path(), changed, size) == () and not caplog.records
+
+
 def test_many_processes_clear_at_once(folder):
     script = f"""
 import sys; sys.path[:] = {sys.path!r}

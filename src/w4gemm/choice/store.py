@@ -249,6 +249,8 @@ def _read(path: Path, changed: int, size: int) -> tuple[Record, ...]:
     try:
         with open(path, encoding="utf-8", errors="replace", opener=opener) as f:
             lines = f.read().splitlines()
+    except FileNotFoundError:  # another process has cleared it since it was looked at
+        return ()
     except trust.Untrusted as e:
         trust.warn(str(e))
         return ()
