@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.drawn.points import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
-from bench.drawn.warm import Warmer, compile_all
+from bench.drawn.warm import COMPILING_PEERS, Warmer, compile_all
 from bench.peers import Peer, Prepared, peers_named
 from bench.peers.base import FP8, token_scales
 from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
@@ -48,8 +48,9 @@ KINDS = {
 }
 """(format, dtype of x) of each kind of work."""
 _PEERS = ("w4gemm", "humming", "machete", "marlin", "quack", "cutlass_w4a8", "cublas")
-_COMPILING_SHARE = 0.65
-"""Part of the seconds after which nothing more is compiled, and what is ready is measured."""
+_OWN_SHARE, _PEERS_SHARE = 0.4, 0.7
+"""Parts of the seconds after which w4gemm's kernels, and those of peers, are waited for no longer: what is left is
+measured beside the peers that compile nothing."""
 _ROTATED_BYTES, _MOST_COPIES, _MANY_TOKENS, _LONG_COPIES = 400e6, 512, 512, 3
 _CHECKED_ROWS = 256
 _REPLAYS, _FEW_REPLAYS, _LOOKS, _FINALISTS = 9, 5, 2, 4
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--configs", type=positive, default=24, help="best guesses to time (default: %(default)s)")
     parser.add_argument("--every", type=int, default=0, help="time them at each so many-th layer (default: at none)")
     parser.add_argument("--impl", default=",".join(_PEERS), help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of one kind, two thirds of them to compile at most")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of one kind; what was not measured then is left")
     parser.add_argument("--dry", action="store_true", help="measure nothing: say what would be compiled")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
@@ -145,7 +146,7 @@ def of_kind(kind: str) -> tuple[WeightFormat, torch.dtype]:
 
 
 def run_kind(kind: str, args: argparse.Namespace) -> None:
-    """Compile what the points that are left need, then measure those that are ready, as many as there is time for."""
+    """Measure the points that are left, layer by layer as soon as all that they run is compiled."""
     started = time.monotonic()
     format, dtype = of_kind(kind)
     layers, done = draw(args.seed, args.layers), measured(args.out, kind, args.seed)
@@ -153,43 +154,34 @@ def run_kind(kind: str, args: argparse.Namespace) -> None:
     todo = todo[: args.most]
     device = H200 if args.dry else Device.of(torch.device("cuda"))
     peers = [] if args.dry else [peer for peer in peers_named(args.impl) if not peer.available()]
-    processors = usable_processors()
-    warmer = Warmer(0 if args.dry else processors, *KINDS[kind], [peer.name for peer in peers])
-    try:
-        compared = [args.every > 0 and i % args.every == 0 for i, _ in todo]
+    with Warmer(0 if args.dry else usable_processors(), *KINDS[kind], [peer.name for peer in peers]) as warmer:
         works = [
-            planned(layer, more, args.configs, format, dtype, device)
-            for (_, layer), more in zip(todo, compared, strict=True)
+            planned(layer, args.every > 0 and i % args.every == 0, args.configs, format, dtype, device)
+            for i, layer in todo
         ]
         units = list(dict.fromkeys(unit for work in works for unit in sorted(work.units, key=str)))
+        points = sum(len(work.layer.tokens) for work in works)
         if args.dry:
-            print(f"{kind}: {sum(len(w.layer.tokens) for w in works)} points, {len(units)} variants to compile")
+            print(f"{kind}: {points} points, {len(units)} variants to compile")
             return
-        deadline = started + _COMPILING_SHARE * args.seconds
-        ready = compile_all(units, processors, deadline)
+        ready = compile_all(units, usable_processors(), started + _OWN_SHARE * args.seconds)
         print(f"{kind}: {len(ready)} of {len(units)} variants ready in {time.monotonic() - started:.0f} s", flush=True)
-        warmer.start([layer for _, layer in todo])
-        while warmer.running() and time.monotonic() < deadline:
-            time.sleep(0.2)
-    finally:
-        warmer.close()
-    count, facts = 0, record.facts()
-    points = sum(len(layer.tokens) for _, layer in todo)
-    print(
-        f"{kind}: peers' kernels ready for {len(warmer.ready)} of {points} points in "
-        f"{time.monotonic() - started:.0f} s; a point's took {warmer.seconds_per_point():.0f} s",
-        flush=True,
-    )
-    for work in works:
-        warm = tuple(m for m in work.layer.tokens if (work.layer.n, work.layer.k, m) in warmer.ready)
-        if not warm or not work.units <= ready:
-            continue
-        if time.monotonic() - started > args.seconds:
-            break
-        work = work._replace(layer=work.layer._replace(tokens=warm))
-        count += measure_layer(kind, work, peers, facts, args, started + args.seconds)
-    left = points - count
-    print(f"{kind}: {count} points in {time.monotonic() - started:.0f} s, {left} left", flush=True)
+        works = [work for work in works if work.units <= ready]
+        warmer.start([work.layer for work in works])
+        count = 0
+        for work, all_peers in warmer.in_order(works, started + _PEERS_SHARE * args.seconds):
+            if time.monotonic() - started > args.seconds:
+                break
+            able = [peer for peer in peers if all_peers or peer.name not in COMPILING_PEERS]
+            count += measure_layer(kind, work, able, warmer, args, started + args.seconds)
+        took = time.monotonic() - started
+        print(f"{kind}: {count} of {points} points in {took:.0f} s; {warmer}", flush=True)
+
+
+@functools.cache
+def _run_name(commit: str) -> str:
+    """The same for all rows of this process."""
+    return record.run_name(record.facts() | {"commit": commit})
 
 
 def measured(path: Path, kind: str, seed: int) -> set[tuple[int, int, int]]:
@@ -223,16 +215,18 @@ def planned(layer: Drawn, compared: bool, count: int, format: WeightFormat, dtyp
 
 
 def measure_layer(
-    kind: str, work: Work, peers: list[Peer], facts: dict[str, Any], args: argparse.Namespace, deadline: float
+    kind: str, work: Work, peers: list[Peer], warmer: Warmer, args: argparse.Namespace, deadline: float
 ) -> int:
     """Append the rows of a layer's points, as many as begin before the deadline; return their number."""
     n, k, tokens = work.layer
-    layer, count = Layer.of(n, k, *of_kind(kind), peers), 0
+    layer, count, facts = Layer.of(n, k, *of_kind(kind), peers), 0, record.facts()
+    run = _run_name(facts["commit"])
     for m in tokens:
         if time.monotonic() > deadline:
             break
-        rows = measure(layer, m, work.configs[m])
-        common = {"kind": "time", "set": "unknown", "seed": args.seed, "run": record.run_name(facts), "work": kind}
+        with warmer.paused():
+            rows = measure(layer, m, work.configs[m])
+        common = {"kind": "time", "set": "unknown", "seed": args.seed, "run": run, "work": kind}
         common |= {"m": m, "n": n, "k": k, "format": KINDS[kind][0], "dtype": KINDS[kind][1]}
         record.append(args.out, *(common | row | {name: facts[name] for name in _FACTS} for row in rows))
         print(line(n, k, m, rows), flush=True)

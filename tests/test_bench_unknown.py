@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +63,43 @@ def test_compiling_stops_at_its_deadline():
     assert warm.compile_all([unit], 1, 0.0) == set()  # type: ignore[list-item]
 
 
+def test_layers_come_as_soon_as_they_are_ready_and_all_at_the_end():
+    works = [SimpleNamespace(layer=points.Drawn(n, 64, (1, 2))) for n in (64, 128, 192)]
+    with warm.Warmer(0, "int4_g128", "bfloat16", ["humming"]) as warmer:
+        warmer.ready = {(128, 64, 1), (128, 64, 2), (64, 64, 1)}
+        found = [(work.layer.n, ready) for work, ready in warmer.in_order(works, 0.0)]
+        assert found == [(128, True), (64, False), (192, False)]
+        warmer.start([work.layer for work in works])
+        assert all(ready for _, ready in warmer.in_order(works, 0.0))
+        with warmer.paused():
+            assert str(warmer) == "peers' kernels of 0 points, 0 s for one"
+
+
+_FAKE_CHILD = """
+import json, sys, time
+for n, k, (m,) in json.load(sys.stdin):
+    if n == 192:
+        time.sleep(100)
+    print("something else")
+    print("warm", n, k, m, 1500, flush=True)
+"""
+
+
+def test_children_say_which_points_are_ready_and_do_not_outlive_the_run(monkeypatch):
+    monkeypatch.setattr(warm, "_CHILD", (sys.executable, "-c", _FAKE_CHILD))
+    works = [SimpleNamespace(layer=points.Drawn(n, 64, (1, 2))) for n in (192, 64)]
+    with warm.Warmer(2, "int4_g128", "bfloat16", ["w4gemm", "quack"]) as warmer:
+        warmer.start([work.layer for work in reversed(works)])
+        found = []
+        for work, ready in warmer.in_order(works, time.monotonic() + 10):
+            found.append((work.layer.n, ready))
+            with warmer.paused():
+                assert len(warmer.ready) == 2
+        assert found == [(64, True), (192, False)] and "2 points, 2 s" in str(warmer)
+        children = list(warmer._children)
+    assert all(child.poll() is not None for child in children)
+
+
 class Ours:
     """w4gemm on the CPU."""
 
@@ -110,6 +149,23 @@ def test_rows_of_a_point_have_every_right_implementation_and_the_fastest_config(
     assert own["best_config"] in CONFIGS and 0 < own["best_config_us"] <= own["us_p50"]
     assert own["rel_error"] < 1e-2 and "best_config" not in peer
     assert "best_config" not in unknown.measure(layer, 5, CONFIGS[:1])[0]
+
+
+def test_a_run_writes_rows_and_the_next_one_goes_on(on_the_cpu, monkeypatch, tmp_path, capsys):
+    layers = [points.Drawn(64, 128, (3, 300)), points.Drawn(128, 128, (5,))]
+    monkeypatch.setattr(unknown, "draw", lambda seed, count: layers)
+    monkeypatch.setattr(unknown, "peers_named", lambda text: [SimpleNamespace(available=lambda: "no GPU"), peer])
+    monkeypatch.setattr(unknown.Device, "of", lambda device: Device("cpu"))
+    peer = Ours()
+    peer.available = lambda: ""
+    args = Namespace(out=tmp_path / "rows.jsonl", seed=7, layers=2, most=1, every=0, configs=2, impl="", dry=False)
+    args.seconds = 60.0
+    for done in (2, 3):
+        unknown.run_kind("w4a16", args)
+        rows = [json.loads(line) for line in args.out.read_text().splitlines()]
+        assert len(rows) == done and {row["set"] for row in rows} == {"unknown"}
+    assert [(row["n"], row["m"]) for row in rows] == [(64, 3), (64, 300), (128, 5)]
+    assert "2 of 2 points" in capsys.readouterr().out
 
 
 def row(impl: str, us: float, m: int = 3, **more: object) -> dict:

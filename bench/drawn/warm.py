@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -26,10 +27,11 @@ from w4gemm.jit import Unit
 from w4gemm.jit.pool import CompilePool
 
 COMPILING_PEERS = ("humming", "quack")
+_CHILD = (sys.executable, "-m", "bench.drawn.warm")
 
 
 class Warmer:
-    """Children that compile layer after layer until :meth:`close`.
+    """Children that compile for point after point. A context manager, which ends them.
 
     Args:
         processes: how many.
@@ -43,23 +45,67 @@ class Warmer:
         """(n, k, m) of the points whose kernels are ready."""
         self._seconds: list[float] = []
         names = ",".join(name for name in peers if name in COMPILING_PEERS)
-        command = [sys.executable, "-m", "bench.drawn.warm", format, dtype, names]
+        command = [*_CHILD, format, dtype, names]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         for _ in range(processes if names else 0):
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self._children.append(subprocess.Popen(command, env=environment, **pipes))
 
+    def __enter__(self) -> Warmer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for child in self._children:
+            child.kill()
+            child.wait()
+
+    def __str__(self) -> str:
+        seconds = sum(self._seconds) / max(1, len(self._seconds))
+        return f"peers' kernels of {len(self._seconds)} points, {seconds:.0f} s for one"
+
     def start(self, layers: list[Drawn]) -> None:
-        """Hand each child every so many-th layer, so that the first ones are ready first."""
+        """Hand the points to the children in turn, so that the first layers are ready first."""
+        points = [layer._replace(tokens=(m,)) for layer in layers for m in layer.tokens]
         if not self._children:
-            self.ready = {(layer.n, layer.k, m) for layer in layers for m in layer.tokens}
+            self.ready = {(n, k, m) for n, k, (m,) in points}
         for number, child in enumerate(self._children):
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(json.dumps(layers[number :: len(self._children)]))
+                child.stdin.write(json.dumps(points[number :: len(self._children)]))
                 child.stdin.close()
             self._threads.append(threading.Thread(target=self._listen, args=(child,), daemon=True))
             self._threads[-1].start()
+
+    def in_order(self, works: list[Any], deadline: float) -> Iterator[tuple[Any, bool]]:
+        """Yield each work with a ``layer`` when its points are ready, and True; from the deadline on, or when all
+        children have ended, those that are not ready, and False."""
+        left = list(works)
+        while left:
+            ready = [work for work in left if self._is_ready(work.layer)]
+            late = time.monotonic() > deadline or not any(child.poll() is None for child in self._children)
+            if ready or late:
+                work = (ready or left)[0]
+                left.remove(work)
+                yield work, bool(ready)
+            else:
+                time.sleep(0.1)
+
+    def _is_ready(self, layer: Drawn) -> bool:
+        return all((layer.n, layer.k, m) in self.ready for m in layer.tokens)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the children, which share the GPU, and let them go on behind."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(number)
 
     def _listen(self, child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None
@@ -68,18 +114,6 @@ class Warmer:
                 n, k, m, ms = map(int, line.split()[1:])
                 self.ready.add((n, k, m))
                 self._seconds.append(ms / 1e3)
-
-    def seconds_per_point(self) -> float:
-        """Mean of the seconds that a child took for a point."""
-        return sum(self._seconds) / max(1, len(self._seconds))
-
-    def running(self) -> bool:
-        return any(child.poll() is None for child in self._children)
-
-    def close(self) -> None:
-        for child in self._children:
-            child.kill()
-            child.wait()
 
 
 def compile_all(units: list[Unit], workers: int, deadline: float) -> set[Unit]:

@@ -22,6 +22,7 @@ than its clock says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ from w4gemm.choice.cost.traffic import moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import launches
+from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import scales_on_sums
 
 Timer = Callable[[int], float]
@@ -42,6 +44,11 @@ Timer = Callable[[int], float]
 _SHARPNESS = 8
 _DECODE_BOUND_TOKENS = 60
 """Largest tile_m of which the time to decode a k-slice shows in full; for more tokens the tensor cores hide it."""
+_MEMORY_OF_SM, _RESERVED = 233472, 1024
+"""Bytes of shared memory of a multiprocessor, and those of a CTA that the system takes."""
+_FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
+"""CTAs with one consumer warpgroup that the registers of a multiprocessor are enough for: three with 67 a thread, as
+tiles of 16 tokens take, two with 89, as tiles of 32 do."""
 _NEEDLESS_US = 1e3
 """Ranks a config of two launches last where one does it all."""
 
@@ -87,7 +94,7 @@ def launch_timer(
 ) -> Callable[[int, float], float]:
     """Return the microseconds of one launch of a config with these times, by m and by the operations that heat the GPU:
     those of all launches, if this is one of two."""
-    constants, scale, ctas_per_sm = reference(), scale_of(problem.device), kernel.ctas_per_sm(config)
+    constants, scale, ctas_per_sm = reference(), scale_of(problem.device), _resident(kernel, problem, config)
     model = constants.models["waves"]
     alone, shared, tile = times.alone * scale.clock, times.shared * scale.contention, times.tile * scale.clock
     if problem.gathered:
@@ -116,13 +123,32 @@ def launch_timer(
         else:
             busy = full * (slices * full_us + tile)
             if part > 1e-9:
-                beside = ctas_per_sm if part > 0.5 else 1
+                beside = math.ceil(part * ctas_per_sm)
                 part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * beside)
                 busy += slices * part_us + tile
         busy *= 1 + heat * min(1, operations / hot)
         return float(fixed_us + (busy**_SHARPNESS + moved(m) ** _SHARPNESS) ** (1 / _SHARPNESS))
 
     return us
+
+
+_residents: dict[tuple[str, str, str, bool], int] = {}
+"""CTAs that share a multiprocessor, by kernel, format, config, and whether there are experts."""
+
+
+def _resident(kernel: Any, problem: GemmProblem, config: GemmConfig) -> int:
+    """CTAs of a launch that one multiprocessor holds at once: as many as the kernel is made for, or, of CTAs with one
+    consumer warpgroup that are not persistent, as many as there is room for (seen with 16-bit x)."""
+    meant: int = kernel.ctas_per_sm(config)
+    if kernel.name != "sm90_mixed_gemm" or config.schedule != "coop" or config.tile_n != BLOCK_N:
+        return meant
+    name = kernel.name, str(problem.format), str(config), problem.experts > 0
+    if name not in _residents:
+        variant, room = kernel.variant.of(problem, config), 1
+        if variant.warpgroups == 1 and not variant.persistent:
+            room = _MEMORY_OF_SM // (kernel.resources(problem, config).memory + _RESERVED)
+        _residents[name] = max(meant, min(room, _MOST_FEW if config.tile_m <= _FEW_TOKENS else _MOST))
+    return _residents[name]
 
 
 _boxes: dict[tuple[str, int], int] = {}
@@ -176,7 +202,8 @@ def _mma_us(problem: GemmProblem, config: GemmConfig, constants: Constants, scal
 
 
 def _contention(part: float, ctas_per_sm: int) -> float:
-    """From 0 to 1, if ``part`` of the CTAs that the GPU holds run. Beyond half, some multiprocessors hold two."""
-    if ctas_per_sm > 1 and part > 0.5:
-        part = 0.5 + part / 2
+    """From 0 to 1, if ``part`` of the CTAs that the GPU holds run. Beyond one for each multiprocessor, those that hold
+    one more than others take longer."""
+    if part * ctas_per_sm > 1:
+        part = (part + math.ceil(part * ctas_per_sm) / ctas_per_sm) / 2
     return part**1.5
