@@ -15,13 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import agreement, launch, page, preload, profile, rows, serve, worker  # noqa: E402
+from bench.engine import agreement, launch, layer, page, preload, profile, rows, serve, worker  # noqa: E402
 from bench.engine.checkpoint import Packing, tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
 from bench.engine.offline import Result, Task  # noqa: E402
 
 from tiny_model import write_gguf  # noqa: E402
+from w4gemm import W4Experts  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder  # noqa: E402
 
@@ -459,6 +460,29 @@ def test_the_page_of_sample_rows():
     assert "| prefill of 8192: tokens/s | 32,768 | 32,768 | 32,768 | 1.00 | 1.00 |" in text
     assert "| humming | 64 | 80.0 (120.0) | 6.0 (9.0) |" in text
     assert "conch" not in text and "| cold start: s | 20 |" in text
+
+
+def test_the_page_of_a_layer_of_experts():
+    facts = engine_rows("w4gemm", 1.0)[0]
+    times = {1: (10.0, 20.0), 64: (50.0, 40.0), 128: (60.0, 120.0)}
+    stored = [
+        {**facts, "mode": "layer", "phase": "experts", "batch": batch, "impl": impl, "us": us}
+        for batch, both in times.items()
+        for impl, us in zip(("w4gemm", "marlin"), both, strict=True)
+    ]
+    text = page.text([*engine_rows("w4gemm", 1.0), {**stored[0], "run": "0", "us": 1.0}, *stored], "engine.jsonl")
+    assert "| tokens | 1 | 64 | 128 |\n|---|---|---|---|\n| w4gemm, us | 10.0 | 50.0 | 60.0 |" in text
+    assert "| gain | 2.00 | 0.80 | 2.00 |" in text and "1 to 64 tokens: 1.26." in " ".join(text.split())
+
+
+def test_a_layer_of_experts_is_what_is_timed():
+    sizes = layer.Sizes(experts=4, top_k=2, hidden=256, width=128)
+    assert layer.Sizes.of(model_named("qwen3-30b-a3b")) == layer.Sizes(128, 8, 2048, 768)
+    ours, draw = layer.Ours(sizes, "cpu"), layer.drawn(sizes, 3, 0, "cpu")
+    assert all(len(set(ids)) == 2 for ids in draw.ids.tolist())
+    gate_up, down = ours.layers[1]
+    wanted = W4Experts(gate_up, down)(*draw)
+    assert torch.equal(ours.call(draw, 1)(), wanted) and wanted.any()
 
 
 def test_a_page_without_our_rows_has_no_ratios():

@@ -87,7 +87,7 @@ def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
     found: dict[Case, dict[bool, list[Row]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
     for row in rows:
-        if row["kind"] != "engine" or row["phase"] in ("failed", "agreement"):
+        if row["kind"] != "engine" or row["phase"] in ("failed", "agreement", "experts"):
             continue
         case = Case.of(row)
         if row["phase"] == "start":
@@ -111,7 +111,9 @@ def _offline_run(runs: dict[bool, list[Row]]) -> str:
 def text(rows: Sequence[Row], file: str) -> str:
     """Return the page."""
     cases, compared = cases_of(rows), [row for row in rows if row["phase"] == "agreement"]
-    every = [*(row for kept in cases.values() for row in kept), *compared]
+    alone = [row for row in rows if row["phase"] == "experts"]
+    alone = [row for row in alone if row["run"] == alone[-1]["run"]]
+    every = [*(row for kept in cases.values() for row in kept), *compared, *alone]
     runs = "`, `".join(dict.fromkeys(row["run"] for row in every))
     facts = [f"vLLM {version}" for version in dict.fromkeys(row["engine_version"] for row in every)]
     facts += [f"torch {version}" for version in dict.fromkeys(row["torch"] for row in every)]
@@ -131,6 +133,7 @@ def text(rows: Sequence[Row], file: str) -> str:
         lines += ["", f"## {case}", "", *speeds(kept)]
         for more in (latencies(kept), steps(kept), agreement(kept)):
             lines += ["", *more] if more else []
+    lines += layer_of_experts(alone)
     lines += predictions(compared)
     return "\n".join(lines) + "\n"
 
@@ -249,6 +252,28 @@ def agreement(rows: Sequence[Row]) -> list[str]:
     )
     sentence += f"Other tokens when repeated: {', '.join(own)}." if own else "Each repeats itself token for token."
     return textwrap.wrap(sentence, _WIDTH)
+
+
+def layer_of_experts(rows: Sequence[Row]) -> list[str]:
+    """Lines on one layer of experts alone, of the last run that measured one."""
+    if not rows:
+        return []
+    first = rows[0]
+    us = {(row["batch"], row["impl"]): row["us"] for row in rows}
+    tokens = list(dict.fromkeys(row["batch"] for row in rows))
+    names = list(dict.fromkeys(row["impl"] for row in rows))
+    ratios = {t: us[t, names[1]] / us[t, OURS] for t in tokens}
+    few = mean([ratio for t, ratio in ratios.items() if t <= 64])
+    told = (
+        f"All behind the router of {first['model']}, {first['format'].replace('-', ' ')}, {first['gpu']}: the order of "
+        "the choices, both products, silu(gate) * up, the weighted sum; CUDA graphs, weights from memory, experts "
+        f"equally likely (`python -m bench.engine.layer`). Geometric mean of the gain at 1 to 64 tokens: {few:.2f}."
+    )
+    table = [_line("tokens", map(str, tokens)), _line("---", ["---"] * len(tokens)).replace(" ", "")]
+    for name in names:
+        table.append(_line(f"{name}, us", (f"{us[t, name]:.1f}" for t in tokens)))
+    table.append(_line("gain", (f"{ratio:.2f}" for ratio in ratios.values())))
+    return ["", "## One layer of experts", "", *textwrap.wrap(told, _WIDTH), "", *table]
 
 
 def predictions(rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,180 @@
+"""One layer of experts alone, beside vLLM's Marlin MoE: ``python -m bench.engine.layer --tokens 1,8,64``.
+
+Both do all that lies behind the router: order the choices of random tokens by expert, multiply by gate and up,
+silu(gate) * up, multiply by down, add up the weighted rows of a token. Attention, norms and the host, which both have
+alike in an engine, are left out. Several draws of tokens alternate in a CUDA graph, over two layers of weights, which
+are larger than L2. Marlin's weights are random words, because its time does not depend on them; so its results are not
+compared. The first Marlin call on a machine compiles for about a minute.
+
+It needs vLLM. Rows go to bench/results/engine.jsonl, with ``phase`` "experts" and the tokens as ``batch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from bench.engine.implementations import OURS
+from bench.engine.launch import RESULTS
+from bench.engine.models import Model, model_named
+from bench.shapes import parse_tokens
+
+import w4gemm
+from w4gemm import QuantizedWeight, WeightFormat, combine, route
+from w4gemm.api import boundary
+from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
+from w4gemm.kernels import Operands
+from w4gemm.kernels.arguments import ExpertRows
+from w4gemm.tuning import record
+from w4gemm.tuning.timing import time_graphs
+
+GROUP = 128
+_LAYERS = 2
+_GATED = Epilogue(activation="silu_mul")
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+
+    @classmethod
+    def of(cls, model: Model) -> Sizes:
+        """Return those of a model's mixture; KeyError if it has none with gates and ups of SiLU."""
+        names = "num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size"
+        return cls(*(model.config[name] for name in names))
+
+
+class Draw(NamedTuple):
+    """Tokens and what a router chose for them."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    scores: torch.Tensor
+
+
+def drawn(sizes: Sizes, tokens: int, seed: int, device: str) -> Draw:
+    """Draw tokens whose experts are all equally likely."""
+    g = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(tokens, sizes.hidden, device=device, generator=g).bfloat16()
+    ids = torch.rand(tokens, sizes.experts, device=device, generator=g).topk(sizes.top_k).indices.int()
+    return Draw(x, ids, torch.rand(tokens, sizes.top_k, device=device, generator=g))
+
+
+class Ours:
+    """w4gemm's layers, as the plugin calls them."""
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        self.sizes = sizes
+        shapes = (2 * sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
+        self.layers = [[self._stack(*shape, device) for shape in shapes] for _ in range(_LAYERS)]
+
+    def _stack(self, n: int, k: int, device: str) -> QuantizedWeight:
+        format = WeightFormat.parse(f"int4_g{GROUP}")
+        scales = (torch.rand(n, k // GROUP) * 0.01 + 0.002).bfloat16()
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+        one = QuantizedWeight.from_codes(format, codes, scales).to(device).repack()
+        each = self.sizes.experts
+        tensors = tuple(t.unsqueeze(0).repeat(each, *[1] * t.dim()) for t in one.tensors)
+        return replace(one, experts=each, tensors=tensors)
+
+    def call(self, draw: Draw, layer: int) -> Call:
+        (gate_up, down), (x, ids, scores) = self.layers[layer], draw
+        rows = ids.numel()
+        hidden, d = (x.new_empty(rows, columns) for columns in (self.sizes.width, self.sizes.hidden))
+        y = torch.empty_like(x)
+
+        def run() -> torch.Tensor:
+            routing = route(ids, self.sizes.experts)
+            first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
+            gathered = ExpertRows(first, end, routing.tokens)
+            boundary.run(gate_up.packed, Operands(x, gate_up.tensors, hidden, rows=gathered), _GATED)
+            settled = ExpertRows(first, end, settled=1)
+            boundary.run(down.packed, Operands(hidden, down.tensors, d, EpilogueOperands(), settled), PLAIN)
+            return combine(d, routing.row_of_choice, scores, out=y, settled=True)
+
+        return run
+
+
+class Marlin:
+    """vLLM's own choice for such layers on Hopper."""
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_workspace_new
+
+        self.sizes, e, h, w = sizes, sizes.experts, sizes.hidden, sizes.width
+        self.workspace = marlin_make_workspace_new(torch.device(device, 0), 4)
+
+        def words(*shape: int) -> torch.Tensor:
+            return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device)
+
+        def scales(*shape: int) -> torch.Tensor:
+            return (torch.rand(*shape, device=device) * 0.01 + 0.002).bfloat16()
+
+        self.layers = [
+            (words(e, h // 16, 4 * w), words(e, w // 16, 2 * h), scales(e, h // GROUP, 2 * w), scales(e, w // GROUP, h))
+            for _ in range(_LAYERS)
+        ]
+
+    def call(self, draw: Draw, layer: int) -> Call:
+        from vllm import _custom_ops as ops
+        from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+        from vllm.scalar_type import scalar_types
+
+        (w13, w2, s13, s2), (x, ids, scores), sizes = self.layers[layer], draw, self.sizes
+        rows = ids.numel()
+        first, second = x.new_empty(rows * max(2 * sizes.width, sizes.hidden)), x.new_empty(rows, sizes.width)
+        y = torch.empty_like(x)
+
+        def add_up(d: torch.Tensor, out: torch.Tensor, *others: object) -> torch.Tensor:
+            ops.moe_sum(d, out, *others)
+            return out
+
+        def run() -> object:
+            return fused_marlin_moe(
+                *(x, w13, w2, None, None, s13, s2, scores, ids, scalar_types.uint4b8.id),
+                workspace=self.workspace,
+                intermediate_cache13=first,
+                intermediate_cache2=second,
+                output=y,
+                moe_sum=add_up,
+            )
+
+        return run
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m bench.engine.layer", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--model", default="qwen3-30b-a3b", help="(default: %(default)s)")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256", help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    import vllm
+
+    facts, sizes = record.facts(), Sizes.of(model_named(args.model))
+    ours, marlin = Ours(sizes, "cuda"), Marlin(sizes, "cuda")
+    for tokens in parse_tokens(args.tokens, "tokens"):
+        draws = [drawn(sizes, tokens, seed, "cuda") for seed in range(24 if tokens <= 4 else 12 if tokens <= 16 else 6)]
+        graphs = [[layers.call(draw, i % _LAYERS) for i, draw in enumerate(draws)] for layers in (ours, marlin)]
+        times = [round(t.p50, 2) for t in time_graphs(graphs, replays=9)]
+        common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "engine_version": vllm.__version__}
+        common |= {"model": args.model, "format": f"int4-g{GROUP}", "dtype": "bfloat16", "gpus": 1, "mode": "layer"}
+        common |= {"phase": "experts", "batch": tokens}
+        versions = {OURS: w4gemm.__version__, "marlin": vllm.__version__}
+        for (impl, version), us in zip(versions.items(), times, strict=True):
+            own = {"impl": impl, "impl_version": version, "chosen": impl == "marlin", "us": us}
+            record.append(args.out, {**common, **own, **facts})
+        print(f"{tokens} tokens: w4gemm {times[0]} us, Marlin {times[1]} us, {times[1] / times[0]:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
