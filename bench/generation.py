@@ -10,6 +10,9 @@ Each answers random prompts greedily, in several ways:
 
 A row has the tokens per second of the whole call and of decoding alone, which is the difference of two calls, and the
 share of the roofline: the bytes of weights and cache that a step has to read, at the bandwidth that large copies reach.
+With ``--start`` a row of kind "start" says how long a process of its own takes to load the packed model from a folder,
+to the first token, and to a second answer: with an empty cache of kernels (cold) and with that of the run before.
+
 Rows of kind "profile" say how long the kernels of one step take, by what they do. Rows go to
 bench/results/generation.jsonl.
 """
@@ -17,11 +20,17 @@ bench/results/generation.jsonl.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +44,7 @@ from w4gemm.checkpoints.dense import SKIP, linear_layers
 from w4gemm.console.progress import say
 from w4gemm.integrations import decoding
 from w4gemm.integrations.generation import quiet_transformers
+from w4gemm.integrations.transformers import describe
 from w4gemm.integrations.transformers.loading import ParametersOnMeta
 from w4gemm.tuning import record
 from w4gemm.tuning.roofline import RATES
@@ -82,17 +92,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of a sequence (default: %(default)s)")
     parser.add_argument("--ways", default="eager,graph,fused", help=f"of {', '.join(WAYS)} (default: %(default)s)")
+    parser.add_argument("--start", action="store_true", help="measure loading and the first token instead")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the process that --start times
     parser.add_argument("--names", action="store_true", help="print the kernels of a profile by name")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     quiet_transformers()
+    if args.folder is not None:
+        print(json.dumps(start(args.folder, args)), flush=True)
+        return
     facts = record.facts()
     common = {"run": record.run_name(facts), "model": args.model, "prompt": args.prompt, "tokens": args.tokens}
+    if args.start:
+        for row in starts(args):
+            record.append(args.out, common | {"kind": "start", **row, "w4gemm": w4gemm.__version__} | facts)
+            say(str(row))
+        return
     for weights in args.weights.split(","):
-        start = time.perf_counter()
+        began = time.perf_counter()
         model = drawn_model(MODELS[args.model], weights)
         torch.cuda.synchronize()
-        say(f"{args.model} in {weights}: made in {time.perf_counter() - start:.1f} s")
+        say(f"{args.model} in {weights}: made in {time.perf_counter() - began:.1f} s")
         for batch, way in itertools.product(map(int, args.batch.split(",")), args.ways.split(",")):
             row = {"batch": batch, "weights": weights, "way": way}
             try:
@@ -110,10 +130,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
 
 
-def drawn_model(settings: dict[str, Any], format: str, device: str = "cuda") -> Any:
+def drawn_model(settings: dict[str, Any], format: str, device: str = "") -> Any:
     """A model of random weights: in bf16, or with its linear layers in a 4-bit format, but for its head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     config = AutoConfig.for_model(**settings)
     with ParametersOnMeta():
@@ -138,6 +159,45 @@ def drawn_model(settings: dict[str, Any], format: str, device: str = "cuda") -> 
     return model
 
 
+def starts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Write the model in 4 bits to a folder, and time two processes that load it."""
+    weights = args.weights.split(",")[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = describe_and_save(drawn_model(MODELS[args.model], weights), Path(scratch) / "model")
+        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        for cold in (True, False):
+            sizes = [f"--prompt={args.prompt}", f"--tokens={args.tokens}"]
+            command = [sys.executable, "-m", "bench.generation", f"--folder={model}", *sizes]
+            kernels = {"W4GEMM_CACHE_DIR": f"{scratch}/kernels"}
+            done = subprocess.run(command, env=os.environ | kernels, stdout=subprocess.PIPE, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            yield {"weights": weights, "batch": 1, "cold": cold, "folder_mib": round(size / 2**20), **found}
+
+
+def describe_and_save(model: Any, folder: Path) -> Path:
+    describe(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def start(folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds to load a folder, to answer with one token, and to answer again with all."""
+    from transformers import AutoModelForCausalLM
+
+    found = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.zeros(1, device=device)
+    models: list[Any] = []
+    options: dict[str, Any] = {"device_map": device, "dtype": torch.bfloat16}
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, folder, **options)
+    found["load_s"] = seconds(lambda: models.append(load()))
+    call = caller(models[0], "default", 1, args.prompt)
+    found["first_token_s"] = seconds(lambda: call(1))
+    found["first_answer_s"] = seconds(lambda: call(args.tokens))
+    found["second_answer_s"] = seconds(lambda: call(args.tokens))
+    return {name: round(value, 2) for name, value in found.items()}
+
+
 def caller(model: Any, way: str, batch: int, prompt: int) -> Callable[[int], torch.Tensor]:
     """A function that answers random prompts with a number of tokens, in one of the ways."""
     ids = torch.randint(1, model.config.vocab_size, (batch, prompt), device=model.device)
@@ -146,7 +206,7 @@ def caller(model: Any, way: str, batch: int, prompt: int) -> Callable[[int], tor
         options["cache_implementation"] = "static"
     elif way in ("graph", "fused"):
         decoding.decode_by_graph(model, fuse=way == "fused")
-    else:
+    elif way == "eager":
         options["disable_compile"] = True
     return lambda tokens: model.generate(ids, max_new_tokens=tokens, **options)
 
@@ -224,11 +284,11 @@ def profile(model: Any, names: bool) -> dict[str, Any]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+    began = time.perf_counter()
     call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -172,6 +172,38 @@ def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: b
 
 
 @torch.inference_mode()
+def test_layers_that_quantize_x_are_fused_too() -> None:
+    model = tiny("llama")
+    for layer in model.modules():
+        if isinstance(layer, W4Linear):
+            layer.activations = "fp8"
+    step = DecodeStep(model, 3, 256, False, Fusion.of(model))
+    step.prefill(model, ids_of(model), None)
+    assert step.choose(model).__name__ == "_run_fused"
+    assert step.fused_error is not None and step.fused_error < 0.05  # a rounding may make another fp8
+
+
+def test_adapters_may_be_switched_off(on_cpus: None) -> None:
+    peft = pytest.importorskip("peft")
+    import w4gemm.integrations.peft
+
+    w4gemm.integrations.peft.enable()
+    model = decode_by_graph(tiny("llama"))
+    ids = ids_of(model)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    model.generate(input_ids=ids, **options)  # joins the weights that the adapters then lie beside
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(model, config).eval()
+    found = adapted.generate(input_ids=ids, **options)
+    assert torch.equal(found, adapted.generate(input_ids=ids, disable_compile=True, **options))
+    with adapted.disable_adapter():
+        plain = adapted.generate(input_ids=ids, **options)
+        assert torch.equal(plain, adapted.generate(input_ids=ids, disable_compile=True, **options))
+    assert not torch.equal(plain, found)
+
+
+@torch.inference_mode()
 def test_everything_that_is_launched_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first call compiles one kernel after the other."""
     model = tiny("qwen2")
@@ -203,7 +235,8 @@ def test_a_step_that_computes_something_else_is_not_taken(monkeypatch: pytest.Mo
     assert step.choose(model).__name__ == "_run_fused"
     module = __import__(type(model).__module__, fromlist=["apply_rotary_pos_emb"])
     monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, *_: (q, k))
-    assert step.choose(model).__name__ == "_run"
+    assert step.choose(model).__name__ == "_run_joined"  # products and norms are what they were
+    assert step.fused_error is not None and step.fused_error < 1e-5
 
 
 @pytest.mark.gpu

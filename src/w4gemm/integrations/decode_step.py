@@ -141,9 +141,15 @@ class DecodeStep:
             self.logits = run(model)
         return graph
 
+    def _run_joined(self, model: PreTrainedModel) -> torch.Tensor:
+        """The same with the model's own attention, for models of which another one is not fused."""
+        assert self.fusion is not None
+        with fused(model, self.fusion, None):
+            return self._run(model)
+
     def choose(self, model: PreTrainedModel) -> Callable[[PreTrainedModel], torch.Tensor]:
-        """Return what to capture: the fused step if it gives the logits of the model's own code, which both compute
-        here, without a trace of it in the step's tensors but what the next token writes over."""
+        """Return what to capture: the first of the fused steps that gives the logits of the model's own code, which all
+        compute here, without a trace of it in the step's tensors but what the next token writes over."""
         counters = [self.position, self.slot, *(layer.cumulative_length for layer in self.cache.layers)]
         before = [t.clone() for t in counters]
 
@@ -154,26 +160,27 @@ class DecodeStep:
                 for t, value in zip(counters, before, strict=True):
                     t.copy_(value)
 
-        wanted = tried(self._run)
-        if self.fusion is None:
-            return self._run
-        try:
-            found = tried(self._run_fused)
-        except (NotFusable, RuntimeError, TypeError, AttributeError) as e:  # its modules are not what their names say
-            _tell(model, str(e))
-            return self._run
-        self.fused_error = float((found - wanted).norm() / wanted.norm())
-        if self.fused_error < _MOST_ERROR:
-            return self._run_fused
-        _tell(model, f"its logits would be off by {self.fused_error:.2g}")
+        wanted, reasons = tried(self._run), []
+        for run in (self._run_fused, self._run_joined) if self.fusion is not None else ():
+            try:
+                found = tried(run)
+            except (NotFusable, RuntimeError, TypeError, AttributeError) as e:  # modules are not what their names say
+                reasons.append(str(e))
+                continue
+            self.fused_error = float((found - wanted).norm() / wanted.norm())
+            if self.fused_error < _MOST_ERROR:
+                _tell(model, reasons)
+                return run
+            reasons.append(f"its logits would be off by {self.fused_error:.2g}")
+        _tell(model, reasons)
         return self._run
 
 
-def _tell(model: nn.Module, reason: str) -> None:
-    """Say once for a class of models why its steps are not fused."""
-    if (name := type(model).__name__) not in _told:
+def _tell(model: nn.Module, reasons: list[str]) -> None:
+    """Say once for a class of models why its steps are not fused, or not whole."""
+    if reasons and (name := type(model).__name__) not in _told:
         _told.add(name)
-        _log.warning("%s: a step runs the model's own code, in more kernels: %s", name, reason)
+        _log.warning("%s: a step launches more kernels than it could: %s", name, "; ".join(reasons))
 
 
 _told: set[str] = set()
