@@ -164,6 +164,7 @@ def _decoder(monkeypatch, kind: str, element: str):
 
     monkeypatch.setattr(decode, "asm", arithmetic)
     monkeypatch.setattr(decode_codebook, "asm", arithmetic)
+    monkeypatch.setattr(decode_codebook, "hidden_constant", lambda word, keep: word)
     monkeypatch.setattr(decode_codebook, "to_float", lambda kind, word: _signed(word))
     monkeypatch.setattr(decode_codebook, "Int32", int, raising=False)
     monkeypatch.setattr(decode, "Int32", int)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptx_interpreter import run_ptx
+from ptx_interpreter import HALVES, run_ptx
 from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
 from w4gemm.packing.codecs import MMA16, codec_for
@@ -107,7 +107,11 @@ def wide(t: torch.Tensor) -> torch.Tensor:
 def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
     """The decoders' instructions, run here on words of a packed block, give the dequantized weight."""
     decode_wide = pytest.importorskip("w4gemm.kernels.device.decode_wide")
+    from w4gemm.kernels.device import decode
+
     interpret(monkeypatch, decode_wide)
+    monkeypatch.setattr(decode, "asm", decode_wide.asm)
+    monkeypatch.setattr(decode, "Int32", lambda bits: bits & 0xFFFFFFFF)
     format = WeightFormat.parse(name)
     decoder_type = decode_wide.TwoLevelDecoder if format.has_factors else decode_wide.WideDecoder
     decoder = decoder_type(kind, "", format.zero, allow_sum_scale=sum_scale)
@@ -128,7 +132,15 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
         field = group % block.groups_per_word
         values = decoder.scales_and_zeros(given, field)
         for row8 in range(2):
-            assert values[row8][0] == scales.scales[row + 8 * row8, group]
+            assert values[row8][0] == scales.scales[row + 8 * row8, group] * (64 if kind == "bf16" else 1)
+            zero = None if scales.zeros is None else scales.zeros[row + 8 * row8, group]
+            assert values[row8][1] == zero
+        word = int(words[i]) & 0xFFFFFFFF
+        bits = [(r & 0xFFFF, r >> 16) for r in decoder.decode_exact(word, decoder.offsets(given))]
+        exact = torch.tensor([[float(HALVES[kind].number(half)) for half in pair] for pair in bits])
+        codes = MMA16.split(parts.codes)[0, 0, i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)
+        shift = 8 if format.zero == "none" else 0
+        assert torch.equal(exact * (64 if kind == "bf16" else 1), codes.float() - shift)
         registers = decoder.decode((int(words[i]) & 0xFFFFFFFF,), decoder.prepare(given, None, field))
         got = torch.tensor(registers, dtype=torch.float64) * decoder.sum_scale  # register, element
         elements = wanted[i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)  # element col8 row8
@@ -148,6 +160,7 @@ def interpret(monkeypatch, module) -> None:
 
     monkeypatch.setattr(module, "asm", lambda text, outputs, inputs, **__: run_ptx(text, len(outputs), inputs))
     monkeypatch.setattr(module, "Float32", np.float32)
+    monkeypatch.setattr(module, "hidden_constant", lambda word: word)
     monkeypatch.setattr(module, "fma", fma)
     monkeypatch.setattr(module, "to_float", lambda kind, bits: np.uint32(bits).view(np.float32))
     monkeypatch.setattr(

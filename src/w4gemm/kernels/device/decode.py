@@ -114,7 +114,7 @@ class Decoder:
         """bias + u, two codes a register; in fp16 bias + 16 * u in every second one."""
         bias = bits_of(self.kind, _BIAS[self.kind]) * 0x10001
         if self.kind == "f16":
-            return _codes(word, bias)
+            return codes_of(word, bias)
         shifts = "".join(f"shr.u32 t{i}, $4, {4 * i}; " for i in (1, 2, 3))
         picks = "".join(f"lop3.b32 ${i}, {f't{i}' if i else '$4'}, 0x000F000F, {bias:#x}, 0xEA; " for i in range(4))
         return asm(f"{{ .reg .b32 t1, t2, t3; {shifts}{picks}}}", [Int32] * 4, [word], pure=True, early=True)
@@ -192,7 +192,7 @@ class SubnormalDecoder(Decoder):
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[list[Int32], Int32], ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights / sum_scale, rounded once."""
-        return tuple(self._weight(code, *prepared[i % 2]) for i, code in enumerate(_codes(words[0])))
+        return tuple(self._weight(code, *prepared[i % 2]) for i, code in enumerate(codes_of(words[0])))
 
     def _weight(self, code: Int32, scale: list[Int32], addend: Int32) -> Int32:
         if not self.mixed and self.zero != "int":
@@ -203,7 +203,7 @@ class SubnormalDecoder(Decoder):
         return fma_pair("bf16", number, scale[0], self._pairwise("mul", number, scale[1]))
 
 
-def _codes(word: Int32, bias: int = 0) -> tuple[Int32, ...]:
+def codes_of(word: Int32, bias: int = 0) -> tuple[Int32, ...]:
     """Two codes a register in the bits of ``bias``, those of rows g + 8 four bits further up: one shift for all."""
     pick = f"lop3.b32 {{}}, {{}}, {{:#x}}, {bias:#x}, 0xEA; " if bias else "and.b32 {}, {}, {:#x}; "
     picks = "".join(pick.format(f"${i}", "t" if i > 1 else "$4", 0xF000F << i % 2 * 4) for i in range(4))

@@ -24,7 +24,7 @@ from typing import Any
 from cutlass import Float32, Int32
 
 from w4gemm.kernels.device.decode import Decoder, fma_pair, pair
-from w4gemm.kernels.device.ptx import asm, fma, half_to_float, pack_half2, repeat_half, to_float
+from w4gemm.kernels.device.ptx import asm, fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
 from w4gemm.packing.codecs.codebook import bits_in, found_by_sum
 
 _CHOOSE = 0xCA  # of lop3: the second operand where the first one's bit is set, else the third
@@ -177,7 +177,7 @@ class _Finder:
     def run(self, text: str, outputs: int, word: Int32) -> tuple[Int32, ...]:
         """Run PTX behind the selectors: w0 and w1 places, m0 and m1 without their high bits, k0 and k1 bytes of ones
         where the high bit is set."""
-        held = [_constant(words[0], self.keep) for tables in self.tables for words in tables]
+        held = [hidden_constant(words[0], self.keep) for tables in self.tables for words in tables]
         moved = "".join(f"mov.b32 t{i}, ${outputs + 1 + i}; " for i in range(len(held)))
         start = f"{moved}mov.b32 w0, ${outputs}; and.b32 m0, w0, 0x77777777; "
         if self.by_sum:  # dot products bring the upper half down: neither waits for prmt, as shifts do
@@ -192,10 +192,3 @@ class _Finder:
 def _words(table: Sequence[int]) -> list[int]:
     """Eight bytes as two words."""
     return [int.from_bytes(bytes(table[i : i + 4]), "little") for i in (0, 4)]
-
-
-def _constant(word: int, keep: bool) -> Int32:
-    """A word. prmt takes one constant, and ptxas copies another one into a register for each prmt; unless the word is
-    computed from what only the lane knows, here the one bit of its mask less that bit: 0."""
-    nothing = "mov.u32 m, %lanemask_eq; sub.u32 z, m, 1; and.b32 z, z, m; " if keep else "mov.b32 z, 0; "
-    return asm(f"{{ .reg .b32 m, z; {nothing}or.b32 $0, z, {word:#x}; }}", [Int32], [], pure=True)[0]

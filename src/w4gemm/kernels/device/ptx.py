@@ -322,6 +322,13 @@ def repeat_half(word: Int32, high: bool) -> Int32:
     return asm(text, [Int32], [word], pure=True)[0]
 
 
+def hidden_constant(word: int, keep: bool = True) -> Int32:
+    """A word. prmt takes one constant, and ptxas copies another one into a register for each prmt; unless the word is
+    computed from what only the lane knows, here the one bit of its mask less that bit: 0."""
+    nothing = "mov.u32 m, %lanemask_eq; sub.u32 z, m, 1; and.b32 z, z, m; " if keep else "mov.b32 z, 0; "
+    return asm(f"{{ .reg .b32 m, z; {nothing}or.b32 $0, z, {word:#x}; }}", [Int32], [], pure=True)[0]
+
+
 def load_matrix(address: Int32) -> tuple[Int32, ...]:
     """``ldmatrix``: four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8."""
     text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"

@@ -208,9 +208,19 @@ SPACE = Space(
             ),
         ),
         Rule(
-            "wide scales and pingpong",
-            "weights that are products in float32 take registers: two CTAs of 128 tokens would spill",
-            lambda v: _decodes_by_floats(v) and (v.config.tile_m, v.config.schedule) == (128, "pingpong"),
+            "wide scales",
+            "weights that are formed in float32 take registers: two CTAs of 128 tokens would spill; beside float32 "
+            "scales and zero points for each 32 columns 192 tokens, and long slices of gathered rows",
+            lambda v: (
+                _decodes_by_floats(v)
+                and (
+                    (v.config.tile_m, v.config.schedule) == (128, "pingpong")
+                    or (
+                        v.block.scale_bytes > 1024
+                        and (v.config.tile_m >= 192 or (v.gathered and v.config.tile_k == 512))
+                    )
+                )
+            ),
         ),
         GROUPED_RESIDUAL,
         Rule(
