@@ -98,7 +98,8 @@ def _legal(space: Space, like: Any) -> tuple[GemmConfig, ...]:
 @functools.cache
 def _legal_if_plain(space: Space, like: Any) -> tuple[GemmConfig, ...]:
     """The configs that no rule excludes whatever the epilogue. like: a variant with a plain one."""
-    rules = [rule for _, rule in space.rules() if not rule.of_epilogue]
+    # what is never worth it first: most candidates are not, and it is seen at once, while memory has to be added up
+    rules = [rule for _, rule in space.rules() if not rule.of_epilogue][::-1]
     variants = (replace(like, config=config) for config in space.candidates())
     return tuple(v.config for v in variants if not any(rule.excludes(v) for rule in rules))
 
