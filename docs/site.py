@@ -40,7 +40,7 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "weights": (
         "Weights",
         "Numbers, formats and packed weights. [Weight formats](../formats.md) explains them.",
-        ("w4gemm.quantize", "w4gemm.fold_scales", "w4gemm.QuantizedWeight", "w4gemm.WeightFormat"),
+        ("w4gemm.quantize", "w4gemm.fold_scales", "w4gemm.QuantizedWeight", "w4gemm.WeightFormat", "w4gemm.codebook"),
     ),
     "layers": (
         "Layers",

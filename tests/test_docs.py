@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import w4gemm
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md"))
 
@@ -58,6 +60,12 @@ def test_every_page_is_on_the_site() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     missing = [page.name for page in ROOT.glob("docs/*.md") if f": {page.name}\n" not in text]
     assert not missing, "add them to nav in mkdocs.yml"
+
+
+def test_every_public_name_is_on_the_site() -> None:
+    text = (ROOT / "docs/site.py").read_text()
+    missing = [name for name in w4gemm.__all__ if f'"w4gemm.{name}"' not in text]
+    assert not missing, "add them to REFERENCE in docs/site.py, and an example to their docstrings"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -191,6 +191,12 @@ def codebook(values: Iterable[float]) -> str:
 
     Raises:
         TypeError, ValueError: for anything else.
+
+    Examples:
+        >>> element = w4gemm.codebook(range(-120, 136, 16))
+        >>> w = w4gemm.quantize(torch.randn(512, 1024), w4gemm.WeightFormat(64, element=element))
+        >>> w4gemm.linear(torch.randn(3, 1024), w.repack()).shape
+        torch.Size([3, 512])
     """
     try:
         words = [struct.pack(">f", value) for value in values]
