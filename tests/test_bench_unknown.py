@@ -179,7 +179,7 @@ def row(impl: str, us: float, m: int = 3, **more: object) -> dict:
         "torch": "2",
         "commit": "c0ffee11",
     }
-    return found | {"impl": impl, "impl_version": "1", "config": "a", "us_p50": us, "seed": 7} | more
+    return found | {"impl": impl, "impl_version": "1", "config": "a", "us_p50": us, "seed": 7, "run": "r1"} | more
 
 
 def test_points_that_a_file_has_are_not_measured_again(tmp_path):
@@ -200,6 +200,15 @@ def test_the_page_gives_ratios_regret_and_the_worst_points():
     assert "| 334 to 8192 | 1 | 0.90 | 0.90 | 100% | 100% | - | - |" in found
     assert "| 512x1024, m 600 | 0.90 | 10.0 | a | cublas 9.0 |" in found
     assert "| 512x1024, m 3 | 1.25 | a 10.0 | b 8.0 |" in found
+
+
+def test_times_of_two_runs_are_not_compared():
+    """The ratio is of the run with more peers, the regret of the run that timed other configs."""
+    rows = [row("w4gemm", 10.0), row("humming", 20.0), row("cublas", 15.0)]
+    rows += [row("w4gemm", 8.0, run="r2", best_config="b", best_config_us=4.0), row("cublas", 8.8, run="r2")]
+    (point,) = page.points_of(rows)
+    assert point.ratio == pytest.approx(1.5) and point.regret == pytest.approx(2.0)
+    assert "1 beside cublas, humming" in page.text(rows, "unknown.jsonl")
 
 
 def test_cublas_is_no_peer_of_w4a8():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ TITLES = {
 }
 GROUPS = ((1, 16), (17, 64), (65, 333), (334, 8192))
 _WORST = 8
+_COMPARED = (("", "us_p50"), ("best_", "best_config_us"))
 _HEAD = (
     "Layers drawn at random from the sizes of real models and of their shards, each at four ragged m, one in each "
     "quarter of log2(1 .. 8192): `bench/drawn/points.py`. No shipped table has them, the cost model was not fitted "
@@ -26,6 +27,7 @@ _HEAD = (
     "All implementations of a point ran interleaved in one process (`python -m bench.unknown`, rows: "
     "bench/results/{file}); medians in microseconds per call, in a CUDA graph over copies of the weight that together "
     "exceed L2.",
+    "A point is shown as the run that timed it beside the most peers; only times of one run are compared. {peers}",
     "Ratio: the best peer's time over w4gemm's; below 1 w4gemm is behind. A peer that cannot run a point does not "
     "count there. With bf16 x cuBLAS on bf16 weights counts as a peer; with e4m3 x cuBLAS on e4m3 weights, which has "
     "twice the bytes, is shown apart.",
@@ -42,9 +44,11 @@ class Point(NamedTuple):
     k: int
     m: int
     us: dict[str, float]
-    """By implementation."""
+    """By implementation, of one run."""
     own: Row
-    """w4gemm's row."""
+    """w4gemm's row of that run."""
+    compared: Row | None = None
+    """w4gemm's row of the last run that also timed its other configs."""
 
     def __str__(self) -> str:
         return f"{self.n}x{self.k}, m {self.m}"
@@ -60,20 +64,23 @@ class Point(NamedTuple):
     @property
     def regret(self) -> float | None:
         """Our time over that of the best config; None where only the choice was timed."""
-        best = self.own.get("best_config_us")
-        return None if best is None else float(self.us["w4gemm"] / best)
+        row = self.compared
+        return None if row is None else float(row["us_p50"] / row["best_config_us"])
 
 
 def points_of(rows: Iterable[Row]) -> list[Point]:
-    """The points of a file, without those that w4gemm did not run."""
-    times: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
+    """The points of a file, without those that w4gemm did not run: each as the last run that has the most peers."""
+    runs: dict[tuple[Any, ...], dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        times[row["gpu"], row["work"], row["n"], row["k"], row["m"]][row["impl"]] = row
+        runs[row["gpu"], row["work"], row["n"], row["k"], row["m"]][row["run"]][row["impl"]] = row
     found = []
-    for (_, *which), by_name in times.items():
-        if "w4gemm" in by_name:
-            us = {name: row["us_p50"] for name, row in by_name.items()}
-            found.append(Point(*which, us, by_name["w4gemm"]))
+    for (_, *which), by_run in runs.items():
+        own = [by_name for by_name in by_run.values() if "w4gemm" in by_name]
+        if own:
+            shown = max(reversed(own), key=len)
+            compared = [by_name["w4gemm"] for by_name in own if "best_config_us" in by_name["w4gemm"]]
+            us = {name: row["us_p50"] for name, row in shown.items()}
+            found.append(Point(*which, us, shown["w4gemm"], compared[-1] if compared else None))
     return found
 
 
@@ -82,19 +89,26 @@ def text(rows: Sequence[Row], file: str) -> str:
     last = rows[-1]
     versions = {row["impl"]: row["impl_version"] for row in rows}
     configs = max((row.get("configs", 0) for row in rows), default=0)
+    points = points_of(rows)
     lines = ["# Layers that nobody tuned", ""]
-    lines += [f"- One {last['gpu']}, driver {last['driver']}, torch {last['torch']}; commit {last['commit'][:7]}."]
+    runs = "`, `".join(dict.fromkeys(row["run"] for row in rows))
+    lines += [f"- One {last['gpu']}, driver {last['driver']}, torch {last['torch']}; run `{runs}`."]
     for sentence in _HEAD:
-        found = sentence.format(file=file, configs=configs)
+        found = sentence.format(file=file, configs=configs, peers=_peers_of(points)).strip()
         lines += textwrap.wrap(f"- {found}", 120, subsequent_indent="  ")
     listed = ", ".join(f"{name} {version}".strip() for name, version in versions.items())
     lines += textwrap.wrap(f"- Versions: {listed}.", 120, subsequent_indent="  ")
     lines += ["", "![Best peer's time over w4gemm's](plots/unknown.svg)"]
-    points = points_of(rows)
     for kind, title in TITLES.items():
         if own := [point for point in points if point.kind == kind]:
             lines += ["", f"## {title}", "", *_summary(own), "", *_worst(own)]
     return "\n".join(lines) + "\n"
+
+
+def _peers_of(points: list[Point]) -> str:
+    """Say beside how many peers the points were timed."""
+    counts = Counter(", ".join(sorted(set(point.us) - {"w4gemm"})) or "none" for point in points)
+    return "Points by peers: " + "; ".join(f"{count} beside {names}" for names, count in counts.most_common()) + "."
 
 
 def _summary(points: list[Point]) -> list[str]:
@@ -127,8 +141,9 @@ def _worst(points: list[Point]) -> list[str]:
         lines.append(f"| {p} | {p.ratio:.2f} | {p.us['w4gemm']:.1f} | {p.own['config']} | {peers} |")
     lines += ["", "| largest regret | regret | first choice | fastest |", "|---|---|---|---|"]
     for p in lost:
-        best = f"{p.own['best_config']} {p.own['best_config_us']:.1f}"
-        lines.append(f"| {p} | {p.regret:.2f} | {p.own['config']} {p.us['w4gemm']:.1f} | {best} |")
+        assert p.compared is not None
+        first, best = (f"{p.compared[f'{of}config']} {p.compared[us]:.1f}" for of, us in _COMPARED)
+        lines.append(f"| {p} | {p.regret:.2f} | {first} | {best} |")
     return lines
 
 
