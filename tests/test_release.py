@@ -46,8 +46,7 @@ def sources() -> list[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """(sdist, wheel made of it, wheel made of the sources), from a copy, so that the checkout stays as it is."""
-    if int(__import__("setuptools").__version__.split(".")[0]) < 77:
-        pytest.skip("needs setuptools 77")
+    pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("release")
     for path in sources():
         (folder / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
