@@ -15,6 +15,7 @@ from test_formats import ALL, FOLDED
 from test_layouts import assert_same, random_parts
 from w4gemm import FormatError, QuantizedWeight, WeightFormat, quantize
 from w4gemm.packing.layouts import LAYOUTS
+from w4gemm.weights.random import random_weight as random_weight_of
 
 
 def weight(name: str | WeightFormat = "int4_g128", n: int = 96, k: int = 512, seed: int = 0) -> QuantizedWeight:
@@ -354,3 +355,20 @@ def test_a_format_may_be_named_by_its_string():
     assert same.format == w.format and torch.equal(same.dequantize(), w.dequantize())
     with pytest.raises(TypeError, match="format: wanted a WeightFormat or its string"):
         QuantizedWeight(4, 4, 64, "canonical", w.tensors)
+
+
+DEVICE_FORMATS = ("int4_g64_zint_fp16", "int4_g32_zfloat_fp32", "q4_k", "mxfp4", "nvfp4", "nf4", "int4_g128_e4m3")
+
+
+@pytest.mark.parametrize("name", DEVICE_FORMATS)
+def test_everything_is_made_on_the_weights_device(name):
+    """Under another default device, a tensor that is made without its device meets the weight's on two devices."""
+    format, dense = WeightFormat.parse(name), torch.randn(64, 512)
+    with torch.device("meta"):
+        for w in (quantize(dense, format, search=True), random_weight_of(format, 64, 512, device="cpu", signed=True)):
+            w.check_range()
+            for layout in (name for name, layout in LAYOUTS.items() if not layout.supports(format)):
+                packed = w.repack(layout)
+                parts = packed, packed.shard(1, 1, 4), packed.shard(0, 1, 2), QuantizedWeight.interleave(packed, packed)
+                for part in (*parts, QuantizedWeight.stack([packed, packed])):
+                    assert part.dequantize(torch.bfloat16).device.type == part.parts().codes.device.type == "cpu"

@@ -329,7 +329,7 @@ class WeightFormat:
         if self.zero != "float" or self.scale_dtype.itemsize < 4:
             return scales.to(self.scale_dtype)
         mantissa, exponent = torch.frexp(scales)
-        return torch.ldexp(torch.ldexp(mantissa, torch.tensor(SCALE_BITS)).round(), exponent - SCALE_BITS)
+        return torch.ldexp((mantissa * 2**SCALE_BITS).round(), exponent - SCALE_BITS)
 
     @property
     def largest_weight(self) -> float:
