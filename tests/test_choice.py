@@ -41,6 +41,7 @@ FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="mma8")
         ({"format": "int4_g128"}, TypeError, "format: wanted a WeightFormat, got 'int4_g128'"),
         ({"layout": "sm80"}, ValueError, "layout: wanted one of .*, got 'sm80'"),
         ({"epilogue": "relu"}, TypeError, "epilogue: wanted an Epilogue, got str"),
+        ({"device": "cpu"}, TypeError, "device: wanted a Device, got 'cpu'; Device.of makes one"),
         ({"epilogue": Epilogue("swish")}, ValueError, "activation: wanted one of .*, got 'swish'"),
     ],
 )

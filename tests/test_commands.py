@@ -164,6 +164,9 @@ def test_tune_and_cache(capsys, folder, tmp_path):
     assert "deleted 4 tuned configs" in err and not (folder / store.USER_FILE).exists()
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
     assert "added 4 tuned configs" in err and store.read(folder / store.USER_FILE)
+    _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
+    assert "added 0 tuned configs" in err and "(4 were there)" in err
+    assert (folder / store.USER_FILE).read_text() == exported
     (tmp_path / "out.jsonl").write_text("what\n" + exported)
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"), code=1)
     assert "skipped 1 unreadable lines; line 1" in err

@@ -81,6 +81,16 @@ def test_other_frameworks_by_dlpack(weight):
         gemm.run([[1.0]], weight.tensors, out)
 
 
+def test_a_read_only_array_is_not_written(weight):
+    gemm, x, out = MixedGemm("int4_g32_fp16", torch.float32, "cpu"), np.ones((M, K), np.float32), np.zeros((M, N))
+    out, x.flags.writeable = out.astype(np.float32), False
+    gemm.run(x, weight.tensors, out)
+    before, out.flags.writeable = out.copy(), False
+    with pytest.raises(ValueError, match="out: wanted memory that may be written, got a read-only array"):
+        gemm.run(2 * x, weight.tensors, out)
+    assert np.array_equal(out, before) and before.any()
+
+
 def test_no_tokens(weight):
     MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(torch.empty(0, K), weight.tensors, torch.empty(0, N))
 

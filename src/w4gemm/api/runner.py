@@ -234,6 +234,8 @@ def _tensor(name: str, value: Any) -> Any:
     """Return a tensor of torch's in the same memory; what is a number or None, as it is."""
     if value is None or isinstance(value, (torch.Tensor, int, float)):
         return value
+    if name == "out" and getattr(getattr(value, "flags", None), "writeable", True) is False:  # DLPack may not tell
+        raise ValueError("out: wanted memory that may be written, got a read-only array")
     if not hasattr(value, "__dlpack__"):
         raise TypeError(f"{name}: wanted a tensor of torch or one with __dlpack__, got {type(value).__name__}")
     return torch.from_dlpack(value)

@@ -93,8 +93,11 @@ def _import(args: argparse.Namespace) -> None:
     path = store.user_path()
     assert path is not None
     records, bad = store.parse_lines(Path(args.file).read_text().splitlines())
-    store.append(path, records)
-    say(f"added {len(records)} tuned configs to {path}")
+    there = {(record.key, record.m): record for record in store.read(path)}  # the last line of a problem holds
+    new = [record for record in records if there.get((record.key, record.m)) != record]
+    store.append(path, new)
+    same = f" ({len(records) - len(new)} were there)" if len(new) < len(records) else ""
+    say(f"added {len(new)} tuned configs to {path}{same}")
     if bad:
         number, reason = bad[0]
         raise ValueError(f"{args.file}: skipped {len(bad)} unreadable lines; line {number}: {reason}")

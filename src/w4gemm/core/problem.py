@@ -125,6 +125,8 @@ class GemmProblem:
             raise TypeError(f"format: wanted a WeightFormat, got {self.format!r}; WeightFormat.parse makes one")
         if not isinstance(self.epilogue, Epilogue):
             raise TypeError(f"epilogue: wanted an Epilogue, got {type(self.epilogue).__name__}")
+        if not isinstance(self.device, Device):
+            raise TypeError(f"device: wanted a Device, got {self.device!r}; Device.of makes one")
         self.epilogue.check()
         if self.epilogue.expert_scale and not self.experts:
             raise ValueError("epilogue: wanted one without expert_scale for a single weight, got one with; use alpha")
