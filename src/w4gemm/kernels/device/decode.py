@@ -49,6 +49,8 @@ class Decoder:
     """Code words that feed one matrix instruction."""
     sum_scale = 1.0
     """Factor of the sums: a decoded 1.0 stands for this weight."""
+    exact_scale = 1.0
+    """The same for numbers that are decoded without their scales."""
     separate_scales = True
     """True if :meth:`decode_exact` gives numbers without their scales, for a kernel that scales sums."""
 

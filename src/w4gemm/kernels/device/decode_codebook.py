@@ -90,10 +90,9 @@ class IntegerDecoder(CodebookDecoder):
     def sum_scale(self) -> float:  # type: ignore[override]
         return _SUM_SCALE if self._in_one_fma else 1.0
 
-    def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, None], ...]:
-        """Factors of what :meth:`decode_exact` gives."""
-        found = super().scales_and_zeros(words, field)
-        return tuple((scale * Float32(_UNIT), None) for scale, _ in found) if self.kind == "bf16" else found
+    @property
+    def exact_scale(self) -> float:  # type: ignore[override]
+        return _UNIT if self.kind == "bf16" else 1.0
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[Any, ...]:
         """For rows g and g + 8: the scale or, for one fma, the factor and the addend of a byte."""
@@ -101,11 +100,13 @@ class IntegerDecoder(CodebookDecoder):
             factor = 1 / _SMALLEST / _SUM_SCALE
             addend = -_BIAS / _SUM_SCALE
             if self.mixed:
-                scales = [scale for scale, _ in super().scales_and_zeros(words)]
+                scales = [scale for scale, _ in self.scales_and_zeros(words)]
                 return tuple((scale * Float32(factor), scale * Float32(addend)) for scale in scales)
             parts = [self._pairwise("mul", words[0], pair(number, number)) for number in (factor, addend)]
             return tuple(tuple(repeat_half(part, high) for part in parts) for high in (False, True))
-        if self.kind == "bf16" and not self.mixed:
+        if self.mixed:
+            return tuple(scale * Float32(self.exact_scale) for scale, _ in self.scales_and_zeros(words))
+        if self.kind == "bf16":
             words = (self._pairwise("mul", words[0], pair(_UNIT, _UNIT)),)
         return super().prepare(words, table, field)
 

@@ -147,11 +147,12 @@ class Decode:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = decoder_of(variant.weight, allow_sum_scale=True, keep_constants=variant.occupancy == 1)
+        self.decoder = decoder_of(variant.weight, allow_sum_scale=True, keep_constants=variant.keeps_constants)
         self.reader = BlockReader(variant.stage_block)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
-        scales = variant.channel_scales, 1.0 if self.decoder.separate_scales else self.decoder.sum_scale
+        decoder = self.decoder
+        scales = variant.channel_scales, decoder.exact_scale if decoder.separate_scales else decoder.sum_scale
         self.epilogue_math = EpilogueMath(variant.epilogue, variant.kind, variant.out_kind, variant.vector, *scales)
 
     @cute.jit

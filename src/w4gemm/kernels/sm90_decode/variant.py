@@ -97,6 +97,11 @@ class Variant(gpu.Variant):
         return _STAGES
 
     @property
+    def keeps_constants(self) -> bool:
+        """True if there are registers for a codebook's tables: sixteen warps of 64 rows would spill."""
+        return self.occupancy == 1 or self.warps < 8 or self.config.tile_n < 64
+
+    @property
     def early_stages(self) -> int:
         """Stages whose weights a warp requests before x may be read. The first x copy queues up behind them. That costs
         more than an early start gains if tile_m is 16, or if no other CTA of the SM streams meanwhile."""
