@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.others_stay and not args.adjust:
         parser.error("--others-stay wants --adjust")
     known = constants.reference().configs
-    kept, adjusted = known if args.keep else {}, known if args.adjust else {}
+    kept = known if args.keep else {}
     rows = [json.loads(line) | {"file": str(path)} for path in args.rows for line in path.read_text().splitlines()]
     timings = collected(rows)
+    adjusted = {name: estimated(name) for name in timings.configs} if args.adjust else {}
     times = fitted(timings, kept, adjusted, args.unknown)
     layers = sorted({(row["n"], row["k"]) for row in rows})
     tokens = sorted({row["m"] for row in rows})
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = f"NVIDIA H200, fitted {day}, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
     before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
     if adjusted:
-        times = before | times if args.others_stay else carried(before, times)
+        times = before | times if args.others_stay else carried(adjusted | before, times)
     write(constants.FOLDER / "nvidia_h200.jsonl", times, source, timings.fp8, adjust=bool(adjusted))
     report(timings.points, times)
 
@@ -108,6 +109,15 @@ def collected(rows: list[dict[str, Any]]) -> Timings:
         configs[named].append((launch, point, row["us"]))
         points[point][named] = launch, row["us"]
     return Timings(configs, points, fp8)
+
+
+def estimated(name: str) -> SliceTimes:
+    """The times of a config, or, without constants of its own, those of its nearest: few samples cannot tell what a
+    CTA alone takes from what others cost it."""
+    kernel, _, text = name.rpartition("/")
+    found = constants.reference().times(kernel, GemmConfig.parse(text))
+    assert found is not None, f"nothing is known of {kernel}"
+    return found
 
 
 def launch_us(launch: Launch, times: SliceTimes) -> float:
