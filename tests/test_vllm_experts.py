@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import math
 import pickle
 import sys
 from collections.abc import Iterator
@@ -296,6 +297,19 @@ def test_router_weights_on_the_input(experts: ModuleType) -> None:
     weights, ids = weights[:, :1], ids[:, :1]  # vLLM allows it with one expert a token only
     got = made.layer.forward_modular(x, weights, ids)
     assert_near(got, made.expected(x, weights, ids, on_input=True), CASES[0])
+
+
+def test_one_expert_for_each_token(experts: ModuleType) -> None:
+    """Rows are then as many as tokens, in another order: they must not lie in vLLM's output, which newer versions than
+    0.26 offer for rows of its shape."""
+    made = mixture(CASES[0])
+    x, weights, ids = inputs(torch.bfloat16)
+    kernel = made.layer.quant_method.moe_kernel.fused_experts
+    *_, rows = kernel.workspace_shapes(len(x), 2 * WIDTH, HIDDEN, 1, EXPERTS, EXPERTS, None, None)
+    assert rows != tuple(x.shape) and math.prod(rows) == x.numel()
+    weights, ids = weights[:, :1], ids[:, :1].flip(0)
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, ids), CASES[0])
 
 
 @pytest.mark.parametrize("case", [CASES[3], CASES[-2]], ids=str)
