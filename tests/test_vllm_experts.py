@@ -330,7 +330,6 @@ def test_a_plan_of_batched_rows_is_for_the_tokens_of_this_step(
 ) -> None:
     import vllm.forward_context as context
 
-    made = mixture(CASES[3], all2all_backend="deepep_low_latency")
     ran: list[int] = []
     boundary = importlib.import_module(f"{plugin.__name__}.experts_kernel").boundary
     run = boundary.run
@@ -340,6 +339,11 @@ def test_a_plan_of_batched_rows_is_for_the_tokens_of_this_step(
         run(*given, expected=expected)
 
     monkeypatch.setattr(boundary, "run", spied)
+    for case in (CASES[3], CASES[-2]):  # the last of them with fp8 tokens
+        made = mixture(case, all2all_backend="deepep_low_latency")
+        assert set(ran) == {rows * EXPERTS for rows in (1, 2, 3, 5)}  # launched at start-up: every plan for 1 to 8 rows
+        ran.clear()
+    made = mixture(CASES[3], all2all_backend="deepep_low_latency")
     x, weights, ids = inputs(torch.bfloat16)
     room = 8
     for metadata, rows in (

@@ -274,8 +274,27 @@ class BatchedW4gemmExperts(_Experts):
 
     def need(self, most_tokens: int) -> Need:
         """Return what is launched for 1 to as many rows of an expert as there is room for."""
-        most = self.max_num_tokens * self.num_dispatchers
-        return self._need([self.gate_up.experts * rows for rows in first_rows(most)], False, None)
+        each = first_rows(self.max_num_tokens * self.num_dispatchers)
+
+        @torch.inference_mode()
+        def run() -> None:
+            for rows in each:
+                self._run_once(rows)
+
+        return self._need([self.gate_up.experts * rows for rows in each], False, run)
+
+    def _run_once(self, expected: int) -> None:
+        """Launch both products' plans for so many rows of an expert, for one row of each, of which none counts."""
+        (gate_up, down), experts = self.products, self.gate_up.experts
+        dtype, device = self.moe_config.in_dtype, self.gate_up.device
+        x, scale = torch.zeros(experts, self.gate_up.k, dtype=dtype, device=device), None
+        if gate_up.epilogue.block_scale:
+            x, scale = x.to(torch.float8_e4m3fn), torch.ones(experts, -(-self.gate_up.k // 128), device=device)
+        first = torch.arange(experts, dtype=torch.int32, device=device)
+        rows = ExpertRows(first, first)
+        hidden, d = (torch.empty(experts, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n))
+        gate_up.write(x, hidden, rows, scale, experts * expected)
+        down.write(hidden, d, rows._replace(settled=1), None, experts * expected)
 
 
 def expected_rows(room: int, top_k: int, experts: int) -> int:
