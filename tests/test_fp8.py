@@ -133,8 +133,8 @@ def test_folding_what_has_no_scale():
 
 def every_scale() -> torch.Tensor:
     """All e4m3 that a weight may have, negative ones too."""
-    every = torch.arange(256, dtype=torch.uint8).view(FP8)
-    return every[every.float().abs() <= 56]
+    bits = torch.arange(256, dtype=torch.uint8)
+    return bits[bits.view(FP8).float().abs() <= 56].view(FP8)
 
 
 def test_of_two_codes_that_share_a_selector_one_is_a_sum():

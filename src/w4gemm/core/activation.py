@@ -95,8 +95,9 @@ class Activation(NamedTuple):
         return f"{self.name}({','.join(named)})" if named else self.name
 
 
-_known: dict[str, Activation] = {}
-"""Activations by the texts that were parsed; no functools.cache, which torch.compile warns of."""
+_known = {name: Activation(name, tuple(formula.constants.items())) for name, formula in ACTIVATIONS.items()}
+"""Activations by the texts that were parsed, names alone from the start, since torch.compile of PyTorch 2.8 cannot
+trace :func:`_parsed`; no functools.cache, which it warns of."""
 
 
 def parse(text: str) -> Activation:

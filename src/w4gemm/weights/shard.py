@@ -36,8 +36,10 @@ def shard(w: QuantizedWeight, dim: int, index: int, count: int) -> QuantizedWeig
     groups = starts // w.format.group_length(w.k)  # of w, for each group of the shard
 
     def cut(t: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
-        view = (t[elements] if dim == 0 else t)[:, columns]
-        return view.clone(memory_format=torch.contiguous_format)  # the view would keep the whole weight's memory
+        bits = t.view(torch.uint8) if t.itemsize == 1 else t  # PyTorch 2.8 gathers no fp8 on the CPU
+        view = (bits[elements] if dim == 0 else bits)[:, columns]
+        # a copy: the view would keep the whole weight's memory
+        return view.clone(memory_format=torch.contiguous_format).view(t.dtype)
 
     part = WeightComponents(cut(codes, columns), cut(scales, groups), None if zeros is None else cut(zeros, groups))
     if factors is not None:
