@@ -30,15 +30,15 @@ class PackedModule(torch.nn.Module):
     out_features: int
     format: WeightFormat
     _weight: QuantizedWeight
-    _packed: dict[str, torch.Tensor]
-    """The buffers that are ``_weight``'s tensors."""
+    _packed: tuple[tuple[str, torch.Tensor], ...]
+    """Names and buffers that are ``_weight``'s tensors; a tuple, which every warm call walks over."""
     _bound: BoundLinear | None
 
     @property
     def weight(self) -> QuantizedWeight:
         """The weight, in the layout that its device reads. Another one may be assigned, of any size and format."""
         buffers = self._buffers
-        for name, t in self._packed.items():
+        for name, t in self._packed:
             if buffers.get(name) is not t:
                 return self._of_buffers()
         return self._weight
@@ -72,13 +72,13 @@ class PackedModule(torch.nn.Module):
             packed["packed_perm"] = w.perm
         for name, t in packed.items():
             self.register_buffer(name, t, persistent=False)
-        self._weight, self._packed, self._bound = w, packed, None
+        self._weight, self._packed, self._bound = w, tuple(packed.items()), None
 
     def _of_buffers(self) -> QuantizedWeight:
         """Return the weight of buffers that were replaced, and keep it if nothing is being traced."""
-        buffers = {name: self._buffers.get(name) for name in self._packed}
-        for name, t in buffers.items():
-            old = self._packed[name]
+        buffers = {name: self._buffers.get(name) for name, _ in self._packed}
+        for name, old in self._packed:
+            t = buffers[name]
             if not isinstance(t, torch.Tensor) or t.dtype != old.dtype or t.shape != old.shape:
                 wanted = f"{old.dtype} {tuple(old.shape)}"
                 raise ValueError(f"{name}: wanted {wanted} for this layer's {self._weight!r}, got {kind_of(t)}")
@@ -99,7 +99,7 @@ class PackedModule(torch.nn.Module):
         dtype = fn(torch.empty(0, dtype=self.dtype, device=w.device)).dtype
         if not dtype.is_floating_point:
             raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype}")
-        moved = {name: _moved(t, fn) for name, t in self._packed.items()}
+        moved = {name: _moved(t, fn) for name, t in self._packed}
         for name in moved:
             del self._buffers[name]
         try:
