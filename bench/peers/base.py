@@ -108,7 +108,8 @@ def unsupported(
 
 def fp4_name(format: WeightFormat) -> str:
     """Return "mxfp4" or "nvfp4", or the empty string for other formats."""
-    return next((name for name, text in ALIASES.items() if text == str(format)), "")
+    names = (name for name, text in ALIASES.items() if text == str(format))
+    return next(names, "") if format.element == "e2m1" else ""
 
 
 def tensor_scale(weight: QuantizedWeight) -> float:
