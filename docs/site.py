@@ -123,8 +123,8 @@ def _overview() -> str:
     return "\n".join(lines)
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point a page's links at places on the site."""
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Point a page's links at places on the site; of one to a file that only the repository has, the text stays."""
     sources = {place: source for source, place in DOCUMENTS.items()}
     here = page.file.src_uri
     source = sources.get(here, f"docs/{here}")
@@ -132,12 +132,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
 
     def placed(found: re.Match[str]) -> str:
-        target, anchor = found[1], found[2] or ""
+        text, target, anchor = found[1], found[2], found[3] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         place = DOCUMENTS.get(path, path.removeprefix("docs/"))
-        return f"]({posixpath.relpath(place, posixpath.dirname(here) or '.')}{anchor})"
+        if files.get_file_from_path(place) is None and (ROOT / path).exists():
+            return text
+        return f"[{text}]({posixpath.relpath(place, posixpath.dirname(here) or '.')}{anchor})"
 
-    return re.sub(r"\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)", placed, markdown)
+    return re.sub(r"\[([^\[\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)", placed, markdown)
 
 
 _ROLE = re.compile(r":(?:class|func|meth|data|mod|attr):`~?([\w.]+)`")

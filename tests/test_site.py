@@ -66,6 +66,8 @@ def test_it_builds(tmp_path: Path) -> None:
         text = page.read_text()
         assert not re.search(r"<p>[^<]*\n- ", text), page
         assert not re.search(r'(src|<link[^>]* href)="https?:', text), page
+        targets = re.findall(r'(?:href|src)="(?!https?:|data:|/)([^"#?]+)', text)
+        assert not [target for target in targets if not (page.parent / target).exists()], page
 
 
 @pytest.mark.parametrize("name", [name for name, _ in public()])
