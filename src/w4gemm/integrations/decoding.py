@@ -89,7 +89,10 @@ def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
         options = given.pop("model_kwargs", {})
         if self not in _steps or self.device.type not in DEVICES or not allowed(self, given, options):
             return sample(self, input_ids, *args, **kwargs)
-        prompt = Prompt(input_ids, options.get("attention_mask"), options.get("position_ids"))
+        mask = options.get("attention_mask")
+        if mask is not None and bool((mask == 1).all()):  # which newer versions of transformers leave out themselves
+            mask = None
+        prompt = Prompt(input_ids, mask, options.get("position_ids"))
         wanted = given["logits_processor"], given["stopping_criteria"], given["generation_config"]
         return sample_by_step(self, prompt, *wanted, given.get("streamer"))
 
