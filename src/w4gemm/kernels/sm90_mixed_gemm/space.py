@@ -181,11 +181,11 @@ SPACE = Space(
             ),
         ),
         Rule(
-            "e2m1 and a residual",
-            "the bits of a word take registers: a residual in rows that are no multiple of 16 bytes would spill in "
-            "pingpong of 128 tokens and streams of 256; beside experts' rows any would in pingpong of 256",
+            "floats, codebooks and a residual",
+            "the bits of a word and tables take registers: a residual in rows that are no multiple of 16 bytes would "
+            "spill in pingpong of 128 tokens and streams of 256; beside experts' rows any would in pingpong of 256",
             lambda v: (
-                _decodes_floats(v)
+                (_decodes_floats(v) or _looks_up(v))
                 and v.epilogue.residual
                 and (
                     (not v.vector and (v.config.tile_m, v.config.schedule) in ((128, "pingpong"), (256, "stream")))
@@ -195,15 +195,18 @@ SPACE = Space(
             of_epilogue=True,
         ),
         Rule(
-            "codebooks and gathered rows",
-            "tables take registers beside the rows' indices: pingpong of 192 tokens and more would spill, and the "
-            "longest slices of 32 and 128",
+            "codebooks of experts",
+            "tables take registers beside those for an expert's rows: pingpong of 192 tokens and more would spill, "
+            "beside float32 scales of 64 tokens and 128 features, and where rows are gathered the largest tiles of "
+            "long slices",
             lambda v: (
-                v.gathered
+                v.grouped
                 and _looks_up(v)
                 and (
                     (v.config.schedule == "pingpong" and v.config.tile_m > 128)
-                    or (v.config.tile_m, v.config.tile_k) in ((32, 512), (128, 256))
+                    or (v.block.scale_bits == 32 and v.config.schedule == "pingpong" and v.config.tile_n == 128)
+                    or (v.gathered and v.config.tile_k > 128 and v.config.tile_m * v.config.tile_n >= 8192)
+                    or (v.gathered and (v.config.tile_m, v.config.tile_k) == (32, 512))
                 )
             ),
         ),
