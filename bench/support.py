@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.formats import ALIASES, ELEMENTS, PER_COLUMN, SCALES, ZEROS, WeightFormat
+from w4gemm.core.formats import ALIASES, PER_COLUMN, SCALES, ZEROS, WeightFormat
 from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM

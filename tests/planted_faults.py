@@ -40,7 +40,7 @@ FAULTS = (
     ),
     Fault(
         "e2m1 has 3.5 in the place of 3",
-        "src/w4gemm/core/formats.py",
+        "src/w4gemm/core/elements.py",
         "(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)",
         "(0.0, 0.5, 1.0, 1.5, 2.0, 3.5, 4.0, 6.0)",
         "tests/test_fp4.py",
@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault(
         "the zero point without one is 7",
-        "src/w4gemm/core/formats.py",
+        "src/w4gemm/core/elements.py",
         "return codes.float() - self.padding_code",
         "return codes.float() - 7",
         "tests/test_dequantize.py",

@@ -16,7 +16,7 @@ from quantized_model import Writer, assert_loads, change, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.core.formats import ELEMENTS
+from w4gemm.core.elements import ELEMENTS
 
 CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 DOWN = "model.layers.1.mlp.down_proj"

@@ -11,7 +11,7 @@ from ptx_interpreter import run_ptx
 from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, fold_scales, grouped_linear, linear, quantize
 from w4gemm.core import formats
-from w4gemm.core.formats import ELEMENTS, Element, codebook, element_named
+from w4gemm.core.elements import ELEMENTS, Element, codebook, element_named
 from w4gemm.packing import codecs
 from w4gemm.packing.codecs import (
     CODECS,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fuzz import formulas
-from w4gemm.core.formats import ELEMENTS, SCALES, WeightFormat
+from w4gemm.core.elements import ELEMENTS
+from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.kernels.cpu.kernel import _fits_float32
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.dequantize import dequantize_parts, rounded_sum

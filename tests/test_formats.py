@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from w4gemm import WeightFormat, codebook
-from w4gemm.core.formats import ELEMENTS, PER_COLUMN, Element
+from w4gemm.core.elements import ELEMENTS, Element
+from w4gemm.core.formats import PER_COLUMN
 
 GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
 ALL = [WeightFormat(*parts) for parts in itertools.product(GROUPS, ("none", "int", "float"), ("bf16", "fp16"))]

@@ -8,7 +8,7 @@ import torch
 from ptx_interpreter import run_ptx
 from test_layouts import assert_same
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
-from w4gemm.core.formats import ELEMENTS
+from w4gemm.core.elements import ELEMENTS
 from w4gemm.packing.codecs import MMA16, MXFP4_MMA16, codec_for
 from w4gemm.weights.random import random_weight
 

@@ -10,7 +10,7 @@ from ptx_interpreter import run_ptx
 from test_layouts import assert_same
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat, fold_scales, grouped_linear, linear, quantize
 from w4gemm import quantize_activations as quantized
-from w4gemm.core.formats import ELEMENTS
+from w4gemm.core.elements import ELEMENTS
 from w4gemm.packing.codecs import E2M1_MMA8, EXACT_BINADES, WeightOperand
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.reference import grouped_reference, linear_reference

@@ -11,10 +11,11 @@ from w4gemm.api.routing import Routing, combine, route
 from w4gemm.api.runner import MixedGemm
 from w4gemm.choice import configs, explain
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.elements import codebook
 from w4gemm.core.environment import configure_logging
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import FormatError, UnsupportedError
-from w4gemm.core.formats import WeightFormat, codebook
+from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.tuning.tuner import autotune
 from w4gemm.weights.quantization import fold_scales, quantize

@@ -15,8 +15,9 @@ import torch
 import w4gemm
 from w4gemm.choice.cost import ranked
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.elements import codebook
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands, default_out_dtype
-from w4gemm.core.formats import WeightFormat, codebook
+from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from w4gemm.core.formats import WeightFormat, codebook
+from w4gemm.core.elements import codebook
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import layout_named
 
 FP8 = torch.float8_e4m3fn

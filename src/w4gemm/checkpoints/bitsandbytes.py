@@ -23,7 +23,8 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.quantized_folder import Packing, folder_format
-from w4gemm.core.formats import SMALLEST_GROUP, WeightFormat, codebook
+from w4gemm.core.elements import codebook
+from w4gemm.core.formats import SMALLEST_GROUP, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 _STATES = ("weight_bitsandbytes__nf4", "weight_bitsandbytes__fp4")

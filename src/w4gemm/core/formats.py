@@ -32,70 +32,16 @@ the float32 nearest to their sum.
 
 from __future__ import annotations
 
-import functools
-import math
 import re
-import struct
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
+from w4gemm.core.elements import CODEBOOK_NAME, ELEMENTS, Element, element_named
+
 PER_COLUMN = -1
 """``group_size`` of a format with one scale per output channel (per row of w, all of k)."""
-
-SYMMETRIC_ZERO = 8
-"""The code of int4 that stands for 0 where no zero point is stored."""
-
-
-@dataclass(frozen=True)
-class Element:
-    """The numbers that 4-bit codes stand for, before scale and zero point."""
-
-    name: str
-    values: tuple[float, ...]
-    """Number of each code 0..15, exact in float32, where no zero point is stored."""
-    counts: bool = False
-    """True if codes count upwards from any zero point, so that formats may store one."""
-
-    def numbers(self, codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """float32: the number of each code, as ``dtype`` holds it."""
-        if self.counts:
-            return codes.float() - self.padding_code
-        values = torch.tensor(self.values, dtype=torch.float32, device=codes.device)
-        return (values.to(dtype).float() if dtype.itemsize == 2 else values)[codes.int()]
-
-    def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """float32: the code of the value nearest to each number; of two as near, the even code."""
-        if self.counts:
-            return (numbers + self.padding_code).round().clamp(0, 15)
-        distinct = sorted(set(self.values))  # e2m1 has two zeros, of which the first is meant
-        values = torch.tensor(distinct, device=numbers.device)
-        codes = torch.tensor([self.values.index(value) for value in distinct], device=numbers.device)
-        middles = (values[1:] + values[:-1]) / 2
-        below, above = (codes[torch.bucketize(numbers, middles, right=right)] for right in (False, True))
-        return torch.where(below % 2 == 0, below, above).float()
-
-    @property
-    def padding_code(self) -> int:
-        """The code of the value nearest to 0: what a layout pads with."""
-        return min(range(16), key=lambda code: abs(self.values[code]))
-
-    @property
-    def largest_value(self) -> float:
-        """Largest magnitude of a value."""
-        return max(map(abs, self.values))
-
-    @property
-    def symmetric(self) -> bool:
-        """True if the values of largest magnitude are of both signs, so that no scale need be negative."""
-        return max(self.values) == -min(self.values)
-
-    @property
-    def largest_factor(self) -> float:
-        """Largest magnitude that a scale is multiplied by: of a value or, with zero points, of u - z or u."""
-        return 15 if self.counts else self.largest_value
 
 
 @dataclass(frozen=True)
@@ -122,30 +68,6 @@ class ScaleRule:
         return torch.float16 if self.factor_columns else self.dtype
 
 
-_NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-ELEMENTS = {
-    element.name: element
-    for element in (
-        Element("int4", tuple(range(-8, 8)), counts=True),
-        Element("iq4", _IQ4),
-        Element("e2m1", _E2M1),
-        Element("nf4", _NF4),
-    )
-}
-"""By name, as in a format's string. ``iq4``: the codebook of GGUF's IQ4_NL and IQ4_XS, in its order. ``nf4``: that of
-bitsandbytes' NF4 (QLoRA), quantiles of a normal distribution. ``e2m1``: the 4-bit float of the OCP Microscaling Formats
-specification 1.0, sign, two bits of exponent and one of mantissa; code 8 is -0. Values but those of nf4 need at most
-eight significant bits, so that they are exact in bf16 and their products with a 16-bit scale in float32."""
-_CODEBOOK = re.compile(r"codebook([0-9a-f]{64}|[0-9a-f]{128})", re.ASCII)
-_LEAST, _MOST = 2.0**-6, 2.0**15
-"""Limits of a codebook's largest magnitude: what is beyond belongs into the scales."""
 SCALES = {
     rule.name: rule
     for rule in (
@@ -174,66 +96,11 @@ ALIASES = {
 """Names that are in use for formats, and their strings."""
 
 _NAME = re.compile(
-    rf"(?P<element>{'|'.join(ELEMENTS)}|{_CODEBOOK.pattern})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
+    rf"(?P<element>{'|'.join(ELEMENTS)}|{CODEBOOK_NAME.pattern})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
     re.ASCII,
 )
 SMALLEST_GROUP = 16
 """Group sizes are multiples of it."""
-
-
-def codebook(values: Iterable[float]) -> str:
-    """Return the name of the element whose code u stands for the u-th of 16 numbers.
-
-    The name has the numbers' bits, so that a format's string says all there is to know: in files, caches and commands.
-
-    Args:
-        values: of both signs, the largest 2**-6 to 2**15 in magnitude; rounded to float32.
-
-    Raises:
-        TypeError, ValueError: for anything else.
-
-    Examples:
-        >>> element = w4gemm.codebook(range(-120, 136, 16))
-        >>> w = w4gemm.quantize(torch.randn(512, 1024), w4gemm.WeightFormat(64, element=element))
-        >>> w4gemm.linear(torch.randn(3, 1024), w.repack()).shape
-        torch.Size([3, 512])
-    """
-    try:
-        words = [struct.pack(">f", value) for value in values]
-    except (TypeError, struct.error) as e:
-        raise TypeError(f"values: wanted 16 numbers, got {values!r}") from e
-    except OverflowError as e:
-        raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {values!r}") from e
-    if len(words) != 16:
-        raise ValueError(f"values: wanted 16 numbers, got {len(words)}")
-    found = tuple(struct.unpack(">f", word)[0] for word in words)
-    largest = max(map(abs, found)) if all(map(math.isfinite, found)) else math.nan
-    if not _LEAST <= largest <= _MOST:  # also true for NaN
-        raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {largest:g}")
-    if not min(found) < 0 < max(found):
-        raise ValueError(f"values: wanted numbers of both signs, got {list(found)}")
-    known = next((element.name for element in ELEMENTS.values() if element.values == found), None)
-    digits = 4 if all(word.endswith(bytes(2)) for word in words) else 8
-    return known or "codebook" + "".join(word.hex()[:digits] for word in words)
-
-
-def element_named(name: str) -> Element | None:
-    """Return the element of a name, of :data:`ELEMENTS` or of :func:`codebook`; None if there is none."""
-    return ELEMENTS.get(name) or _codebook_named(name)
-
-
-@functools.cache
-def _codebook_named(name: str) -> Element | None:
-    found = _CODEBOOK.fullmatch(name)
-    if found is None:
-        return None
-    digits = len(found[1]) // 16
-    words = [found[1][i : i + digits].ljust(8, "0") for i in range(0, len(found[1]), digits)]
-    values = tuple(struct.unpack(">f", bytes.fromhex(word))[0] for word in words)
-    try:
-        return Element(name, values) if codebook(values) == name else None
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from w4gemm.jit.unit import Unit
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SOURCES = ("kernels", "packing", "jit/compile.py", "core/formats.py", "core/epilogue.py", "core/activation.py")
+_CORE = ("elements.py", "formats.py", "epilogue.py", "activation.py")
+_SOURCES = ("kernels", "packing", "jit/compile.py", *(f"core/{name}" for name in _CORE))
 """Files and folders of this package that decide the code of an object."""
 _DIGEST = hashlib.sha256().digest_size
 # no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each

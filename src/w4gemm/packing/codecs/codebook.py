@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from w4gemm.core.formats import WeightFormat, element_named
+from w4gemm.core.elements import element_named
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA16, Bits, Codec
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.core.formats import SYMMETRIC_ZERO, WeightFormat
+from w4gemm.core.elements import SYMMETRIC_ZERO
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts.base import WeightComponents
 
 TABLE_N = 128
