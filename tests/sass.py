@@ -129,18 +129,50 @@ def _usage(file: str) -> _Usage:
     return _Usage(max(registers for registers, *_ in found), sum(stack + local for _, stack, local in found))
 
 
+SPILLED_ONCE = 32
+"""Bytes per thread that a kernel may spill outside its main loop, so once a tile: too few to be seen in its time."""
+
+
 def check(sass: Sass | Scanned, instruction: str, *, asynchronous: bool = True) -> None:
-    """Assert what must hold of every kernel: it uses the matrix instruction that it was written for, spills nothing,
-    and runs its WGMMAs, if any, asynchronously. asynchronous: False if each WGMMA is waited for on purpose."""
+    """Assert what must hold of every kernel: it uses the matrix instruction that it was written for, spills nothing in
+    its main loop and little elsewhere, and runs its WGMMAs, if any, asynchronously. asynchronous: False if each WGMMA
+    is waited for on purpose."""
     matrix = sass.count(instruction)
     assert matrix, f"no {instruction}"
-    # scanned for their bytes of memory alone, without which there are neither
-    loads, stores = (sass.count("LDL"), sass.count("STL")) if isinstance(sass, Sass) else (0, 0)
-    assert loads == stores == sass.stack == 0, f"{loads} LDL, {stores} STL, {sass.stack} bytes of local memory"
+    spilled = f"{sass.stack} bytes of local memory"
+    if isinstance(sass, Scanned):  # disassembled if it has any, see facts_of
+        assert sass.stack == 0, spilled
+    else:
+        assert sass.stack <= SPILLED_ONCE, spilled
+        assert not (found := spills_in_main_loops(sass, instruction)), f"{spilled}: {found}"
     if instruction.endswith("GMMA") and asynchronous:
         # where ptxas cannot keep accumulators in flight ("wgmma serialized"), it waits after each instruction
         waits = sass.count("WARPGROUP.DEPBAR")
         assert waits < matrix, f"serialized: {waits} waits for {matrix} {instruction}"
+
+
+def facts_of(code: bytes) -> Sass | Scanned:
+    """Facts for :func:`check`: those of its bits or, of a kernel with local memory, its disassembled text."""
+    scanned = scan(code)
+    return disassemble(code) if scanned.stack else scanned
+
+
+def spills_in_main_loops(sass: Sass, instruction: str) -> list[str]:
+    """Loads and stores of local memory in the innermost loop around each ``instruction``; of a kernel without such a
+    loop, anywhere."""
+    found = []
+    for function in sass.text.split("Function :"):
+        lines = re.findall(r"^\s+/\*(\w+)\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)\b(.*?);", function, re.MULTILINE)
+        code = [(int(address, 16), opcode, operands) for address, opcode, operands in lines]
+        branches = [(at, re.search(r"0x(\w+)\s*$", operands)) for at, opcode, operands in code if opcode == "BRA"]
+        loops = [(start, at) for at, to in branches if to and (start := int(to[1], 16)) < at]
+        local = [(at, f"{opcode}{operands}") for at, opcode, operands in code if opcode in ("LDL", "STL")]
+        ends = (code[0][0], code[-1][0]) if code else (0, 0)
+        for matrix in {at for at, opcode, _ in code if opcode == instruction.split(".")[0]}:
+            around = [(start, end) for start, end in loops if start <= matrix <= end]
+            start, end = min(around, key=lambda loop: loop[1] - loop[0], default=ends)
+            found += [text for at, text in local if start <= at <= end]
+    return sorted(set(found))
 
 
 def _cubin(code: bytes) -> bytes:

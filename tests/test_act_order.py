@@ -44,7 +44,7 @@ def random_g_idx(format: WeightFormat, k: int = K, seed: int = 0) -> torch.Tenso
 def acted(name: str = "int4_g32", n: int = N, k: int = K) -> tuple[QuantizedWeight, torch.Tensor]:
     """A weight in act-order, and its numbers from the definition: column j has the scales of group g_idx[j]."""
     format = WeightFormat.parse(name)
-    codes, scales, zeros, _ = random_weight(format, n, k).parts()
+    codes, scales, zeros, *_ = random_weight(format, n, k).parts()
     g_idx = random_g_idx(format, k)
     u, s = codes.double(), scales.double()[:, g_idx]
     if zeros is None:

@@ -117,7 +117,7 @@ def test_a_quantized_lm_head_that_is_tied_to_the_embedding(tmp_path: Path) -> No
         ({"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p', whose packing is not known"),
         ({"pack_dtype": "int16"}, "pack_dtype is 'int16', wanted 'int32'"),
         ({"dynamic": {"(": {}}}, "q_proj|k_proj|down_proj.*unterminated"),
-        ({"quant_method": "hqq"}, "quantized by 'hqq', which cannot be loaded yet; what can be loaded.*GPTQ"),
+        ({"quant_method": "eetq"}, "quantized by 'eetq', which cannot be loaded yet; what can be loaded.*GPTQ"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "'auto-round', which cannot be loaded"),
     ],
 )

@@ -1,17 +1,18 @@
 """Machine code of the GPU kernels, compiled for their targets without a GPU: what each of them was written to be.
 
 A case is one variant of a kernel. It must use the matrix instruction that the kernel was written for, keep all values
-in registers and, on Hopper, run its WGMMAs asynchronously. The cases are a sample of all variants: every kernel x
-format; of every stratum (dense, grouped or gathered; kernel, schedule, tile_k, cluster) the config with the most
-accumulators, with an epilogue that takes many registers; and some more at random, drawn anew whenever the kernels'
-sources change. A run of everything takes about half of the cases (tests/sample.py); ``--every-variant`` takes all
-configs, which takes half an hour on two cores.
+of its main loop in registers and, on Hopper, run its WGMMAs asynchronously. The cases are a sample of all variants:
+every kernel x format; of every stratum (dense, grouped or gathered; kernel, schedule, tile_k, cluster) the config with
+the most accumulators, with an epilogue that takes many registers; and some more at random, drawn anew whenever the
+kernels' sources change. A run of everything takes about half of the cases (tests/sample.py); ``--every-variant`` takes
+all configs, which takes half an hour on two cores.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from sass import Sass, check, disassemble, local_memory, scan
+from sass import SPILLED_ONCE, Sass, check, disassemble, facts_of, local_memory, scan, spills_in_main_loops
 from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat
 from w4gemm.choice.cost import ranked
@@ -127,7 +128,7 @@ def check_variant(kernel: Kernel, p: GemmProblem, config: GemmConfig, instructio
     code = object_code(kernel.unit(p, config))
     # a WGMMA along k is as long as a group of 32, whose sums are waited for
     asynchronous = not (p.dtype == FP8 and p.format.group_size == 32)
-    check(scan(code), instruction or INSTRUCTION[kernel.name], asynchronous=asynchronous)
+    check(facts_of(code), instruction or INSTRUCTION[kernel.name], asynchronous=asynchronous)
     if p.gathered:
         check_gathered(disassemble(code), by_wgmma=INSTRUCTION[kernel.name].endswith("GMMA"))
 
@@ -138,8 +139,15 @@ def check_gathered(sass: Sass, by_wgmma: bool) -> None:
     if by_wgmma:
         assert sass.count("ARRIVES") == 1 and sass.count("USETMAXREG") in (0, 2)
         # one fence after the barriers' start, one for each wait but the producer's, one before each store by TMA
-        waits = sass.text.count("PHASECHK.TRANS64.TRYWAIT")
+        waits = count_waits(sass)
         assert waits >= 3 and sass.count("FENCE.VIEW") == waits + sass.count("UTMASTG")
+
+
+def count_waits(sass: Sass) -> int:
+    """Waits for an mbarrier: loops that try again. Before some of them ptxas puts a first try, which branches forward,
+    to a loop at the kernel's end."""
+    tries = re.findall(r"/\*(\w+)\*/\s+SYNCS\.PHASECHK\.TRANS64\.TRYWAIT.*?\bBRA 0x(\w+)", sass.text, re.DOTALL)
+    return sum(int(target, 16) <= int(address, 16) for address, target in tries)
 
 
 def configs_of(kernel: Kernel, p: GemmProblem) -> list[GemmConfig]:
@@ -351,13 +359,34 @@ def line(instruction: str) -> str:
     return f"        /*0a10*/                   {instruction} ;      /* 0x0000 */\n"
 
 
+LOOP = {
+    0x10: "STL [R1], R2",
+    0x20: "@P0 HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24",
+    0x30: "LDL R2, [R1]",
+    0x40: "@!P0 BRA 0x20",
+    0x50: "@P1 STL.64 [R1], R4",
+    0x60: "@P1 BRA 0x10",
+}
+
+
+def test_spills_are_told_by_the_loop_that_they_are_in():
+    text = "".join(f"        /*{at:04x}*/   {instruction} ;   /* 0x0000 */\n" for at, instruction in LOOP.items())
+    assert spills_in_main_loops(Sass(f"Function : f\n{text}", 32, 16), "HGMMA") == ["LDL R2, [R1] "]
+    outside = text.replace("LDL R2, [R1]", "FADD R2, R3, R4")
+    check(Sass(f"Function : f\n{outside}", 32, 16), "HGMMA")
+
+
 @pytest.mark.parametrize(
     "lines, stack, message",
     [
         (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"], 0, "serialized: 1 waits"),
-        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@!P0 LDL.64 R2, [R1+0x8]"], 0, "1 LDL, 0 STL"),
-        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@UP1 STL [R1], R2"], 0, "0 LDL, 1 STL"),
-        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24"], 16, "16 bytes of local memory"),
+        (
+            ["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@!P0 LDL.64 R2, [R1+0x8]"],
+            8,
+            r"8 bytes of local memory: \['LDL",
+        ),
+        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@UP1 STL [R1], R2"], 8, "8 bytes of .*STL"),
+        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24"], SPILLED_ONCE + 8, "40 bytes of local memory"),
         (["HGMMAX R1"], 0, "no HGMMA"),
     ],
 )

@@ -43,7 +43,7 @@ def test_every_m_has_a_config_near_the_best_of_few(problem):
 def test_a_plan_for_the_end_of_the_interval_would_be_slow_inside():
     inside, last = (choice.decide(replace(FEW_FEATURES, m=m)) for m in (5000, 8192))
     us = [predicted_us(decision.kernel, FEW_FEATURES, decision.config) for decision in (inside, last)]
-    assert us[0] < 0.85 * us[1]
+    assert us[0] < 0.95 * us[1]
 
 
 def test_explain_says_what_is_planned():
