@@ -42,9 +42,8 @@ import w4gemm
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat
 from w4gemm.checkpoints.dense import SKIP, linear_layers
 from w4gemm.console.progress import say
-from w4gemm.integrations import decoding
 from w4gemm.integrations.generation import quiet_transformers
-from w4gemm.integrations.transformers import describe
+from w4gemm.integrations.transformers import decoding, describe
 from w4gemm.integrations.transformers.loading import ParametersOnMeta
 from w4gemm.tuning import record
 from w4gemm.tuning.roofline import RATES

@@ -17,12 +17,11 @@ from transformers.generation import GenerationMixin
 from w4gemm import W4Linear, WeightFormat
 from w4gemm.choice import plan_cache
 from w4gemm.core.problem import H200, Device
-from w4gemm.integrations import decoding
-from w4gemm.integrations.decode_step import DecodeStep
-from w4gemm.integrations.decoding import decode_by_graph
-from w4gemm.integrations.fused_step import Fusion
 from w4gemm.integrations.generation import plan_keys
-from w4gemm.integrations.transformers import quantize_layers
+from w4gemm.integrations.transformers import decoding, quantize_layers
+from w4gemm.integrations.transformers.decode_step import DecodeStep
+from w4gemm.integrations.transformers.decoding import decode_by_graph
+from w4gemm.integrations.transformers.fused_step import Fusion
 from w4gemm.weights.random import random_weight
 from w4gemm.weights.rows import joined, parts
 

@@ -9,8 +9,8 @@ import torch
 
 from sass import disassemble
 from w4gemm.core.problem import H200
-from w4gemm.integrations.fused_attention import Cached, attention_in_torch, step_attention
-from w4gemm.integrations.fused_step import gate_halves, rms_norm
+from w4gemm.integrations.transformers.fused_attention import Cached, attention_in_torch, step_attention
+from w4gemm.integrations.transformers.fused_step import gate_halves, rms_norm
 from w4gemm.jit import object_code
 from w4gemm.kernels.gate_halves.spec import GatedHalves
 from w4gemm.kernels.helper import Helper

@@ -20,7 +20,7 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.hugging_face import transformers_errors
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.decoding import decode_by_graph
+from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import Progress
 from w4gemm.integrations.transformers.names import of_modules, renaming
 from w4gemm.integrations.transformers.places import AwaitedLinear, Place, finish, listed, reserve, submodule

@@ -32,7 +32,7 @@ from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.decoding import decode_by_graph
+from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.names import check_shapes, of_modules, packed_names, renaming
 from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, listed, reserve

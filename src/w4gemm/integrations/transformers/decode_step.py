@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from w4gemm.integrations.fused_attention import Cached, NotFusable
-from w4gemm.integrations.fused_step import Fusion, fused
+from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable
+from w4gemm.integrations.transformers.fused_step import Fusion, fused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ graph, together more than the products with 4-bit weights. While :func:`fused` l
 - rotation, cache and attention of the new token in one kernel (``kernels/step_attention``).
 
 Nothing of it outlasts the step but where the weights lie. Modules are known by the names of their children. Whether all
-this computes the model is not taken on trust: :mod:`w4gemm.integrations.decoding` compares the logits of a first step.
+this computes the model is not taken on trust: ``decoding.py`` compares the logits of a first step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from w4gemm.choice import PlanKey
 from w4gemm.core.activation import ACTIVATIONS, parse
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
-from w4gemm.integrations.fused_attention import Cached, NotFusable, Patches, fuse_attention
+from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable, Patches, fuse_attention
 from w4gemm.jit import Unit
 from w4gemm.kernels import launcher
 from w4gemm.kernels.gate_halves.spec import GatedHalves

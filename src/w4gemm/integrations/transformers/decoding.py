@@ -20,9 +20,9 @@ from torch import nn
 
 from w4gemm.choice.ahead import prepare
 from w4gemm.core.errors import UnsupportedError
-from w4gemm.integrations.decode_step import DecodeStep, static_cache
-from w4gemm.integrations.fused_step import Fusion
 from w4gemm.integrations.generation import plan_keys
+from w4gemm.integrations.transformers.decode_step import DecodeStep, static_cache
+from w4gemm.integrations.transformers.fused_step import Fusion
 from w4gemm.jit import Unit
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def decode_by_graph(model: PreTrainedModel, fuse: bool = True) -> PreTrainedMode
     generation config turns it off for the call.
 
     Args:
-        fuse: False to capture the model's own code, whose kernels :mod:`w4gemm.integrations.fused_step` fuses.
+        fuse: False to capture the model's own code, whose kernels ``fused_step.py`` fuses.
     """
     _patch()
     _steps[model] = _Kept(fuse)
