@@ -1,13 +1,18 @@
-"""Fit the times of Hopper configs in ``w4gemm/choice/cost/nvidia_h200.jsonl``: ``python -m bench.fit ROWS...``.
+"""Fit the times of Hopper configs in ``w4gemm/choice/cost/<gpu>.jsonl``: ``python -m bench.fit ROWS...``.
 
 ROWS are JSON lines with n, k, m, format, config ("kernel/config") and us, all of fp8 or all of 16-bit activations;
-grouped ones have experts as well, and m tokens for each. Each file is of one GPU, and only its own rows are compared.
-Rows of two launches, predicted as what each takes, and of dequantize_gemm are passed over.
-Writes that file, which no compiled kernel depends on, and prints, for each (n, k, m, experts), how far the first choice
-is from the fastest config. What belongs to no legal config is left out. With ``--keep``, configs that have constants
-keep them: new ones are fitted beside them, and no choice among the others changes. With ``--adjust``, constants are
-scaled as far as ROWS ask for it, which may then be few; configs that ROWS lack change as those of as many tokens, or,
-with ``--others-stay``, not. ``--unknown`` fits for other layers than those of ROWS. Needs numpy and scipy.
+grouped ones have experts as well, and m tokens for each. Each file is of one machine, and only its own rows are
+compared; all are of one kind of GPU, an H200 if they do not say. Rows of two launches, predicted as what each takes,
+and of dequantize_gemm are passed over.
+
+Writes that GPU's file, which no compiled kernel depends on, and prints, for each (n, k, m, experts), how far the first
+choice is from the fastest config. If there is no such file, it begins as that of the likest GPU, scaled by what is
+known of both. What belongs to no legal config is left out. With ``--keep``, configs that have constants keep them: new
+ones are fitted beside them, and no choice among the others changes. With ``--adjust``, constants are scaled as far as
+ROWS ask for it, which may then be few; configs that ROWS lack change as those of as many tokens, or, with
+``--others-stay``, not. ``--unknown`` fits for other layers than those of ROWS. ``--hold-out 4`` keeps no fit: it fits
+to the layers of three quarters, four times, and prints how far the first choice is off at those of the fourth, before
+and after. Needs numpy and scipy.
 """
 
 from __future__ import annotations
@@ -18,18 +23,21 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from bench.sweep import gpu_of
 
 from w4gemm.choice.cost import constants, waves
-from w4gemm.choice.cost.constants import SliceTimes
+from w4gemm.choice.cost.constants import Scale, SliceTimes
+from w4gemm.choice.cost.traffic import moved_us
+from w4gemm.choice.cost.waves import LaunchTimer
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import H200, GemmProblem
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.packing.layouts import FP8_LAYOUT, layout_named
@@ -43,10 +51,31 @@ _ROUNDS, _UNKNOWN_ROUNDS = 7, 2
 ADJUSTED = 0.02
 """How much an adjusted constant weighs, beside samples: of the squared logarithm of its change."""
 
-Launch = tuple[HopperKernel, GemmProblem, GemmConfig]
+
+class Launch(NamedTuple):
+    """One launch that was timed."""
+
+    kernel: HopperKernel
+    problem: GemmProblem
+    config: GemmConfig
+    of_times: Callable[[SliceTimes], LaunchTimer]
+
+    @classmethod
+    def of(cls, kernel: HopperKernel, problem: GemmProblem, config: GemmConfig) -> Launch:
+        facts = waves.Facts.of(kernel, problem)
+        return cls(kernel, problem, config, waves.launch_timer(facts, problem, config, moved_us(problem)))
+
+    def us(self, times: SliceTimes) -> float:
+        """Predicted microseconds."""
+        p = self.problem
+        return self.of_times(times)(p.m, 2 * p.m * p.n * p.k)
+
+
 Point = tuple[int, int, int, int, str, str]
 """(n, k, m, experts, format, file)."""
 Sample = tuple[Launch, Point, float]
+Points = dict[Point, dict[str, tuple[Launch, float]]]
+"""Times by point and by the name that a config is timed as."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,24 +88,94 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--unknown", action="store_true", help="fit for layers that ROWS lack: no sample counts more for misleading"
     )
+    parser.add_argument("--hold-out", type=int, metavar="PARTS", help="keep no fit, predict layers that are held out")
     args = parser.parse_args(argv)
     if args.others_stay and not args.adjust:
         parser.error("--others-stay wants --adjust")
-    known = constants.reference().configs
-    kept = known if args.keep else {}
     rows = [json.loads(line) | {"file": str(path)} for path in args.rows for line in path.read_text().splitlines()]
+    device = gpu_of(rows)
+    begin(device)
+    known = constants.constants_for(device).configs
+    how = How(known if args.keep else {}, args.adjust, args.others_stay, args.unknown)
+    if args.hold_out:
+        hold_out(rows, known, how, args.hold_out)
+        return
     timings = collected(rows)
-    adjusted = {name: estimated(name) for name in timings.configs} if args.adjust else {}
-    times = fitted(timings, kept, adjusted, args.unknown)
+    times = after(timings, known, how)
     layers = sorted({(row["n"], row["k"]) for row in rows})
     tokens = sorted({row["m"] for row in rows})
     day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    source = f"NVIDIA H200, fitted {day}, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
-    before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
-    if adjusted:
-        times = before | times if args.others_stay else carried(adjusted | before, times)
-    write(constants.FOLDER / "nvidia_h200.jsonl", times, source, timings.fp8, adjust=bool(adjusted))
+    source = f"{device.name}, fitted {day}, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
+    write(constants.path_of(device.name), times, source, timings.fp8, adjust=args.adjust)
     report(timings.points, times)
+
+
+class How(NamedTuple):
+    """The constants that a fit may change."""
+
+    kept: dict[str, SliceTimes]
+    adjust: bool
+    others_stay: bool
+    unknown: bool
+
+
+def after(timings: Timings, known: dict[str, SliceTimes], how: How) -> dict[str, SliceTimes]:
+    """The times of all configs for x of as many bits, fitted to timings."""
+    adjusted = {name: estimated(name, timings.device) for name in timings.configs} if how.adjust else {}
+    times = fitted(timings, how.kept, adjusted, how.unknown)
+    if not adjusted:
+        return times
+    before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
+    return before | times if how.others_stay else carried(adjusted | before, times)
+
+
+def hold_out(rows: list[dict[str, Any]], known: dict[str, SliceTimes], how: How, parts: int) -> None:
+    """Print how far first choices are off at layers that were not fitted to, each held out once."""
+    layers = sorted({(row["n"], row["k"]) for row in rows})
+    regret: dict[str, list[float]] = {"before": [], "after": []}
+    for part in range(parts):
+        held = set(layers[part::parts])
+        there = collected([row for row in rows if (row["n"], row["k"]) in held])
+        times = after(collected([row for row in rows if (row["n"], row["k"]) not in held]), known, how)
+        for name, found in (("before", known), ("after", times)):
+            whole = {config: found.get(config) or estimated(config, there.device) for config in there.configs}
+            regret[name] += [r for r, *_ in regrets(there.points, whole)]
+    for name, found in regret.items():
+        print(f"{name}, {len(layers)} layers held out in {parts} parts: {summary(found)}")
+
+
+def begin(device: Device) -> None:
+    """Make a GPU's file, if it has none, of that of the likest GPU: what holds there, scaled to this one."""
+    target = constants.path_of(device.name)
+    if not target.exists():
+        like, scale = constants.constants_for(device).device, constants.scale_of(device)
+        rows = map(json.loads, constants.path_of(like.name).read_text().splitlines())
+        target.write_text("".join(json.dumps(scaled(row, like, device, scale)) + "\n" for row in rows))
+        for cached in (constants.measured, constants.constants_for, constants.scale_of):
+            cached.cache_clear()
+
+
+_SM_TERMS = defaultdict[str, tuple[str, ...]](tuple)
+_SM_TERMS |= {
+    "": ("alone", "tile"),
+    "waves": ("gathered_us", "row_us", "row_past_us", "expert_tile_us", "expert_start_us"),
+    "mma_sync": ("slot", "decode", "operations", "read", "sums"),
+}
+"""Terms that are work of one multiprocessor, by model; the empty name for a config."""
+
+
+def scaled(row: dict[str, Any], like: Device, device: Device, scale: Scale) -> dict[str, Any]:
+    """A line of the constants of ``like`` as it is for ``device``, whose times are ``scale`` times as long."""
+    if "gpu" in row:
+        return {"gpu": device.name} | {fact: getattr(device, fact) for fact in ("capability", "sms", "shared_memory")}
+    if "text" in row:
+        return row | {"text": f"Scaled by data sheets from those of: {row['text']}"}
+    rate = device.sms / like.sms / scale.mma
+    factors = dict.fromkeys(_SM_TERMS[row.get("model", "")], scale.clock)
+    factors |= {"shared": scale.contention, "bytes_per_us": 1 / scale.memory, "fp8_operations": rate}
+    if row.get("model") == "cublas_rate" and tuple(row.get("capability", ())) == device.capability:
+        return row | {"operations": row["operations"] * rate, "sms": device.sms}
+    return {term: float(f"{value * factors[term]:.6g}") if term in factors else value for term, value in row.items()}
 
 
 class Timings(NamedTuple):
@@ -84,7 +183,8 @@ class Timings(NamedTuple):
 
     configs: dict[str, list[Sample]]
     """By the name that a config is timed as."""
-    points: dict[Point, dict[str, tuple[Launch, float]]]
+    points: Points
+    device: Device
     fp8: bool
     """True if the rows are of fp8 activations."""
 
@@ -92,8 +192,8 @@ class Timings(NamedTuple):
 def collected(rows: list[dict[str, Any]]) -> Timings:
     """The timings in ``rows``, without those of two launches and of other kernels."""
     configs: dict[str, list[Sample]] = defaultdict(list)
-    points: dict[Point, dict[str, tuple[Launch, float]]] = defaultdict(dict)
-    fp8 = False
+    points: Points = defaultdict(dict)
+    fp8, device = False, gpu_of(rows)
     for row in rows:
         name, _, text = row["config"].partition("/")
         config, kernel, format = GemmConfig.parse(text), kernel_named(name), WeightFormat.parse(row["format"])
@@ -102,28 +202,23 @@ def collected(rows: list[dict[str, Any]]) -> Timings:
         fp8 = kernel.layout == FP8_LAYOUT
         experts = row.get("experts", 0)
         sizes = row["m"] * max(1, experts), row["n"], row["k"]
-        problem = GemmProblem(*sizes, kernel.dtypes[-1], format, kernel.layout, device=H200, experts=experts)
-        launch = kernel, problem, config
+        of = kernel.dtypes[-1], format, kernel.layout
+        problem = GemmProblem(*sizes, *of, device=device, experts=experts)
+        launch = Launch.of(kernel, problem, config)
         named = f"{waves.timed_as(kernel, problem)}/{config}"
         point = row["n"], row["k"], row["m"], experts, row["format"], row["file"]
         configs[named].append((launch, point, row["us"]))
         points[point][named] = launch, row["us"]
-    return Timings(configs, points, fp8)
+    return Timings(configs, points, device, fp8)
 
 
-def estimated(name: str) -> SliceTimes:
+def estimated(name: str, device: Device) -> SliceTimes:
     """The times of a config, or, without constants of its own, those of its nearest: few samples cannot tell what a
     CTA alone takes from what others cost it."""
     kernel, _, text = name.rpartition("/")
-    found = constants.reference().times(kernel, GemmConfig.parse(text))
+    found = constants.constants_for(device).times(kernel, GemmConfig.parse(text))
     assert found is not None, f"nothing is known of {kernel}"
     return found
-
-
-def launch_us(launch: Launch, times: SliceTimes) -> float:
-    """Predicted microseconds of one launch."""
-    _, problem, _ = launch
-    return waves.launch_timer(*launch, times)(problem.m, 2 * problem.m * problem.n * problem.k)
 
 
 def fitted(
@@ -153,8 +248,7 @@ def fitted(
             times[config] = kept.get(config) or fit(weighted, adjusted.get(config))
         for point, configs in points.items():
             logs = [
-                (weight(point, us), math.log(us / launch_us(launch, times[config])))
-                for config, (launch, us) in configs.items()
+                (weight(point, us), math.log(us / launch.us(times[config]))) for config, (launch, us) in configs.items()
             ]
             slower[point] = math.exp(sum(w * log for w, log in logs) / sum(w for w, _ in logs))
         found = regrets(points, times)
@@ -197,10 +291,10 @@ def fit(samples: list[tuple[Launch, float, float]], known: SliceTimes | None = N
         return SliceTimes(float(alone), float(shared), float(tile))
 
     def loss(p: np.ndarray) -> float:
-        errors = (w * math.log(launch_us(launch, values(p)) / us) ** 2 for launch, us, w in samples)
+        errors = (w * math.log(launch.us(values(p)) / us) ** 2 for launch, us, w in samples)
         return sum(errors) + (0 if known is None else ADJUSTED * float(np.square(p) @ (1, 0.3, 1)))
 
-    slot = math.log(np.median([us / max(1, launch[1].k // launch[2].tile_k) for launch, us, _ in samples]))
+    slot = math.log(np.median([us / max(1, launch.problem.k // launch.config.tile_k) for launch, us, _ in samples]))
     starts = [
         (slot - a, slot - b, c) for a, b, c in ((0.3, 1, 0), (0.7, 0.7, -1), (1, 3, 0.7), (0.2, 4, -3), (2, 2, 0))
     ]
@@ -245,23 +339,28 @@ def legal_names() -> set[str]:
     return found
 
 
-def regrets(points: dict, times: dict[str, SliceTimes]) -> list[tuple[float, Any, str, str]]:
+def regrets(points: Points, times: dict[str, SliceTimes]) -> list[tuple[float, Any, str, str]]:
     """(time of the first choice over the fastest, point, first choice, fastest), the worst first."""
     found = []
     for point, configs in points.items():
-        chosen = min(configs, key=lambda c: launch_us(configs[c][0], times[c]))
+        chosen = min(configs, key=lambda c: configs[c][0].us(times[c]))
         fastest = min(configs, key=lambda c: configs[c][1])
         found.append((configs[chosen][1] / configs[fastest][1], point, chosen, fastest))
     return sorted(found, reverse=True)
 
 
-def report(points: dict, times: dict[str, SliceTimes]) -> None:
+def report(points: Points, times: dict[str, SliceTimes]) -> None:
     found = regrets(points, times)
-    mean = math.exp(sum(math.log(r[0]) for r in found) / len(found))
-    late = sum(r[0] > 1.05 for r in found)
-    print(f"first choice over fastest: geometric mean {mean:.3f}; {late} of {len(found)} points above 1.05")
-    for regret, point, chosen, fastest in found[: max(12, late)]:
+    print(f"first choice over fastest: {summary([regret for regret, *_ in found])}")
+    for regret, point, chosen, fastest in found[: max(12, sum(r[0] > 1.05 for r in found))]:
         print(f"  {regret:.3f} {point}: {chosen}, fastest {fastest}")
+
+
+def summary(found: list[float]) -> str:
+    """Regrets in a line."""
+    mean = math.exp(sum(map(math.log, found)) / len(found))
+    late = sum(regret > 1.05 for regret in found)
+    return f"geometric mean {mean:.4f}, worst {max(found):.3f}; {late} of {len(found)} points above 1.05"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ Each answers random prompts greedily, in several ways:
 
 A row has the tokens per second of the whole call and of decoding alone, which is the difference of two calls, and the
 share of the roofline: the bytes of weights and cache that a step has to read, at the bandwidth that large copies reach.
-With ``--start`` a row of kind "start" says how long a process of its own takes to load the packed model from a folder,
-to the first token, and to a second answer: with an empty cache of kernels (cold) and with that of the run before.
+With ``--start`` a row of kind "start" says how long a process of its own takes to load the model from a folder that
+was just written, to the first token, compiling apart, and to a second answer: with an empty cache of kernels (cold) and
+with that of the run before.
 
 Rows of kind "profile" say how long the kernels of one step take, by what they do. Rows go to
 bench/results/generation.jsonl.
@@ -31,47 +32,21 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from bench.models import MODELS, drawn_model
 
 import w4gemm
-from w4gemm import QuantizedWeight, W4Linear, WeightFormat
-from w4gemm.checkpoints.dense import SKIP, linear_layers
+from w4gemm import W4Linear
 from w4gemm.console.progress import say
 from w4gemm.integrations.generation import quiet_transformers
 from w4gemm.integrations.transformers import decoding, describe
-from w4gemm.integrations.transformers.loading import ParametersOnMeta
 from w4gemm.tuning import record
 from w4gemm.tuning.roofline import RATES
-from w4gemm.weights.random import random_weight
 
 RESULTS = Path(__file__).parent / "results/generation.jsonl"
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 8192,
-    },
-    "tiny": {
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-}
 WAYS = ("eager", "compiled", "graph", "fused")
 KINDS = (
     ("attention", ("StepAttention", "fmha", "flash", "attention", "softmax")),
@@ -86,6 +61,7 @@ KINDS = (
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m bench.generation", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="decoder layers (default: all of the model's)")
     parser.add_argument("--weights", default="int4_g128,bfloat16", help="bfloat16 or a format (default: %(default)s)")
     parser.add_argument("--batch", default="1,64", help="sequences at once (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
@@ -97,20 +73,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
     quiet_transformers()
+    settings = MODELS[args.model] | ({} if args.layers is None else {"num_hidden_layers": args.layers})
     if args.folder is not None:
         print(json.dumps(start(args.folder, args)), flush=True)
         return
     facts = record.facts()
     common = {"run": record.run_name(facts), "model": args.model, "prompt": args.prompt, "tokens": args.tokens}
+    common["layers"] = settings["num_hidden_layers"]
     if args.start:
-        for row in starts(args):
+        for row in starts(settings, args):
             record.append(args.out, common | {"kind": "start", **row, "w4gemm": w4gemm.__version__} | facts)
             say(str(row))
         return
     for weights in args.weights.split(","):
         began = time.perf_counter()
-        model = drawn_model(MODELS[args.model], weights)
-        torch.cuda.synchronize()
+        model = drawn_model(settings, weights)
         say(f"{args.model} in {weights}: made in {time.perf_counter() - began:.1f} s")
         for batch, way in itertools.product(map(int, args.batch.split(",")), args.ways.split(",")):
             row = {"batch": batch, "weights": weights, "way": way}
@@ -129,58 +106,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
 
 
-def drawn_model(settings: dict[str, Any], format: str, device: str = "") -> Any:
-    """A model of random weights: in bf16, or with its linear layers in a 4-bit format, but for its head."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**settings)
-    with ParametersOnMeta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
-    drawn: dict[tuple[int, int], QuantizedWeight] = {}
-    for name, linear in linear_layers(model, SKIP).items() if format != "bfloat16" else ():
-        n, k = linear.out_features, linear.in_features
-        if (n, k) not in drawn:
-            drawn[n, k] = random_weight(WeightFormat.parse(format), n, k, device=device).repack()
-        w = drawn[n, k]  # the same numbers in memory of each layer's own
-        w = replace(w, tensors=tuple(t.clone() for t in w.tensors))
-        model.set_submodule(name, W4Linear.from_weight(w, dtype=torch.bfloat16))
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                data = torch.empty(p.shape, dtype=p.dtype, device=device)
-                data.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else data.fill_(1)
-                module._parameters[name] = nn.Parameter(data, requires_grad=False)
-    model.to(device).tie_weights()
-    generation = model.generation_config
-    generation.pad_token_id, generation.eos_token_id, generation.bos_token_id = 0, None, None
-    return model
-
-
-def starts(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Write the model in 4 bits to a folder, and time two processes that load it."""
-    weights = args.weights.split(",")[0]
-    with tempfile.TemporaryDirectory() as scratch:
-        model = describe_and_save(drawn_model(MODELS[args.model], weights), Path(scratch) / "model")
-        size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-        for cold in (True, False):
+def starts(settings: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Write the model in each kind of weights to a folder, and time two processes that load it."""
+    for weights in args.weights.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            model = describe_and_save(drawn_model(settings, weights), Path(scratch) / "model")
+            gc.collect()
+            torch.cuda.empty_cache()
+            size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
             sizes = [f"--prompt={args.prompt}", f"--tokens={args.tokens}"]
             command = [sys.executable, "-m", "bench.generation", f"--folder={model}", *sizes]
             kernels = {"W4GEMM_CACHE_DIR": f"{scratch}/kernels"}
-            done = subprocess.run(command, env=os.environ | kernels, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            yield {"weights": weights, "batch": 1, "cold": cold, "folder_mib": round(size / 2**20), **found}
+            for cold in (True, False):
+                began = time.time()
+                done = subprocess.run(command, env=os.environ | kernels, stdout=subprocess.PIPE, text=True, check=True)
+                found = json.loads(done.stdout.splitlines()[-1])
+                whole = {"process_to_first_token_s": round(found.pop("first_token_at") - began, 2)}
+                yield {"weights": weights, "batch": 1, "cold": cold, "folder_mib": size >> 20, **whole, **found}
 
 
 def describe_and_save(model: Any, folder: Path) -> Path:
-    describe(model)
+    if any(isinstance(m, W4Linear) for m in model.modules()):
+        describe(model)
     model.save_pretrained(folder)
     return folder
 
 
 def start(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds to load a folder, to answer with one token, and to answer again with all."""
+    """Seconds to load a folder, to answer with one token, of which compiling takes some, and to answer again with all:
+    the second token has the step captured."""
     from transformers import AutoModelForCausalLM
 
     found = {}
@@ -192,9 +146,13 @@ def start(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     found["load_s"] = seconds(lambda: models.append(load()))
     call = caller(models[0], "default", 1, args.prompt)
     found["first_token_s"] = seconds(lambda: call(1))
+    found["first_token_at"] = time.time()
     found["first_answer_s"] = seconds(lambda: call(args.tokens))
     found["second_answer_s"] = seconds(lambda: call(args.tokens))
-    return {name: round(value, 2) for name, value in found.items()}
+    kept = decoding._steps.get(models[0])
+    prepared = kept.step.prepared.values() if kept is not None and kept.step is not None else ()
+    found["compile_s"] = sum(p.seconds for p in prepared)
+    return {name: round(value, 2) for name, value in found.items()} | {"compiled": sum(p.compiled for p in prepared)}
 
 
 def caller(model: Any, way: str, batch: int, prompt: int) -> Callable[[int], torch.Tensor]:
@@ -225,7 +183,7 @@ def measured(model: Any, way: str, batch: int, args: argparse.Namespace) -> dict
         "step_us": round(step * 1e6, 1),
         "two_tokens_ms": round(short * 1e3, 1),
     }
-    rates = RATES.get(torch.cuda.get_device_name())
+    rates = RATES.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if rates is not None:
         row["roofline_share"] = round(
             step_bytes(model, batch, args.prompt + args.tokens // 2) / rates.bytes / step / 1e6, 3
@@ -234,13 +192,17 @@ def measured(model: Any, way: str, batch: int, args: argparse.Namespace) -> dict
 
 
 def step_bytes(model: Any, batch: int, length: int) -> int:
-    """Bytes that a step has to read: all weights but the embedding's, and keys and values of ``length`` tokens."""
+    """Bytes that a step has to read: all weights but the embedding's, of experts those that a random choice for each
+    sequence takes, and keys and values of ``length`` tokens."""
     config, embedding = model.config, model.get_input_embeddings().weight
-    dense = sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding)
-    packed = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, W4Linear))
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    chosen = 1 - (1 - getattr(config, "num_experts_per_tok", 1) / experts) ** batch
+    dense = sum(p.nbytes * (chosen if p.dim() == 3 else 1) for p in model.parameters() if p is not embedding)
+    layers = [layer for layer in model.modules() if isinstance(layer, W4Linear)]
+    packed = sum(layer.weight.nbytes * (chosen if layer.grouped else 1) for layer in layers)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2
-    return dense + packed + batch * length * cache
+    return round(dense + packed) + batch * length * cache
 
 
 @torch.inference_mode()

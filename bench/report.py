@@ -14,160 +14,16 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench import html
 from bench.drawn import page as unknown_page
 from bench.engine import page as engine_page
 from bench.engine.plot import plot as plot_engines
-from bench.shapes import divide
-
-from w4gemm.tuning import roofline
+from bench.pages import RATES, W4A16, Layer, Page, Times, kind_of_work, page_of
 
 ROOT = Path(__file__).parent.parent
-GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
-GROUPED = {"1 to 64": (1, 64), "128 to 1024": (128, 1024)}
-"""Ranges of tokens per expert."""
-RATES = roofline.RATES["NVIDIA H200"]
-
-
-class Layer(NamedTuple):
-    n: int
-    k: int
-    experts: int = 0
-    """0 for a single weight."""
-    routing: str = ""
-    """Division of the tokens among experts, see ``bench.grouped``."""
-
-    def __str__(self) -> str:
-        sizes = f"{self.experts}x{self.n}x{self.k}" if self.experts else f"{self.n}x{self.k}"
-        return sizes if self.routing in ("", "balanced") else f"{sizes} {self.routing}"
-
-
-Point = tuple[Layer, int]
-"""(layer, tokens; with experts, tokens per expert on average)."""
-Times = dict[Point, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Page:
-    """One page of benchmarks: its words, and what its ratios are of."""
-
-    name: str
-    """File name of the page in docs/, without an ending."""
-    plot: str
-    """File name of its plot in docs/plots/, without an ending."""
-    title: str
-    head: tuple[str, ...]
-    """Paragraphs on what was measured; ``{file}`` is the file of the rows."""
-    file: str
-    activation_bytes: int
-    rate: float
-    """Operations per microsecond that large matmuls reach."""
-    not_peers: tuple[str, ...] = ()
-    """Implementations that are shown, but do not count as peers in a ratio."""
-    ours: str = "w4gemm"
-    """Beginning of the names of our implementations."""
-    groups: dict[str, tuple[int, int]] = field(default_factory=lambda: GROUPS)
-    """Ranges of tokens to take means over: (first, last) by name."""
-
-    def roofline_us(self, point: Point) -> float:
-        """max(bytes / 4.5 TB/s, operations / rate) of int4 g128 with 16-bit scales."""
-        (n, k, experts, routing), m = point
-        counts = divide(routing, m, experts) if experts else [m]
-        weights = sum(count > 0 for count in counts) * (n * k / 2 + 2 * n * k / 128)
-        size = weights + sum(counts) * (2 * n + self.activation_bytes * k)
-        return max(size / RATES.bytes, 2 * sum(counts) * n * k / self.rate)
-
-    def ratio(self, us: dict[str, float]) -> float:
-        """The best peer's time over ours."""
-        peers = [t for name, t in us.items() if not name.startswith((self.ours, *self.not_peers))]
-        return min(peers) / min(t for name, t in us.items() if name.startswith(self.ours))
-
-
-_METHOD = (
-    "All implementations ran interleaved in one process (protocol: `bench/{script}.py`; rows: bench/results/{file}).",
-    "Times are medians in microseconds per call, in a CUDA graph over copies of the weight that together exceed L2.",
-)
-_CHOICE = "w4gemm runs the config that it chooses by default."
-_SCALES = (
-    "w4gemm, quack, humming: bf16 group scales on float32 sums. The same with `e4m3`: group scales in e4m3, part of "
-    "the e4m3 weight that is multiplied. cutlass_w4a8 is vLLM's."
-)
-_QUANTIZES = "humming takes bf16 x and quantizes it within the call"
-_EXPERTS = (
-    "Tokens are the average per expert. Routing is balanced unless a row says zipf (expert e in proportion to "
-    "1 / (1 + e)) or hot (all tokens to one expert)."
-)
-W4A16 = Page(
-    "benchmarks",
-    "roofline",
-    "W4A16 beside other libraries",
-    ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} machete, marlin: vLLM's. cublas: bf16 weights."),
-    "times.jsonl",
-    2,
-    RATES.operations,
-)
-W4A8 = Page(
-    "benchmarks-w4a8",
-    "roofline-w4a8",
-    "W4A8 beside other libraries",
-    (
-        "int4 g128 symmetric weights, e4m3 x with one scale per token.",
-        *_METHOD,
-        _CHOICE,
-        f"{_SCALES} {_QUANTIZES}, which takes about 3 us.",
-        "cublas: the same numbers as an fp8 weight, shown for what large matmuls reach, not counted as a peer.",
-        "A ratio takes the faster of each library's two ways to scale.",
-    ),
-    "w4a8.jsonl",
-    1,
-    RATES.fp8_operations,
-    ("cublas",),
-)
-SM80 = Page(
-    "benchmarks-sm80",
-    "roofline-sm80",
-    "The kernel for GPUs before Hopper, on a Hopper GPU",
-    (
-        "`sm80_mixed_gemm`, forced: W4A16, int4 g128 symmetric weights, bf16 x.",
-        *_METHOD,
-        "It runs the config that its model ranks first. marlin: vLLM's. torch_int4: PyTorch's.",
-    ),
-    "sm80.jsonl",
-    2,
-    RATES.operations,
-    ours="sm80_mixed_gemm",
-)
-GROUPED_W4A16 = Page(
-    "benchmarks-grouped",
-    "roofline-grouped",
-    "Mixtures of experts in W4A16 beside other libraries",
-    ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} vLLM and Quack have no such kernel.", _EXPERTS),
-    "grouped.jsonl",
-    2,
-    RATES.operations,
-    groups=GROUPED,
-)
-GROUPED_W4A8 = Page(
-    "benchmarks-grouped-w4a8",
-    "roofline-grouped-w4a8",
-    "Mixtures of experts in W4A8 beside other libraries",
-    (
-        "int4 g128 symmetric weights, e4m3 x with one scale per token.",
-        *_METHOD,
-        _CHOICE,
-        f"{_SCALES} {_QUANTIZES}.",
-        "A ratio takes the faster of w4gemm's two ways to scale.",
-        _EXPERTS,
-    ),
-    "grouped.jsonl",
-    1,
-    RATES.fp8_operations,
-    groups=GROUPED,
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -181,12 +37,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         engine_page.PAGE.write_text(engine_page.text(stored, path.name))
         plot_engines(engine_page.cases_of(stored), engine_page.PLOT)
     if path.name.startswith("unknown"):
-        stored = [json.loads(line) for line in path.read_text().splitlines()]
-        unknown_page.PAGE.write_text(unknown_page.text(stored, path.name))
-        unknown_page.plot(stored)
+        stored, (to, plotted) = unknown_page.read(path), unknown_page.paths(path)
+        to.write_text(unknown_page.text(stored, path))
+        unknown_page.plot(stored, plotted)
         return
     for rows in last_of_each_work(path):
         page = page_of(rows)
+        if page is None:
+            print(f"{rows[0]['work']} of {rows[0]['format']}: no page shows it")
+            continue
         times, versions = by_point(rows)
         plot(page, times, list(versions))
         (ROOT / f"docs/{page.name}.md").write_text(text(page, rows, times, versions))
@@ -197,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def last_of_each_work(path: Path) -> list[list[dict[str, Any]]]:
     """Return, for each kind of work in a file, the rows that its page shows: those of the last row's commit, for each
     point those of the last run, without forced choices (``w4gemm_config`` and the like)."""
-    works: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    works: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
         if row["kind"] == "time" and not row["impl"].startswith("w4gemm_"):
-            works[row["work"]].append(row)
+            works[kind_of_work(row)].append(row)
     found = []
     for rows in works.values():
         rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
@@ -218,14 +77,6 @@ def html_page(times: Times, row: dict[str, Any], versions: dict[str, str]) -> st
     """Return the W4A16 page as HTML."""
     by_sizes = {(layer.n, layer.k, m): us for (layer, m), us in times.items()}
     return html.page(by_sizes, row, versions, RATES, lambda p: W4A16.roofline_us((Layer(*p[:2]), p[2])), W4A16.ratio)
-
-
-def page_of(rows: list[dict[str, Any]]) -> Page:
-    """The page that rows of one run are for."""
-    named = {"w4a8": W4A8, "w4a8_grouped": GROUPED_W4A8, "w4a16_grouped": GROUPED_W4A16}
-    if rows[0]["work"] in named:
-        return named[rows[0]["work"]]
-    return SM80 if any(row["impl"] == SM80.ours for row in rows) else W4A16
 
 
 def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:

@@ -13,7 +13,6 @@ Rows go to bench/results/times.jsonl.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ from w4gemm.tuning.timing import time_graphs
 from w4gemm.weights import random as random_numbers
 
 RESULTS = Path(__file__).parent / "results/times.jsonl"
-_ROTATED_BYTES = 400e6
 MAX_ERROR = 1e-2
 MAX_QUANTIZED_ERROR = 5e-2
 """Limit for an implementation that quantizes x itself."""
@@ -106,10 +104,7 @@ def prepare(peers: list[Peer], weight: QuantizedWeight, dtype: torch.dtype) -> l
         except Exception as e:  # a peer's failure is a result, not the end of the run
             print(f"  {peer.name}: {e!r:.200}", flush=True)
             continue
-        size = sum(t.numel() * t.element_size() for t in prepared.tensors)
-        count = max(2, math.ceil(_ROTATED_BYTES / size))
-        copies = [tuple(t.clone() for t in prepared.tensors) for _ in range(count - 1)]
-        entries.append(Entry(peer, weight, dtype, prepared, [prepared.tensors, *copies]))
+        entries.append(Entry(peer, weight, dtype, prepared, prepared.copies()))
     return entries
 
 

@@ -30,7 +30,7 @@ from w4gemm.console.progress import progress_bar
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.core.problem import H100, H200, Device, GemmProblem
 from w4gemm.jit import Unit, adopt
 from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import kernel_named
@@ -139,6 +139,21 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
 def parsed(name: str) -> tuple[Any, GemmConfig]:
     kernel, _, config = name.partition("/")
     return kernel_named(kernel), GemmConfig.parse(config)
+
+
+def gpu_of(rows: list[dict[str, Any]]) -> Device:
+    """The GPU that timings were made on, an H200 if they do not say.
+
+    Raises:
+        SystemExit: if they are of several, or of one that nothing is known of.
+    """
+    names = sorted({row.get("gpu") or H200.name for row in rows})
+    if len(names) > 1:
+        raise SystemExit(f"rows: wanted those of one kind of GPU, got {', '.join(names)}; fit each by itself")
+    known = {device.name: device for device in (H200, H100)}
+    if names[0] not in known:
+        raise SystemExit(f"rows: wanted a GPU of w4gemm/core/problem.py, {' or '.join(known)}, got {names[0]}")
+    return known[names[0]]
 
 
 def rows_of_experts(path: Path) -> Iterator[dict[str, Any]]:

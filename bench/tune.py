@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from bench.shapes import SETS
+from bench.sweep import gpu_of
 
 from w4gemm import choice
 from w4gemm.choice import store
@@ -33,7 +34,7 @@ from w4gemm.console.devices import chosen_device
 from w4gemm.console.options import chosen_dtype, parse_tokens
 from w4gemm.core import environment
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import H200, GemmProblem
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import kernel_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
@@ -55,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, nargs="+", help="timings of configs, as of bench/fit.py")
     args = parser.parse_args(argv)
     if args.rows:
-        records = from_rows(args.rows, args)
-        replace(args.table or store.shipped_path(H200.name), records)
+        timed_on = gpu_of([json.loads(line) for path in args.rows for line in path.read_text().splitlines()])
+        records = from_rows(args.rows, args, timed_on)
+        replace(args.table or store.shipped_path(timed_on.name), records)
         print(f"{len(records)} records of {len({r.key for r in records})} layers")
         return
     device, where = chosen_device(args.device)
@@ -87,14 +89,14 @@ def replace(table: Path, records: list[store.Record]) -> None:
     store.replace_table(table, [*(r for r in store.read(table) if (r.key, r.m) not in new), *records])
 
 
-def from_rows(paths: Sequence[Path], args: argparse.Namespace) -> list[store.Record]:
+def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -> list[store.Record]:
     """A record for each measured interval of the layers."""
     layers = {layer for name in args.shapes.split(",") for layer in SETS[name]}
-    format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, H200), []
+    format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device), []
     for (n, k, m), configs in sorted(measured(paths, args.format).items()):
         if (n, k) not in layers or m != choice.representative(m):
             continue
-        problem = GemmProblem(m, n, k, dtype, format, layout_for(H200, format, dtype), device=H200)
+        problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
         _, kernel, config = choice.explain(problem).ranking[0]
         chosen = guess = f"{kernel}/{config}"
         if guess not in configs or configs[guess][0] > 1.01 * min(configs.values())[0]:

@@ -5,7 +5,8 @@ cost model, and times w4gemm's first choice beside every peer; at every few laye
 fastest of them says what the choice lost. Protocol: bench/run.py; what compiles does so beforehand, in many processes.
 
 Points that ``--out`` has are passed over, so that runs of limited ``--seconds`` add up; rows of one ``run`` are of one
-process. ``python -m bench.report FILE`` makes the page.
+process. ``--keep FILE`` measures nothing: it adds a file's rows to ``--out``, where what all rows of a run have in
+common stands once. ``python -m bench.report FILE`` makes the page.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench.drawn.page import compact, read
 from bench.drawn.points import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
 from bench.drawn.warm import COMPILING_PEERS, Warmer, compile_all
 from bench.peers import Peer, Prepared, peers_named
@@ -51,7 +52,7 @@ _PEERS = ("w4gemm", "humming", "machete", "marlin", "quack", "cutlass_w4a8", "cu
 _OWN_SHARE, _PEERS_SHARE = 0.4, 0.7
 """Parts of the seconds after which w4gemm's kernels, and those of peers, are waited for no longer: what is left is
 measured beside the peers that compile nothing."""
-_ROTATED_BYTES, _MOST_COPIES, _MANY_TOKENS, _LONG_COPIES = 400e6, 512, 512, 3
+_MANY_TOKENS, _LONG_COPIES = 512, 3
 _CHECKED_ROWS = 256
 _REPLAYS, _FEW_REPLAYS, _LOOKS, _FINALISTS = 9, 5, 2, 4
 _FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
@@ -104,10 +105,7 @@ class Layer:
             except Exception as e:  # a peer's failure is a result, not the end of the run
                 print(f"  {peer.name}, {n}x{k}: {e!r:.200}", flush=True)
                 continue
-            size = sum(t.numel() * t.element_size() for t in form.tensors)
-            count = min(_MOST_COPIES, max(2, math.ceil(_ROTATED_BYTES / size)))
-            copies = [tuple(t.clone() for t in form.tensors) for _ in range(count - 1)]
-            entries.append(Entry(peer.name, peer.version(), form, [form.tensors, *copies]))
+            entries.append(Entry(peer.name, peer.version(), form, form.copies()))
         packed = weight.repack(layout_for(Device.of(weight.device), format, dtype))
         return cls(dtype, weight.dequantize(torch.float32), packed, entries)
 
@@ -133,7 +131,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="of one kind; what was not measured then is left")
     parser.add_argument("--dry", action="store_true", help="measure nothing: say what would be compiled")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="measure nothing: store the rows of a file")
     args = parser.parse_args(argv)
+    if args.keep:
+        rows = [*(read(args.out) if args.out.exists() else []), *read(args.keep)]
+        args.out.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in compact(rows)))
+        return
     for kind in args.kinds.split(","):
         if kind not in KINDS:
             parser.error(f"--kinds: wanted some of {', '.join(KINDS)}, got {kind}")
@@ -188,8 +191,7 @@ def measured(path: Path, kind: str, seed: int) -> set[tuple[int, int, int]]:
     """(n, k, m) of the points of a kind that a file has."""
     if not path.exists():
         return set()
-    rows = map(json.loads, path.read_text().splitlines())
-    return {(row["n"], row["k"], row["m"]) for row in rows if row["work"] == kind and row["seed"] == seed}
+    return {(row["n"], row["k"], row["m"]) for row in read(path) if row["work"] == kind and row["seed"] == seed}
 
 
 def unmeasured(layer: Drawn, done: set[tuple[int, int, int]]) -> tuple[int, ...]:

@@ -234,9 +234,23 @@ FAULTS = (
     Fault(
         "a global scale that divides multiplies",
         "src/w4gemm/checkpoints/compressed_tensors.py",
-        'channels = (1 / tensors["weight_global_scale"]).expand(module.n).contiguous()',
-        'channels = tensors["weight_global_scale"].expand(module.n).contiguous()',
+        'factor = 1 / tensors["weight_global_scale"] if',
+        'factor = tensors["weight_global_scale"] if',
         "tests/test_compressed_tensors.py",
+    ),
+    Fault(
+        "W4AFP8's codes without the turned sign of the high nibble",
+        "src/w4gemm/checkpoints/w4afp8.py",
+        "^ (SYMMETRIC << 4 | SYMMETRIC)",
+        "^ SYMMETRIC",
+        "tests/test_deepseek.py -k w4afp8",
+    ),
+    Fault(
+        "the last row of fp8 blocks with the first one's scale",
+        "src/w4gemm/checkpoints/fp8_folder.py",
+        "for rows, factors in zip(w.split(self._block.rows), scale, strict=True):",
+        "for rows, factors in zip(w.split(self._block.rows), scale.roll(1, 0), strict=True):",
+        "tests/test_deepseek.py -k w4afp8",
     ),
     # --- device code that the CPU can run or read
     Fault(

@@ -117,6 +117,11 @@ def change(folder: Path, tensors: Callable[[dict[str, torch.Tensor]], Any]) -> N
     save_file(found, folder / "model.safetensors")
 
 
+def put(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Let another tensor stand for one of a folder, or none."""
+    change(folder, lambda tensors: tensors.pop(name) if tensor is None else tensors.update({name: tensor}))
+
+
 def configure(folder: Path, **settings: Any) -> None:
     """Change settings of a folder's quantization_config."""
     config = json.loads((folder / "config.json").read_text())
@@ -133,7 +138,10 @@ def assert_loads(folder: Path, wanted: Mapping[str, torch.Tensor], formats: Mapp
     checkpoint = open_checkpoint(folder)
     assert checkpoint.modules.keys() == wanted.keys()
     for name, weight in wanted.items():
-        w = checkpoint.weight(name)
+        with torch.device("meta"):  # where a tensor lands that is made without its device
+            w = checkpoint.weight(name, "cpu")
+        if torch.cuda.is_available():
+            assert torch.equal(checkpoint.weight(name, "cuda").dequantize().cpu(), weight), name
         module = checkpoint.modules[name]
         assert (w.n, w.k, w.format, w.activations) == (module.n, module.k, module.format, module.activations)
         assert torch.equal(w.dequantize(), weight), name

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:tests python tests/repeat.py [--repetitions 1000] [--processes 14] [--json bench/results/fuzz.jsonl]
 
-The cells are those of tests/sanitize_matrix.py, with longer k, so that rings wrap often. Every launch writes over NaN,
+The products are those of tests/launch_cells.py, with longer k, so that rings wrap often. Every launch writes over NaN,
 while a second stream runs the same kernel on other tensors and copies that change when the two meet. The first result
 is held to the float64 reference.
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 import w4gemm
-from sanitize_matrix import COUNTS, FP8, Cell, cells
+from launch_cells import COUNTS, NUMBERS, Cell, cells
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.random import random_weight
 from w4gemm.weights.reference import grouped_reference, linear_reference
@@ -31,6 +31,17 @@ from w4gemm.weights.reference import grouped_reference, linear_reference
 K = 4112
 TOLERANCE = 6e-3
 """Largest relative error of a result."""
+
+
+def products() -> list[Cell]:
+    """Return the cells, of the formats that come in every way."""
+    return cells([numbers for numbers in NUMBERS if numbers.every_way])
+
+
+def chosen(cells: str) -> list[Cell]:
+    """Return the products first .. end - 1 of "first:end"."""
+    first, _, end = cells.partition(":")
+    return products()[int(first or 0) : int(end) if end else None]
 
 
 class Outcome(NamedTuple):
@@ -56,15 +67,15 @@ def job(cell: Cell, seed: int) -> Job:
     dense = cell.kind == "dense"
     m = 200 if dense else sum(COUNTS)
     g = torch.Generator("cuda").manual_seed(seed)
-    format, layout = WeightFormat.of(cell.format), "mma8" if cell.fp8 else "mma16"
+    format = WeightFormat.of(cell.format)
     parts = [random_weight(format, n, k, seed + e, device="cuda") for e in range(1 if dense else len(COUNTS))]
-    x = torch.randn(m, k, generator=g, device="cuda").to(FP8 if cell.fp8 else torch.bfloat16)
+    x = torch.randn(m, k, generator=g, device="cuda").to(cell.dtype)
     scales = {"token_scale": torch.rand(m, generator=g, device="cuda") + 0.5} if cell.fp8 else {}
     fused: dict[str, Any] = {**scales, "config": cell.config}
     if dense:
-        w = parts[0].repack(layout)
+        w = parts[0].repack(cell.layout)
         return Job(lambda out: w4gemm.linear(x, w, out=out, **fused), linear_reference(x, w, **scales))
-    w = w4gemm.QuantizedWeight.stack(parts, layout=layout)
+    w = w4gemm.QuantizedWeight.stack(parts, layout=cell.layout)
     ends = torch.tensor((0, *COUNTS), device="cuda").cumsum(0).int()
     rows, own = x, scales
     if cell.kind == "gathered":
@@ -103,7 +114,7 @@ def repeated(cell: Cell, repetitions: int) -> Outcome:
 
 
 def _child(given: argparse.Namespace, process: int, results: Any) -> None:
-    for cell in cells()[process :: given.processes]:
+    for cell in chosen(given.cells)[process :: given.processes]:
         try:
             outcome = repeated(cell, given.repetitions)
         except Exception:
@@ -115,10 +126,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=1000, help="on each of two streams (1000)")
     parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--cells", default=":", metavar="FIRST:END", help="only these, as they are numbered")
     parser.add_argument("--seconds", type=float, default=600, help="at most so long (600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the counts to FILE as a JSON line")
     given = parser.parse_args()
-    started, every = time.monotonic(), cells()
+    started, every = time.monotonic(), chosen(given.cells)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     children = [context.Process(target=_child, args=(given, i, results)) for i in range(given.processes)]
@@ -138,7 +150,7 @@ def main() -> int:
     for o in wrong:
         print(f"{o.cell}: {o.other_bits} of {o.launches} launches gave other bits {o.problem}")
     for cell in sorted(set(every) - {o.cell for o in outcomes}):
-        print(f"not done: {cell}")
+        print(f"not done: {every.index(cell)} of {given.cells}: {cell}")
     launches = sum(o.launches for o in outcomes)
     print(f"{len(outcomes)} of {len(every)} cells, {launches} launches, {len(wrong)} cells wrong")
     if given.json:

@@ -2,7 +2,7 @@
 walk over tiles, wrap their rings, and end raggedly.
 
     for tool in memcheck racecheck synccheck; do
-        compute-sanitizer --tool $tool --kernel-name kernel_substring=w4gemm python tests/sanitize.py [PART]
+        compute-sanitizer --tool $tool --kernel-name kernel_substring=kernel_cutlass python tests/sanitize.py [PART]
     done
 
 PART: fp8, gathered or dense, for these alone. Our kernels' names alone: what computes the references is not ours, and

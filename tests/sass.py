@@ -158,21 +158,26 @@ def facts_of(code: bytes) -> Sass | Scanned:
 
 
 def spills_in_main_loops(sass: Sass, instruction: str) -> list[str]:
-    """Loads and stores of local memory in the innermost loop around each ``instruction``; of a kernel without such a
-    loop, anywhere."""
+    """Loads and stores of local memory in the main loops."""
+    loops = main_loops(sass, instruction)
+    return sorted({line for loop in loops for line in loop if line.startswith(("LDL", "STL"))})
+
+
+def main_loops(sass: Sass, instruction: str) -> list[list[str]]:
+    """The instructions of the innermost loops around an ``instruction``; of a kernel without such a loop, all."""
     found = []
     for function in sass.text.split("Function :"):
-        lines = re.findall(r"^\s+/\*(\w+)\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)\b(.*?);", function, re.MULTILINE)
-        code = [(int(address, 16), opcode, operands) for address, opcode, operands in lines]
-        branches = [(at, re.search(r"0x(\w+)\s*$", operands)) for at, opcode, operands in code if opcode == "BRA"]
+        lines = re.findall(r"^\s+/\*(\w+)\*/\s+(?:@!?U?P\w+ )?([A-Z].*?)\s*;", function, re.MULTILINE)
+        code = [(int(address, 16), line) for address, line in lines]
+        branches = [(at, re.search(r"0x(\w+)$", line)) for at, line in code if re.match(r"BRA\b", line)]
         loops = [(start, at) for at, to in branches if to and (start := int(to[1], 16)) < at]
-        local = [(at, f"{opcode}{operands}") for at, opcode, operands in code if opcode in ("LDL", "STL")]
         ends = (code[0][0], code[-1][0]) if code else (0, 0)
-        for matrix in {at for at, opcode, _ in code if opcode == instruction.split(".")[0]}:
+        innermost = set()
+        for matrix in (at for at, line in code if re.match(rf"{instruction.split('.')[0]}\b", line)):
             around = [(start, end) for start, end in loops if start <= matrix <= end]
-            start, end = min(around, key=lambda loop: loop[1] - loop[0], default=ends)
-            found += [text for at, text in local if start <= at <= end]
-    return sorted(set(found))
+            innermost.add(min(around, key=lambda loop: loop[1] - loop[0], default=ends))
+        found += [[line for at, line in code if start <= at <= end] for start, end in sorted(innermost)]
+    return found
 
 
 def _cubin(code: bytes) -> bytes:

@@ -15,6 +15,7 @@ import os
 import sys
 import types
 from collections.abc import Sequence
+from typing import ClassVar
 from unittest.mock import MagicMock
 
 
@@ -23,10 +24,15 @@ def install(folders: Sequence[str]) -> None:
     sys.path[:0] = folders
     import transformers  # noqa: F401
 
-    sys.meta_path.append(_Mocks(os.path.abspath(folders[0])))
+    sys.meta_path.append(Mocks(os.path.abspath(folders[0]), {"sglang"}))
 
 
-class _Mock(types.ModuleType):
+class Mock(types.ModuleType):
+    """A module that has every name."""
+
+    models: ClassVar[set[str]] = {"xgrammar"}
+    """Packages whose names are types of fields of pydantic models."""
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__: list[str] = []
@@ -36,7 +42,7 @@ class _Mock(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         value: object = MagicMock(name=f"{self.__name__}.{name}")
-        if self.__name__.startswith("xgrammar"):  # a field of a pydantic model
+        if self.__name__.partition(".")[0] in self.models:
             from pydantic import BaseModel
 
             value = type(name, (BaseModel,), {})
@@ -44,25 +50,27 @@ class _Mock(types.ModuleType):
         return value
 
 
-class _Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds what a file below ``folder`` imports and nothing else has found."""
+class Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what a file below ``folder`` imports and nothing else has found, but for the standard library and packages
+    in ``own``, of which it finds the modules ``mocked``."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, own: set[str], mocked: set[str] | None = None) -> None:
+        self.folder, self.mocked = folder, mocked or set()
+        self.own = {"w4gemm", "torch", *own, *sys.stdlib_module_names}
 
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] in ("sglang", "w4gemm", "torch"):
+        if name.partition(".")[0] in self.own and name not in self.mocked:
             return None
         frame = sys._getframe(1)
         while "importlib" in frame.f_code.co_filename and frame.f_back is not None:
             frame = frame.f_back
         inside = frame.f_code.co_filename.startswith(self.folder)
-        if not inside and not isinstance(sys.modules.get(name.rpartition(".")[0]), _Mock):
+        if not inside and not isinstance(sys.modules.get(name.rpartition(".")[0]), Mock):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Mock(spec.name)
+        return Mock(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass

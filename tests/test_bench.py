@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
 sys.path.insert(0, str(ROOT))
 
-from bench import fit, report, support, sweep, tune  # noqa: E402
+from bench import fit, pages, report, support, sweep, tune  # noqa: E402
+from bench.drawn import page as unknown_page  # noqa: E402
 from bench.peers import PEERS, peers_named  # noqa: E402
 from bench.shapes import (  # noqa: E402
     EXPERTS,
@@ -68,17 +69,17 @@ def test_peers_say_why_they_cannot_run(peer):
 
 
 def test_roofline_is_bytes_then_operations():
-    layer = report.Layer(8192, 8192)
-    assert report.W4A16.roofline_us((layer, 1)) == pytest.approx(7.7, abs=0.1)
-    assert report.W4A16.roofline_us((layer, 4096)) == pytest.approx(695.9, abs=0.5)
-    assert report.W4A8.roofline_us((layer, 4096)) == pytest.approx(354.7, abs=0.5)
+    layer = pages.Layer(8192, 8192)
+    assert pages.W4A16.roofline_us((layer, 1)) == pytest.approx(7.7, abs=0.1)
+    assert pages.W4A16.roofline_us((layer, 4096)) == pytest.approx(695.9, abs=0.5)
+    assert pages.W4A8.roofline_us((layer, 4096)) == pytest.approx(354.7, abs=0.5)
 
 
 def test_the_roofline_of_experts_counts_those_that_have_tokens():
-    alike, hot = (report.Layer(4096, 7168, 32, routing) for routing in ("balanced", "hot"))
-    assert report.GROUPED_W4A8.roofline_us((alike, 1)) == pytest.approx(106.1, rel=0.02)
-    assert report.GROUPED_W4A8.roofline_us((alike, 1024)) == pytest.approx(1241.4, abs=0.5)
-    assert report.GROUPED_W4A8.roofline_us((hot, 1)) < 4 < report.GROUPED_W4A16.roofline_us((alike, 1))
+    alike, hot = (pages.Layer(4096, 7168, 32, routing) for routing in ("balanced", "hot"))
+    assert pages.GROUPED_W4A8.roofline_us((alike, 1)) == pytest.approx(106.1, rel=0.02)
+    assert pages.GROUPED_W4A8.roofline_us((alike, 1024)) == pytest.approx(1241.4, abs=0.5)
+    assert pages.GROUPED_W4A8.roofline_us((hot, 1)) < 4 < pages.GROUPED_W4A16.roofline_us((alike, 1))
     assert (str(alike), str(hot)) == ("32x4096x7168", "32x4096x7168 hot")
 
 
@@ -106,16 +107,19 @@ def tables(markdown: str) -> list[list[list[str]]]:
 @pytest.mark.parametrize(
     "file, work",
     [
-        ("times.jsonl", report.W4A16),
-        ("w4a8.jsonl", report.W4A8),
-        ("sm80.jsonl", report.SM80),
-        ("grouped.jsonl", report.GROUPED_W4A16),
-        ("grouped.jsonl", report.GROUPED_W4A8),
+        ("times.jsonl", pages.W4A16),
+        ("w4a8.jsonl", pages.W4A8),
+        ("sm80.jsonl", pages.SM80),
+        ("grouped.jsonl", pages.GROUPED_W4A16),
+        ("grouped.jsonl", pages.GROUPED_W4A8),
+        ("fp4.jsonl", pages.MXFP4),
+        ("fp4.jsonl", pages.NVFP4),
+        ("fp4.jsonl", pages.MXFP4_W4A8),
     ],
-    ids=["w4a16", "w4a8", "sm80", "grouped_w4a16", "grouped_w4a8"],
+    ids=["w4a16", "w4a8", "sm80", "grouped_w4a16", "grouped_w4a8", "mxfp4", "nvfp4", "mxfp4_w4a8"],
 )
 def test_the_stored_run_is_whole_and_its_page_has_its_numbers(file, work):
-    (rows,) = [rows for rows in report.last_of_each_work(RESULTS / file) if report.page_of(rows) is work]
+    (rows,) = [rows for rows in report.last_of_each_work(RESULTS / file) if pages.page_of(rows) is work]
     assert all(row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
     # Humming's W4A8 quantizes x within the call
     quantizes = [(row["impl"], row["dtype"]) == ("humming", "float8_e4m3fn") for row in rows]
@@ -140,6 +144,12 @@ def test_every_stored_row_can_be_read():
         if path.name.startswith("configs"):
             assert all(row["us"] > 0 and row["n"] > 0 and row["k"] > 0 and row["m"] > 0 for row in rows), path.name
             assert {str(WeightFormat.parse(row["format"])) for row in rows} == {row["format"] for row in rows}
+        elif path.name.startswith("unknown"):
+            rows = unknown_page.read(path)
+            assert all({"kind", "gpu", "commit", "dirty", "us_p50"} <= row.keys() for row in rows), path.name
+            assert unknown_page.paths(path)[0].read_text() == unknown_page.text(rows, path), (
+                "run python -m bench.report"
+            )
         elif path.name != "grouped_configs.jsonl":
             assert all({"kind", "gpu", "commit", "dirty"} <= row.keys() for row in rows), path.name
 
@@ -285,7 +295,7 @@ def test_the_readme_has_the_pages_means():
         for column, title in enumerate(head):
             if page := re.search(r"\]\(docs/(benchmarks[\w-]*)\.md\)", title):
                 found[page[1]] = [(row[0], row[column]) for row in rows]
-    works = report.W4A16, report.W4A8, report.GROUPED_W4A16, report.GROUPED_W4A8
+    works = pages.W4A16, pages.W4A8, pages.MXFP4, pages.NVFP4, pages.GROUPED_W4A16, pages.GROUPED_W4A8
     assert found.keys() == {work.name for work in works}
     for page, means in found.items():
         _, *rows = tables((ROOT / f"docs/{page}.md").read_text())[0]

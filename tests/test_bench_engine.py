@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -18,21 +19,29 @@ sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
 from bench.engine import agreement, launch, layer, page, preload, profile, rows, serve, worker  # noqa: E402
-from bench.engine.checkpoint import Packing, tensors_of, write  # noqa: E402
+from bench.engine.checkpoint import tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
 from bench.engine.offline import Result, Task  # noqa: E402
+from bench.engine.packing import Packing  # noqa: E402
 
 from tiny_model import write_gguf  # noqa: E402
 from w4gemm import W4Experts  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder  # noqa: E402
+from w4gemm.integrations.vllm.models import read_model  # noqa: E402
 
 CHECKPOINTS = [
     ("llama-3-8b", "gptq-int4-g128"),
     ("qwen2.5-32b", "awq-int4-g128"),
     ("qwen3-30b-a3b", "ct-int4-g128-fp8"),
     ("deepseek-v3-5-layers", "ct-int4-g32"),
+    ("llama-3-8b", "gptq-int4-g64-act"),
+    ("llama-3-8b", "gptq-int4-g128-head"),
+    ("mixtral-8x7b", "gptq-int4-g128"),
+    ("qwen2.5-32b", "ct-nvfp4"),
+    ("llama-3-8b", "ct-mxfp4"),
+    ("qwen3-30b-a3b", "modelopt-nvfp4"),
 ]
 
 
@@ -45,12 +54,26 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
     size = write(model, packing, tmp_path)
     assert size == sum(t.nbytes for t in tensors_of(model, packing))
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.modules
+    assert ("lm_head" in checkpoint.modules) == (packing.option == "head") and checkpoint.modules
+    wanted = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
+    if format in wanted:  # as the plugin packs it
+        assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {wanted[format]}
     for module_name, module in checkpoint.modules.items():
-        assert (module.format.group_size, module.activations) == (packing.group_size, "fp8" if packing.fp8 else None)
-        gain = 0.5 if module_name.endswith(("o_proj", "down_proj")) else 1.0
+        activations = "fp8" if packing.option == "fp8" else None
+        assert (module.format.group_size, module.activations) == (packing.group_size, activations)
+        gain = 4.0 if module_name == "lm_head" else 0.5 if module_name.endswith(("o_proj", "down_proj", "w2")) else 1.0
         w = checkpoint.weight(module_name).dequantize()
-        assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.1), module_name
+        assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.4 if "mxfp4" in format else 0.1), module_name
+
+
+def test_fused_modules_have_their_columns_in_one_order(tmp_path):
+    """An engine keeps one g_idx of q, k and v."""
+    write(tiny(model_named("llama-3-8b")), Packing.parse("gptq-int4-g64-act"), tmp_path)
+    stored = SafetensorsFolder(tmp_path)
+    orders = [stored.tensor(f"model.layers.1.self_attn.{name}_proj.g_idx") for name in "qkv"]
+    assert all(torch.equal(order, orders[0]) for order in orders)
+    assert not torch.equal(orders[0], orders[0].sort().values)
+    assert orders[0].bincount().tolist() == [64] * 4
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-32b", "qwen3-30b-a3b", "deepseek-v3-5-layers", "gpt-oss-20b"])
@@ -83,6 +106,7 @@ def test_gpt_oss_experts_have_the_published_shapes():
         ("llama-3-70b", "gptq-int4-g128", 39.8),
         ("qwen2.5-32b", "awq-int4-g128", 19.3),
         ("qwen3-30b-a3b", "gptq-int4-g128", 16.9),
+        ("mixtral-8x7b", "gptq-int4-g128", 24.7),
         ("gpt-oss-20b", "mxfp4", 13.8),
     ],
 )
@@ -112,6 +136,9 @@ def test_bad_models_and_formats_are_named():
         program.main(["--model", "llama-3-8b", "--format", "mxfp4"])
     pairs = program.formats_of(model_named("gpt-oss-20b"), [Packing.parse("gptq-int4-g128"), Packing.parse("mxfp4")])
     assert [str(packing) for _, packing in pairs] == ["mxfp4"]
+    args = program.parser().parse_args(["--layers", "2"])
+    own = program.pairs_of("mixtral-8x7b=ct-int4-g128-fp8", [Packing.parse("bf16")], args)
+    assert [(model.name, str(packing)) for model, packing in own] == [("mixtral-8x7b-2-layers", "ct-int4-g128-fp8")]
     assert cut(model_named("gpt-oss-20b"), 3).config["layer_types"] == [
         "sliding_attention",
         "full_attention",
@@ -535,3 +562,26 @@ def test_divergence_is_that_of_the_likeliest_and_of_all_others():
     found = agreement.compare([other], [reading])
     assert (found["top1"], found["equal_prefix"], found["positions"]) == (0.5, 2.0, 2)
     assert found["kl_max"] == pytest.approx(0.25 * math.log(2), abs=1e-5)
+
+
+def test_agreement_of_a_checkpoint_is_rows(tmp_path, monkeypatch):
+    """Each format's matrices are read first, then its 4-bit folder with each implementation."""
+    pytest.importorskip("gguf")
+    read: list[str] = []
+
+    def run_offline(task, variables, log, seconds, preloaded):
+        folder = Path(task.engine["model"])
+        read.append(f"{folder.name} {variables['W4GEMM_VLLM']}")
+        assert (folder / "model.safetensors").exists() and preloaded is None and task.texts == ([5, 6, 7],)
+        after = [{"1": math.log(0.5), "2": math.log(0.25)}] * 2
+        return Result("0.26.0", 1.0, {"linear": {MACHETE: 14}}, read=[{"after": after, "answer": [1, 2]}])
+
+    monkeypatch.setattr(agreement, "run_offline", run_offline)
+    monkeypatch.setattr(agreement, "preloaded_vllm", lambda *unused: contextlib.nullcontext())
+    monkeypatch.setattr(agreement, "tokens_of", lambda folder: ([5, 6, 7],))
+    source, out = write_gguf(tmp_path / "model.gguf", tied=False), tmp_path / "rows.jsonl"
+    options = ["--format", "awq-int4-g32", "--impl", "machete", "w4gemm", "--work", str(tmp_path / "w")]
+    agreement.main([*options, "--checkpoint", str(source), "--out", str(out)])
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]  # w4gemm got other kernels: no row
+    assert read == ["awq-int4-g32-matrices off", "awq-int4-g32 off", "awq-int4-g32 on"]
+    assert (row["phase"], row["impl"], row["kl_max"], row["top1"]) == ("agreement", "machete", 0.0, 1.0)

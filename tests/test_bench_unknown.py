@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import unknown  # noqa: E402
 from bench.drawn import page, points, warm  # noqa: E402
+from bench.peers import base  # noqa: E402
 from bench.peers.base import Prepared  # noqa: E402
 
 import w4gemm  # noqa: E402
@@ -136,7 +137,7 @@ class Same(Ours):
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(unknown, "random_weight", lambda n, k, format, dtypes: random_weight(format, n, k))
     monkeypatch.setattr(unknown, "time_graphs", time_calls)
-    monkeypatch.setattr(unknown, "_MOST_COPIES", 3)
+    monkeypatch.setattr(base, "_MOST_COPIES", 3)
 
 
 def test_rows_of_a_point_have_every_right_implementation_and_the_fastest_config(on_the_cpu):
@@ -195,7 +196,7 @@ def test_points_that_a_file_has_are_not_measured_again(tmp_path):
 def test_the_page_gives_ratios_regret_and_the_worst_points():
     rows = [row("w4gemm", 10.0, configs=24, best_config="b", best_config_us=8.0), row("humming", 20.0)]
     rows += [row("cublas", 15.0), row("w4gemm", 10.0, m=600), row("cublas", 9.0, m=600)]
-    found = page.text(rows, "unknown.jsonl")
+    found = page.text(rows, Path("unknown.jsonl"))
     assert "| 1 to 16 | 1 | 1.50 | 1.50 | 0% | 0% | 1.250 | 1.25 |" in found
     assert "| 334 to 8192 | 1 | 0.90 | 0.90 | 100% | 100% | - | - |" in found
     assert "| 512x1024, m 600 | 0.90 | 10.0 | a | cublas 9.0 |" in found
@@ -208,7 +209,7 @@ def test_times_of_two_runs_are_not_compared():
     rows += [row("w4gemm", 8.0, run="r2", best_config="b", best_config_us=4.0), row("cublas", 8.8, run="r2")]
     (point,) = page.points_of(rows)
     assert point.ratio == pytest.approx(1.5) and point.regret == pytest.approx(2.0)
-    assert "1 beside cublas, humming" in page.text(rows, "unknown.jsonl")
+    assert "1 beside cublas, humming" in page.text(rows, Path("unknown.jsonl"))
 
 
 def test_cublas_is_no_peer_of_w4a8():

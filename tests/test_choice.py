@@ -18,7 +18,7 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
-from w4gemm.kernels import KERNELS, kernel_named, requirements
+from w4gemm.kernels import KERNELS, kernel_named, requirements, workspace
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.row_combine.spec import RowCombine
@@ -35,7 +35,7 @@ FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="mma8")
     ("change", "error", "message"),
     [
         ({"m": -5}, ValueError, "m: wanted an int from 1 on, got -5"),
-        ({"m": 5.5}, ValueError, "m: wanted an int from 1 on, got 5.5"),
+        ({"m": 5.5}, TypeError, "m: wanted an int from 1 on, got 5.5"),
         ({"k": 0}, ValueError, "k: wanted an int from 1 on, got 0"),
         ({"dtype": "bfloat16"}, TypeError, "dtype: wanted a torch.dtype, got str 'bfloat16'"),
         ({"format": "int4_g128"}, TypeError, "format: wanted a WeightFormat, got 'int4_g128'"),
@@ -214,13 +214,16 @@ def test_fp8_without_e4m3():
 def test_dequantize_gemm_keeps_to_its_workspace(monkeypatch):
     kernel, problem = kernel_named("dequantize_gemm"), replace(H200_PROBLEM, m=16384, n=57344, k=8192)
     sizes = [kernel.workspace_bytes(problem, c) for c in kernel.configs(problem)]
-    assert len(sizes) > 1 and max(sizes) <= (256 << 20) + 2048
+    assert len(sizes) > 1 and max(sizes) <= (256 << 20) + workspace.FLAG_BYTES
     monkeypatch.setenv("W4GEMM_WORKSPACE_MIB", "1000")
     assert [kernel.workspace_bytes(problem, c) for c in kernel.configs(problem)][: len(sizes)] == sizes
     assert kernel.configs(problem)[-1].tile_n > problem.n / 2
     monkeypatch.setenv("W4GEMM_WORKSPACE_MIB", "0")
     reason = kernel.supports(problem).reason
     assert "needs 33 MiB of workspace, W4GEMM_WORKSPACE_MIB allows 0" in reason
+    monkeypatch.setenv("W4GEMM_WORKSPACE_MIB", "9" * 5000)  # more digits than Python makes an int of
+    with pytest.raises(ValueError, match="W4GEMM_WORKSPACE_MIB: wanted a number of MiB from 0"):
+        kernel.supports(problem)
     monkeypatch.setenv("W4GEMM_WORKSPACE_MIB", "lots")
     with pytest.raises(ValueError, match="W4GEMM_WORKSPACE_MIB: wanted a number of MiB from 0, got 'lots'"):
         kernel.supports(problem)

@@ -24,6 +24,7 @@ from w4gemm.packing.codecs import (
     codec_for,
     refusal,
 )
+from w4gemm.packing.codecs.pairs import ROW_BYTES, TABLE_BYTES, Pairs
 from w4gemm.packing.layouts import layout_named
 
 SQUARES = Element("squares", tuple(float(v * abs(v)) for v in (0, 1, 2, 3, 4, 5, 6, -1, -2, -3, -4, -5, -6, -7, 7, 8)))
@@ -134,7 +135,7 @@ def test_codebook_decoder(monkeypatch, kind, dtype, name):
     found, element = _decoder(monkeypatch, kind, BOOKS[name]), element_named(BOOKS[name])
     unit = 64 if (name, kind) == ("iq4", "bf16") else 1
     for registers, codes in _words(BOOKS[name]):
-        got = found.decode_exact(registers, found.offsets(()))
+        got = found.decode_exact(registers, found.offsets((), 0))
         numbers = element.numbers(codes, dtype).permute(1, 2, 0).reshape(4, 2)
         assert torch.equal(_halves(got, dtype) * unit, numbers)
 
@@ -149,7 +150,44 @@ def test_integers_as_subnormals(monkeypatch):
         assert torch.equal(singles.double() * 2.0**133 - 128, numbers)
 
 
-def _decoder(monkeypatch, kind: str, element: str):
+@pytest.mark.parametrize("pairs", Pairs, ids=lambda pairs: pairs.value)
+@pytest.mark.parametrize("name", BOOKS)
+@pytest.mark.parametrize("kind, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
+    """A table of pairs: each lane finds every number in its copy, and no two lanes of a load want the same bank."""
+    decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
+    found, element = _decoder(monkeypatch, kind, BOOKS[name], pairs), element_named(BOOKS[name])
+    words = 1 if pairs is Pairs.HALVES else 2
+    memory = {}
+    for index in range(64):
+        for byte, both in enumerate(found.rows(index)):
+            row = 4096 + (4 * index + byte) * ROW_BYTES
+            memory |= {row + 4 * lane: int(both[lane % 2]) & 0xFFFFFFFF for lane in range(32)}
+    assert sorted(memory) == list(range(4096, 4096 + TABLE_BYTES, 4))
+    loaded = []
+
+    def load_shared(address, count, constant):
+        assert constant and address % (4 * count) == 0
+        loaded.append(address)
+        return [memory[address + 4 * i] for i in range(count)]
+
+    monkeypatch.setattr(decode_pairs, "load_shared", load_shared)
+    for i, (word, codes) in enumerate(_words(BOOKS[name])):
+        table = decode_pairs.own_pairs(4096, i % 32, pairs)
+        numbers = element.numbers(codes, dtype).permute(1, 2, 0).reshape(4, 2)
+        if pairs is Pairs.HALVES:
+            got = _halves(found.decode_exact(word, found.offsets((), table)), dtype)
+        else:
+            bits = torch.tensor([_signed(n) for n in found.floats(word, table)], dtype=torch.int32)
+            got = bits.view(torch.float32).view(4, 2)
+        assert torch.equal(got.float(), numbers.float())
+    banks = [{(decode_pairs.own_pairs(0, lane, pairs) // 4 + i) % 32 for i in range(words)} for lane in range(32)]
+    for first in range(0, 32, 32 // words):  # lanes that are served together
+        assert set().union(*banks[first : first + 32 // words]) == set(range(32))
+    assert {address % ROW_BYTES for address in loaded} == set(range(0, ROW_BYTES, 4 * words))
+
+
+def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None):
     """A decoder of which arithmetic is run here, as far as it is integers' and the fma and sum of constants."""
     decode_codebook = pytest.importorskip("w4gemm.kernels.device.decode_codebook")
     decode = pytest.importorskip("w4gemm.kernels.device.decode")
@@ -164,12 +202,19 @@ def _decoder(monkeypatch, kind: str, element: str):
 
     monkeypatch.setattr(decode, "asm", arithmetic)
     monkeypatch.setattr(decode_codebook, "asm", arithmetic)
-    monkeypatch.setattr(decode_codebook, "hidden_constant", lambda word, keep: word)
+    monkeypatch.setattr(decode_codebook, "hidden_constant", lambda word: word)
     monkeypatch.setattr(decode_codebook, "to_float", lambda kind, word: _signed(word))
     monkeypatch.setattr(decode_codebook, "Int32", int, raising=False)
     monkeypatch.setattr(decode, "Int32", int)
     weight = WeightOperand.of(WeightFormat(32, element=element), dtype)
-    return pytest.importorskip("w4gemm.kernels.device.decoders").decoder_of(weight, allow_sum_scale=True)
+    decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
+    monkeypatch.setattr(decode_pairs, "asm", arithmetic)
+    monkeypatch.setattr(decode_pairs, "to_float", lambda kind, word: word)
+    monkeypatch.setattr(decode_pairs, "float_word", lambda number: int(number.view(torch.int32)))
+    monkeypatch.setattr(
+        decode_pairs, "half_to_float", lambda kind, word, high: _halves([word], dtype)[0, int(high)].float()
+    )
+    return pytest.importorskip("w4gemm.kernels.device.decoders").decoder_of(weight, allow_sum_scale=True, pairs=pairs)
 
 
 def _words(element: str):

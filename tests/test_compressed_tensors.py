@@ -104,6 +104,45 @@ def test_w4afp8_quantizes_activations(tmp_path: Path, packed: bool) -> None:
         assert model(ids).logits.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("activations", "wanted"),
+    [
+        (FP8 | {"dynamic": False, "strategy": "tensor"}, "fp8"),
+        (FP8 | {"strategy": "group", "group_size": 128}, "fp8"),
+        (FP8 | {"type": "int"}, None),
+        (FP8 | {"type": "int", "num_bits": 4}, None),
+    ],
+    ids=["static", "groups", "int8", "int4"],
+)
+def test_activations_of_other_kinds(tmp_path: Path, activations: dict[str, Any], wanted: str | None) -> None:
+    """Activations in e4m3 get a scale for each token, all others stay in 16 bits. A cache's scales are not used."""
+    weights = write_model(
+        tmp_path, config(packing="int-quantized", input_activations=activations), writer(packed=False)
+    )
+    scales = {f"{DOWN}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    change(tmp_path, lambda t: t.update(scales))
+    checkpoint = open_checkpoint(tmp_path)
+    w = checkpoint.weight(DOWN)
+    assert checkpoint.modules[DOWN].activations == w.activations == wanted
+    assert torch.equal(w.dequantize(), weights[DOWN])
+    load(tmp_path)
+
+
+def test_exponents_of_older_mxfp4(tmp_path: Path) -> None:
+    """compressed-tensors 0.13.0 stored floor(log2(scale)) + 125."""
+    codes, exponents = torch.randint(0, 16, (8, 64)), torch.randint(-9, 2, (8, 2))
+    stored = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
+    stored["weight_scale"] = (exponents + 125).to(torch.uint8)
+    save_file({f"linear.{leaf}": t for leaf, t in stored.items()}, tmp_path / "model.safetensors")
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * (1 - codes // 8 * 2)
+    wanted = numbers * (2.0**exponents).repeat_interleave(32, 1)
+    for version, factor in (("0.12.3.a20251114", 1), ("0.13.0", 1), ("0.14.0", 1 / 4), (None, 1 / 4)):
+        settings = config(weights, "mxfp4-pack-quantized") | {"version": version}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+        assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted * factor), version
+
+
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("group_size", [32, 128, None])
 @pytest.mark.parametrize("packing", ["pack-quantized", "int-quantized"])
@@ -201,18 +240,14 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
         (config({"num_bits": 3}), "its weight has 3 bits, wanted 4"),
         (config({"num_bits": 8}), "its weight has 8 bits, wanted 4"),
         (config({"strategy": "tensor"}), "int with a scale for each tensor, wanted int with a scale for each group or"),
-        (config({"group_size": 64}), r"weight_scale has shape \(\d+, \d\), wanted \(\d+, \d\)"),
+        (config({"group_size": 64}), "groups of 64 do not divide its 96 input features"),
         (config(packing="nvfp4-pack-quantized"), "its weight is of type 'int', wanted 'float'"),
         (config(packing="mxfp4-pack-quantized"), "its weight is of type 'int', wanted 'float'"),
         (config(packing="int-quantized"), "there is no weight beside its"),
         (config({"symmetric": False}), "there is no weight_zero_point beside its"),
         (config(ignore=("re:.*mlp",)), "config.json ignores it, but it has quantized tensors"),
         (config(targets=["re:.*q_proj"]), "no config group has it among its targets"),
-        (
-            config(input_activations=FP8 | {"type": "int"}),
-            "its activations are 8-bit int, dynamic, .*wanted 8-bit float",
-        ),
-        (config(input_activations=FP8 | {"dynamic": False}), "its activations are 8-bit float, static"),
+        (config(input_activations=FP8 | {"num_bits": 16}), "its activations are 16-bit float; wanted none, or int or"),
         (config() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config rotates activations"),
         (
             config() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -251,7 +286,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
         f"{DOWN}: config.json says that it is symmetric, but its zero points are 9 to 9",
         lambda t: t.update({f"{DOWN}.weight_zero_point": ones}),
     )
-    refused("no place for .*down_proj.input_scale", lambda t: t.update({f"{DOWN}.input_scale": torch.ones(1)}))
+    refused("no place for .*down_proj.output_scale", lambda t: t.update({f"{DOWN}.output_scale": torch.ones(1)}))
 
 
 def test_numbers_out_of_range(tmp_path: Path) -> None:

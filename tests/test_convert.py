@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
@@ -16,6 +17,7 @@ pytest.importorskip("gguf")
 import test_awq
 import test_compressed_tensors
 import test_gptq
+from fuzz import samples
 from quantized_model import Writer, write_model
 from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, quantize
@@ -185,3 +187,13 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (module["n"], module["k"], module["bytes"]) == (96, 64, 96 * 32 + 96 * 2 * 3)
     assert all(run.startswith("cpu_mixed_gemm") for run in module["runs"].values())
     assert facts["dense"]["model.norm.weight"] == {"shape": [64], "stored": "F32"}
+
+
+def test_an_error_names_file_and_module_once(tmp_path: Path) -> None:
+    folder = samples._gptq(tmp_path / "in")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.a.g_idx"][3] = 33
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(FormatError, match="model.a: g_idx: wanted groups 0..1") as error:
+        main(["--traceback", "convert", str(folder), str(tmp_path / "out")])
+    assert str(error.value).count(str(folder)) == str(error.value).count("model.a") == 1

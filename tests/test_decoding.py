@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,10 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation import GenerationMixin
 
-from w4gemm import W4Linear, WeightFormat
+from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, WeightFormat
+from w4gemm.checkpoints.gates import activation_of
 from w4gemm.choice import plan_cache
 from w4gemm.core.problem import H200, Device
-from w4gemm.integrations.generation import plan_keys
 from w4gemm.integrations.transformers import decoding, quantize_layers
 from w4gemm.integrations.transformers.decode_step import DecodeStep
 from w4gemm.integrations.transformers.decoding import decode_by_graph
@@ -30,7 +31,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 64},
     "mistral": {"sliding_window": 8},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 8},
 }
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
 PADDED = torch.tensor([[0] * 4 + [1] * 7, [1] * 11, [0] + [1] * 10])
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -46,7 +51,20 @@ def tiny(architecture: str, device: str = "cpu", dtype: torch.dtype = torch.floa
         if p.dim() == 1:
             p.data.uniform_(0.5, 1.5)  # norms and biases that are not 1 and 0
     model.generation_config.pad_token_id = 0
+    for name, module in list(model.named_modules()) if quantized else ():
+        if hasattr(module, "_apply_gate"):
+            model.set_submodule(name, in_4_bits(module))
     return (quantize_layers(model, "int4_g32") if quantized else model).to(device, dtype)
+
+
+def in_4_bits(experts: Any) -> W4Experts:
+    """The experts of a model with random weights, of which each token's choice makes a difference, and its biases."""
+    products = []
+    for name in ("gate_up_proj", "down_proj"):
+        count, n, k = (getattr(experts, name).mT if hasattr(experts, "alpha") else getattr(experts, name)).shape
+        stack = QuantizedWeight.stack([random_weight(WeightFormat(32), n, k, seed) for seed in range(count)])
+        products.append(W4GroupedLinear.from_weight(stack, getattr(experts, f"{name}_bias", None)))
+    return W4Experts(*products, activation=activation_of(experts))
 
 
 @pytest.fixture
@@ -151,9 +169,9 @@ def test_a_model_that_changed_gets_a_new_step(on_cpus: None) -> None:
 def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: bool, device: str) -> None:
     model = tiny(architecture, device, torch.float32 if device == "cpu" else torch.bfloat16)
     bits = {name: m.weight.dequantize() for name, m in model.named_modules() if isinstance(m, W4Linear)}
-    fusion = Fusion.of(model)
-    assert (len(fusion.attentions), len(fusion.mlps)) == (2, 2)
-    assert len(fusion.norms) == (9 if architecture == "qwen3" else 5)
+    fusion, mixture = Fusion.of(model), architecture in MIXTURES
+    assert (len(fusion.attentions), len(fusion.mlps), len(fusion.last)) == ((2, 0, 2) if mixture else (2, 2, 4))
+    assert len(fusion.norms) == (9 if architecture.startswith("qwen3") else 5)
     for name, weight in bits.items():
         assert torch.equal(model.get_submodule(name).weight.dequantize(), weight)
     forwards = {m: m.forward for m in model.modules()}
@@ -168,6 +186,16 @@ def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: b
         assert step.fused_error < (1e-5 if device == "cpu" else 0.03)
         logits = run(model)
     assert {m: m.forward for m in model.modules()} == forwards
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_mixtures_of_experts_decode_step_by_step(architecture: str, on_cpus: None) -> None:
+    model = tiny(architecture)
+    ids = ids_of(model)
+    options: dict[str, Any] = {"attention_mask": PADDED, "max_new_tokens": 6, "do_sample": False}
+    theirs = model.generate(ids, disable_compile=True, **options)
+    assert torch.equal(decode_by_graph(model).generate(ids, **options), theirs)
+    assert decoding._steps[model].step is not None
 
 
 @torch.inference_mode()
@@ -202,21 +230,21 @@ def test_adapters_may_be_switched_off(on_cpus: None) -> None:
     assert not torch.equal(plain, found)
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "gpt_oss"])
 @torch.inference_mode()
-def test_everything_that_is_launched_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_is_launched_is_known_beforehand(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first call compiles one kernel after the other."""
-    model = tiny("qwen2")
+    model = tiny(architecture)
     step = DecodeStep(model, 3, 256, False, Fusion.of(model))
-    assert step.fusion is not None
-    known = {*plan_keys(model, 33, torch.float32), *plan_keys(model, 3, torch.float32)}
-    known |= set(step.fusion.plan_keys(3, torch.float32))
+    known = set(decoding.launched(model, step, 33)[0])
     plan_cache.forget()
     step.prefill(model, ids_of(model), None)
     assert step.choose(model).__name__ == "_run_fused"
     assert set(plan_cache._plans) == known
     monkeypatch.setattr(Device, "of", lambda _: H200)
-    names = {unit.name for unit in step.fusion.units(model.bfloat16(), 3, 256)}
-    assert names == {"rms_norm", "gate_halves", "step_attention"}
+    names = {unit.name for unit in decoding.launched(model.bfloat16(), step, 33)[1]}
+    others = {"gate_halves"} if architecture == "qwen2" else {"expert_route", "row_combine"}
+    assert names == {"rms_norm", "step_attention"} | others
 
 
 @torch.inference_mode()
@@ -267,3 +295,24 @@ def test_rows_are_joined_bit_for_bit_and_share_memory() -> None:
         joined([weights[0].repack("cpu")] * 2)
     with pytest.raises(ValueError, match="wanted the same format"):
         joined([weights[0], random_weight(WeightFormat(64), 64, 128)])
+
+
+def test_a_model_decodes_on_its_own_gpu(on_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph captured while another GPU is the current one would be empty, and its replays leave the logits as they
+    were."""
+    inside: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def recorded(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.append(torch.device("meta"))
+
+    ran = decoding.sample_by_step
+    monkeypatch.setattr(decoding, "on_device", recorded)
+    monkeypatch.setattr(
+        decoding, "sample_by_step", lambda *given: (inside.append(torch.device("cuda")), ran(*given))[1]
+    )
+    model = decode_by_graph(tiny("llama", quantized=False))
+    model.generate(ids_of(model), max_new_tokens=2)
+    assert [d.type for d in inside] == [model.device.type, "cuda", "meta"]

@@ -234,7 +234,7 @@ def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path)
                     if "0.mlp.up" in k or "0.mlp.gate" in k
                 }
             ),
-            "no place for the experts model.layers.0.mlp.experts.gate_up_proj",
+            "no place for model.layers.0.mlp.experts.gate_up_proj in the model of its config",
         ),
     ],
     ids=["shape", "bias", "part", "experts"],

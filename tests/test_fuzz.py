@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuzz import calls, cases, formulas, run
+import w4gemm
+from fuzz import calls, cases, formulas, helpers, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,3 +86,56 @@ def test_faults_are_found(monkeypatch, name, fault):
         if str(verdict):
             return
     pytest.fail("not found")
+
+
+def faults_of_helpers():
+    """A name that the fuzzer of the helper kernels calls, and a fault in what it returns."""
+
+    def one_number(t):
+        t = t.clone()
+        t.view(-1)[-1] += 1 + t.abs().amax()
+        return t
+
+    norm, gates, attend = helpers.rms_norm, helpers.gate_halves, helpers.step_attention
+    route, combine, quantize = w4gemm.route, w4gemm.combine, w4gemm.quantize_activations
+
+    def half_the_epsilon(x, weight, eps):
+        return norm(x, weight, eps / 2)
+
+    def halves_changed(x, activation):
+        return gates(x.roll(x.shape[1] // 2, 1), activation)
+
+    def a_slot_too_many(q, k, v, cos, sin, layer, cached, scale, window):
+        return attend(q, k, v, cos, sin, layer, cached, scale, window + 1)
+
+    def another_slot_written(q, k, v, cos, sin, layer, *rest):
+        layer.values[0, 0, 0] += 1
+        return attend(q, k, v, cos, sin, layer, *rest)
+
+    def last_token(*given):
+        routed = route(*given)
+        return routed._replace(tokens=routed.tokens.flip(0))
+
+    def one_sum(*given, **others):
+        return one_number(combine(*given, **others))
+
+    def scale_of_another_row(*given, **others):
+        x8, scale = quantize(*given, **others)
+        return x8, scale.roll(1, 0)
+
+    yield "rms_norm", helpers, "rms_norm", half_the_epsilon
+    yield "gate_halves", helpers, "gate_halves", halves_changed
+    yield "step_attention", helpers, "step_attention", a_slot_too_many
+    yield "step_attention", helpers, "step_attention", another_slot_written
+    yield "routing", w4gemm, "route", last_token
+    yield "routing", w4gemm, "combine", one_sum
+    yield "activation_quantize", w4gemm, "quantize_activations", scale_of_another_row
+
+
+@pytest.mark.parametrize(
+    "helper, owner, name, fault", list(faults_of_helpers()), ids=lambda f: getattr(f, "__name__", "")
+)
+def test_faults_of_helpers_are_found(monkeypatch, helper, owner, name, fault):
+    assert not any(helpers.check(helper, seed, seed, "cpu") for seed in range(12))
+    monkeypatch.setattr(owner, name, fault)
+    assert any(helpers.check(helper, seed, seed, "cpu") for seed in range(40))

@@ -15,7 +15,8 @@ gguf = pytest.importorskip("gguf")
 from w4gemm import FormatError, QuantizedWeight, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import find_checkpoint, gguf_file, open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.gguf import GGUFCheckpoint  # noqa: E402
-from w4gemm.checkpoints.gguf_file import INT4_FORMATS, Array, GGUFFile  # noqa: E402
+from w4gemm.checkpoints.gguf_file import INT4_FORMATS, GGUFFile  # noqa: E402
+from w4gemm.checkpoints.gguf_header import Array  # noqa: E402
 
 TYPES = {"Q4_0": WeightFormat(32, "none", "fp16"), "Q4_1": WeightFormat(32, "float", "fp16")}
 
@@ -100,7 +101,8 @@ def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: st
         blocks[..., :4] = rng.integers(0, 0x80, (n, 4, 4))  # 0x7f, which stands for 0, too
     file = write_blocks(tmp_path / "a.gguf", number, blocks)
     wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(n, -1), number).copy())
-    weight = file.weight("a")
+    with torch.device("meta"):  # where a tensor lands that is made without its device
+        weight = file.weight("a", device="cpu")
     assert (weight.n, weight.k, weight.format) == (n, k, INT4_FORMATS[type])
     assert torch.equal(weight.dequantize(), wanted)
     rows = torch.tensor([3, 1])

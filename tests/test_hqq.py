@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from quantized_model import Writer, assert_loads, change, write_model
+from quantized_model import Writer, assert_loads, put, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
@@ -100,12 +99,6 @@ def test_the_package_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_what_is_refused(tmp_path: Path, leaf: str, tensor: torch.Tensor | None, message: str) -> None:
     write_model(tmp_path, CONFIG, writer())
-
-    def changed(tensors: dict[str, Any]) -> None:
-        del tensors[f"{DOWN}.{leaf}"]
-        if tensor is not None:
-            tensors[f"{DOWN}.{leaf}"] = tensor
-
-    change(tmp_path, changed)
+    put(tmp_path, f"{DOWN}.{leaf}", tensor)
     with pytest.raises(FormatError, match=f"{DOWN}: .*({message})"):
         open_checkpoint(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from quantized_model import Numbers, Writer, change, configure, write_model
 from tiny_model import LAYERS
-from w4gemm import FormatError, W4Linear, WeightFormat
+from w4gemm import FormatError, W4Linear, WeightFormat, quantize_activations
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, summarize
 
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
 INT4 = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32, "exclude_modules": ["lm_head"]}
+W4A8 = INT4 | {"quant_algo": "W4A8_AWQ"}
 E2M1 = torch.tensor(WeightFormat.parse("nvfp4").element_rule.values)
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -35,19 +37,33 @@ def nvfp4(name: str, n: int, k: int) -> Any:
     return stored | {"input_scale": torch.tensor(0.5)}, weight
 
 
-def int4(smooth: tuple[str, ...] = ()) -> Writer:
+def int4(smooth: tuple[str, ...] = (), dtype: torch.dtype = torch.bfloat16, w4a8: bool = False) -> Writer:
+    """``smooth``: ends of the names of modules whose x is scaled. ModelOpt itself writes scales in float32."""
+
     def write(name: str, n: int, k: int) -> Any:
-        numbers = Numbers.random(n, k, 32, dtype=torch.bfloat16)
+        numbers = Numbers.random(n, k, 32, dtype=dtype)
         q = (torch.from_numpy(numbers.codes) - 8).to(torch.int8).view(torch.uint8) & 15  # two's complement
         stored = {"weight": q[::2] | q[1::2] << 4, "weight_scale": numbers.scales}
         if name.endswith(smooth) and smooth:
             stored["pre_quant_scale"] = torch.rand(k, generator=torch.Generator().manual_seed(k)) + 0.5
+        if w4a8:
+            stored |= {"weight_scale_2": torch.tensor(0.003), "input_scale": torch.tensor(0.01)}
+            return stored, replace(numbers, scales=numbers.scales.half()).weight
         return stored, numbers.weight
 
     return write
 
 
-@pytest.mark.parametrize(("config", "write", "format"), [(NVFP4, nvfp4, "nvfp4"), (INT4, int4(), "int4_g32")])
+@pytest.mark.parametrize(
+    ("config", "write", "format"),
+    [
+        (NVFP4, nvfp4, "nvfp4"),
+        (INT4, int4(), "int4_g32"),
+        (INT4, int4(dtype=torch.float32), "int4_g32_fp32"),
+        (W4A8, int4(dtype=torch.float32, w4a8=True), "int4_g32_fp16"),
+    ],
+    ids=["nvfp4", "int4", "int4-float32", "w4a8"],
+)
 @pytest.mark.parametrize("own_file", [False, True], ids=["config", "hf_quant_config"])
 def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: str, own_file: bool) -> None:
     wanted = write_model(tmp_path, config, write)
@@ -58,7 +74,9 @@ def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: 
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     checkpoint = open_checkpoint(tmp_path)
     for name, weight in wanted.items():
-        assert torch.equal(checkpoint.weight(name).dequantize(), weight), name
+        w = checkpoint.weight(name)
+        assert torch.equal(w.dequantize(), weight), name
+        assert w.activations == checkpoint.modules[name].activations == ("fp8" if config is W4A8 else None)
     model, _ = load(tmp_path)
     assert summarize(model).formats == {str(WeightFormat.parse(format)): 7 * LAYERS}
     ids = torch.arange(1, 8)[None]
@@ -90,12 +108,47 @@ def test_x_is_scaled_before_the_product(tmp_path: Path) -> None:
     assert torch.equal(fresh(x), down(x))
 
 
+def test_a_mix_with_fp8(tmp_path: Path) -> None:
+    """Layers in FP8 become dense, with the scale of the tensor; their scales of x and of a cache are not used."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        if "self_attn" not in name:
+            return nvfp4(name, n, k)
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n + k)).to(torch.float8_e4m3fn)
+        scales = {"weight_scale": torch.tensor(0.03), "input_scale": torch.tensor(2.0), "k_scale": torch.tensor(1.0)}
+        return {"weight": weight} | scales, weight.float() * 0.03
+
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "exclude_modules": ["lm_head"]}
+    wanted = write_model(tmp_path, config, write)
+    layers = {name: {"quant_algo": "FP8" if "self_attn" in name else "NVFP4", "group_size": 16} for name in wanted}
+    configure(tmp_path, quantized_layers=layers)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.modules.keys() == {name for name in wanted if "mlp" in name}
+    model, _ = load(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4GemmConfig(), dtype=torch.float32)
+    for name, weight in wanted.items():
+        if "self_attn" in name:
+            assert torch.equal(model.get_submodule(name).weight, weight), name
+            assert torch.equal(again.get_submodule(name).weight, weight), name
+        else:
+            assert torch.equal(checkpoint.weight(name).dequantize(), weight), name
+
+
+def test_w4a8_scales_and_then_quantizes_x(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, W4A8, int4(("down_proj",), torch.float32, w4a8=True))
+    down = load(tmp_path)[0].get_submodule(DOWN)
+    x, scale = torch.randn(3, 96), torch.rand(96, generator=torch.Generator().manual_seed(96)) + 0.5
+    x8, token_scale = quantize_activations(x * scale)
+    torch.testing.assert_close(down(x), (x8.float() * token_scale[:, None]) @ wanted[DOWN].T)
+
+
 @pytest.mark.parametrize(
     ("settings", "changed", "message"),
     [
-        ({"quant_algo": "W4A8_AWQ"}, None, "quantized by 'W4A8_AWQ'; wanted one of NVFP4,"),
+        ({"quant_algo": "FP8"}, None, "quantized by 'FP8'; wanted one of NVFP4,"),
+        ({"quant_algo": "W4A8_AWQ"}, None, "there is no weight_scale_2 beside its weight, weight_scale"),
         ({"exclude_modules": ["*down_proj"]}, None, "the config excludes it, but it has quantized tensors"),
-        ({"group_size": 64}, None, "weight_scale has shape"),
+        ({"group_size": 64}, None, "groups of 64 do not divide its 96 input features"),
         ({}, {f"{DOWN}.weight_scale_2": torch.tensor(1.0)}, "two scales"),
         ({}, {f"{DOWN}.pre_quant_scale": torch.ones(95)}, r"pre_quant_scale has shape \(95,\), wanted \(96,\)"),
     ],

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from test_tensor_parallel import free_port
 from w4gemm import QuantizedWeight, W4Linear, quantize
 from w4gemm.api.experts import W4GroupedLinear
+from w4gemm.integrations.data_parallel import leave_out_packed
 
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
 
@@ -114,6 +115,18 @@ def trained(rank: int, port: str) -> None:
             hidden = self.layers[0](x)
             return self.layers[1](hidden).sum() + experts(hidden, offsets).sum()
 
+    def everyones(t: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(t) for _ in range(2)]
+        torch.distributed.all_gather(found, t)
+        return found
+
+    left_out = leave_out_packed(torch.nn.Sequential(torch.nn.Linear(64, 64), layer(seed=rank)))
+    own = left_out[1].weight.dequantize()
+    wrapped = torch.nn.parallel.DistributedDataParallel(left_out)
+    wrapped(X + rank).sum().backward()
+    assert torch.equal(left_out[1].weight.dequantize(), own) and not torch.equal(*everyones(own))
+    assert torch.equal(*everyones(left_out[0].weight.detach())) and torch.equal(*everyones(left_out[0].weight.grad))
+
     wrapped = torch.nn.parallel.DistributedDataParallel(Model())
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     for step in range(2):
@@ -128,14 +141,14 @@ def trained(rank: int, port: str) -> None:
         experts.weight.dequantize(),
         experts.expert_scale,
     ):
-        everyones = [torch.empty_like(t) for _ in range(2)]
-        torch.distributed.all_gather(everyones, t)
-        assert torch.equal(*everyones)
+        assert torch.equal(*everyones(t))
     torch.distributed.destroy_process_group()
 
 
 def test_distributed_data_parallel() -> None:
     mp.spawn(trained, (free_port(),), 2)
+    with pytest.raises(ValueError, match="model: wanted one with 4-bit layers, got Linear without"):
+        leave_out_packed(torch.nn.Linear(2, 2))
 
 
 # --- accelerate -------------------------------------------------------------------------------------------------------

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from planted import COPIED, ROOT, command, planted, reason
+import pytest
+
+import planted as script
+from planted import COPIED, ROOT, Outcome, command, planted, reason
 from planted_faults import FAULTS
 
 
@@ -32,3 +36,19 @@ def test_what_failed_is_found_in_an_output() -> None:
     assert reason("seed 7\n70003:12:99: 3 of 40 are off\n  Case(...)") == "70003:12:99: 3 of 40 are off"
     assert reason("12 passed") == ""
     assert command("fuzz --like kind=masked", gpu=True)[-4:] == ["--device", "cuda", "--like", "kind=masked"]
+
+
+@pytest.mark.parametrize(
+    ("options", "without", "word"),
+    [
+        ((), Outcome(True, "", 1), "caught"),
+        ((), Outcome(None, "did not end in 9 s", 9), "UNDECIDED"),
+        (("--no-whole",), Outcome(True, "", 1), "UNDECIDED"),
+    ],
+)
+def test_past_its_time_is_no_catch_unless_it_ends_without_the_fault(options, without, word, monkeypatch, capsys):
+    late = Outcome(None, "did not end in 9 s", 9)
+    monkeypatch.setattr(script, "run", lambda by, gpu, fault, seconds: without if fault is None else late)
+    monkeypatch.setattr(sys, "argv", ["planted.py", "--only", FAULTS[0].name, *options])
+    assert script.main() == (0 if word == "caught" else 1)
+    assert f"{word:10}    9 s  {FAULTS[0].name}" in capsys.readouterr().out

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sass import disassemble
-from w4gemm.core.problem import H200
+from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.transformers.fused_attention import Cached, attention_in_torch, step_attention
 from w4gemm.integrations.transformers.fused_step import gate_halves, rms_norm
 from w4gemm.jit import object_code
 from w4gemm.kernels.gate_halves.spec import GatedHalves
-from w4gemm.kernels.helper import Helper
+from w4gemm.kernels.helper import Helper, launcher
 from w4gemm.kernels.rms_norm.spec import RowNorm
 from w4gemm.kernels.step_attention.spec import StepAttentionHelper
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("batch", "kv_heads", "group", "dim", "length", "slot", "window"),
@@ -33,7 +36,15 @@ from w4gemm.kernels.step_attention.spec import StepAttentionHelper
     ],
 )
 def test_attention(
-    batch: int, kv_heads: int, group: int, dim: int, length: int, slot: int, window: int, dtype: torch.dtype
+    batch: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    length: int,
+    slot: int,
+    window: int,
+    dtype: torch.dtype,
+    sinks: bool,
 ) -> None:
     g = torch.Generator("cuda").manual_seed(0)
 
@@ -49,14 +60,15 @@ def test_attention(
     cached = Cached(None, torch.tensor([slot], device="cuda"), first)
     ours = SimpleNamespace(keys=keys.clone(), values=values.clone())
     given = q, k, v, angle.cos().to(dtype), angle.sin().to(dtype)
-    found = step_attention(*given, ours, cached, dim**-0.5, window)
-    wanted = attention_in_torch(*given, keys, values, cached, dim**-0.5, window)
+    seen = dim**-0.5, window, 3 * draw(heads) if sinks else None
+    found = step_attention(*given, ours, cached, *seen)
+    wanted = attention_in_torch(*given, keys, values, cached, *seen)
     torch.testing.assert_close(ours.keys, keys, rtol=0.01, atol=0.01)
     torch.testing.assert_close(ours.values, values, rtol=0, atol=0)
     untouched = torch.arange(length, device="cuda") != slot
     assert torch.equal(ours.keys[:, :, untouched], keys[:, :, untouched])
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.01)
-    again = step_attention(*given, ours, cached, dim**-0.5, window)
+    again = step_attention(*given, ours, cached, *seen)
     assert torch.equal(found, again)
 
 
@@ -75,12 +87,15 @@ def test_norm(m: int, k: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(m, 1, k, device="cuda").to(dtype), torch.rand(k, device="cuda").to(dtype)
     wanted = rms_norm(x.cpu(), weight.cpu(), 1e-5)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).cpu(), wanted, rtol=0.01, atol=1e-3)
+    apart = torch.cat((x, x), -1)[..., :k]
+    assert not apart.is_contiguous() or m == 1
+    assert torch.equal(rms_norm(apart, weight, 1e-5), rms_norm(x, weight, 1e-5))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_no_registers_are_spilled(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "sinks"), [(64, True), (128, False), (256, False)])
+def test_no_registers_are_spilled(dim: int, sinks: bool) -> None:
     group = 4 if dim == 256 else 8
-    helper = StepAttentionHelper.of(H200, torch.bfloat16, dim, group, 8)
+    helper = StepAttentionHelper.of(H200, torch.bfloat16, dim, group, 8, sinks)
     assert helper is not None
     assert disassemble(object_code(helper.unit())).stack == 0
     assert StepAttentionHelper.of(H200, torch.bfloat16, 96, 1, 1) is None
@@ -100,3 +115,25 @@ def test_splits_fill_the_gpu() -> None:
 def test_the_small_kernels_compile(helper: Helper) -> None:
     assert disassemble(object_code(helper.unit())).stack == 0
     assert RowNorm.of(H200, torch.bfloat16, 4100) is None
+
+
+def test_helpers_launch_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another one is the current GPU, as between layers that accelerate spreads over several."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(Device, "of", lambda _: H200)
+    monkeypatch.setattr("w4gemm.kernels.helper.compiled", lambda _: lambda *given: seen.append((current[0], given)))
+    for index in (1, 0):
+        run = launcher.__wrapped__(RowNorm.of, torch.device("cuda", index), torch.bfloat16, 4096)
+        assert run is not None
+        run("x", "weight")
+    assert seen == [(1, ("x", "weight")), (0, ("x", "weight"))] and current == [0]

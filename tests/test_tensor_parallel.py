@@ -132,6 +132,25 @@ def experts(folders: Wanted) -> None:
             with torch.inference_mode():
                 torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-4, atol=1e-5)
             assert model.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 9)
+            if settings is by_experts and folder.name == "qwen3_moe":
+                moved(model)
+
+
+def moved(model: Any) -> None:
+    """An expert is a row of each of the buffers, which may be sent to another process while the model serves."""
+    from two_gpus import move_on, route_on
+    from w4gemm import W4Experts
+
+    mixtures = [m for m in model.modules() if isinstance(m, W4Experts)]
+    scales = torch.tensor([200.0, 300.0]) * (1 + torch.distributed.get_rank())
+    for product in (p for m in mixtures for p in (m.gate_up, m.down)):
+        product.expert_scale = scales.clone()  # random experts of a tiny model add next to nothing
+    with torch.inference_mode():
+        before = model(IDS).logits
+        assert sum(map(move_on, mixtures))
+        assert not torch.allclose(model(IDS).logits, before, rtol=1e-2, atol=1e-2)
+        route_on(model)
+        torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-5)
 
 
 def test_styles_of_torch() -> None:

@@ -9,7 +9,8 @@ import torch
 from ptx_interpreter import HALVES, run_ptx
 from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
-from w4gemm.packing.codecs import MMA16, codec_for
+from w4gemm.packing.codecs import MMA16, WeightOperand, codec_for
+from w4gemm.packing.codecs.pairs import ROW_BYTES, Pairs
 from w4gemm.weights.dequantize import with_factors
 from w4gemm.weights.random import random_components
 
@@ -115,6 +116,7 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
     format = WeightFormat.parse(name)
     decoder_type = decode_wide.TwoLevelDecoder if format.has_factors else decode_wide.WideDecoder
     decoder = decoder_type(kind, "", format.zero, allow_sum_scale=sum_scale)
+    by_table = decoder_by_table(monkeypatch, kind, format)
     parts = random_components(format, 64, 128, signed=True)
     w = QuantizedWeight.from_codes(format, *parts[:3], factors=parts.factors).repack("mma16")
     block, words = codec_for(format, MMA16).block(format), w.tensors[0][0, 0]
@@ -136,7 +138,7 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
             zero = None if scales.zeros is None else scales.zeros[row + 8 * row8, group]
             assert values[row8][1] == zero
         word = int(words[i]) & 0xFFFFFFFF
-        bits = [(r & 0xFFFF, r >> 16) for r in decoder.decode_exact(word, decoder.offsets(given))]
+        bits = [(r & 0xFFFF, r >> 16) for r in decoder.decode_exact(word, decoder.offsets(given, 0))]
         exact = torch.tensor([[float(HALVES[kind].number(half)) for half in pair] for pair in bits])
         codes = MMA16.split(parts.codes)[0, 0, i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)
         shift = 8 if format.zero == "none" else 0
@@ -146,6 +148,23 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
         elements = wanted[i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)  # element col8 row8
         exact = w.dequantize(dtype).flatten()[elements].double()
         assert torch.equal(got, exact)
+        if not sum_scale:
+            assert torch.equal(
+                torch.tensor(by_table.decode((word,), by_table.prepare(given, 0, field))).double(), exact
+            )
+
+
+def decoder_by_table(monkeypatch, kind: str, format: WeightFormat):
+    """The decoder that finds codes in a table, which lies from address 0 on."""
+    decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
+    interpret(monkeypatch, decode_pairs)
+    monkeypatch.setattr(decode_pairs, "float_word", lambda number: int(np.float32(number).view(np.uint32)))
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+    operand = WeightOperand.of(format, dtype)
+    found = pytest.importorskip("w4gemm.kernels.device.decoders").decoder_of(operand, pairs=Pairs.FLOATS)
+    rows = [row for index in range(64) for row in found.rows(index)]
+    monkeypatch.setattr(decode_pairs, "load_shared", lambda at, *_, **__: rows[at // ROW_BYTES])
+    return found
 
 
 def interpret(monkeypatch, module) -> None:
@@ -160,7 +179,7 @@ def interpret(monkeypatch, module) -> None:
 
     monkeypatch.setattr(module, "asm", lambda text, outputs, inputs, **__: run_ptx(text, len(outputs), inputs))
     monkeypatch.setattr(module, "Float32", np.float32)
-    monkeypatch.setattr(module, "hidden_constant", lambda word: word)
+    monkeypatch.setattr(module, "hidden_constant", lambda word: word, raising=False)
     monkeypatch.setattr(module, "fma", fma)
     monkeypatch.setattr(module, "to_float", lambda kind, bits: np.uint32(bits).view(np.float32))
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from w4gemm import QuantizedWeight
+from w4gemm import QuantizedWeight, fold_scales
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
@@ -63,11 +63,13 @@ class Case(NamedTuple):
     fp8: bool = False
     transposed: bool = False
     """True if matrices lie as (k, n): GPTQ, AWQ, and compressed-tensors in vLLM 0.26."""
+    element: str = ""
+    """mxfp4 or nvfp4; int4 if empty."""
 
     @property
     def format(self) -> WeightFormat:
-        if self.name == "gpt_oss_mxfp4":
-            return WeightFormat.parse("mxfp4")
+        if self.element:
+            return WeightFormat.parse(self.element)
         scale = {torch.float16: "fp16"}.get(self.dtype, "bf16")
         return WeightFormat(self.group_size, "int" if self.asymmetric else "none", scale)
 
@@ -82,11 +84,12 @@ class Case(NamedTuple):
             return cls(4, self.group_size, True)
         if self.name == "moe_wna16":
             return cls(4, self.group_size, self.asymmetric)
-        if self.name == "gpt_oss_mxfp4":
+        if self.name in ("gpt_oss_mxfp4", "modelopt_fp4"):
             return cls()
         grouped = self.group_size != -1
         weights = SimpleNamespace(
             num_bits=4,
+            type="float" if self.element else "int",
             symmetric=not self.asymmetric,
             actorder=None,
             strategy="group" if grouped else "channel",
@@ -108,6 +111,9 @@ CASES = [
     Case("compressed-tensors", 64, asymmetric=True),
     Case("compressed-tensors", 32, transposed=True),
     Case("compressed-tensors", 64, asymmetric=True, transposed=True),
+    Case("compressed-tensors", 16, element="nvfp4"),
+    Case("compressed-tensors", 32, element="mxfp4"),
+    Case("modelopt_fp4", 16, torch.float16, element="nvfp4"),
     Case("compressed-tensors", -1, torch.float16),
     Case("compressed-tensors", fp8=True),
     Case("compressed-tensors", 32, torch.float16, fp8=True),
@@ -123,7 +129,7 @@ def words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), bits:
 
 def stored(case: Case, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> dict[str, Any]:
     """The parameters of a product of all experts, from its numbers (experts, n, columns)."""
-    bits, along_n = (8 if case.name in ("moe_wna16", "gpt_oss_mxfp4") else 32), case.name == "awq"
+    bits, along_n = (8 if case.name == "moe_wna16" or case.element else 32), case.name == "awq"
     order = tuple(ORDER) if along_n else tuple(range(bits // 4))
 
     def packed(numbers: torch.Tensor, over_rows: bool) -> torch.Tensor:
@@ -131,8 +137,10 @@ def stored(case: Case, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.T
 
     compressed = case.name == "compressed-tensors"
     names = ("weight_packed", "weight_scale", "weight_zero_point") if compressed else ("qweight", "scales", "qzeros")
-    if case.name == "gpt_oss_mxfp4":
-        names, scales = ("weight", "weight_scale", ""), scales.view(torch.uint8)
+    if case.element and not compressed:
+        names = ("weight", "weight_scale", "")
+    if case.element == "mxfp4":
+        scales = scales.view(torch.uint8)
     tensors = [packed(codes, along_n), scales, None if zeros is None else packed(zeros, True)]
     return {name: t for name, t in zip(names, tensors, strict=True) if t is not None}
 
@@ -180,7 +188,23 @@ def mixture(case: Case, **settings: Any) -> Mixture:
     weights, biases = {}, []
     for product, n, k in (("w13", 2 * WIDTH, HIDDEN), ("w2", HIDDEN, WIDTH)):
         each = [random_components(case.format, n, k, seed=31 * e + n) for e in range(EXPERTS)]
-        weights[product] = [QuantizedWeight.from_codes(case.format, *parts[:3]) for parts in each]
+        if case.element == "nvfp4":  # factors of an expert's gates, ups and downs
+            factors = 2.0 ** -(8 + (torch.arange(EXPERTS)[:, None] + torch.arange(2 if product == "w13" else 1)) % 3)
+            each = [
+                parts._replace(channels=factor.repeat_interleave(n // len(factor)))
+                for parts, factor in zip(each, factors, strict=True)
+            ]
+            name, held = (
+                ("weight_scale_2", factors) if case.name == "modelopt_fp4" else ("weight_global_scale", 1 / factors)
+            )
+            held = torch.nn.Parameter(held if product == "w13" else held.flatten(), requires_grad=False)
+            layer.register_parameter(f"{product}_{name}", held)
+            layer.register_parameter(f"{product}_input_scale", torch.nn.Parameter(held.detach().clone()))
+        weights[product] = [
+            QuantizedWeight.from_codes(case.format, *parts[:3], channels=parts.channels) for parts in each
+        ]
+        if case.fp8:  # as vLLM's own kernel rounds them
+            weights[product] = [fold_scales(w)[0] for w in weights[product]]
         here = each[-layer.local_num_experts :]
         codes, scales = (torch.stack([parts[i] for parts in here]) for i in range(2))
         zeros = torch.stack([parts.zeros for parts in here]) if case.asymmetric else None
@@ -198,15 +222,17 @@ def mixture(case: Case, **settings: Any) -> Mixture:
     down = QuantizedWeight.stack(weights["w2"])
     if whole:
         return Mixture(layer, QuantizedWeight.stack(weights["w13"]), down, tuple(biases))
-    halves = [
-        [
-            type(w).from_codes(w.format, *(None if t is None else t[rows] for t in w.parts()[:3]))
-            for rows in (slice(WIDTH), slice(WIDTH, None))
-        ]
-        for w in weights["w13"]
-    ]
-    pairs = [QuantizedWeight.interleave(gate, up) for gate, up in halves]
+    pairs = [QuantizedWeight.interleave(*(half(w, rows) for rows in HALVES)) for w in weights["w13"]]
     return Mixture(layer, QuantizedWeight.stack(pairs), down)
+
+
+HALVES = (slice(WIDTH), slice(WIDTH, None))
+
+
+def half(w: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    """Some rows of a weight."""
+    codes, scales, zeros, channels, _ = (None if t is None else t[rows] for t in w.parts())
+    return QuantizedWeight.from_codes(w.format, codes, scales, zeros, channels=channels)
 
 
 def layer_arguments(case: Case, settings: dict[str, Any]) -> tuple[Any, ...]:
@@ -252,7 +278,7 @@ def test_formats(experts: ModuleType, case: Case) -> None:
     assert_near(got, made.expected(x, weights, ids), case)
 
 
-GPT_OSS = Case("gpt_oss_mxfp4", 32)
+GPT_OSS = Case("gpt_oss_mxfp4", 32, element="mxfp4")
 
 
 def test_gpt_oss(experts: ModuleType) -> None:

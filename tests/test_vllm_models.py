@@ -113,9 +113,8 @@ def test_what_is_compiled_is_what_the_plugin_runs(
 ) -> None:
     pytest.importorskip("cutlass")
     monkeypatch.setattr(dense, "Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)}))
-    module = Module(
-        192, 256, WeightFormat(case.group_size, scale=case.format.scale), activations="fp8" if case.fp8 else None
-    )
+    scale = "e4m3" if case.fp8 else case.format.scale
+    module = Module(192, 256, WeightFormat(case.group_size, scale=scale), activations="fp8" if case.fp8 else None)
     use, tokens = Use(H200, case.dtype), [1, 16, 512]
     for bias in (False, True):
         compiled = {p for layer in layers_of([replace(module, bias=bias)]) for p in problems_of(layer, tokens, use)}

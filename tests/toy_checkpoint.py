@@ -30,11 +30,11 @@ class ToyCheckpoint:
     def stored_type(self, name: str) -> str:
         return self._file.get_slice(name).get_dtype()
 
-    def weight(self, name: str) -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         self.read.append(name)
         module = self.modules[name]
         parts = [self._file.get_tensor(f"{name}.{part}") for part in module.format.part_names]
-        return QuantizedWeight(module.format, module.n, module.k, "canonical", tuple(parts))
+        return QuantizedWeight(module.format, module.n, module.k, "canonical", tuple(part.to(device) for part in parts))
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:

@@ -1,7 +1,12 @@
-"""The page of layers that nobody tuned, docs/benchmarks-unknown.md, from rows, and its plot."""
+"""The page of layers that nobody tuned on one kind of GPU, from rows, and its plot.
+
+``unknown.jsonl`` makes docs/benchmarks-unknown.md and docs/plots/unknown.svg; ``unknown_h100.jsonl`` makes
+docs/benchmarks-unknown-h100.md, and so on.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from collections import Counter, defaultdict
@@ -9,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from w4gemm.core.problem import H200
+
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, PLOT = ROOT / "docs/benchmarks-unknown.md", ROOT / "docs/plots/unknown.svg"
 TITLES = {
     "w4a16": "W4A16: int4 g128, bf16 x",
     "w4a8_exact": "W4A8, group scales on float32 sums (exact)",
@@ -31,9 +37,9 @@ _HEAD = (
     "Ratio: the best peer's time over w4gemm's; below 1 w4gemm is behind. A peer that cannot run a point does not "
     "count there. With bf16 x cuBLAS on bf16 weights counts as a peer; with e4m3 x cuBLAS on e4m3 weights, which has "
     "twice the bytes, is shown apart.",
-    "Means are geometric. Regret: the time of the first choice over that of the fastest of w4gemm's {configs} best "
-    "guesses.",
+    "Means are geometric.{regret}",
 )
+_REGRET = " Regret: the time of the first choice over that of the fastest of w4gemm's {} best guesses."
 
 
 class Point(NamedTuple):
@@ -68,6 +74,38 @@ class Point(NamedTuple):
         return None if row is None else float(row["us_p50"] / row["best_config_us"])
 
 
+def read(path: Path) -> list[Row]:
+    """Rows of a file; what all of a run have in common may stand once, in a line of kind ``run`` before them."""
+    common: dict[str, Row] = {}
+    rows: list[Row] = []
+    for row in map(json.loads, path.read_text().splitlines()):
+        if row.get("kind") == "run":
+            common[row["run"]] = row["all"]
+        else:
+            rows.append(common.get(row["run"], {}) | row)
+    return rows
+
+
+def compact(rows: Iterable[Row]) -> list[Row]:
+    """Inverse of :func:`read`: with a line for what all rows of a run have in common."""
+    runs: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        runs[row["run"]].append(row)
+    found = []
+    for run, own in runs.items():
+        common = {name: fact for name, fact in own[0].items() if name != "run"}
+        common = {name: fact for name, fact in common.items() if all(name in r and r[name] == fact for r in own)}
+        found.append({"kind": "run", "run": run, "all": common})
+        found += [{name: fact for name, fact in row.items() if name not in common} for row in own]
+    return found
+
+
+def paths(file: Path) -> tuple[Path, Path]:
+    """The page and the plot of a file of rows."""
+    name = file.stem.replace("_", "-")
+    return ROOT / f"docs/benchmarks-{name}.md", ROOT / f"docs/plots/{name}.svg"
+
+
 def points_of(rows: Iterable[Row]) -> list[Point]:
     """The points of a file, without those that w4gemm did not run: each as the last run that has the most peers."""
     runs: dict[tuple[Any, ...], dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
@@ -84,21 +122,22 @@ def points_of(rows: Iterable[Row]) -> list[Point]:
     return found
 
 
-def text(rows: Sequence[Row], file: str) -> str:
-    """Return the page."""
+def text(rows: Sequence[Row], file: Path) -> str:
+    """Return the page of a file's rows, which are of one kind of GPU."""
     last = rows[-1]
     versions = {row["impl"]: row["impl_version"] for row in rows}
     configs = max((row.get("configs", 0) for row in rows), default=0)
-    points = points_of(rows)
-    lines = ["# Layers that nobody tuned", ""]
+    points, regret = points_of(rows), _REGRET.format(configs) if configs else ""
+    others = "" if last["gpu"] == H200.name else f": {last['gpu']}"
+    lines = [f"# Layers that nobody tuned{others}", ""]
     runs = "`, `".join(dict.fromkeys(row["run"] for row in rows))
     lines += [f"- One {last['gpu']}, driver {last['driver']}, torch {last['torch']}; run `{runs}`."]
     for sentence in _HEAD:
-        found = sentence.format(file=file, configs=configs, peers=_peers_of(points)).strip()
+        found = sentence.format(file=file.name, regret=regret, peers=_peers_of(points)).strip()
         lines += textwrap.wrap(f"- {found}", 120, subsequent_indent="  ")
     listed = ", ".join(f"{name} {version}".strip() for name, version in versions.items())
     lines += textwrap.wrap(f"- Versions: {listed}.", 120, subsequent_indent="  ")
-    lines += ["", "![Best peer's time over w4gemm's](plots/unknown.svg)"]
+    lines += ["", f"![Best peer's time over w4gemm's](plots/{paths(file)[1].name})"]
     for kind, title in TITLES.items():
         if own := [point for point in points if point.kind == kind]:
             lines += ["", f"## {title}", "", *_summary(own), "", *_worst(own)]
@@ -139,7 +178,8 @@ def _worst(points: list[Point]) -> list[str]:
     for p in behind:
         peers = ", ".join(f"{name} {us:.1f}" for name, us in sorted(p.us.items()) if name != "w4gemm")
         lines.append(f"| {p} | {p.ratio:.2f} | {p.us['w4gemm']:.1f} | {p.own['config']} | {peers} |")
-    lines += ["", "| largest regret | regret | first choice | fastest |", "|---|---|---|---|"]
+    if lost:
+        lines += ["", "| largest regret | regret | first choice | fastest |", "|---|---|---|---|"]
     for p in lost:
         assert p.compared is not None
         first, best = (f"{p.compared[f'{of}config']} {p.compared[us]:.1f}" for of, us in _COMPARED)
@@ -151,7 +191,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def plot(rows: Sequence[Row], path: Path = PLOT) -> None:
+def plot(rows: Sequence[Row], path: Path) -> None:
     """Plot each point's ratio against m, a panel for each kind of work; behind a peer in red."""
     import matplotlib
 

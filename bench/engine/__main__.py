@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.engine import profile, serve
-from bench.engine.checkpoint import Packing, tensors_of, write
+from bench.engine.checkpoint import tensors_of, write
 from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
 from bench.engine.launch import (
     RESULTS,
@@ -37,6 +37,7 @@ from bench.engine.launch import (
 )
 from bench.engine.models import MODELS, Model, cut, model_named, tiny
 from bench.engine.offline import Result, Task
+from bench.engine.packing import Packing
 from bench.engine.preload import Preloaded
 from bench.engine.rows import Answers, Row, add_agreement, rows_of, table
 
@@ -94,12 +95,9 @@ class Case:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    models = [model_named(name) for name in args.model]
-    models = [tiny(model) for model in models] if args.tiny else models
-    models = [cut(model, args.layers) for model in models] if args.layers else models
     packings = [Packing.parse(text) for text in args.format]
     implementations = [Implementation.parse(text) for text in args.impl]
-    cases = [pair for model in models for pair in formats_of(model, packings)]
+    cases = [pair for text in args.model for pair in pairs_of(text, packings, args)]
     facts, end = record.facts(), time.monotonic() + args.budget
     if not args.in_order:
         random.Random(facts["utc"]).shuffle(implementations)
@@ -130,6 +128,19 @@ def place_of(args: argparse.Namespace, implementations: Sequence[Implementation]
         yield Place(work, logs, plugin, preloaded)
 
 
+def pairs_of(text: str, packings: Sequence[Packing], args: argparse.Namespace) -> list[tuple[Model, Packing]]:
+    """Return what ``text``, a model's name or name=format, is to be served as; the formats of a name are ``packings``.
+
+    Raises:
+        ValueError: for a name or format that there is not, or a model that is not published in it.
+    """
+    name, _, own = text.partition("=")
+    model = model_named(name)
+    model = tiny(model) if args.tiny else model
+    model = cut(model, args.layers) if args.layers else model
+    return formats_of(model, [Packing.parse(own)] if own else packings)
+
+
 def formats_of(model: Model, packings: Sequence[Packing]) -> list[tuple[Model, Packing]]:
     """Return a model with each of the formats that it is published in.
 
@@ -145,7 +156,12 @@ def formats_of(model: Model, packings: Sequence[Packing]) -> list[tuple[Model, P
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m bench.engine", description=(__doc__ or "").partition(":")[0])
-    p.add_argument("--model", nargs="+", default=["llama-3-8b"], help=f"of {', '.join(MODELS)} (default: llama-3-8b)")
+    p.add_argument(
+        "--model",
+        nargs="+",
+        default=["llama-3-8b"],
+        help=f"of {', '.join(MODELS)}, or NAME=FORMAT (default: llama-3-8b)",
+    )
     p.add_argument("--format", nargs="+", default=["gptq-int4-g128"], help="(default: gptq-int4-g128)")
     p.add_argument("--impl", nargs="+", default=[DEFAULT, OURS, "marlin", "humming"], help="names, or machete+marlin")
     p.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256], help="(default: 1 8 64 256)")

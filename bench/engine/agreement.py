@@ -13,12 +13,12 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench.engine.checkpoint import SYMMETRIC_WORD, Packing, pack_words
 from bench.engine.implementations import OURS, Implementation
 from bench.engine.launch import (
     RESULTS,
@@ -27,11 +27,14 @@ from bench.engine.launch import (
     EngineOptions,
     environment,
     plugin_metadata,
+    preloaded_vllm,
     run_offline,
     work_folder,
 )
 from bench.engine.models import Model
 from bench.engine.offline import Result, Task
+from bench.engine.packing import SYMMETRIC_WORD, Packing, pack_words
+from bench.engine.preload import Preloaded
 from bench.engine.rows import Row, equal_prefix
 from bench.engine.texts import TEXTS
 from safetensors.torch import save_file
@@ -61,6 +64,8 @@ class Reading:
     work: Path
     plugin: Path | None
     seconds: float
+    preloaded: Preloaded | None
+    """Process to fork engines from."""
 
     def read(self, folder: Path, implementation: Implementation) -> Result:
         """Return what an engine predicts; raises EngineError."""
@@ -76,7 +81,7 @@ class Reading:
         caches = Caches(self.work / "caches" / name, self.work / "caches/shared")
         caches.start()
         variables = environment(implementation, caches, self.plugin)
-        return run_offline(task, variables, self.work / f"{name}.log", self.seconds)
+        return run_offline(task, variables, self.work / f"{name}.log", self.seconds, self.preloaded)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,9 +103,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     common |= {"mode": "eager" if args.eager else "graphs", "chosen": False, "phase": "agreement"}
     checkpoint = open_checkpoint(Path(args.checkpoint) if args.checkpoint else default_model())
     options = EngineOptions("bfloat16", False, args.eager, 1, args.memory, 512, LIKELIEST)
-    with work_folder(args.work) as work:
+    with ExitStack() as stack:
+        work = stack.enter_context(work_folder(args.work))
         plugin = plugin_metadata(work / "plugin") if any(OURS in i.name for i in implementations) else None
-        reading = Reading(options, args.tokens_out, work, plugin, args.seconds)
+        preloaded = stack.enter_context(preloaded_vllm(plugin, work / "preload.log"))
+        reading = Reading(options, args.tokens_out, work, plugin, args.seconds, preloaded)
         for packing in packings:
             of_format = {"model": checkpoint.path.stem, "format": str(packing)}
             for row in measure(reading, requantize(checkpoint, packing, work), implementations):

@@ -132,10 +132,17 @@ def _latent_attention(c: Mapping[str, Any]) -> Iterator[Module]:
     yield Matrix("self_attn.o_proj", hidden, heads * value, quantized=False, gain=_RESIDUAL_GAIN)
 
 
-def _gated(prefix: str, hidden: int, width: int, quantized: bool = True) -> Iterator[Matrix]:
-    yield Matrix(f"{prefix}.gate_proj", width, hidden, quantized=quantized)
-    yield Matrix(f"{prefix}.up_proj", width, hidden, quantized=quantized)
-    yield Matrix(f"{prefix}.down_proj", hidden, width, quantized=quantized, gain=_RESIDUAL_GAIN)
+def _gated(
+    prefix: str,
+    hidden: int,
+    width: int,
+    quantized: bool = True,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Matrix]:
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    yield Matrix(gate, width, hidden, quantized=quantized)
+    yield Matrix(up, width, hidden, quantized=quantized)
+    yield Matrix(down, hidden, width, quantized=quantized, gain=_RESIDUAL_GAIN)
 
 
 def _dense(c: Mapping[str, Any], index: int) -> Iterator[Module]:
@@ -146,6 +153,13 @@ def _qwen3_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
     yield Matrix("mlp.gate", c["num_experts"], c["hidden_size"], quantized=False)
     for e in range(c["num_experts"]):
         yield from _gated(f"mlp.experts.{e}", c["hidden_size"], c["moe_intermediate_size"])
+
+
+def _mixtral_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    hidden, width = c["hidden_size"], c["intermediate_size"]
+    yield Matrix("block_sparse_moe.gate", c["num_local_experts"], hidden, quantized=False)
+    for e in range(c["num_local_experts"]):
+        yield from _gated(f"block_sparse_moe.experts.{e}", hidden, width, names=("w1", "w3", "w2"))
 
 
 def _deepseek_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
@@ -172,6 +186,7 @@ _FEED_FORWARD = {
     "llama": _dense,
     "qwen2": _dense,
     "qwen3_moe": _qwen3_experts,
+    "mixtral": _mixtral_experts,
     "deepseek_v3": _deepseek_experts,
     "gpt_oss": _gpt_oss_experts,
 }
@@ -183,6 +198,7 @@ MODELS = {
         Model("llama-3-70b", published.llama(8192, 28672, 80, 64)),
         Model("qwen2.5-32b", published.QWEN25_32B),
         Model("qwen3-30b-a3b", published.QWEN3_30B_A3B),
+        Model("mixtral-8x7b", published.MIXTRAL_8X7B),
         Model("gpt-oss-20b", published.GPT_OSS_20B),
         Model("deepseek-v3-5-layers", published.DEEPSEEK_V3),
     )

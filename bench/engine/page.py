@@ -30,6 +30,9 @@ _HEAD = (
     "a time, a new one as soon as one ends.",
     "A ratio is tokens/s of w4gemm over those of vLLM's own choice, or of the best of vLLM's kernels if two or more "
     "ran; for a time it is the inverse. More than 1 is w4gemm's gain.",
+    "Changed since the rows up to 71d94a8, and not run: W4A8 (ct-int4-g128-fp8) has its scales folded, as vLLM's "
+    "kernel has; random codes have a mean of zero, without which the tokens of these mixtures went to about the same "
+    "experts ([more](measured/engine.md)).",
     "Rows: bench/results/{file}. `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default "
     "w4gemm marlin humming` repeats a table with vLLM and a GPU; `--serve` and `--profile` add theirs. `python -m "
     "bench.report bench/results/{file}` makes this page.",

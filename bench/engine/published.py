@@ -106,6 +106,24 @@ QWEN3_30B_A3B = {
     "attention_bias": False,
 }
 
+MIXTRAL_8X7B = {
+    **_COMMON,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "rope_theta": 1000000.0,
+}
+
 QWEN25_32B = {
     **_COMMON,
     "architectures": ["Qwen2ForCausalLM"],

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from bench.engine.launch import EngineError, last_error, started
 
 ROUNDS = 4
 """Requests of a load over those at a time."""
+_HOST = "127.0.0.1"
 _FLAGS = {True: "--{}", False: "--no-{}"}
 
 
@@ -37,7 +38,7 @@ def command(arguments: dict[str, Any], port: int) -> list[str]:
     """Return the command line of a server from the arguments of ``vllm.LLM``."""
     model, *others = arguments.items()
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model[1]), "--served-model-name", "m"]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    words += ["--host", _HOST, "--port", str(port), "--disable-uvicorn-access-log"]
     for name, value in others:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -59,7 +60,7 @@ def serve(
         EngineError: if it does not come up, or does not answer, within ``seconds``.
     """
     port, end = _free_port(), time.monotonic() + seconds
-    base, start = f"http://127.0.0.1:{port}", time.perf_counter()
+    base, start = f"http://{_HOST}:{port}", time.perf_counter()
     # the development server answers calls of worker.py's methods
     with started(command(arguments, port), {**variables, "VLLM_SERVER_DEV_MODE": "1"}, log) as process:
         while True:
@@ -77,7 +78,7 @@ def serve(
         found = []
         for load in loads:
             try:
-                found.append(asyncio.run(asyncio.wait_for(load.put_on(base), max(1.0, end - time.monotonic()))))
+                found.append(asyncio.run(asyncio.wait_for(load.put_on(port), max(1.0, end - time.monotonic()))))
             except (TimeoutError, asyncio.TimeoutError):
                 raise EngineError(f"{load.at_a_time} requests at a time: not done in {seconds:.0f} s") from None
             except Exception as e:  # of the connection, of the server, of what it answers
@@ -94,49 +95,68 @@ class Load:
     tokens_out: int
     vocabulary: int
 
-    async def put_on(self, base: str) -> dict[str, Any]:
+    async def put_on(self, port: int) -> dict[str, Any]:
         """Return a load's figures, after as many requests at a time that are not counted."""
-        import aiohttp
-
         rng = random.Random(self.at_a_time)
         prompts = [
             rng.choices(range(4, self.vocabulary), k=self.tokens_in) for _ in range(self.at_a_time * (ROUNDS + 1))
         ]
-        limits = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(base, timeout=limits, connector=connector) as session:
-            gate = asyncio.Semaphore(self.at_a_time)
-            await asyncio.gather(*(self._ask(session, gate, prompt) for prompt in prompts[: self.at_a_time]))
-            start = time.perf_counter()
-            answers = await asyncio.gather(*(self._ask(session, gate, prompt) for prompt in prompts[self.at_a_time :]))
-            seconds = time.perf_counter() - start
-        return figures(answers, seconds)
+        gate = asyncio.Semaphore(self.at_a_time)
+        await asyncio.gather(*(self._ask(port, gate, prompt) for prompt in prompts[: self.at_a_time]))
+        start = time.perf_counter()
+        answers = await asyncio.gather(*(self._ask(port, gate, prompt) for prompt in prompts[self.at_a_time :]))
+        return figures(answers, time.perf_counter() - start)
 
-    async def _ask(self, session: Any, gate: asyncio.Semaphore, prompt: list[int]) -> Answer:
+    async def _ask(self, port: int, gate: asyncio.Semaphore, prompt: list[int]) -> Answer:
         body = {"model": "m", "prompt": prompt, "max_tokens": self.tokens_out, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         answer = Answer()
         async with gate:
             last = start = time.perf_counter()
-            async with session.post("/v1/completions", json=body) as response:
-                response.raise_for_status()
-                async for line in response.content:
-                    now = time.perf_counter()
-                    text = line.decode().removeprefix("data: ").strip()
-                    if not text or text == "[DONE]":
-                        continue
-                    chunk = json.loads(text)
-                    if chunk.get("error"):
-                        raise OSError(str(chunk["error"]))
-                    if chunk.get("choices"):
-                        if answer.first_token:
-                            answer.between.append(now - last)
-                        else:
-                            answer.first_token = now - start
-                        last = now
-                    if chunk.get("usage"):
-                        answer.tokens = chunk["usage"]["completion_tokens"]
+            async for event in _events(port, "/v1/completions", body):
+                now = time.perf_counter()
+                if event.get("error"):
+                    raise OSError(str(event["error"]))
+                if event.get("choices"):
+                    if answer.first_token:
+                        answer.between.append(now - last)
+                    else:
+                        answer.first_token = now - start
+                    last = now
+                if event.get("usage"):
+                    answer.tokens = event["usage"]["completion_tokens"]
+        if answer.tokens != self.tokens_out:
+            raise OSError(f"an answer has {answer.tokens} tokens, wanted {self.tokens_out}")
         return answer
+
+
+async def _events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Give the events (JSON behind "data: ") that a server of this machine streams as the answer to a POST.
+
+    Raises:
+        OSError: if it answers with another status than 200; with what it says.
+    """
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(_HOST, port)
+    try:
+        fields = {"Host": _HOST, "Content-Type": "application/json", "Content-Length": len(data), "Connection": "close"}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        status = (await reader.readline()).decode().strip()
+        while (await reader.readline()).strip():
+            pass
+        if status.split()[1:2] != ["200"]:
+            raise OSError(f"{status or 'no answer'}: {(await reader.read(4096)).decode(errors='replace')}")
+        text = b""
+        while size := int(await reader.readline(), 16):  # chunks of the answer, which lines may straddle
+            text += (await reader.readexactly(size + 2))[:-2]
+            *lines, text = text.split(b"\n")
+            for line in lines:
+                event = line.strip().removeprefix(b"data: ")
+                if event not in (b"", b"[DONE]"):
+                    yield json.loads(event)
+    finally:
+        writer.close()
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -160,7 +180,7 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
 
 def _free_port() -> int:
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((_HOST, 0))
         return s.getsockname()[1]
 
 

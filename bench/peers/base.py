@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,8 @@ from w4gemm.core.formats import ALIASES, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 Tensors = tuple[torch.Tensor, ...]
+
+_ROTATED_BYTES, _MOST_COPIES = 400e6, 512
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class Prepared:
     """dtype of x that ``run`` takes, if the implementation quantizes x itself; else None."""
     most_tokens: int = 2**31
     """Most tokens that are measured: for more it takes so much longer than others that the GPU cools down meanwhile."""
+
+    def copies(self) -> list[Tensors]:
+        """The tensors and copies of them that together exceed L2 several times, for calls to rotate over."""
+        size = sum(t.numel() * t.element_size() for t in self.tensors)
+        count = min(_MOST_COPIES, max(2, math.ceil(_ROTATED_BYTES / size)))
+        return [self.tensors, *(tuple(t.clone() for t in self.tensors) for _ in range(count - 1))]
 
 
 class Peer(Protocol):

@@ -6,13 +6,14 @@ sizes and its numbers, a problem's seed the tokens, so that many problems share 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
 
 import torch
 
-from w4gemm.core.elements import codebook
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.elements import ELEMENTS, codebook
+from w4gemm.core.formats import SCALES, ZEROS, WeightFormat
 from w4gemm.packing.layouts import layout_named
 
 FP8 = torch.float8_e4m3fn
@@ -67,7 +68,7 @@ class Variant:
     @property
     def has_long_numbers(self) -> bool:
         """True if no sum of products with the codes' numbers is exact in float32."""
-        return self.format.startswith("codebook") or (self.format.startswith("nf4") and self.dtype == torch.float32)
+        return self.format.startswith("codebook") or (self.format.startswith("nf4") and self.dtype.itemsize != 2)
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ def drawn_variant(seed: int, device: str, config: str = "") -> Variant:
 
 def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     """The string of a format that may stand beside x of a dtype."""
+    if device == "cpu" and v.random() < 0.2:  # which takes every combination
+        return any_format(v)
     group = sized(v.choice(GROUPS))
     rules = ("", "", "_zint", "_e4m3", "_e4m3", "e8m0") if dtype == FP8 else WITH_16_BITS
     rule, scale = v.choice(rules), v.choice(("", "_fp16", "_fp32"))
@@ -178,6 +181,14 @@ def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     if rule == "_e4m3" or (device == "cuda" and not held(f"{wanted}{scale}", dtype)):
         return wanted
     return f"{wanted}{scale}"
+
+
+def any_format(v: random.Random) -> str:
+    """The string of any legal combination of an element, a scale rule, a zero rule and a group size."""
+    while True:
+        element, zero, scale = (v.choice(tuple(of)) for of in (ELEMENTS, ZEROS, SCALES))
+        with contextlib.suppress(ValueError):
+            return str(WeightFormat(v.choice((16, 48, *GROUPS)), zero, scale, element))
 
 
 def held(format: str, dtype: torch.dtype) -> bool:

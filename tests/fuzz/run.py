@@ -4,10 +4,12 @@
     PYTHONPATH=src:tests python -m fuzz.run --seconds 200 --processes 16 --json bench/results/fuzz.jsonl
     PYTHONPATH=src:tests python -m fuzz.run --only 17:3:123456             one problem again, by its name
     PYTHONPATH=src:tests python -m fuzz.run --like kind=grouped --like dtype=float8 --config sm90_fp8_gemm/
+    PYTHONPATH=src:tests python -m fuzz.run --only step_attention:17:123456 one problem of a helper kernel
 
 Each problem is run twice or more, into outputs full of NaN; on a GPU sometimes on two streams at once or in a graph. A
 seed gives the same problems again; without --seed it is the time. A process takes one variant after the other, which
-costs a compilation or a few, and runs --weights weights of each with --problems problems each.
+costs a compilation or a few, and runs --weights weights of each with --problems problems each. A variant in twelve is
+one of the helper kernels (``fuzz.helpers``).
 
 Exit status: 0, or 1 if a problem had a wrong result or an unexpected error, or a process did not end.
 """
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 
 import w4gemm
+from fuzz import helpers
 from fuzz.calls import Checked, check, name_of, verdicts
 from fuzz.cases import Case, draw, drawn_variant
 from fuzz.weights import Matrices
@@ -75,11 +78,24 @@ def one_weight(cases: list[Case], device: str, found: Found) -> None:
             found.wrong.append(f"{case.name}: {verdict}\n  {case}")
 
 
-def _failed(case: Case, error: Exception, found: Found) -> None:
+def of_helper(name: str, form: int, seeds: list[int], device: str, found: Found) -> None:
+    """Run problems of one form of a helper kernel."""
+    for seed in seeds:
+        found.problems += 1
+        found.counts["helpers", name] += 1
+        case = f"{name}:{form}:{seed}"
+        try:
+            found.wrong += [f"{case}: {fault}" for fault in helpers.check(name, form, seed, device)]
+        except Exception as error:
+            return _failed(case, error, found)
+
+
+def _failed(case: Case | str, error: Exception, found: Found) -> None:
     text = "".join(traceback.format_exception(error, limit=-3))
     found.broken = "cuda error" in text.lower()
     before = ", or one of its weight before it" if found.broken else ""
-    found.wrong.append(f"{case.name}{before}: {text}\n  {case}")
+    name = case if isinstance(case, str) else case.name
+    found.wrong.append(f"{name}{before}: {text}\n  {case}")
 
 
 def _facts(case: Case) -> list[tuple[str, str]]:
@@ -98,6 +114,7 @@ def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
     variant = args.seed * 10_000 + process - args.processes
     while True:
         variant += args.processes
+        helper = None if wanted or args.config else helpers.drawn(variant)
         facts = drawn_variant(variant, device, args.config)
         if not all(text in str(getattr(facts, name)) for name, text in wanted):
             continue
@@ -107,7 +124,10 @@ def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
             if at is not None:
                 at[2 * process : 2 * process + 2] = variant, weight
             problems = [seeds.randrange(2**31) for _ in range(args.problems)]
-            one_weight([draw(variant, weight, seed, device, args.config) for seed in problems], device, found)
+            if helper:
+                of_helper(helper, variant, problems, device, found)
+            else:
+                one_weight([draw(variant, weight, seed, device, args.config) for seed in problems], device, found)
             if time.monotonic() > args.end or len(found.wrong) >= args.wrong or found.broken:
                 return found
 
@@ -167,7 +187,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def only(name: str, device: str, config: str) -> bool:
     """Run one problem again; True if it is wrong."""
-    variant, weight, problem = map(int, name.split(":"))
+    first, *seeds = name.split(":")
+    if first in helpers.HELPERS:
+        wrong = helpers.check(first, *map(int, seeds), device)
+        print("\n".join(wrong) or "right")
+        return bool(wrong)
+    variant, weight, problem = int(first), *map(int, seeds)
     case = draw(variant, weight, problem, device, config)
     print(case)
     (verdict,) = verdicts([check(case, device).verdict])
@@ -200,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
         row = {"kind": "fuzz", "run": record.run_name(facts), "device": args.device, "problems": problems}
         row |= {"wrong": len(wrong), "refused": refused, "seed": args.seed, "seconds": round(seconds)}
         row |= {"processes": args.processes, **counts, "kernels": record.kernels_hash()}
+        row |= {"names": [text[:120] for text in wrong[:20]]} if wrong else {}
         record.append(args.json, row | facts)
     return 1 if wrong else 0
 

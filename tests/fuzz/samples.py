@@ -145,6 +145,63 @@ def _modelopt_integers(folder: Path) -> Path:
     )
 
 
+def _modelopt_w4a8(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        scales = {"weight_scale": m.scales.float(), "weight_scale_2": torch.tensor(0.5), "input_scale": torch.ones(1)}
+        return {"weight": m.codes[::2] | m.codes[1::2] << 4} | scales
+
+    config = {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ", "group_size": GROUP}
+    return _folder(folder, config, _modules(stored))
+
+
+def _experts(stored: Callable[[Numbers], dict[str, torch.Tensor]], roles: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Two experts, one by one; N is half of K, so that gate and up are as large as down."""
+    names = [f"model.layers.0.mlp.experts.{e}.{role}" for e in range(2) for role in roles]
+    each = {name: stored(Numbers.of(seed)) for seed, name in enumerate(names)}
+    return {f"{name}.{leaf}": t for name, parts in each.items() for leaf, t in parts.items()}
+
+
+def _in_fp8(scale: str) -> dict[str, torch.Tensor]:
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(5)).to(torch.float8_e4m3fn)
+    powers = torch.tensor([[2.0**-3, 2.0**-4], [2.0**-2, 2.0**-5]])
+    return {"model.fp8.weight": weight, f"model.fp8.{scale}": powers.to(torch.float8_e8m0fnu)}
+
+
+def _w4afp8(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        scales = {"weight_scale_inv": m.scales.float(), "input_scale": torch.ones(1)}
+        return {"weight": _pairs(m.codes).view(torch.int8)} | scales
+
+    config = {"quant_method": "w4afp8", "group_size": GROUP, "weight_block_size": [N // 2, K // 2]}
+    roles = ("gate_proj", "up_proj", "down_proj")
+    return _folder(folder, config, _experts(stored, roles) | _in_fp8("weight_scale_inv"))
+
+
+def _deepseek_v4(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        exponents = torch.randint(118, 124, (N, K // 32), generator=torch.Generator().manual_seed(int(m.codes[0, 0])))
+        return {"weight": _pairs(m.codes).view(torch.int8), "scale": exponents.byte().view(torch.float8_e8m0fnu)}
+
+    config = {"quant_method": "fp8", "expert_dtype": "fp4", "weight_block_size": [N // 2, K // 2]}
+    return _folder(folder, config, _experts(stored, ("w1", "w3", "w2")) | _in_fp8("scale"))
+
+
+def _kimi(folder: Path) -> Path:
+    """Experts in MXFP4 of a model that is a part of another one, whose config is part of the other's too."""
+
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        return {"weight_packed": _pairs(m.codes), "weight_scale": torch.full((N, K // 32), 120, dtype=torch.uint8)}
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
+    tensors = {f"language_model.{name}": t for name, t in _experts(stored, ("w1", "w3", "w2")).items()}
+    _folder(folder, config, tensors)
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    return folder
+
+
 def _mxfp4(folder: Path) -> Path:
     """Experts as gpt-oss has them."""
     g, experts = torch.Generator().manual_seed(6), 2
@@ -243,7 +300,11 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "compressed-nvfp4": _compressed_floats,
     "modelopt": _modelopt,
     "modelopt-integers": _modelopt_integers,
+    "modelopt-w4a8": _modelopt_w4a8,
     "mxfp4": _mxfp4,
+    "w4afp8": _w4afp8,
+    "deepseek-v4": _deepseek_v4,
+    "kimi": _kimi,
     "hqq": _hqq,
     "bitsandbytes": _bitsandbytes,
     "w4gemm": _own,

@@ -8,12 +8,13 @@ import torch
 
 from w4gemm.api.modes import is_dual, needs_dispatcher
 from w4gemm.core.epilogue import NO_OPERANDS
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import kind_of, require_dense
 from w4gemm.kernels import launcher
 from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
 
 _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = {"cpu": (*_HALVES, torch.float32)}
+_LARGEST_EPS = torch.finfo(torch.float32).max
 _Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -78,6 +79,7 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_m
     dtypes = _DTYPES.get(x.device.type, _HALVES)
     if x.dtype not in dtypes:
         raise TypeError(f"x: wanted {' or '.join(map(str, dtypes))} on {x.device.type}, got {x.dtype}")
+    require_dense("x", x)
     if not isinstance(silu_mul, bool):
         raise TypeError(f"silu_mul: wanted a bool, got {type(silu_mul).__name__} {silu_mul!r}")
     if silu_mul and norm_weight is not None:
@@ -88,8 +90,8 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_m
         raise ValueError(f"x: wanted shape (..., 2 k) with silu_mul, k gates and k ups, got {tuple(x.shape)}")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps: wanted a number, got {type(eps).__name__}")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps: wanted a finite number of at least 0, got {eps}")
+    if not 0 <= eps <= _LARGEST_EPS:
+        raise ValueError(f"eps: wanted a finite number of at least 0, got {eps!r:.40}")
     if norm_weight is not None:
         _check_norm_weight(norm_weight, x)
     for name, t in (("x", x), ("norm_weight", norm_weight)):
@@ -117,9 +119,6 @@ def _quantize(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, sil
     (m, k), device = x.shape, x.device
     if device.type != "cuda":
         return in_pytorch(x, norm_weight, eps, silu_mul)
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _quantize(x, norm_weight, eps, silu_mul)
     if silu_mul:
         k //= 2
     if x.stride(1) != 1:

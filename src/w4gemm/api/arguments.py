@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from w4gemm.api.modes import is_watched
 from w4gemm.core.activation import canonical, is_gated
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import (
@@ -18,7 +19,7 @@ from w4gemm.core.epilogue import (
     replaced,
     require_out_dtype,
 )
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import kind_of, require_dense
 from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -55,8 +56,7 @@ def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
             f"x: wanted {' or '.join(map(str, dtypes))} on {device.type} for a weight in the {w.layout} layout, got "
             f"{dtype}{hint if FP8 in (dtype, *dtypes) and w.activations is None else ''}"
         )
-    if x.layout is not torch.strided:
-        raise TypeError(f"x: wanted a dense tensor, got one of layout {x.layout}")
+    require_dense("x", x)
     if x.dim() == 0 or x.shape[-1] != w.k:
         raise ValueError(f"x: wanted shape (..., k) with k {w.k} like w, got {tuple(x.shape)}")
     if device != w.tensors[0].device:
@@ -81,9 +81,20 @@ def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return ``indices`` as kernels take them: contiguous int32 (total_m)."""
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
         raise TypeError(f"indices: wanted int32 or int64 (total_m), got {kind_of(indices)}")
+    require_dense("indices", indices)
     if indices.device != x.device:
         raise ValueError(f"indices: wanted x's device {x.device}, got {indices.device}")
+    check_rows("indices", indices, 0, x.shape[0])
     return indices.to(torch.int32).contiguous()
+
+
+def check_rows(name: str, numbers: torch.Tensor, least: int, end: int) -> None:
+    """Check numbers of rows, least .. end - 1, where the host knows them."""
+    if numbers.device.type != "cpu" or not numbers.numel() or is_watched():
+        return
+    low, high = (int(t) for t in numbers.aminmax())
+    if low < least or high >= end:
+        raise ValueError(f"{name}: wanted rows {least} .. {end - 1}, got {low if low < least else high}")
 
 
 # --- the epilogue ----------------------------------------------------------------------------------------------------
@@ -167,6 +178,7 @@ def _checked_token_scale(scale: object, x: torch.Tensor) -> tuple[torch.Tensor |
         if scale.shape != words:
             raise ValueError(f"token_scale: wanted shape {words} of torch.int32, four blocks each, got {scale.shape}")
         scale = scale.contiguous().view(UE8M0)[..., :blocks]
+    require_dense("token_scale", scale)
     scale = scale.float()
     shapes = of_rows, (*of_rows, 1), (*of_rows, blocks)
     if scale.shape not in shapes or scale.device != x.device:
@@ -252,6 +264,7 @@ def require_tensor(
         raise TypeError(f"{name}: wanted a tensor {shape} of {dtype}, got {type(t).__name__}")
     if t.dtype != dtype:
         raise TypeError(f"{name}: wanted {dtype}{like and ' '}{like}, got {t.dtype}")
+    require_dense(name, t)
     if t.shape != shape:
         raise ValueError(f"{name}: wanted shape {tuple(shape)}{size}, got {tuple(t.shape)}")
     if t.device != device:

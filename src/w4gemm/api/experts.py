@@ -128,6 +128,16 @@ class W4Experts(torch.nn.Module):
         activations: str | None = "same",
     ) -> None:
         super().__init__()
+        for name, weight in (("gate_up", gate_up), ("down", down)):
+            if not isinstance(weight, (QuantizedWeight, W4GroupedLinear)):
+                raise TypeError(f"{name}: wanted a QuantizedWeight or a W4GroupedLinear, got {kind_of(weight)}")
+            if isinstance(weight, QuantizedWeight) and not weight.experts:
+                raise ValueError(
+                    f"{name}: wanted one of several experts, as QuantizedWeight.stack makes, got {weight!r}"
+                )
+        for name, text in (("activation", activation), ("activations", activations)):
+            if text is not None and not isinstance(text, str):  # a module would become a child of this one
+                raise TypeError(f"{name}: wanted a string, got {kind_of(text)}")
         self.gate_up, self.down = (
             given if isinstance(given, W4GroupedLinear) else W4GroupedLinear.from_weight(given, dtype=dtype)
             for given in (gate_up, down)
@@ -159,7 +169,11 @@ class W4Experts(torch.nn.Module):
         """x (tokens, features); expert_ids int32 or int64 and expert_weights floating point (tokens, top k), what the
         router chose: (tokens, features). Ids of experts that are not here add nothing."""
         routing = route(expert_ids, self.gate_up.weight.experts)
-        if isinstance(x, torch.Tensor) and expert_ids.shape[:1] != x.shape[:1]:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x: wanted a tensor (tokens, features), got {type(x).__name__}")
+        if x.dim() != 2:
+            raise ValueError(f"x: wanted shape (tokens, features), got {tuple(x.shape)}")
+        if expert_ids.shape[:1] != x.shape[:1]:
             raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(expert_ids.shape)}")
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         d = self.down(hidden, routing.m_offsets, settled=True)

@@ -12,7 +12,7 @@ from w4gemm.api.bound import argument_facts, bind
 from w4gemm.api.modes import autocast, is_eager
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import device_named, kind_of, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.act_order import PERM_DTYPE, is_permutation
@@ -69,14 +69,13 @@ class W4Linear(PackedModule):
         activations: str | None = None,
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}: wanted an int >= 1, got {size!r}")
+            require_int(name, size)
         for name, flag in (("bias", bias), ("batch_invariant", batch_invariant)):
             if not isinstance(flag, bool):
                 hint = "; format is the fourth argument" if isinstance(flag, (str, WeightFormat)) else ""
                 raise TypeError(f"{name}: wanted a bool, got {flag!r}{hint}")
         format = WeightFormat.of(format)
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = torch.get_default_device() if device is None else device_named("device", device)
         shapes = packed_shape(format, "canonical", out_features, in_features).tensors
         tensors = tuple(torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in shapes)
         w = QuantizedWeight(format, out_features, in_features, "canonical", tensors, activations=activations)
@@ -86,8 +85,7 @@ class W4Linear(PackedModule):
         self.batch_invariant = batch_invariant
 
     def _build(self, w: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r}")
+        _check_dtype(dtype)
         super().__init__()
         self.adopt(w, dtype)
         requires_grad = bias is not None and bias.requires_grad
@@ -144,6 +142,7 @@ class W4Linear(PackedModule):
                 raise ValueError(f"bias: wanted w's device {w.device}, got {bias.device}")
         if dtype is None:
             dtype = torch.get_default_dtype() if bias is None else bias.dtype
+        _check_dtype(dtype)
         layer = cls.__new__(cls)
         layer._build(w, bias if bias is None else bias.to(dtype), dtype)
         return layer
@@ -250,3 +249,8 @@ class W4Linear(PackedModule):
             error_msgs.append(f"{prefix}{e}")
             return
         self._set_weight(loaded)
+
+
+def _check_dtype(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r:.40}")

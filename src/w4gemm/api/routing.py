@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.api.arguments import require_tensor
-from w4gemm.api.modes import current_gpu, is_plain, is_watched
-from w4gemm.core.errors import kind_of
+from w4gemm.api.arguments import check_rows, require_tensor
+from w4gemm.api.modes import is_plain, is_watched
+from w4gemm.core.errors import LARGEST_SIZE, kind_of, require_dense, require_int
 from w4gemm.kernels import launcher
 from w4gemm.kernels.expert_route.spec import MOST_CHOICES, ExpertRoute
 from w4gemm.kernels.row_combine.spec import RowCombine
+
+_MOST_EXPERTS = 2**20
 
 
 class Routing(NamedTuple):
@@ -52,8 +54,8 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
         raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {kind_of(expert_ids)}")
     if expert_ids.dim() != 2:
         raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
-    if not isinstance(experts, int) or isinstance(experts, bool) or experts < 1:
-        raise ValueError(f"experts: wanted an int from 1 on, got {experts!r}")
+    require_dense("expert_ids", expert_ids)
+    require_int("experts", experts, 1, _MOST_EXPERTS)
     if expert_map is not None:
         if not isinstance(expert_map, torch.Tensor) or expert_map.dtype != torch.int32 or expert_map.dim() != 1:
             raise TypeError(f"expert_map: wanted torch.int32 (global experts,) or None, got {kind_of(expert_map)}")
@@ -61,8 +63,7 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
             raise ValueError(f"expert_map: wanted expert_ids' device {expert_ids.device}, got {expert_map.device}")
     expert_ids = expert_ids.contiguous()  # its rows are the order of everything below
     device = expert_ids.device
-    current = device.type == "cuda" and device.index == current_gpu()
-    if current and is_plain(expert_ids) and 0 < expert_ids.numel() <= MOST_CHOICES and not is_watched():
+    if device.type == "cuda" and is_plain(expert_ids) and 0 < expert_ids.numel() <= MOST_CHOICES and not is_watched():
         sort = launcher(ExpertRoute.of, device, expert_ids.dtype, experts, expert_map is not None)
         if sort is not None:
             return _routed(sort, expert_ids, experts, None if expert_map is None else expert_map.contiguous())
@@ -126,6 +127,7 @@ def combine(
     for name, t in (("d", d), ("row_of_choice", row_of_choice), ("weights", weights)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+        require_dense(name, t)
     if d.dim() != 2 or not d.is_floating_point():
         raise ValueError(f"d: wanted floating point (rows, n), got {kind_of(d)}")
     if row_of_choice.dtype != torch.int32 or row_of_choice.dim() != 2:
@@ -138,10 +140,12 @@ def combine(
     if not d.device == row_of_choice.device == weights.device:
         came = f"{row_of_choice.device}, {weights.device}"
         raise ValueError(f"row_of_choice, weights: wanted d's device {d.device}, got {came}")
+    if len(d):
+        check_rows("row_of_choice", row_of_choice, -LARGEST_SIZE, len(d))
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     if out is not None:
         require_tensor("out", out, d.dtype, (tokens, d.shape[1]), d.device)
-        if differentiated:
+        if differentiated or (torch.is_grad_enabled() and out.requires_grad):
             raise ValueError("out: wanted None where gradients are needed, got a tensor")
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):

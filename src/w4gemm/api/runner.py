@@ -8,6 +8,7 @@ synchronizes if no workspace is given.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 
 from w4gemm import choice
 from w4gemm.api import boundary
-from w4gemm.api.arguments import check_alignment, check_own_memory, require_tensor
+from w4gemm.api.arguments import check_alignment, check_own_memory, checked_config, require_tensor
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import device_named, kind_of, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import Operands, kernel_named
@@ -61,7 +62,7 @@ class MixedGemm:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        device, format = torch.device(self.device), WeightFormat.of(self.format)
+        device, format = device_named("device", self.device), WeightFormat.of(self.format)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: {device} is not there; PyTorch sees no CUDA GPU")
         if device.type == "cuda" and device.index is None:
@@ -98,6 +99,7 @@ class MixedGemm:
 
     def tokens(self, most: int, n: int, k: int) -> list[int]:
         """Return values of m within 1 .. most that between them need every kernel that any of 1 .. most needs."""
+        require_int("most", most)
         return choice.meeting(self._key(self._weight(n, k), 1), most)
 
     def prepare(self, m: int, n: int, k: int, config: str | None = None) -> str:
@@ -143,8 +145,12 @@ class MixedGemm:
             UnsupportedError: if nothing runs this.
         """
         a, out = _tensor("a", a), _tensor("out", out)
+        if stream is not None and not isinstance(stream, (int, torch.cuda.Stream)):
+            raise TypeError(f"stream: wanted a torch.cuda.Stream, an address or None, got {kind_of(stream)}")
         if isinstance(b, QuantizedWeight):
             raise TypeError("b: wanted the packed tensors, w.tensors, got the weight itself")
+        if isinstance(b, torch.Tensor) or not isinstance(b, Iterable):
+            raise TypeError(f"b: wanted the packed tensors, w.tensors, got {kind_of(b)}")
         tensors = tuple([_tensor("b", t) for t in b])
         given = EpilogueOperands(
             _tensor("alpha", alpha),
@@ -158,8 +164,8 @@ class MixedGemm:
         if m == 0:
             return
         plan = choice.plan_for(self._key(weight, m, config))
-        if workspace is not None and device.type == "cuda":
-            operands = operands._replace(workspace=self._workspace(_tensor("workspace", workspace), plan))
+        if (memory := _tensor("workspace", workspace)) is not None and device.type == "cuda":
+            operands = operands._replace(workspace=self._workspace(memory, plan))
         if stream is None or device.type != "cuda":
             boundary.launch(plan.launch, operands, device)
             return
@@ -173,11 +179,10 @@ class MixedGemm:
         return packed_shape(self.format, self.layout, n, k)
 
     def _key(self, weight: PackedShape, m: int, config: str | None = None) -> choice.PlanKey:
-        if m < 1:
-            raise ValueError(f"m: wanted a number from 1, got {m}")
+        require_int("m", m)
         assert isinstance(self.device, torch.device)
         facts = weight, m, self.dtype, self.epilogue, self.batch_invariant
-        return choice.PlanKey.of(*facts, config=config or "", device=self.device)
+        return choice.PlanKey.of(*facts, config="" if config is None else checked_config(config), device=self.device)
 
     def _workspace(self, given: torch.Tensor, plan: choice.Plan) -> torch.Tensor:
         wanted, size = plan.kernel.workspace_bytes(plan.problem, plan.config), given.numel() * given.element_size()
@@ -197,6 +202,8 @@ class MixedGemm:
         if a.dim() != 2 or out.dim() != 2 or a.shape[0] != out.shape[0]:
             raise ValueError(f"a, out: wanted (m, k) and (m, n), got {tuple(a.shape)} and {tuple(out.shape)}")
         (m, k), columns = a.shape, out.shape[1]
+        if not k or not columns:
+            raise ValueError(f"a, out: wanted at least one column, got {tuple(a.shape)} and {tuple(out.shape)}")
         require_tensor("a", a, self.dtype, (m, k), device, contiguous=False)
         check_alignment("a", a, _ALIGNMENT)
         row, column = a.stride()
@@ -204,6 +211,8 @@ class MixedGemm:
             raise ValueError(f"a: wanted rows at multiples of {_ALIGNMENT} bytes, got strides {a.stride()}")
         require_tensor("out", out, epilogue.result_dtype(self.dtype), (m, columns), device)
         check_alignment("out", out, _ALIGNMENT)
+        if out.requires_grad:
+            raise ValueError("out: wanted a tensor without requires_grad, got one with")
         weight = self._weight(columns * (2 if epilogue.gated else 1), k)
         if len(weight.tensors) != len(operands.weight):
             raise ValueError(

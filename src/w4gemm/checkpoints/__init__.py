@@ -9,7 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from w4gemm.checkpoints import awq, bitsandbytes, compressed_tensors, dense, gguf, gptq, hqq, modelopt, mxfp4, w4gemm
+from w4gemm.checkpoints import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    deepseek_v4,
+    dense,
+    gguf,
+    gptq,
+    hqq,
+    modelopt,
+    mxfp4,
+    w4afp8,
+    w4gemm,
+)
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.core.errors import FormatError
@@ -24,6 +37,8 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     hqq.FORMAT,
     bitsandbytes.FORMAT,
     mxfp4.FORMAT,
+    w4afp8.FORMAT,
+    deepseek_v4.FORMAT,
     w4gemm.FORMAT,
     dense.FORMAT,
 )

@@ -22,6 +22,7 @@ from w4gemm.checkpoints.quantized_folder import (
     check_tensor,
     folder_format,
     unpack_int4,
+    whole_groups,
 )
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -56,7 +57,7 @@ class AWQPacking:
         n, symmetric = 8 * words, settings.get("sym", not settings.get("zero_point", True))
         group_size = settings.get("group_size", settings.get("q_group_size", 128))
         format = WeightFormat(group_size, "none" if symmetric else "int", SCALES[stored["scales"].dtype])
-        groups = format.groups(k)
+        groups = whole_groups(format, k)
         check_tensor(stored, "scales", SCALES, (groups, n))
         if "qzeros" in stored or not symmetric:
             check_tensor(stored, "qzeros", ("I32",), (groups, words))

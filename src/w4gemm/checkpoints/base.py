@@ -69,8 +69,11 @@ class Checkpoint(Protocol):
         """Return the file's name for the type of one of ``tensors``, such as BF16 or Q6_K; "" if headers do not say."""
         ...
 
-    def weight(self, name: str) -> QuantizedWeight:
-        """Return the weight (n, k) or (experts, n, k) of a module, losslessly, in the canonical layout on the CPU.
+    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+        """Return the weight (n, k) or (experts, n, k) of a module, losslessly, in the canonical layout.
+
+        Args:
+            device: where it is to lie; it is unpacked there, which a GPU does sooner.
 
         Raises:
             FormatError: if there is no such module, or its numbers are damaged.
@@ -78,7 +81,8 @@ class Checkpoint(Protocol):
         ...
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return one of ``tensors``, rounded at most once to ``dtype``, on the CPU.
+        """Return one of ``tensors``, rounded at most once to ``dtype``, on the CPU; integers, such as a table of a
+        router, as they are.
 
         Raises:
             FormatError: if there is no such tensor, or it cannot be read.

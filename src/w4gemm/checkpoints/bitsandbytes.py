@@ -73,9 +73,11 @@ class BitsAndBytesPacking:
         if "nested_offset" in state:
             factors, numbers = (tensors[leaf].flatten() for leaf in _NESTED)
             factors = factors.repeat_interleave(state["nested_blocksize"])[: len(scales)]
-            scales = numbers[scales.int()] * factors + torch.tensor(state["nested_offset"], dtype=torch.float32)
+            scales = numbers[scales.int()] * factors + torch.tensor(
+                state["nested_offset"], dtype=torch.float32, device=packed.device
+            )
         group = module.format.group_size
-        starts = torch.arange(0, n * k, group)
+        starts = torch.arange(0, n * k, group, device=packed.device)
         return QuantizedWeight.from_codes(
             module.format, codes, scales[starts // state["blocksize"]].view(n, k // group)
         )

@@ -8,7 +8,10 @@ groups). Older files in act-order have ``weight_g_idx`` int32 (k), the group of 
 
 A module of 4-bit floats is ``weight_packed`` uint8 (n, k / 2), the even column in the low nibble, and ``weight_scale``
 (n, groups): the exponents of powers of two as uint8 (mxfp4), or e4m3 with a float32 ``weight_global_scale`` (1) that
-divides (nvfp4). Activations that the config wants in 4 bits are multiplied as they come, in 16 bits.
+divides (nvfp4). compressed-tensors up to 0.13.0 wrote exponents of mxfp4 that are 2 too small.
+
+Activations that the config wants in e4m3 get a scale for each token, whatever it says of their scales; those that it
+wants in int8 or 4 bits, and those beside nvfp4, are multiplied as they come, in 16 bits. ``input_scale`` is not used.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from w4gemm.checkpoints.quantized_folder import (
     check_symmetric,
     check_tensor,
     folder_format,
+    of_bytes,
     unpack_int4,
-    unpack_pairs,
+    whole_groups,
 )
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -39,8 +43,8 @@ FORMATS = ("pack-quantized", "int-quantized", *FLOATS)
 _FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
 """safetensors' names of the dtypes of scales of 4-bit floats, by scale rule."""
 _CODE_OF_ZERO = 8
-_FP8_PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-"""The only ``input_activations`` that are not left as they come."""
+_LAST_OF_BIAS_125 = (0, 13, 0)
+"""Last version whose exponents of mxfp4 count from 125 instead of 127."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class CompressedTensors:
         "weight_shape",
         "weight_global_scale",
     )
-    others = ("weight", "input_global_scale")
+    others = ("weight", "input_global_scale", "input_scale", "input_zero_point")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
@@ -92,7 +96,7 @@ class CompressedTensors:
         zero = "none" if weights.get("symmetric", True) else "int"
         group_size = weights["group_size"] if weights["strategy"] == "group" else PER_COLUMN
         format = WeightFormat(group_size, zero, SCALES[stored["weight_scale"].dtype])
-        groups = format.groups(k)
+        groups = whole_groups(format, k)
         check_tensor(stored, "weight_scale", SCALES, (n, groups))
         if "weight_zero_point" in stored or format.has_zero:
             packed = "weight_zero_point" in stored and stored["weight_zero_point"].dtype == "I32"
@@ -102,23 +106,31 @@ class CompressedTensors:
         return Module(n, k, format, "bias" in stored, activations=_activations(scheme))
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        shape = tensors.get("weight_shape", torch.tensor((module.n, module.k))).tolist()
-        if shape != [module.n, module.k]:
-            raise ValueError(f"weight_shape is {shape}, but its tensors have shape {[module.n, module.k]}")
+        wanted = [module.n, module.k]
+        if "weight_shape" in tensors and (shape := tensors["weight_shape"].tolist()) != wanted:
+            raise ValueError(f"weight_shape is {shape}, but its tensors have shape {wanted}")
         if module.format.element == "e2m1":
-            return _float_weight(module, tensors)
-        if "weight_packed" in tensors:
-            codes = unpack_int4(tensors["weight_packed"])
-        else:
-            codes = tensors["weight"].short() + _CODE_OF_ZERO
+            return _float_weight(module, tensors, 2 if self._bias_125 else 0)
         zeros, g_idx = _zero_codes(tensors.get("weight_zero_point"), module.n), tensors.get("weight_g_idx")
         if not module.format.has_zero and zeros is not None:
             check_symmetric(zeros)
             zeros = None
         if g_idx is not None and (g_idx == -1).any():
             g_idx = None  # it was allocated, and not used
+        if "weight_packed" in tensors and g_idx is None:
+            others = () if zeros is None else (zeros,)
+            return of_bytes(module, tensors["weight_packed"], tensors["weight_scale"], *others)
+        if "weight_packed" in tensors:
+            codes = unpack_int4(tensors["weight_packed"])
+        else:
+            codes = tensors["weight"].short() + _CODE_OF_ZERO
         w = QuantizedWeight.from_codes(module.format, codes, tensors["weight_scale"], zeros, g_idx)
         return replace(w, activations=module.activations)
+
+    @property
+    def _bias_125(self) -> bool:
+        found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(self.config.get("version") or ""))
+        return found is not None and tuple(map(int, found.groups())) <= _LAST_OF_BIAS_125
 
     def _scheme(self, name: str) -> Mapping[str, Any]:
         """The config group of a module: the one that names it, else with a pattern for it, else all linear layers."""
@@ -146,24 +158,29 @@ def _float_module(format: WeightFormat, scheme: Mapping[str, Any], stored: Mappi
     if (kind := scheme["weights"].get("type")) != "float":
         raise ValueError(f"its weight is of type {kind!r}, wanted 'float'")
     n, half = check_tensor(stored, "weight_packed", ("U8",))
-    check_tensor(stored, "weight_scale", _FLOAT_SCALES[format.scale], (n, format.groups(2 * half)))
-    known = {"weight_packed", "weight_scale", "weight_shape", "bias", "input_global_scale"}
+    check_tensor(stored, "weight_scale", _FLOAT_SCALES[format.scale], (n, whole_groups(format, 2 * half)))
+    known = {"weight_packed", "weight_scale", "weight_shape", "bias", "input_global_scale", "input_scale"}
     if format.has_channels:
         check_tensor(stored, "weight_global_scale", ("F32",), (1,))
         known.add("weight_global_scale")
     if more := stored.keys() - known:
         raise ValueError(f"{min(more)} is no tensor of {format}")
-    four_bits = (scheme.get("input_activations") or {}).get("num_bits") == 4
-    return Module(n, 2 * half, format, "bias" in stored, activations=None if four_bits else _activations(scheme))
+    activations = _activations(scheme)
+    return Module(n, 2 * half, format, "bias" in stored, activations=None if format.has_channels else activations)
 
 
-def _float_weight(module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    scales = tensors["weight_scale"].view(module.format.scale_dtype)
-    channels = None
-    if module.format.has_channels:
-        channels = (1 / tensors["weight_global_scale"]).expand(module.n).contiguous()
-    w = QuantizedWeight.from_codes(module.format, unpack_pairs(tensors["weight_packed"]), scales, channels=channels)
-    return replace(w, activations=module.activations)
+def _float_weight(module: Module, tensors: Mapping[str, torch.Tensor], shift: int) -> QuantizedWeight:
+    """``shift`` is added to exponents."""
+    scales = tensors["weight_scale"]
+    if shift and not module.format.has_channels:
+        stored = scales.view(torch.uint8)
+        if int(stored.max()) > 255 - shift:
+            raise ValueError(f"weight_scale: wanted exponents up to {255 - shift}, got {int(stored.max())}")
+        scales = stored + shift
+    scales = scales.view(module.format.scale_dtype)
+    factor = 1 / tensors["weight_global_scale"] if module.format.has_channels else None
+    channels = () if factor is None else (factor.expand(module.n).contiguous(),)
+    return of_bytes(module, tensors["weight_packed"], scales, *channels)
 
 
 def _activations(scheme: Mapping[str, Any]) -> str | None:
@@ -171,15 +188,10 @@ def _activations(scheme: Mapping[str, Any]) -> str | None:
     found = scheme.get("input_activations")
     if not found:
         return None
-    if {key: found.get(key) for key in _FP8_PER_TOKEN} != _FP8_PER_TOKEN:
-        dynamic = "dynamic" if found.get("dynamic") is True else "static"
-        came = (
-            f"{found.get('num_bits')}-bit {found.get('type')}, {dynamic}, with a scale for each {found.get('strategy')}"
-        )
-        raise ValueError(
-            f"its activations are {came}; wanted 8-bit float, dynamic, with a scale for each token, or none"
-        )
-    return "fp8"
+    bits, kind = found.get("num_bits"), found.get("type", "int")
+    if bits not in (4, 8) or kind not in ("int", "float"):
+        raise ValueError(f"its activations are {bits!r}-bit {kind}; wanted none, or int or float of 4 or 8 bits")
+    return "fp8" if (bits, kind) == (8, "float") else None
 
 
 def _zero_codes(stored: torch.Tensor | None, n: int) -> torch.Tensor | None:

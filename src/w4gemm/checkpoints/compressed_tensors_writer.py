@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from w4gemm.checkpoints.base import Checkpoint, Module
+from w4gemm.checkpoints.experts import roles_of
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -14,14 +17,15 @@ _MXFP4 = WeightFormat.parse("mxfp4")
 
 
 class CompressedTensorsWriter:
-    """A :class:`w4gemm.checkpoints.writing.WeightWriter`. Bits stay the same; what compressed-tensors cannot hold is
-    refused: float zero points, codebooks, float32 scales of channels, act-order, k that is no multiple of 8."""
+    """A :class:`w4gemm.checkpoints.writing.WeightWriter`. Bits stay the same, experts are written one by one; what
+    compressed-tensors cannot hold is refused: biases of experts, float zero points, codebooks, float32 scales of
+    channels, act-order, k that is no multiple of 8."""
 
     name = "compressed-tensors"
 
     def check(self, module: Module) -> None:
-        if module.experts:
-            raise ValueError("compressed-tensors holds each expert by itself, not all in one; --to w4gemm does")
+        if module.experts and module.bias:
+            raise ValueError("compressed-tensors has no biases of experts; --to w4gemm has")
         if module.format != _MXFP4 and (
             module.format.element != "int4" or module.format.zero == "float" or module.format.scale_dtype.itemsize != 2
         ):
@@ -31,7 +35,21 @@ class CompressedTensorsWriter:
         if module.k % 8:
             raise ValueError(f"compressed-tensors wants k to be a multiple of 8, got {module.k}")
 
-    def tensors(self, w: QuantizedWeight) -> dict[str, torch.Tensor]:
+    def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> dict[str, torch.Tensor]:
+        if not w.experts:
+            return {f"{name}.{leaf}": t for leaf, t in self._leaves(w).items()}
+        owner, roles = name.rpartition(".")[0], roles_of(checkpoint.modules, name)
+        found: dict[str, torch.Tensor] = {}
+        for e in range(w.experts):
+            expert = w.expert(e)
+            for i, role in enumerate(roles):  # every tensor has a row for each of the weight's, those of roles in turn
+                rows = tuple(t[i :: len(roles)].contiguous() for t in expert.tensors)
+                part = replace(expert, n=w.n // len(roles), tensors=rows)
+                found |= {f"{owner}.{e}.{role}.{leaf}": t for leaf, t in self._leaves(part).items()}
+        return found
+
+    def _leaves(self, w: QuantizedWeight) -> dict[str, torch.Tensor]:
+        """Tensors of one module by the last parts of their names."""
         if w.perm is not None:
             raise ValueError("compressed-tensors from 0.20 on does not hold weights in act-order; --to w4gemm does")
         packed, scales, *zeros = w.tensors
@@ -49,7 +67,7 @@ class CompressedTensorsWriter:
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
         kinds: dict[tuple[WeightFormat, str | None], list[str]] = {}
         for name, module in checkpoint.modules.items():
-            kinds.setdefault((module.format, module.activations), []).append(name)
+            kinds.setdefault((module.format, module.activations), []).append(_target(checkpoint, name))
         ordered = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
         groups = {
             f"group_{i}": _group(*kind, ["Linear"] if i == 0 else names) for i, (kind, names) in enumerate(ordered)
@@ -63,6 +81,14 @@ class CompressedTensorsWriter:
             "config_groups": groups,
             "ignore": dense,
         }
+
+
+def _target(checkpoint: Checkpoint, name: str) -> str:
+    """Return what names a module, or those of all its experts, in a config group."""
+    if not checkpoint.modules[name].experts:
+        return name
+    owner, roles = re.escape(name.rpartition(".")[0]), roles_of(checkpoint.modules, name)
+    return rf"re:{owner}\.\d+\.({'|'.join(roles)})$"
 
 
 def _group(format: WeightFormat, activations: str | None, targets: list[str]) -> dict[str, Any]:

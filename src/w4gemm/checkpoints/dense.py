@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
-from w4gemm.checkpoints.hugging_face import FILES, SafetensorsFolder, quantization_config, transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, FILES, SafetensorsFolder, quantization_config, transformers_errors
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.quantization import quantize
@@ -30,6 +30,18 @@ def default_format(k: int) -> WeightFormat:
     """Format that a dense weight (n, k) is quantized to unless another is named: groups of 128, or of the larger of 64
     and 32 that divides k (32 if none does)."""
     return WeightFormat(next((g for g in (128, 64) if k % g == 0), 32))
+
+
+def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
+    """Return names of layers that stay dense as a tuple.
+
+    Raises:
+        TypeError: for a string, which would be the names of its letters, and for what holds no names.
+    """
+    names = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"skip: wanted last parts of names, such as ('lm_head',), got {skip!r:.80}")
+    return names  # type: ignore[return-value]
 
 
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
@@ -55,7 +67,7 @@ class DenseCheckpoint:
 
     Attributes:
         search: as for :func:`w4gemm.quantize`.
-        device: where weights are quantized; they come back on the CPU.
+        device: where weights are quantized.
     """
 
     def __init__(self, path: Path, format: WeightFormat | None = None) -> None:
@@ -90,17 +102,17 @@ class DenseCheckpoint:
     def stored_type(self, name: str) -> str:
         return ""
 
-    def weight(self, name: str) -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no linear layer {name!r} among its {len(self.modules)}")
         product = self._products.get(name)
         if product is None:
-            return self._quantized(name, self._read(f"{name}.weight"))
-        each = (self._quantized(name, weight) for weight in product.weights(self._read(name)))
+            return self._quantized(name, self._read(f"{name}.weight"), device)
+        each = (self._quantized(name, weight, device) for weight in product.weights(self._read(name)))
         return QuantizedWeight.stack(each, product.shape[0], "canonical")
 
-    def _quantized(self, name: str, weight: torch.Tensor) -> QuantizedWeight:
-        return quantize(weight.to(self.device), self.modules[name].format, search=self.search).to("cpu")
+    def _quantized(self, name: str, weight: torch.Tensor, device: torch.device | str) -> QuantizedWeight:
+        return quantize(weight.to(self.device), self.modules[name].format, search=self.search).to(device)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
@@ -119,7 +131,7 @@ class DenseCheckpoint:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         with transformers_errors(self.path), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path, local_files_only=True))
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path, **AS_IT_IS))
 
     @functools.cached_property
     def _read(self) -> Callable[[str], torch.Tensor]:
@@ -159,7 +171,7 @@ def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
     with transformers_errors(folder):
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
-                folder, dtype="auto", local_files_only=True, output_loading_info=True
+                folder, dtype="auto", output_loading_info=True, **AS_IT_IS
             )
         except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
             raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e

@@ -68,7 +68,25 @@ def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
         if match := _NAME.fullmatch(name):
             product, position = _ROLES[match["role"]]
             found.setdefault(f"{match['owner']}.{product}", {})[int(match["index"]), position] = name
-    return {name: _stack(name, sources, modules) for name, sources in found.items()}
+    made = {name: _stack(name, sources, modules) for name, sources in found.items()}
+    for name, stack in made.items():
+        owner = name.rpartition(".")[0]
+        other = made.get(f"{owner}.{GATE_UP}")
+        if other is not None and other.module.experts != stack.module.experts:
+            has = f"{owner}.{GATE_UP} has {other.module.experts}"
+            raise ValueError(f"{name} has {stack.module.experts} experts in 4 bits, {has}")
+    return made
+
+
+def roles_of(modules: Mapping[str, Module], name: str) -> tuple[str, ...]:
+    """Return the last parts of the names that the modules of single experts have of which this one is made, their rows
+    in turn: as they were called, or as most models call them."""
+    owner, _, product = name.rpartition(".")
+    gate_up = modules.get(f"{owner}.{GATE_UP}")
+    fused = gate_up.fused if gate_up is not None and gate_up.fused else ("gate_proj", "up_proj")
+    if product == GATE_UP:
+        return fused
+    return ("w2",) if fused == ("w1", "w3") else (DOWN,)
 
 
 def _stack(name: str, found: Mapping[tuple[int, int], str], modules: Mapping[str, Module]) -> Stack:

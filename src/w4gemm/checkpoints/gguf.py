@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
-from w4gemm.checkpoints.gguf_file import MAGIC, GGUFFile
+from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.checkpoints.gguf_header import MAGIC
 from w4gemm.core.errors import FormatError
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -111,11 +112,11 @@ class GGUFCheckpoint:
     def stored_type(self, name: str) -> str:
         return self.file.info(_ROPE_FACTORS if name in _ROPE_TABLES else self._stored[name]).type
 
-    def weight(self, name: str) -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no 4-bit module {name!r} among its {len(self.modules)}")
         stored = self._stored[f"{name}.weight"]
-        return self.file.weight(stored, self._rows(stored))
+        return self.file.weight(stored, self._rows(stored), device)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:

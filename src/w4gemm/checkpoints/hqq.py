@@ -38,8 +38,8 @@ _WORDS = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
 class HQQPacking:
     """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
 
-    marks = ("W_q",)
-    others = ("scale", "zero", *_SETTINGS, *_NOTES)
+    marks = ("W_q", "zero", *_SETTINGS)
+    others = ("scale", *_NOTES)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings: dict[str, Any] = {leaf: stored[leaf].read().tolist() for leaf in _SETTINGS if leaf in stored}
@@ -55,7 +55,7 @@ class HQQPacking:
             raise ValueError("its scales are quantized, or one for the whole matrix; quantize without these options")
         n, k = settings.get("shape", [0, 0])
         group = settings.get("group_size") or k
-        if n < 1 or k < 1 or k % group:
+        if not all(isinstance(size, int) and size > 0 for size in (n, k, group)) or k % group:
             raise ValueError(f"shape is {(n, k)}, wanted rows of whole groups of {group}")
         rows, words = n * (k // group), check_tensor(stored, "W_q", tuple(_WORDS))
         if words[0] * words[1] * _WORDS[stored["W_q"].dtype] != n * k // 2:

@@ -1,16 +1,21 @@
-"""Folders quantized by NVIDIA's ModelOpt: NVFP4 and INT4 (W4A16_AWQ).
+"""Folders quantized by NVIDIA's ModelOpt: NVFP4 and INT4 (W4A16_AWQ, W4A8_AWQ).
 
 A module of NVFP4 is ``weight`` uint8 (n, k / 2), the even column in the low nibble, ``weight_scale`` e4m3 (n, k / 16),
 and ``weight_scale_2`` float32 (), which multiplies. One of INT4 is ``weight`` uint8 (n / 2, k), two's complements of
 two rows a byte, the even row in the low nibble, and ``weight_scale`` (n, groups). ``pre_quant_scale`` (k), of a model
 that was smoothed by AWQ, multiplies x. Activations that the config wants in 4 bits are multiplied as they come, so
 ``input_scale`` is not used. Scales of a quantized KV cache are not used either.
+
+W4A8_AWQ quantizes x to e4m3, here with a scale for each token instead of ``input_scale`` for all, and beside it
+``weight_scale_2``, by which ModelOpt's own kernels round q * weight_scale to e4m3, is not needed: the weight is
+q * weight_scale. Kernels beside fp8 take scales in 16 bits, so float32 ones are rounded to fp16, by at most 2**-11 of
+themselves from 2**-14 on, as TensorRT-LLM rounds them. Beside 16-bit x float32 scales stay float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -18,13 +23,14 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.quantized_folder import SCALES, check_tensor, folder_format, unpack_pairs
+from w4gemm.checkpoints.quantized_folder import SCALES, check_tensor, folder_format, of_bytes, whole_groups
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 _NVFP4 = WeightFormat.parse("nvfp4")
 _FLOATS = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
-ALGORITHMS = (*_FLOATS, "W4A16_AWQ", "INT4_AWQ")
+_W4A8 = "W4A8_AWQ"
+ALGORITHMS = (*_FLOATS, "W4A16_AWQ", "INT4_AWQ", _W4A8)
 """Values of ``quant_algo`` that are read."""
 
 
@@ -54,39 +60,51 @@ class ModelOptPacking:
         excluded = self.config.get("exclude_modules", self.config.get("ignore")) or ()
         if any(fnmatchcase(name, pattern) for pattern in excluded):
             raise ValueError("the config excludes it, but it has quantized tensors")
-        n, k, format = _floats(stored) if algorithm in _FLOATS else _integers(stored, settings.get("group_size") or 128)
+        if algorithm in _FLOATS:
+            n, k, format = _floats(stored)
+        else:
+            n, k, format = _integers(stored, settings.get("group_size") or 128, algorithm == _W4A8)
         if scaled := "pre_quant_scale" in stored:
             check_tensor(stored, "pre_quant_scale", ("F16", "BF16", "F32"), (k,))
             if ".experts." in name:
                 raise ValueError("x of single experts cannot be scaled (pre_quant_scale)")
-        return Module(n, k, format, "bias" in stored, pre_quant_scale=scaled)
+        activations = "fp8" if algorithm == _W4A8 else None
+        return Module(n, k, format, "bias" in stored, activations=activations, pre_quant_scale=scaled)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         packed, scales = tensors["weight"], tensors["weight_scale"]
         if module.format == _NVFP4:
             channels = tensors["weight_scale_2"].reshape(1).expand(module.n).contiguous()
-            return QuantizedWeight.from_codes(module.format, unpack_pairs(packed), scales, channels=channels)
+            return of_bytes(module, packed, scales, channels)
         # a two's complement q is the code q + 8 with its highest bit turned over
         codes = torch.stack((packed & 15, packed >> 4), 1).flatten(0, 1) ^ 8
-        return QuantizedWeight.from_codes(module.format, codes, scales)
+        w = QuantizedWeight.from_codes(module.format, codes, scales.to(module.format.scale_dtype))
+        return replace(w, activations=module.activations)
 
 
 def _floats(stored: Mapping[str, TensorInfo]) -> _Shape:
     n, half = check_tensor(stored, "weight", ("U8",))
-    check_tensor(stored, "weight_scale", ("F8_E4M3",), (n, _NVFP4.groups(2 * half)))
+    check_tensor(stored, "weight_scale", ("F8_E4M3",), (n, whole_groups(_NVFP4, 2 * half)))
     one = "weight_scale_2" in stored and stored["weight_scale_2"].shape == (1,)
     check_tensor(stored, "weight_scale_2", ("F32",), (1,) if one else ())
     return _Shape(n, 2 * half, _NVFP4)
 
 
-def _integers(stored: Mapping[str, TensorInfo], group_size: int) -> _Shape:
+def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> _Shape:
+    """``fp8``: True if x is quantized, as W4A8_AWQ says."""
     half, k = check_tensor(stored, "weight", ("U8",))
-    if "weight_scale_2" in stored:
-        raise ValueError("it has two scales (W4A8), wanted weight_scale alone")
-    check_tensor(stored, "weight_scale", SCALES)
-    format = WeightFormat(group_size, "none", SCALES[stored["weight_scale"].dtype])
-    check_tensor(stored, "weight_scale", SCALES, (2 * half, format.groups(k)))
+    if fp8:
+        one = "weight_scale_2" in stored and stored["weight_scale_2"].shape == (1,)
+        check_tensor(stored, "weight_scale_2", ("F32",), (1,) if one else ())
+    elif "weight_scale_2" in stored:
+        raise ValueError("it has two scales, as W4A8_AWQ has, but its config says W4A16; wanted weight_scale alone")
+    known = SCALES | {"F32": "fp16" if fp8 else "fp32"}
+    check_tensor(stored, "weight_scale", known)
+    format = WeightFormat(group_size, "none", known[stored["weight_scale"].dtype])
+    check_tensor(stored, "weight_scale", known, (2 * half, whole_groups(format, k)))
     return _Shape(2 * half, k, format)
 
 
-FORMAT = folder_format("modelopt", "a folder with a model quantized by ModelOpt (NVFP4, INT4 AWQ)", ModelOptPacking)
+FORMAT = folder_format(
+    "modelopt", "a folder with a model quantized by ModelOpt (NVFP4, INT4 AWQ, W4A8 AWQ)", ModelOptPacking
+)

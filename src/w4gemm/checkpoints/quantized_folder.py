@@ -14,18 +14,21 @@ import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.experts import Stack, stacks
-from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo, quantization_config
+from w4gemm.checkpoints.fp8_folder import Block, Fp8Folder, block_of
+from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.core.errors import FormatError
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 SCALES = {"F16": "fp16", "BF16": "bf16"}
 """Scale rules by safetensors' name of the scales' dtype."""
 SYMMETRIC = 8
 """Integer zero point of a symmetric weight."""
-_IGNORED = ".rotary_emb.inv_freq"
-"""End of the names of tensors that models computed and saved before 2023; they hold nothing of their own."""
-
+_CODES = ("I8", "U8")
+"""safetensors' names of the dtypes of packed weights."""
+_IGNORED = (".rotary_emb.inv_freq", "attn.q_scale", "attn.k_scale", "attn.v_scale")
+"""Ends of the names of tensors that hold nothing of the model: what models computed and saved before 2023, and scales
+of a quantized cache."""
 
 BESIDE = ("bias", "pre_quant_scale")
 """Last parts of the names of a module's dense tensors, which are the checkpoint's, too."""
@@ -58,14 +61,17 @@ class QuantizedFolder:
 
     Args:
         renamed: gives ``module.part`` for the name of a tensor in the folder.
+        block: rows and columns of weights in fp8 that share a scale.
 
     Raises:
         FormatError: if a file is missing or cut short, or a module has tensors that its packing does not know.
     """
 
-    def __init__(self, path: Path, packing: Packing, renamed: Callable[[str], str] = str) -> None:
+    def __init__(
+        self, path: Path, packing: Packing, renamed: Callable[[str], str] = str, block: Block = Block()
+    ) -> None:
         self.path, self._packing = path, packing
-        self._stored = SafetensorsFolder(path)
+        self._stored = Fp8Folder(path, block)
         owners = [_Name.of(renamed(name)) for name in self._stored.tensors]
         quantized = {name.owner for name in owners if name.leaf in packing.marks}
         known = {*packing.marks, *packing.others}
@@ -77,8 +83,13 @@ class QuantizedFolder:
             self._files[str(owned)] = name
             if owner in quantized and (leaf in known or leaf in BESIDE):
                 parts[owner][leaf] = info
+            elif leaf == "weight" and info.dtype in _CODES:
+                beside = " or ".join(packing.marks)
+                raise FormatError(f"{path}: {owner}: its weight is {info.dtype}, but there is no {beside} beside it")
             if (owner not in quantized or leaf not in known) and not name.endswith(_IGNORED):
                 self.tensors[str(owned)] = info.shape
+        if self._stored.scales and not quantized:
+            raise FormatError(f"{path}: all its quantized weights are in fp8, wanted some of them in 4 bits")
         self._parts = parts
         self._own = {name: self._module(name, parts[name]) for name in sorted(quantized)}
         self._stacks = self._stacked()
@@ -96,17 +107,22 @@ class QuantizedFolder:
         source = name if stack is None else f"{stack.sources[0][0]}.bias"
         return self._stored.tensors[self._files[source]].dtype
 
-    def weight(self, name: str) -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
             raise FormatError(f"{self.path}: no 4-bit module {name!r} among its {len(self.modules)}")
         stack = self._stacks.get(name)
         try:
-            return self._weight(name) if stack is None else stack.weight(self._weight)
+            if stack is None:
+                return self._weight(name, device)
+            return stack.weight(lambda source: self._weight(source, device))
+        except FormatError:
+            raise
         except (TypeError, ValueError) as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 
-    def _weight(self, name: str) -> QuantizedWeight:
-        tensors = {leaf: self._tensor(f"{name}.{leaf}") for leaf in self._parts[name] if leaf not in BESIDE}
+    def _weight(self, name: str, device: torch.device | str) -> QuantizedWeight:
+        leaves = (leaf for leaf in self._parts[name] if leaf not in BESIDE)
+        tensors = {leaf: self._tensor(f"{name}.{leaf}").to(device) for leaf in leaves}
         return self._packing.weight(self._own[name], tensors)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -115,7 +131,18 @@ class QuantizedFolder:
         stack = self._stacks.get(name.removesuffix(".bias"))
         if stack is not None:
             return stack.bias(lambda source: self._tensor(f"{source}.bias")).to(dtype)
-        return self._tensor(name).to(dtype)
+        t = self._tensor(name)
+        return t.to(dtype) if t.is_floating_point() else t
+
+    @property
+    def in_fp8(self) -> list[str]:
+        """Names of ``tensors`` that the folder holds in 8-bit floats, with scales."""
+        return [name for name in self.tensors if self._files.get(name) in self._stored.scales]
+
+    @property
+    def names_beside_fp8(self) -> list[str]:
+        """Names in the folder's files of the scales of weights in fp8, and of what else is not needed beside them."""
+        return self._stored.beside
 
     def stored_names(self, name: str) -> list[str]:
         """Names in the folder's files of the tensors of a module, its bias too."""
@@ -174,18 +201,24 @@ def folder_format(
         return path if method_of(quantization_config(path) or {}) == method else None
 
     def open(path: Path, format: WeightFormat | None) -> QuantizedFolder:
+        config = quantization_config(path) or {}
         try:
-            meaning = packing(quantization_config(path) or {})
+            meaning, block = packing(config), block_of(config.get("weight_block_size"))
         except (TypeError, ValueError, KeyError, AttributeError) as e:
             raise FormatError(f"{path}: quantization_config of config.json: {e}") from e
-        return QuantizedFolder(path, meaning, renamed)
+        return QuantizedFolder(path, meaning, renamed, block)
 
     return CheckpointFormat(method, contents, find, open)
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """Name of the method that a quantization_config names; for AutoRound, of the method whose packing it uses."""
+    """Name of the format of a quantization_config: the method that it names, but for AutoRound the method whose packing
+    it uses, for fp8 with experts in 4 bits DeepSeek-V4's, and W4AFP8 for ModelOpt's name of it."""
     method = config.get("quant_method", config.get("method"))
+    if method == "fp8" and config.get("expert_dtype") == "fp4":
+        return "deepseek-v4"
+    if method == "modelopt" and config.get("quant_algo") == "MIXED_PRECISION" and not config.get("quantized_layers"):
+        return "w4afp8"
     if method not in ("auto-round", "auto_round", "intel/auto-round"):
         return method
     packing = config.get("packing_format", "auto_round:auto_gptq")
@@ -223,6 +256,28 @@ def check_tensor(
     if (len(info.shape) != 2 or 0 in info.shape) if shape is None else info.shape != shape:
         raise ValueError(f"{leaf} has shape {info.shape}, wanted {'a matrix' if shape is None else shape}")
     return info.shape
+
+
+def whole_groups(format: WeightFormat, k: int) -> int:
+    """Return the number of groups along k; raise ValueError if the last one would be shorter than the others."""
+    if format.group_size != PER_COLUMN and k % format.group_size:
+        raise ValueError(f"groups of {format.group_size} do not divide its {k} input features")
+    return format.groups(k)
+
+
+def of_bytes(module: Module, packed: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor) -> QuantizedWeight:
+    """Return a weight whose codes lie as in the canonical layout, two of a row a byte, the even column in the low
+    nibble: nothing is unpacked and packed again.
+
+    Args:
+        packed: n rows of k / 2 bytes, of any dtype.
+        others: zero points or channel scales, if the format has them.
+    """
+    codes = packed.contiguous().view(torch.uint8)
+    parts = codes, scales.contiguous(), *others
+    w = QuantizedWeight(module.format, module.n, module.k, "canonical", parts, activations=module.activations)
+    w.check_range()
+    return w
 
 
 def unpack_int4(packed: torch.Tensor, order: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -96,8 +96,9 @@ class OwnWriter:
         if module.k % 2:
             raise ValueError(f"wanted an even k, got {module.k}: shapes in a folder do not tell odd ones")
 
-    def tensors(self, w: QuantizedWeight) -> dict[str, torch.Tensor]:
-        return w.named_tensors() | {STATE: as_tensor(in_words(w.format, w.activations))}
+    def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> dict[str, torch.Tensor]:
+        leaves = w.named_tensors() | {STATE: as_tensor(in_words(w.format, w.activations))}
+        return {f"{name}.{leaf}": t for leaf, t in leaves.items()}
 
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return settings(checkpoint.modules.items())

@@ -20,14 +20,19 @@ from typing import Any, Protocol
 import torch
 
 from w4gemm.checkpoints.base import Checkpoint, Module
-from w4gemm.checkpoints.hugging_face import transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
+from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
 _PLAN = "w4gemm_plan"
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*")
-"""Files beside the weights that are copied: tokenizer, generation config, licence."""
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py", "LICENSE*")
+"""Files beside the weights that are copied: tokenizer, generation config, licence, code that a model type names."""
+_OF_THE_SOURCE = ("config.json", "hf_quant_config.json", "quant_cfg.json", "quantize_config.json", "quant_config.json")
+"""Files that say how the source is quantized, which are not copied."""
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes by the names that safetensors has for them."""
 
 
 class WeightWriter(Protocol):
@@ -39,8 +44,8 @@ class WeightWriter(Protocol):
         """Raise ValueError for a module that cannot be stored."""
         ...
 
-    def tensors(self, w: QuantizedWeight) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of a weight in the canonical layout, by the last parts of their names."""
+    def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of a module's weight, which is in the canonical layout, by their names in the folder."""
         ...
 
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -67,6 +72,7 @@ def write_folder(
     writer: WeightWriter,
     *,
     dtype: torch.dtype,
+    every: bool = True,
     shard_bytes: int = 4 * 2**30,
     how: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
@@ -75,6 +81,7 @@ def write_folder(
 
     Args:
         dtype: of dense tensors.
+        every: False to leave those that a quantized folder has as 16- or 32-bit floats as they are.
         how: words for how dense weights are quantized, so that a run with others does not go on.
         progress: called as ``progress(done, total, name)`` after each module and dense tensor.
 
@@ -91,7 +98,8 @@ def write_folder(
             raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
     if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
         raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
-    plan = _plan(checkpoint, writer, dtype, shard_bytes, how)
+    dtypes = {name: _dtype_of(checkpoint, name, dtype, every) for name in checkpoint.tensors}
+    plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, plan)
     total, done, whole = sum(map(len, plan.shards)), 0, 0
@@ -104,7 +112,7 @@ def write_folder(
         else:
             found: dict[str, torch.Tensor] = {}
             for name in names:
-                found |= _stored(checkpoint, name, writer, dtype)
+                found |= _stored(checkpoint, name, writer, dtypes.get(name, dtype))
                 done += 1
                 progress(done, total, name)
             _save(file, found, plan.key)
@@ -116,10 +124,18 @@ def write_folder(
     return whole
 
 
-def _plan(checkpoint: Checkpoint, writer: WeightWriter, dtype: torch.dtype, shard_bytes: int, how: str) -> Plan:
+def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, every: bool) -> torch.dtype:
+    """Dtype that a dense tensor is written in: a router's bias in float32 decides in float32."""
+    kept = isinstance(checkpoint, QuantizedFolder) and not every
+    return _FLOATS.get(checkpoint.stored_type(name), dtype) if kept else dtype
+
+
+def _plan(
+    checkpoint: Checkpoint, writer: WeightWriter, dtypes: Mapping[str, torch.dtype], shard_bytes: int, how: str
+) -> Plan:
     modules = checkpoint.modules
     sizes = {name: packed_shape(m.format, "canonical", m.n, m.k, m.experts).nbytes for name, m in modules.items()}
-    sizes |= {name: math.prod(shape) * dtype.itemsize for name, shape in checkpoint.tensors.items()}
+    sizes |= {name: math.prod(shape) * dtypes[name].itemsize for name, shape in checkpoint.tensors.items()}
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -133,7 +149,7 @@ def _plan(checkpoint: Checkpoint, writer: WeightWriter, dtype: torch.dtype, shar
     facts = {
         "source": [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         "formats": {name: f"{m.format} {m.activations}" for name, m in modules.items()},
-        "to": [writer.name, str(dtype), how],
+        "to": [writer.name, [str(dtype) for dtype in dtypes.values()], how],
         "shards": shards,
     }
     return Plan(tuple(map(tuple, shards)), hashlib.sha256(json.dumps(facts).encode()).hexdigest())
@@ -165,7 +181,9 @@ def _stored(checkpoint: Checkpoint, name: str, writer: WeightWriter, dtype: torc
     if name not in checkpoint.modules:
         return {name: checkpoint.dense(name, dtype)}
     try:
-        return {f"{name}.{leaf}": t for leaf, t in writer.tensors(checkpoint.weight(name)).items()}
+        return dict(writer.tensors(checkpoint, name, checkpoint.weight(name)))
+    except FormatError:
+        raise  # the checkpoint's own, which names file and module
     except ValueError as e:
         raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
 
@@ -174,7 +192,12 @@ def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
     from safetensors.torch import save_file
 
     unfinished = file.with_name(file.name + ".unfinished")
-    whole = {name: t.cpu().contiguous().clone() for name, t in tensors.items()}  # no two may share their memory
+    whole: dict[str, torch.Tensor] = {}
+    memory: set[int] = set()
+    for name, t in tensors.items():  # no two may share their memory
+        t = t.cpu().contiguous()
+        whole[name] = t.clone() if t.untyped_storage().data_ptr() in memory else t
+        memory.add(whole[name].untyped_storage().data_ptr())
     save_file(whole, unfinished, metadata={"format": "pt", _PLAN: key})
     unfinished.chmod(0o644)  # safetensors lets nobody else read what it writes
     os.replace(unfinished, file)
@@ -193,16 +216,19 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
         from transformers import AutoConfig, AutoTokenizer
 
         with transformers_errors(checkpoint.path):
-            config = AutoConfig.from_pretrained(source, local_files_only=True, **options).to_dict()
-            AutoTokenizer.from_pretrained(source, local_files_only=True, **options).save_pretrained(folder)
+            config = AutoConfig.from_pretrained(source, **AS_IT_IS, **options).to_dict()
+            AutoTokenizer.from_pretrained(source, **AS_IT_IS, **options).save_pretrained(folder)
         config["architectures"] = config.get("architectures") or _architecture(config)
     else:
         for pattern in _COPIED:
             for file in source.glob(pattern):
-                if file.name != "config.json" and not file.name.endswith(".index.json"):
+                if file.name not in _OF_THE_SOURCE and not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)
         config = json.loads((source / "config.json").read_bytes())
     config.pop("torch_dtype", None)
+    for part in (config, config.get("text_config") or {}):  # what says how the source is quantized
+        part.pop("quantization_config", None)
+        part.pop("expert_dtype", None)
     config |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
 

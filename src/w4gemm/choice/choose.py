@@ -145,6 +145,8 @@ def configs(problem: GemmProblem) -> list[str]:
 
 
 def check(problem: GemmProblem) -> None:
+    if not isinstance(problem, GemmProblem):
+        raise TypeError(f"problem: wanted a GemmProblem, got {type(problem).__name__}")
     problem.check()
     layout_named(problem.layout)
 
@@ -164,7 +166,11 @@ def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_legal(problem: GemmProblem, choice: str) -> bool:
-    return choice in configs(problem)
+    if problem.batch_invariant:
+        return choice in configs(problem)
+    name, _, text = choice.partition("/")
+    kernels = (kernel for kernel in KERNELS if kernel.name == name and kernel.supports(problem))
+    return any(not kernel.exclusions(problem, GemmConfig.parse(text)) for kernel in kernels)
 
 
 def chosen(problem: GemmProblem) -> tuple[Kernel, GemmConfig, str] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from w4gemm.choice import choose
+from w4gemm.choice.cost import unmeasured
+from w4gemm.choice.intervals import representative_rows
 from w4gemm.choice.invariance import legal_ranked, status_of
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
@@ -58,6 +60,8 @@ class Explanation:
         if self.chosen is not None:
             kernel, config = self.chosen
             lines.append(f"  chosen: {kernel}/{config} ({self.source}{', of a copy of the rows' * self.copied})")
+        if self.candidates and (basis := unmeasured(self.problem.device)):
+            lines.append(f"  predicted by: {basis}")
         return "\n".join(lines)
 
     def table(self, rows: int | None = None) -> str:
@@ -81,7 +85,8 @@ class Explanation:
 
 
 def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Explanation:
-    """Return what each kernel says about ``problem`` and what would be chosen for its m. Compiles nothing.
+    """Return what each kernel says about ``problem`` and what ``linear`` runs for its m, by the plan that serves it.
+    Compiles nothing.
 
     Args:
         config: to force one, as for :func:`w4gemm.choice.plan`.
@@ -98,7 +103,9 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         'cpu_mixed_gemm'
     """
     choose.check(problem)
-    asked, problem = problem, choose.resolve_gather(problem) if config is None else problem
+    asked, plan_m = problem, representative_rows(problem.m, problem.experts)
+    if config is None:
+        problem = replace(choose.resolve_gather(replace(problem, m=plan_m)), m=problem.m)
     status = {kernel.name: status_of(kernel, problem) for kernel in KERNELS}
     ranked_configs = legal_ranked(KERNELS, problem)
     candidates = tuple(Candidate(us, k.name, c, k.resources(problem, c)) for us, k, c in ranked_configs)
@@ -107,7 +114,7 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         return Explanation(problem, status, candidates, (kernel.name, forced), "forced")
     if not candidates:
         return Explanation(problem, status)
-    found = choose.chosen(problem)
+    found = choose.chosen(replace(problem, m=plan_m))
     assert found is not None
     kernel, chosen, source = found
     return Explanation(problem, status, candidates, (kernel.name, chosen), source, asked != problem)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
-from w4gemm.choice.cost import ranked
+from w4gemm.choice.cost import Candidate, candidates, in_order
 from w4gemm.choice.intervals import BOUNDS, FEW, LARGEST
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
@@ -19,11 +19,16 @@ from w4gemm.kernels import KERNELS, Kernel, Status
 
 def legal_ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
     """Rank legal configs like ``ranked``; for a batch-invariant problem only those of the one reduction order."""
-    found = ranked(kernels, problem)
+    return in_order(legal_candidates(kernels, problem), problem)
+
+
+def legal_candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidate]:
+    """The configs that ``problem`` may be served by, whatever its m."""
+    found = candidates(kernels, problem)
     if not problem.batch_invariant:
         return found
     order = _invariant_order(replace(problem, m=0))
-    return [(us, k, c) for us, k, c in found if order is not None and k.reduction_order(problem, c) == order]
+    return [c for c in found if order is not None and c.kernel.reduction_order(problem, c.config) == order]
 
 
 @functools.cache
@@ -31,9 +36,10 @@ def _invariant_order(problem: GemmProblem) -> Hashable | None:
     """Return the reduction order with the least geometric mean of predicted times over the intervals of m, among those
     that do not depend on other rows; None if there is none. Intervals up to 8 tokens count as one: they share tiles."""
     times: dict[Hashable | None, list[float]] = {}
+    found = candidates(KERNELS, replace(problem, m=LARGEST))
     for m in (*BOUNDS[len(FEW) :], LARGEST):
         best: dict[Hashable | None, float] = {}
-        for us, kernel, config in ranked(KERNELS, replace(problem, m=m)):
+        for us, kernel, config in in_order(found, replace(problem, m=m)):
             best.setdefault(kernel.reduction_order(problem, config), us)
         for order, us in best.items():
             times.setdefault(order, []).append(us)

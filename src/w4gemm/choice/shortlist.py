@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
-from w4gemm.choice.cost import Timer, timer
+from w4gemm.choice.cost import Candidate
 from w4gemm.choice.intervals import LARGEST, WAVES_FROM
-from w4gemm.choice.invariance import legal_ranked
-from w4gemm.core.config import GemmConfig
+from w4gemm.choice.invariance import legal_candidates
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels import KERNELS, Kernel
+from w4gemm.kernels import KERNELS
 
 MOST = 12
 """Configs of a shortlist. Over layers drawn at random the best of 8 is predicted to take 0.8 % longer than the best of
@@ -30,14 +28,6 @@ _NEAR = 1.25
 """Largest time over the best's, at one of ``_LOOKS``, of a config that is considered."""
 _LEAST_GAIN = 5e-4
 """Gain in the mean that is worth another config."""
-
-
-class Candidate(NamedTuple):
-    """A config of a shortlist."""
-
-    us: Timer
-    kernel: Kernel
-    config: GemmConfig
 
 
 def is_by_waves(problem: GemmProblem) -> bool:
@@ -52,18 +42,16 @@ def shortlist(problem: GemmProblem) -> tuple[Candidate, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _shortlist(problem: GemmProblem) -> tuple[Candidate, ...]:
-    considered: dict[tuple[str, GemmConfig], Candidate] = {}
-    for m in _LOOKS:
-        there = legal_ranked(KERNELS, replace(problem, m=m))
-        for us, kernel, config in there:
-            if us > _NEAR * there[0][0]:
-                break
-            if (kernel.name, config) not in considered:
-                considered[kernel.name, config] = Candidate(timer(kernel, problem, config), kernel, config)
+    legal = sorted(legal_candidates(KERNELS, problem), key=lambda c: (c.kernel.name, str(c.config)))
+    considered: dict[Candidate, None] = {}
+    for m in _LOOKS if legal else ():
+        times = [candidate.us(m) for candidate in legal]
+        most = _NEAR * min(times)
+        near = sorted((us, i) for i, us in enumerate(times) if us <= most)
+        considered |= dict.fromkeys(legal[i] for _, i in near)
     ratio = LARGEST / WAVES_FROM
     samples = [math.ceil(WAVES_FROM * ratio ** ((i + 0.5) / _SAMPLES)) for i in range(_SAMPLES)]
-    logs = {candidate: [math.log(candidate.us(m)) for m in samples] for candidate in considered.values()}
-    return tuple(_cover(logs))
+    return tuple(_cover({candidate: [math.log(candidate.us(m)) for m in samples] for candidate in considered}))
 
 
 def _cover(logs: dict[Candidate, list[float]]) -> list[Candidate]:

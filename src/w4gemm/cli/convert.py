@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="where a dense model is quantized: cpu, cuda or cuda:N (default: as generate)")
     parser.add_argument(
-        "--dtype", choices=WIDE_DTYPES, help="of dense tensors (default: the model's dtype; bfloat16 if it says none)"
+        "--dtype",
+        choices=WIDE_DTYPES,
+        help="of dense tensors (default: as a quantized folder has them; else the model's, or bfloat16)",
     )
     parser.add_argument(
         "--shard-size", type=positive, default=4096, metavar="MIB", help="of a file, at most (default: %(default)s)"
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             args.output,
             _WRITERS[args.to],
             dtype=dtype,
+            every=args.dtype is not None,
             shard_bytes=args.shard_size * MIB,
             how=how,
             progress=progress,
@@ -71,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"{resumed} files were there already")
     size = sum(file.stat().st_size for file in args.output.glob("*.safetensors"))
     say(
-        f"{args.output}: {len(checkpoint.modules)} modules in 4 bits, {len(checkpoint.tensors)} dense tensors in "
-        f"{str(dtype).removeprefix('torch.')}, {size / MIB:.1f} MiB, in {time.perf_counter() - started:.1f} s"
+        f"{args.output}: {len(checkpoint.modules)} modules in 4 bits, {len(checkpoint.tensors)} dense tensors, "
+        f"{size / MIB:.1f} MiB, in {time.perf_counter() - started:.1f} s"
     )
     return 0
 
@@ -83,5 +86,7 @@ def _dtype_of(path: Path) -> str:
         config = json.loads((path / "config.json").read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return "bfloat16"
-    found = config.get("dtype", config.get("torch_dtype"))
-    return found if found in WIDE_DTYPES else "bfloat16"
+    for part in (config, config.get("text_config") or {}):
+        if (found := part.get("dtype", part.get("torch_dtype"))) in WIDE_DTYPES:
+            return str(found)
+    return "bfloat16"

@@ -54,6 +54,7 @@ class _Kind:
     @property
     def format(self) -> str:
         extra = [self.module.activations] if self.module.activations else []
+        extra += ["x scaled"] if self.module.pre_quant_scale else []
         return " ".join((str(self.module.format), *extra))
 
 
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{checkpoint.path}: {found.format.name}")
     print(
-        f"{len(checkpoint.modules)} modules in 4 bits, {packed / 2**20:.1f} MiB; "
+        f"{len(checkpoint.modules)} modules in 4 bits, {_size(packed)}; "
         f"{len(checkpoint.tensors)} dense tensors, {numbers / 1e6:.1f} million numbers"
     )
     print(device_line(device))
@@ -110,6 +111,10 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 10 * 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
 def _dense_mib(shape: tuple[int, ...], dtype: torch.dtype) -> float:
     return math.prod(shape) * dtype.itemsize / 2**20
 
@@ -141,6 +146,7 @@ def _facts(format: str, checkpoint: Checkpoint, ran: dict[Module, dict[int, str]
             "experts": m.experts,
             "bias": m.bias,
             "activations": m.activations,
+            "pre_quant_scale": m.pre_quant_scale,
             "fused": list(m.fused),
             "bytes": _nbytes(m),
             "runs": ran[m],

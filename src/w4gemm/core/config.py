@@ -50,13 +50,13 @@ class GemmConfig:
     tail: GemmConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+        sizes = self.tile_m, self.tile_n, self.tile_k, self.cluster_m, self.cluster_n, self.split_k
+        for name, value in zip(_SIZES, sizes, strict=True):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config: {name} wanted a positive int, got {value!r}")
         if self.tail is not None and (not isinstance(self.tail, GemmConfig) or self.tail.tail is not None):
             raise ValueError(f"config: tail wanted a config without a tail, got {str(self.tail)!r}")
-        if self.schedule not in _SCHEDULES:
+        if not isinstance(self.schedule, str) or self.schedule not in _SCHEDULES:
             raise ValueError(f"config: schedule wanted one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
 
     def __str__(self) -> str:

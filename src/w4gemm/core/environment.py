@@ -83,8 +83,8 @@ def workspace_mib() -> int:
         ValueError: if it is no number from 0.
     """
     value = os.environ.get("W4GEMM_WORKSPACE_MIB", "") or "256"
-    if not value.isdecimal():
-        raise ValueError(f"W4GEMM_WORKSPACE_MIB: wanted a number of MiB from 0, got {value!r}")
+    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+        raise ValueError(f"W4GEMM_WORKSPACE_MIB: wanted a number of MiB from 0, got {value!r:.40}")
     return int(value)
 
 

@@ -35,7 +35,7 @@ def bias_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype
 
 def require_out_dtype(dtype: torch.dtype | None) -> None:
     """Raise TypeError unless ``dtype`` is one of :data:`OUT_DTYPES` or None."""
-    if dtype is not None and dtype not in OUT_DTYPES:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in OUT_DTYPES):
         raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {dtype!r}")
 
 

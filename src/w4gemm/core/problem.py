@@ -7,12 +7,12 @@ described in a test.
 from __future__ import annotations
 
 import functools
-import numbers
 from dataclasses import dataclass, field
 
 import torch
 
 from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.errors import device_named, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.gpu_rates import rates_of
 
@@ -47,7 +47,7 @@ class Device:
     @classmethod
     def of(cls, device: torch.device | str) -> Device:
         """Describe a device of this machine."""
-        device = torch.device(device)
+        device = device_named("device", device)
         if device.type != "cuda":
             return cls(device.type)
         return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
@@ -72,6 +72,9 @@ def _cuda_device(index: int) -> Device:
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448)
 """Equal to :meth:`Device.of` on an H200; for choosing and compiling without one."""
+
+H100 = Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448)
+"""The SXM form, likewise."""
 
 GPUS = {
     "sm_80": Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912),
@@ -116,9 +119,7 @@ class GemmProblem:
     def check(self) -> None:
         """Raise TypeError or ValueError for what makes no problem, naming it."""
         for name, least in (("m", 1), ("n", 1), ("k", 1), ("experts", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: wanted an int from {least} on, got {value!r}")
+            require_int(name, getattr(self, name), least)
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype: wanted a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
         if not isinstance(self.format, WeightFormat):

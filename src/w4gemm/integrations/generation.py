@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from w4gemm import choice
+from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.core.epilogue import Epilogue
 
@@ -134,8 +135,11 @@ def quiet_transformers() -> None:
 
 
 def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
-    """Count ``kernel/config`` of the 4-bit layers for m tokens: the plans that ``linear`` keeps and uses."""
-    return Counter(str(choice.plan_for(key)) for key in plan_keys(model, m, dtype))
+    """Count ``kernel/config`` of the 4-bit layers for m tokens, experts' too: the plans that ``linear`` keeps and
+    uses."""
+    top_k = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    experts = expert_keys(model, m, dtype, top_k) if isinstance(top_k, int) else []
+    return Counter(str(choice.plan_for(key)) for key in [*plan_keys(model, m, dtype), *experts])
 
 
 def plan_keys(model: nn.Module, m: int, dtype: torch.dtype) -> list[choice.PlanKey]:
@@ -144,8 +148,19 @@ def plan_keys(model: nn.Module, m: int, dtype: torch.dtype) -> list[choice.PlanK
     return [_plan_key(layer, m, dtype) for layer in layers]
 
 
-def _plan_key(layer: W4Linear, m: int, dtype: torch.dtype) -> choice.PlanKey:
-    w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None)
+def expert_keys(model: nn.Module, tokens: int, dtype: torch.dtype, top_k: int) -> list[choice.PlanKey]:
+    """Keys of the plans of a mixture's experts, for tokens that choose ``top_k`` of them each."""
+    return [
+        _plan_key(layer, tokens * top_k, dtype, gathered=layer is experts.gate_up)
+        for experts in model.modules()
+        if isinstance(experts, W4Experts)
+        for layer in (experts.gate_up, experts.down)
+    ]
+
+
+def _plan_key(layer: W4Linear, m: int, dtype: torch.dtype, gathered: bool = False) -> choice.PlanKey:
+    scaled = getattr(layer, "expert_scale", None) is not None
+    w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None, expert_scale=scaled)
     if w.activations == "fp8":
         dtype, epilogue = _FP8, epilogue.of_quantized(dtype)
-    return choice.PlanKey.of(w, m, dtype, epilogue, layer.batch_invariant)
+    return choice.PlanKey.of(w, m, dtype, epilogue, layer.batch_invariant, gathered)

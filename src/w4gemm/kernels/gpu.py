@@ -20,6 +20,7 @@ from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.space import Exclusion, Space
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.packing.codecs import WeightOperand
+from w4gemm.packing.codecs.pairs import TABLE_BYTES, Pairs
 from w4gemm.packing.layouts import layout_named
 
 HOPPER_SHARED_MEMORY = 232448
@@ -118,9 +119,14 @@ class Variant:
         return self.scales_on_sums or self.block_scales
 
     @property
+    def pairs(self) -> Pairs | None:
+        """Form of the numbers in the table by which two codes are decoded at a time; None without one."""
+        return None
+
+    @property
     def decode_table_bytes(self) -> int:
         """Bytes of shared memory of the decoder's table."""
-        return self.weight.codec.table_bytes
+        return TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes
 
     @property
     def channel_scales(self) -> bool:

@@ -6,16 +6,21 @@ classmethod ``of(device, ...)`` gives the one for a call, or None where the kern
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from w4gemm.core.problem import Device
-from w4gemm.jit import Unit, compiled
+from w4gemm.jit import Program, Unit, compiled
 from w4gemm.kernels.gpu import MIN_DRIVER, GpuKernel
 from w4gemm.kernels.requirements import missing_for_dsl
+from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 
 HALF_KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 """Names in device code of the dtypes that helpers take."""
@@ -53,11 +58,54 @@ class Helper(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Sm90Helper(ABC):
+    """Base of the helpers on SM90: frozen dataclasses whose fields are all compiled for."""
+
+    name: ClassVar[str]
+
+    @staticmethod
+    def runs(device: Device) -> bool:
+        """True if a device can run them, and the compiler is there."""
+        return runs_on(Sm90MixedGemm(), device)
+
+    @classmethod
+    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[Helper]:
+        """No form: that of a helper which a layer's facts do not tell of."""
+        return ()
+
+    def unit(self) -> Unit:
+        values = (getattr(self, field.name) for field in fields(self))
+        key = tuple(str(value) if isinstance(value, torch.dtype) else value for value in values)
+        return Unit(self.name, key, "sm_90a", self.program)
+
+    @abstractmethod
+    def program(self) -> Program:
+        """Return the kernel with stand-ins for what it is launched with."""
+
+
 @functools.lru_cache(maxsize=1024)
 def launcher(of: Callable[..., Helper | None], device: torch.device, *parameters: Any) -> Callable[..., Any] | None:
-    """Return the compiled helper that ``of(device, *parameters)`` describes; None where it does not run."""
+    """Return the compiled helper that ``of(device, *parameters)`` describes; None where it does not run. It launches
+    on ``device``, which need not be the current one."""
     helper = of(Device.of(device), *parameters)
-    return None if helper is None else compiled(helper.unit())
+    if helper is None:
+        return None
+    run = compiled(helper.unit())
+    return run if torch.cuda.device_count() < 2 else functools.partial(_run_on, device, run)
+
+
+def _run_on(device: torch.device, run: Callable[..., Any], *given: Any) -> None:
+    with on_device(device):
+        run(*given)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a ``with`` in which a GPU is the current one: what is launched or captured needs that. Nothing changes
+    for a device of another kind."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def runs_on(kernel: GpuKernel, device: Device) -> bool:
@@ -70,3 +118,10 @@ def half_dtype(kind: str) -> Any:
     import cutlass
 
     return {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}[kind]
+
+
+def half_rows(kind: str, m: Any, columns: Any) -> Any:
+    """Return a stand-in for contiguous rows of a kind in ``HALF_KINDS``, aligned to 16 bytes."""
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    return make_fake_compact_tensor(half_dtype(kind), (m, columns), stride_order=(1, 0), assumed_align=16)

@@ -19,10 +19,15 @@ def full_wave_n_tiles(m_tiles: Any, n_tiles: Any, ctas: Any) -> Any:
 def split(problem: GemmProblem, config: GemmConfig) -> tuple[GemmProblem, GemmProblem]:
     """Return two problems: the features that fill whole waves of a config's tiles, one CTA per SM (all features if no
     wave is full), and the other features, perhaps n 0."""
-    m_tiles, n_tiles = -(-problem.m // config.tile_m), -(-problem.n // config.tile_n)
-    whole = full_wave_n_tiles(m_tiles, n_tiles, problem.device.sms)
-    n = min(whole * config.tile_n, problem.n) or problem.n
+    n = first_features(problem, problem.m, config)
     return replace(problem, n=n), replace(problem, n=problem.n - n)
+
+
+def first_features(problem: GemmProblem, m: int, config: GemmConfig) -> int:
+    """Return the features of the first of the two problems of :func:`split` with m tokens."""
+    m_tiles, n_tiles = -(-m // config.tile_m), -(-problem.n // config.tile_n)
+    whole = full_wave_n_tiles(m_tiles, n_tiles, problem.device.sms)
+    return min(whole * config.tile_n, problem.n) or problem.n
 
 
 def launches(problem: GemmProblem, config: GemmConfig) -> list[tuple[GemmProblem, GemmConfig]]:

@@ -15,16 +15,34 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 
 
+class Sizes(NamedTuple):
+    """The fields of a config without a tail: a candidate, of which there are thousands and few are legal, and which is
+    made far faster than a config."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    schedule: str = "coop"
+    split_k: int = 1
+
+    @classmethod
+    def of(cls, config: GemmConfig) -> Sizes:
+        return cls(*(getattr(config, name) for name in cls._fields))
+
+
 class Rule(NamedTuple):
     """One reason why a config is not legal."""
 
     name: str
     reason: str
     excludes: Callable[[Any], bool]
-    """Called with the kernel's Variant of the config; for a kernel without variants, see its spec.py."""
-    of_epilogue: bool = False
-    """True if the rule looks at the problem's epilogue. Others are shown a plain one, whatever the problem's, so that
-    the memory that an epilogue takes does not decide."""
+    """Called with what the rule looks at."""
+    of: str = "variant"
+    """The subject of the rule: ``"sizes"``, a config's :class:`Sizes` alone; ``"variant"``, the kernel's Variant of the
+    config (for a kernel without variants, see its spec.py) with a plain epilogue, whatever the problem's, so that the
+    memory that an epilogue takes does not decide; or ``"epilogue"``, the Variant with the problem's."""
 
 
 class Exclusion(NamedTuple):
@@ -55,7 +73,7 @@ class Space:
         pruned: rules for what would run, and was never the fastest where it was measured, or is thought not to be.
     """
 
-    candidates: Callable[[], Iterator[GemmConfig]]
+    candidates: Callable[[], Iterator[Sizes]]
     sizes: str
     impossible: tuple[Rule, ...] = ()
     slow: tuple[Rule, ...] = ()
@@ -72,10 +90,11 @@ class Space:
 
     def exclusions(self, like: Any, config: GemmConfig) -> list[Exclusion]:
         """Every rule that excludes ``config``; none if it is legal. like: a variant; its config does not matter."""
-        if config not in _candidates(self):
+        sizes = Sizes.of(config)
+        if config.tail is not None or sizes not in _candidates(self):
             return [Exclusion("pruned", "sizes", f"not among the sizes that are looked at, {self.sizes}")]
-        plain, whole = _plain(like, config), replace(like, config=config)
-        excluding = ((kind, r) for kind, r in self.rules() if r.excludes(whole if r.of_epilogue else plain))
+        shown = {"sizes": sizes, "variant": _plain(like, config), "epilogue": replace(like, config=config)}
+        excluding = ((kind, rule) for kind, rule in self.rules() if rule.excludes(shown[rule.of]))
         return [Exclusion(kind, rule.name, rule.reason) for kind, rule in excluding]
 
 
@@ -90,22 +109,42 @@ def _plain(like: Any, config: GemmConfig) -> Any:
 
 @functools.cache
 def _legal(space: Space, like: Any) -> tuple[GemmConfig, ...]:
-    rules = [rule for _, rule in space.rules() if rule.of_epilogue]
+    excluded = _excluded(space, "epilogue")
     variants = [replace(like, config=config) for config in _legal_if_plain(space, _plain(like, _ANY))]
-    return tuple(v.config for v in variants if not any(rule.excludes(v) for rule in rules))
+    return tuple(v.config for v in variants if not excluded(v))
 
 
 @functools.cache
 def _legal_if_plain(space: Space, like: Any) -> tuple[GemmConfig, ...]:
     """The configs that no rule excludes whatever the epilogue. like: a variant with a plain one."""
-    # what is never worth it first: most candidates are not, and it is seen at once, while memory has to be added up
-    rules = [rule for _, rule in space.rules() if not rule.of_epilogue][::-1]
-    variants = (replace(like, config=config) for config in space.candidates())
-    return tuple(v.config for v in variants if not any(rule.excludes(v) for rule in rules))
+    excluded = _excluded(space, "variant")
+    variants = (replace(like, config=config) for config in _legal_sizes(space))
+    return tuple(v.config for v in variants if not excluded(v))
 
 
 @functools.cache
-def _candidates(space: Space) -> frozenset[GemmConfig]:
+def _legal_sizes(space: Space) -> tuple[GemmConfig, ...]:
+    """The configs that no rule excludes by their sizes alone, which are few."""
+    excluded = _excluded(space, "sizes")
+    return tuple(GemmConfig(*sizes) for sizes in space.candidates() if not excluded(sizes))
+
+
+def _excluded(space: Space, of: str) -> Callable[[Any], bool]:
+    """Return a function that says whether one of the rules of sizes, variants or epilogues excludes one; rules of what
+    is never worth it are asked first, because they are seen at once, while memory has to be added up."""
+    rules = [rule.excludes for _, rule in space.rules() if rule.of == of][::-1]
+
+    def excluded(shown: Any) -> bool:
+        for excludes in rules:  # noqa: SIM110 any() takes a third longer
+            if excludes(shown):
+                return True
+        return False
+
+    return excluded
+
+
+@functools.cache
+def _candidates(space: Space) -> frozenset[Sizes]:
     return frozenset(space.candidates())
 
 

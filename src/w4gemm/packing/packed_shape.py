@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from w4gemm.core.errors import LARGEST_SIZE, kind_of, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import layout_named
 
@@ -33,10 +34,6 @@ class PackedShape:
         layout = layout_named(self.layout)
         if reason := layout.supports(self.format):
             raise ValueError(f"layout: {self.layout} cannot hold {self.format}: {reason}")
-        if self.n < 1 or self.k < 1:
-            raise ValueError(f"n, k: wanted both >= 1, got n {self.n}, k {self.k}")
-        if not isinstance(self.experts, int) or self.experts < 0:
-            raise ValueError(f"experts: wanted an int >= 0, got {self.experts!r}")
         leading = (self.experts,) if self.experts else ()
         shapes = layout.shapes(self.format, self.n, self.k)
         object.__setattr__(self, "tensors", tuple((dtype, (*leading, *shape)) for dtype, shape in shapes))
@@ -51,6 +48,9 @@ class PackedShape:
 
     def check(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Raise ValueError if ``tensors`` are not contiguous tensors of these dtypes and shapes on one device."""
+        if not isinstance(tensors, tuple) or not all(isinstance(t, torch.Tensor) for t in tensors):
+            came = ", ".join(map(kind_of, tensors)) if isinstance(tensors, (tuple, list)) else kind_of(tensors)
+            raise TypeError(f"tensors: wanted a tuple of tensors, got {type(tensors).__name__} {came:.120}")
         if len(self.tensors) != len(tensors):
             raise ValueError(
                 f"tensors: {self.layout} {self.format} wants {len(self.tensors)} tensors, got {len(tensors)}"
@@ -69,11 +69,19 @@ class PackedShape:
         return tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.tensors)
 
 
-@functools.cache
 def packed_shape(format: WeightFormat, layout: str, n: int, k: int, experts: int = 0) -> PackedShape:
     """Return the one :class:`PackedShape` of these values.
 
     Raises:
-        ValueError: for a layout that there is not or that cannot hold the format, and for bad sizes.
+        TypeError, ValueError: for a layout that there is not or that cannot hold the format, and for bad sizes.
     """
-    return PackedShape(format, layout, n, k, experts)
+    if not isinstance(layout, str):
+        layout_named(layout)
+    are_ints = type(n) is type(k) is type(experts) is int
+    if not are_ints or min(n, k) < 1 or experts < 0 or max(n, k, experts) > LARGEST_SIZE:
+        for name, size, least in (("n", n, 1), ("k", k, 1), ("experts", experts, 0)):
+            require_int(name, size, least)
+    return _packed_shape(format, layout, n, k, experts)
+
+
+_packed_shape = functools.cache(PackedShape)

@@ -52,7 +52,7 @@ def append(path: str | Path, *rows: dict[str, Any]) -> None:
     """Append rows to a file of JSON lines; make it if needed."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
+        f.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
 
 
 def _commit() -> tuple[str, bool]:

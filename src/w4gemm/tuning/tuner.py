@@ -21,6 +21,7 @@ import torch
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.errors import require_int
 from w4gemm.core.problem import GemmProblem
 from w4gemm.jit import Unit, adopt, is_ready
 from w4gemm.jit.pool import CompilePool
@@ -130,6 +131,9 @@ def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
         >>> with w4gemm.autotune():
         ...     d = w4gemm.linear(torch.randn(3, 128), w)
     """
+
+    if top is not None:
+        require_int("top", top)
 
     def see(problem: GemmProblem) -> None:
         kind = problem.device.kind

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from w4gemm.core.errors import require_dense
 from w4gemm.core.formats import WeightFormat
 
 PERM_DTYPE = torch.int32
@@ -28,9 +29,15 @@ def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torc
     Raises:
         TypeError, ValueError: naming g_idx and the first bad group.
     """
-    if not isinstance(g_idx, torch.Tensor) or g_idx.is_floating_point() or g_idx.dtype == torch.bool:
+    if (
+        not isinstance(g_idx, torch.Tensor)
+        or g_idx.dtype.is_floating_point
+        or g_idx.dtype.is_complex
+        or (g_idx.dtype == torch.bool)
+    ):
         came = g_idx.dtype if isinstance(g_idx, torch.Tensor) else type(g_idx).__name__
         raise TypeError(f"g_idx: wanted integers (k) or None, got {came}")
+    require_dense("g_idx", g_idx)
     if tuple(g_idx.shape) != (k,):
         raise ValueError(f"g_idx: wanted shape ({k},), k of codes, got {tuple(g_idx.shape)}")
     if g_idx.device != device:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import kind_of, require_int
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.repack import repack_into, target_layout
@@ -26,8 +26,12 @@ def stack(
         if not isinstance(weights, Sequence):
             raise TypeError("count: wanted the number of weights, since an iterable that is no sequence has none")
         count = len(weights)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"count: wanted a number of experts from 1, got {count!r}")
+    require_int("count", count)
+    if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
+        raise TypeError(f"weights: wanted QuantizedWeights, a sequence or other iterable, got {kind_of(weights)}")
+    weights = tuple(weights) if isinstance(weights, Sequence) else weights
+    if isinstance(weights, tuple) and len(weights) != count:
+        raise ValueError(f"weights: wanted {count}, got {len(weights)}")
     found, first, common = 0, None, None
     for w in weights:
         if not isinstance(w, cls) or w.experts or w.perm is not None:
@@ -49,7 +53,7 @@ def stack(
 
 def expert(w: QuantizedWeight, index: int) -> QuantizedWeight:
     """See :meth:`w4gemm.QuantizedWeight.expert`."""
-    if not isinstance(index, numbers.Integral) or not 0 <= index < w.experts:
+    if not isinstance(index, numbers.Integral) or isinstance(index, bool) or not 0 <= index < w.experts:
         raise ValueError(f"index: wanted one of {w.experts} experts, got {index!r}")
     return replace(w, tensors=tuple(t[index] for t in w.tensors), experts=0)
 
@@ -78,6 +82,9 @@ def interleave(cls: type[QuantizedWeight], gate: QuantizedWeight, up: QuantizedW
             raise ValueError(f"up: wanted {gate.experts} experts like gate, got {up.experts}")
         each = (interleave(cls, gate.expert(e), up.expert(e)) for e in range(gate.experts))
         return stack(cls, each, gate.experts, gate.layout)
+    if gate.layout == "canonical":  # every tensor has a row for each of w's
+        rows = zip(gate.tensors, up.tensors, strict=True)
+        return replace(gate, n=2 * gate.n, tensors=tuple(torch.stack(both, 1).flatten(0, 1) for both in rows))
     pairs = WeightComponents.of(
         None if a is None or b is None else torch.stack((a, b), dim=1).flatten(0, 1)
         for a, b in zip(gate.parts(), up.parts(), strict=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import kind_of, require_dense
 from w4gemm.core.formats import SCALE_BITS, WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.act_order import sorting_perm
@@ -31,6 +31,9 @@ def from_codes(
     """See :meth:`w4gemm.QuantizedWeight.from_codes`."""
     if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS or codes.dim() != 2:
         raise TypeError(f"codes: wanted integers (n, k), got {kind_of(codes)}")
+    require_dense("codes", codes)
+    if codes.is_meta:
+        raise ValueError("codes: wanted numbers, got a tensor on the meta device")
     n, k = codes.shape
     if n < 1 or k < 1:
         raise ValueError(f"codes: wanted n >= 1 and k >= 1, got shape {(n, k)}")
@@ -39,7 +42,7 @@ def from_codes(
     _check_part("scales", scales, format.scale_dtype, (n, format.groups(k)), codes.device)
     if format.zero_dtype is None:
         if zeros is not None:
-            raise ValueError(f"zeros: {format} has none, got a tensor {tuple(zeros.shape)}")
+            raise ValueError(f"zeros: {format} has none, got {kind_of(zeros)}")
     elif zeros is None:
         raise ValueError(f"zeros: {format} wants {format.zero_dtype} {(n, format.groups(k))}, got None")
     else:
@@ -66,6 +69,7 @@ def from_codes(
 def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     if not isinstance(t, torch.Tensor) or t.dtype != dtype:
         raise TypeError(f"{name}: wanted {dtype}, got {t.dtype if isinstance(t, torch.Tensor) else type(t).__name__}")
+    require_dense(name, t)
     if tuple(t.shape) != shape:
         raise ValueError(f"{name}: wanted shape {shape}, got {tuple(t.shape)}")
     if t.device != device:
@@ -95,25 +99,39 @@ def check_range(
             why = f", so that {element.largest_value:g} * scale is an e4m3," if format.scales_in_weights else ""
             raise ValueError(f"scales: wanted at most {most:g} in magnitude{why} and no NaN")
         return
-    rounded = scales if factors is not None else format.stored_scales(scales)
-    if format.scale_dtype == torch.float32 and (other := (rounded != scales) & scales.isfinite()).any():
-        row, group = (int(i) for i in other.nonzero()[0])
-        raise ValueError(
-            f"scales: wanted at most {SCALE_BITS} significant bits, so that products with codes are exact in float32, "
-            f"got {scales[row, group].item()!r} in row {row}, group {group}; nearest is {rounded[row, group].item()!r}"
-        )
-    largest = scales.float().abs() * element.largest_factor
-    if format.zero == "float" and zeros is not None:
-        largest = largest + zeros.float().abs()
-    limit = format.largest_weight
-    bad = ~(largest <= limit)  # also true for NaN
+    if format.scale_dtype == torch.float32 and factors is None:
+        rounded = format.stored_scales(scales)
+        if (other := (rounded != scales) & scales.isfinite()).any():
+            row, group = (int(i) for i in other.nonzero()[0])
+            raise ValueError(
+                f"scales: wanted at most {SCALE_BITS} significant bits, so that products with codes are exact in "
+                f"float32, got {scales[row, group].item()!r} in row {row}, group {group}; nearest is "
+                f"{rounded[row, group].item()!r}"
+            )
+    offsets, limit = zeros if format.zero == "float" else None, format.largest_weight
+    most = _largest(scales) * element.largest_factor + (0.0 if offsets is None else _largest(offsets))
+    if not most <= limit:  # also for NaN; else each group is within it
+        largest = scales.float().abs() * element.largest_factor
+        if offsets is not None:
+            largest = largest + offsets.float().abs()
+        _refuse_groups(format, ~(largest <= limit), scales, zeros)
+    if format.zero == "int" and zeros is not None and int(zeros.max()) > 15:
+        raise ValueError(f"zeros: wanted 0..15, got up to {int(zeros.max())}")
+
+
+def _largest(t: torch.Tensor) -> float:
+    """Return the largest magnitude; NaN if there is one."""
+    return float((t if t.dtype.itemsize > 1 else t.float()).abs().max())
+
+
+def _refuse_groups(format: WeightFormat, bad: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+    """Raise ValueError if a group is marked in ``bad`` (n, groups)."""
     if bad.any():
         row, group = (int(i) for i in bad.nonzero()[0])
         zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
+        element, limit = format.element_rule, format.largest_weight
         raise ValueError(
             f"scales: the weights of {int(bad.sum())} groups would not be finite ({element.largest_factor:g} * |scale| "
             f"and |zero point| together must be at most {limit:g}); "
             f"first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
         )
-    if format.zero == "int" and zeros is not None and int(zeros.max()) > 15:
-        raise ValueError(f"zeros: wanted 0..15, got up to {int(zeros.max())}")

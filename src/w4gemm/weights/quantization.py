@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import kind_of, require_dense
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.codecs import E2M1_MMA8, EXACT_BINADES
 from w4gemm.packing.layouts import WeightComponents, layout_named
@@ -49,6 +49,9 @@ def quantize(
     format = WeightFormat.of(format)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         raise TypeError(f"weight: wanted a floating-point tensor (n, k), got {kind_of(weight)}")
+    require_dense("weight", weight)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: wanted a function of two ints or None, got {kind_of(progress)}")
     if weight.device.type == "meta":
         raise ValueError("weight: wanted one with numbers, got one on the meta device")
     if 0 in weight.shape:
@@ -110,7 +113,7 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
     elif not w.format.element_rule.counts:
         raise ValueError(f"w: wanted int4 elements, got {w.format}: no kernel decodes others for fp8 activations")
     else:
-        format, fold = replace(w.format, scale="e4m3"), _with_e4m3_scales
+        format, fold = replace(w.format, scale="e4m3"), with_e4m3_scales
     layout = "canonical" if layout_named(w.layout).supports(format) else w.layout
     errors: list[tuple[float, float]] = []
     if not w.experts:
@@ -136,8 +139,9 @@ def _folded(
     return folded
 
 
-def _with_e4m3_scales(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
-    """The same codes with e4m3 scales, and the scales of channels beside which these use their range."""
+def with_e4m3_scales(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
+    """Return rows of an int4 weight with 16-bit scales as :func:`fold_scales` rounds them: the same codes, e4m3 scales,
+    and the scales of channels beside which these use their range. format: with e4m3 scales."""
     scales = parts.scales.float()
     channels = _channels(scales, format)
     return WeightComponents(parts.codes, (scales / channels[:, None]).to(format.scale_dtype), None, channels)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from w4gemm.core.errors import kind_of
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
@@ -26,6 +27,8 @@ def target_layout(w: QuantizedWeight, layout: str | None, activations: str | Non
 
 def repacked(w: QuantizedWeight, layout: str | None, activations: str | None) -> QuantizedWeight:
     """Return ``w`` in a layout, for these activations; see :meth:`w4gemm.QuantizedWeight.repack`."""
+    if activations is not None and not isinstance(activations, str):
+        raise TypeError(f"activations: wanted 'fp8' or None, got {kind_of(activations)}")
     target = target_layout(w, layout, activations)
     if target == w.layout:
         return w if activations == w.activations else replace(w, activations=activations)
@@ -39,4 +42,8 @@ def repacked(w: QuantizedWeight, layout: str | None, activations: str | None) ->
 
 def repack_into(w: QuantizedWeight, layout: str, tensors: tuple[torch.Tensor, ...]) -> None:
     """Fill ``tensors`` of a layout with what ``w`` holds, which has no experts."""
+    if layout == w.layout:
+        for t, own in zip(tensors, w.tensors, strict=True):
+            t.copy_(own)
+        return
     repack_rows(layout_named(layout), tensors, layout_named(w.layout), w.tensors, (w.format, w.n, w.k))

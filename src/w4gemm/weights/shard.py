@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def shard(w: QuantizedWeight, dim: int, index: int, count: int) -> QuantizedWeight:
     """See :meth:`w4gemm.QuantizedWeight.shard`."""
-    if dim not in (0, 1):
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim not in (0, 1):
         raise ValueError(f"dim: wanted 0 (n, output features) or 1 (k, input features), got {dim!r}")
     if w.experts:
         return type(w).stack((shard(w.expert(e), dim, index, count) for e in range(w.experts)), w.experts, w.layout)
@@ -65,7 +65,7 @@ def _scale(format: WeightFormat, width: int) -> str:
 def _group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
     """Return the group size of the parts, having checked that they are equal: w's own, or a smaller one that divides
     it and the parts' k."""
-    whole = isinstance(index, numbers.Integral) and isinstance(count, numbers.Integral)
+    whole = all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in (index, count))
     if not whole or count < 1 or not 0 <= index < count:
         raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
     if dim == 1 and count > 1 and w.perm is not None:

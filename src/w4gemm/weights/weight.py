@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from w4gemm.core.errors import device_named
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
@@ -70,12 +72,23 @@ class QuantizedWeight:
         packed = packed_shape(self.format, self.layout, self.n, self.k, self.experts)
         object.__setattr__(self, "packed", packed)
         packed.check(self.tensors)
-        if self.activations not in ACTIVATIONS:
+        if (
+            self.activations is not None and not isinstance(self.activations, str)
+        ) or self.activations not in ACTIVATIONS:
             raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {self.activations!r}")
         if self.perm is not None:
             if self.experts:
                 raise ValueError(f"perm: wanted None beside {self.experts} experts")
             check_perm(self.perm, self.k, self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With 8-bit floats as bytes, since plain pickle does not know PyTorch's storages of them."""
+        tensors = tuple(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in self.tensors)
+        return {**self.__dict__, "tensors": tensors}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        stored = zip(state["tensors"], state["packed"].tensors, strict=True)
+        self.__dict__.update(state, tensors=tuple(t.view(dtype) for t, (dtype, _) in stored))
 
     @classmethod
     def from_codes(
@@ -183,7 +196,8 @@ class QuantizedWeight:
         Raises:
             ValueError: for an unknown name, or a layout that cannot hold the format, with the reason.
         """
-        return weight_repack.repacked(self, layout, self.activations if activations == "same" else activations)
+        same = isinstance(activations, str) and activations == "same"
+        return weight_repack.repacked(self, layout, self.activations if same else activations)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return w (n, k) in ``dtype``, with its columns in their original order whatever ``perm`` is.
@@ -204,6 +218,7 @@ class QuantizedWeight:
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the same weight, in the same layout, on another device."""
+        device = device_named("device", device)
         perm = None if self.perm is None else self.perm.to(device)
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors), perm=perm)
 
@@ -246,11 +261,13 @@ class QuantizedWeight:
         return weight_file.load(cls, path, device)
 
     def check_range(self) -> None:
-        """Raise ValueError for scales and zero points that :meth:`from_codes` refuses. On the meta device there are no
-        numbers to check."""
+        """Raise ValueError for scales and zero points that :meth:`from_codes` refuses, of a weight in the canonical
+        layout; rows of experts are counted through. On the meta device there are no numbers to check."""
         if self.device.type != "meta":
-            for w in [self.expert(e) for e in range(self.experts)] or [self]:
-                weight_make.check_range(self.format, *w.parts()[1:])
+            named = self.named_tensors().items()
+            parts = {name: t.flatten(0, 1) if self.experts else t for name, t in named}
+            components = WeightComponents.of(parts.get(name) for name in WeightComponents._fields)
+            weight_make.check_range(self.format, *components[1:])
 
     def __repr__(self) -> str:
         experts = f"experts={self.experts}, " if self.experts else ""

@@ -9,39 +9,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from w4gemm.choice.cost import cpu, cublas, mma_sync, waves
-from w4gemm.choice.cost.traffic import copy_us, roofline_us
-from w4gemm.choice.cost.waves import Timer
+from w4gemm.choice.cost.constants import unmeasured
+from w4gemm.choice.cost.traffic import Timer, copy_us, roofline_us
 from w4gemm.choice.intervals import WAVES_FROM, planned, ragged
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Kernel
 
 _Model = Callable[[Kernel, GemmProblem, GemmConfig], float]
+_Timers = Callable[[GemmConfig], Timer]
 
 
-def _each_m(model: _Model) -> Callable[[Kernel, GemmProblem, GemmConfig], Timer]:
-    """A model of whole problems as a timer."""
-    return lambda kernel, problem, config: lambda m: model(kernel, replace(problem, m=m), config)
+def _each(model: _Model) -> Callable[[Kernel, GemmProblem], _Timers]:
+    """A model of one problem and config as the timers of all configs."""
+    return lambda kernel, problem: lambda config: lambda m: model(kernel, replace(problem, m=m), config)
 
 
-TIMERS: dict[str, Callable[[Kernel, GemmProblem, GemmConfig], Timer]] = {
-    "sm90_decode": waves.timer,
-    "sm90_mixed_gemm": waves.timer,
-    "sm90_fp8_gemm": waves.timer,
-    "sm89_fp8_gemm": _each_m(mma_sync.predicted_us),
-    "sm80_mixed_gemm": _each_m(mma_sync.predicted_us),
-    "dequantize_gemm": _each_m(cublas.predicted_us),
-    "cpu_mixed_gemm": _each_m(cpu.predicted_us),
+TIMERS: dict[str, Callable[[Kernel, GemmProblem], _Timers]] = {
+    "sm90_decode": waves.timers,
+    "sm90_mixed_gemm": waves.timers,
+    "sm90_fp8_gemm": waves.timers,
+    "sm89_fp8_gemm": mma_sync.timers,
+    "sm80_mixed_gemm": mma_sync.timers,
+    "dequantize_gemm": _each(cublas.predicted_us),
+    "cpu_mixed_gemm": _each(cpu.predicted_us),
 }
 """By the kernel's name."""
-_ROOFLINE = _each_m(lambda kernel, problem, config: 2 * roofline_us(problem))
+_ROOFLINE = _each(lambda kernel, problem, config: 2 * roofline_us(problem))
 
 
 def timer(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Timer:
     """Return the microseconds of a launch by m, more than 0: they order configs and kernels on one device, no more."""
-    return TIMERS.get(kernel.name, _ROOFLINE)(kernel, problem, config)
+    return TIMERS.get(kernel.name, _ROOFLINE)(kernel, problem)(config)
 
 
 def predicted_us(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> float:
@@ -49,8 +51,31 @@ def predicted_us(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> fl
     return timer(kernel, problem, config)(problem.m)
 
 
+class Candidate(NamedTuple):
+    """A legal config, and how long it takes."""
+
+    us: Timer
+    kernel: Kernel
+    config: GemmConfig
+
+
+def candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidate]:
+    """Every config of every kernel that supports ``problem``, whatever its m."""
+    found = []
+    for kernel in kernels:
+        if kernel.supports(problem):
+            of_config = TIMERS.get(kernel.name, _ROOFLINE)(kernel, problem)
+            found += [Candidate(of_config(config), kernel, config) for config in kernel.configs(problem)]
+    return found
+
+
 def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
-    """(predicted us, kernel, config) of every kernel that supports ``problem``, best guess first.
+    """(predicted us, kernel, config) of every kernel that supports ``problem``, best guess first."""
+    return in_order(candidates(kernels, problem), problem)
+
+
+def in_order(found: Iterable[Candidate], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
+    """(predicted us, kernel, config) of candidates, best guess first.
 
     If m stands for an interval of few tokens, us is the geometric mean for this m and one inside the interval, because
     some configs are slow where a tile reaches far past m.
@@ -58,14 +83,11 @@ def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float,
     m, inside = problem.m, problem.m
     if m <= WAVES_FROM and not problem.experts and m == planned(m):
         inside = ragged(m)
-    found = []
-    for kernel in kernels:
-        if kernel.supports(problem):
-            for config in kernel.configs(problem):
-                us = timer(kernel, problem, config)
-                at = us(m)
-                found.append((at if inside == m else math.sqrt(at * us(inside)), kernel, config))
-    return sorted(found, key=lambda entry: (entry[0], entry[1].name, str(entry[2])))
+    timed = []
+    for us, kernel, config in found:
+        at = us(m)
+        timed.append((at if inside == m else math.sqrt(at * us(inside)), kernel, config))
+    return sorted(timed, key=lambda entry: (entry[0], entry[1].name, str(entry[2])))
 
 
-__all__ = ["Timer", "copy_us", "predicted_us", "ranked", "timer"]
+__all__ = ["Candidate", "Timer", "candidates", "copy_us", "in_order", "predicted_us", "ranked", "timer", "unmeasured"]

@@ -1,6 +1,7 @@
 """Measured constants of the cost models: :func:`constants_for` a device, read from one file of JSON lines per GPU.
 
-A file begins with its GPU. Its other lines are constants of a model (``"model"``), times of a config (``"config"``), or
+A GPU without a file takes the times of the likest one that has, scaled by what is known of both. A file begins with its
+GPU. Its other lines are constants of a model (``"model"``), times of a config (``"config"``), or
 say where some came from (``"source"`` and ``"text"``). A term that is 0 is left out. ``bench/fit.py`` writes the times.
 The files are data: no compiled kernel depends on them.
 """
@@ -10,17 +11,17 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.problem import GPUS, Device
+from w4gemm.core.problem import H200, Device
 
 FOLDER = Path(__file__).resolve().parent
-_REFERENCE = "nvidia_h200.jsonl"
-"""The only GPU whose times are measured; those of others are scaled from them."""
+_REFERENCE = H200.name
 _UNMEASURED = 1.05
 """Time of a config without measurements over that of the configs that stand for it: it ranks after their own config."""
 
@@ -84,13 +85,8 @@ class Constants:
         return found
 
     def _estimate(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
-        measured = [
-            (GemmConfig.parse(text), times)
-            for name, times in self.configs.items()
-            for of, _, text in [name.rpartition("/")]
-            if of == kernel
-        ]
-        if not measured:
+        measured = self._measured.get(kernel)
+        if measured is None:
             return None
         near, times = min(measured, key=lambda pair: _distance(pair[0], config))
         codes = config.tile_n * config.tile_k / (near.tile_n * near.tile_k)
@@ -100,6 +96,15 @@ class Constants:
             _UNMEASURED * a_slice * times.alone, _UNMEASURED * a_slice * times.shared, _UNMEASURED * a_tile * times.tile
         )
 
+    @functools.cached_property
+    def _measured(self) -> dict[str, list[tuple[GemmConfig, SliceTimes]]]:
+        """``configs`` by the kernel's name."""
+        found: dict[str, list[tuple[GemmConfig, SliceTimes]]] = {}
+        for name, times in self.configs.items():
+            kernel, _, text = name.rpartition("/")
+            found.setdefault(kernel, []).append((GemmConfig.parse(text), times))
+        return found
+
 
 def _ratio(ours: float, theirs: float) -> float:
     return ours / theirs if ours and theirs else 1.0
@@ -107,9 +112,15 @@ def _ratio(ours: float, theirs: float) -> float:
 
 def _distance(a: GemmConfig, b: GemmConfig) -> tuple[float, str]:
     """How little the times of two configs say of each other: the schedule counts most, the cluster least."""
-    sizes = sum(abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("tile_m", "tile_n", "tile_k", "split_k"))
-    clusters = abs(math.log2(a.cluster_m / b.cluster_m)) + abs(math.log2(a.cluster_n / b.cluster_n))
+    sizes = _octaves(a.tile_m, b.tile_m) + _octaves(a.tile_n, b.tile_n) + _octaves(a.tile_k, b.tile_k)
+    sizes += _octaves(a.split_k, b.split_k)
+    clusters = _octaves(a.cluster_m, b.cluster_m) + _octaves(a.cluster_n, b.cluster_n)
     return 4.0 * (a.schedule != b.schedule) + sizes + 0.25 * clusters, str(a)
+
+
+@functools.cache
+def _octaves(a: int, b: int) -> float:
+    return abs(math.log2(a / b))
 
 
 def read(path: Path) -> Constants:
@@ -121,7 +132,7 @@ def parse(rows: Iterable[dict[str, Any]]) -> Constants:
     gpu, models, configs, sources = None, {}, {}, []
     for row in rows:
         if "gpu" in row:
-            gpu = next(device for device in GPUS.values() if device.name == row["gpu"])
+            gpu = _device(row)
         elif "config" in row:
             configs[row["config"]] = SliceTimes(*(row.get(term, 0.0) for term in SliceTimes._fields))
         elif "model" in row:
@@ -133,13 +144,66 @@ def parse(rows: Iterable[dict[str, Any]]) -> Constants:
     return Constants(gpu, models, configs, tuple(sources))
 
 
+def _device(row: dict[str, Any]) -> Device:
+    """The GPU that the first line of a file names."""
+    return Device("cuda", row["gpu"], tuple(row["capability"]), row["sms"], row["shared_memory"])
+
+
+def path_of(gpu: str) -> Path:
+    """The file of a GPU's constants, whether or not there is one."""
+    return FOLDER / f"{re.sub('[^a-z0-9]+', '_', gpu.lower())}.jsonl"
+
+
+@functools.cache
+def measured() -> dict[str, Device]:
+    """The GPUs that constants were measured on, by name."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.jsonl")):
+        with open(path, encoding="utf-8") as f:
+            gpu = _device(json.loads(f.readline()))
+        found[gpu.name] = gpu
+    return found
+
+
 @functools.cache
 def reference() -> Constants:
-    """The constants of the GPU that was measured."""
-    return read(FOLDER / _REFERENCE)
+    """The constants that stand for GPUs of other compute capabilities."""
+    return read(path_of(_REFERENCE))
+
+
+@functools.cache
+def constants_for(device: Device) -> Constants:
+    """The constants of the measured GPU that is likest to ``device``: itself, or the one of the same compute capability
+    whose clock, and whose bandwidth and matrix instructions per multiprocessor, are the nearest."""
+    alike = [gpu for gpu in measured().values() if gpu.capability == device.capability]
+    if not alike or not device.sms:
+        return reference()
+    likest = min(alike, key=lambda gpu: (gpu.name != device.name, _unlikeness(gpu, device), gpu.name != _REFERENCE))
+    return reference() if likest.name == _REFERENCE else read(path_of(likest.name))
+
+
+def unmeasured(device: Device) -> str:
+    """Say what predictions for a device rest on if no times were measured there; the empty string if some were."""
+    if device.kind != "cuda" or device.name in measured():
+        return ""
+    gpu = constants_for(device).device
+    if gpu.capability != device.capability:
+        return f"times of an {gpu.name} as they are; none was measured on this architecture"
+    same = scale_of(device) == Scale()
+    how = "whose data sheet says the same" if same else "scaled by clock, memory bandwidth and tensor-core rate"
+    return f"times of an {gpu.name}, {how}; none was measured here"
+
+
+def _unlikeness(a: Device, b: Device) -> float:
+    ratios = (
+        _ratio(a.clock, b.clock),
+        _ratio(a.bandwidth / a.sms, b.bandwidth / b.sms),
+        _ratio(a.operations / a.sms, b.operations / b.sms),
+    )
+    return sum(abs(math.log(ratio)) for ratio in ratios)
 
 
 @functools.cache
 def scale_of(device: Device) -> Scale:
-    """How much longer ``device`` takes than the GPU that was measured."""
-    return reference().scale(device)
+    """How much longer ``device`` takes than the GPU that its constants were measured on."""
+    return constants_for(device).scale(device)

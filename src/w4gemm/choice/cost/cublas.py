@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from w4gemm.choice.cost.constants import reference, scale_of
+from w4gemm.choice.cost.constants import constants_for, scale_of
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
@@ -12,7 +12,7 @@ from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
 
 def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
     """Microseconds of all launches: two for each chunk of tile_n features."""
-    constants, scale, device = reference(), scale_of(problem.device), problem.device
+    constants, scale, device = constants_for(problem.device), scale_of(problem.device), problem.device
     model = constants.models["cublas"]
     moved = dense_bytes(problem, problem.n) + problem.n * problem.k // 2
     others = constants.models["cublas_rate"]

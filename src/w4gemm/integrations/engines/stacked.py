@@ -6,7 +6,7 @@ one than to do it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import ROWS
 from w4gemm.weights.make import check_range
+from w4gemm.weights.quantization import with_e4m3_scales
 from w4gemm.weights.weight import QuantizedWeight
 
 _ELEMENTS = 2**24
@@ -66,12 +67,19 @@ class Stacked:
 
 @dataclass(frozen=True)
 class StackedNumbers:
-    """The numbers of a weight (n, k) of each expert in an engine's tensors."""
+    """The numbers of a weight (n, k) of each expert in an engine's tensors.
+
+    Attributes:
+        folded: True to pack them as :func:`w4gemm.fold_scales` rounds them.
+        factors: float32 (experts, parts), of NVFP4: what multiplies each of so many equal parts of an expert's rows.
+    """
 
     format: WeightFormat
     codes: Stacked
     scales: Stacked
     zeros: Stacked | None = None
+    folded: bool = False
+    factors: torch.Tensor | None = None
 
     @property
     def experts(self) -> int:
@@ -86,9 +94,9 @@ class StackedNumbers:
                 came = (len(stacked.tensor), *stacked.shape)
                 raise ValueError(f"{name}: wanted {(self.experts, *wanted)} for {self.format} of k {k}, got {came}")
         parts = self._parts(slice(None), codes=False)
-        scales, zeros = (None if t is None else t.flatten(0, 1) for t in parts)
+        scales, zeros, channels = (None if t is None else t.flatten(0, 1) for t in parts)
         assert scales is not None
-        check_range(self.format, scales, zeros, None)
+        check_range(self.format, scales, zeros, channels)
 
     def packed(self, activations: str | None = None, *, gated: bool = False) -> QuantizedWeight:
         """Return the weight in the layout that its device's fastest kernel for these activations reads.
@@ -97,7 +105,8 @@ class StackedNumbers:
             gated: True for gates and ups, of which each expert has n / 2 rows after one another: rows are put in pairs,
                 as :meth:`w4gemm.QuantizedWeight.interleave` has them.
         """
-        (n, k), format, device = self.codes.shape, self.format, self.codes.tensor.device
+        (n, k), device = self.codes.shape, self.codes.tensor.device
+        format = replace(self.format, scale="e4m3") if self.folded else self.format
         dtype = torch.float8_e4m3fn if activations == "fp8" else None
         shape = packed_shape(format, layout_for(Device.of(device), format, dtype), n, k, self.experts)
         layout, tensors = layout_named(shape.layout), shape.empty(device)
@@ -106,14 +115,23 @@ class StackedNumbers:
         for first in range(0, self.experts, step):
             some = slice(first, min(first + step, self.experts))
             rows = (None if t is None else _tall(t, gated) for t in self._parts(some))
-            for into, packed in zip(tensors, layout.pack(WeightComponents.of((*rows, None)), format), strict=True):
+            parts = WeightComponents.of(rows)
+            if parts.channels is not None:
+                parts = parts._replace(channels=parts.channels.flatten())
+            parts = with_e4m3_scales(parts, format) if self.folded else parts
+            for into, packed in zip(tensors, layout.pack(parts, format), strict=True):
                 into[some] = packed.view(into[some].shape)
         return QuantizedWeight(format, n, k, shape.layout, tensors, experts=self.experts, activations=activations)
 
     def _parts(self, experts: slice, codes: bool = True) -> tuple[torch.Tensor | None, ...]:
-        """Return codes, unless they are not asked for, scales and zero points of some experts."""
+        """Return codes, unless they are not asked for, scales, zero points and factors (experts, n, 1) of some
+        experts."""
         wanted = (*((self.codes,) if codes else ()), self.scales, self.zeros)
-        return tuple(None if stacked is None else stacked.of(experts) for stacked in wanted)
+        parts = [None if stacked is None else stacked.of(experts) for stacked in wanted]
+        if self.factors is None:
+            return (*parts, None)
+        each = self.codes.shape[0] // self.factors.shape[1]
+        return (*parts, self.factors[experts].repeat_interleave(each, dim=1)[..., None])
 
 
 def _tall(t: torch.Tensor, gated: bool) -> torch.Tensor:

@@ -137,8 +137,6 @@ class LinearUse(NamedTuple):
     """Called with x of this dtype and a bias or None; None for :func:`w4gemm.linear`."""
     most_tokens: int = BOUNDS[-1] + 1
     batch_invariant: bool = False
-    quantizes: bool = False
-    """True if the engine quantizes x itself where the weight wants fp8 activations."""
 
 
 def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: LinearUse) -> Need:
@@ -151,7 +149,7 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
     kinds = [PlanKey.of(w.packed, 1, taken, epilogue, use.batch_invariant, device=device) for epilogue in epilogues]
     tokens = sorted({m for kind in kinds for m in meeting(kind, use.most_tokens)})
     keys = tuple(kind._replace(m=planned(m)) for kind in kinds for m in tokens)
-    facts = LayerFacts(w.k, use.dtype, fp8 and not use.quantizes, act_order=w.perm is not None)
+    facts = LayerFacts(w.k, use.dtype, fp8, act_order=w.perm is not None)
     helpers = tuple(helper.unit() for kind in HELPERS for helper in kind.needed(Device.of(device), facts))
     call = use.call or functools.partial(_linear, w)
 

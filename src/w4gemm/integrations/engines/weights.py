@@ -1,18 +1,19 @@
 """A weight from the tensors that an engine has loaded, rows after rows, so that little memory is needed beside it.
 
-An engine holds the 4-bit numbers of a layer as its checkpoint does: :func:`gptq`, :func:`awq` and :func:`rowwise` say
-what such tensors mean, and :func:`packed` makes a weight. Those of experts have a file of their own, stacked.py.
+An engine holds the 4-bit numbers of a layer as its checkpoint does: :func:`gptq`, :func:`awq`, :func:`rowwise` and
+:func:`floats` say what such tensors mean, and :func:`packed` makes a weight. Those of experts have a file of their own,
+stacked.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from w4gemm.checkpoints.awq import ORDER
-from w4gemm.checkpoints.quantized_folder import SYMMETRIC, unpack_int4
+from w4gemm.checkpoints.quantized_folder import SYMMETRIC, unpack_int4, unpack_pairs
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
@@ -20,6 +21,7 @@ from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import pack_rows
 from w4gemm.weights.act_order import sorting_perm
 from w4gemm.weights.make import check_range
+from w4gemm.weights.quantization import with_e4m3_scales
 from w4gemm.weights.weight import QuantizedWeight
 
 _SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "bf16"}
@@ -115,6 +117,32 @@ def rowwise(
         return _components(format, unpacked, scales[start:stop], z)
 
     return Numbers(codes.shape[0], codes.shape[1] * (2 if signed else 8), format, codes.device, rows, g_idx)
+
+
+def floats(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None = None) -> Numbers:
+    """Return the numbers of 4-bit floats: NVFP4 or MXFP4.
+
+    Args:
+        codes: uint8 (n, k / 2), the even column in the low nibble.
+        scales: float8_e4m3fn (n, k / 16), or float8_e8m0fnu (n, k / 32).
+        factor: float32, one number, which multiplies the weights of NVFP4; None for MXFP4.
+    """
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    format = WeightFormat.parse("mxfp4" if factor is None else "nvfp4")
+    channels = None if factor is None else factor.float().reshape(1).expand(n)
+
+    def rows(start: int, stop: int) -> WeightComponents:
+        factors = None if channels is None else channels[start:stop].contiguous()
+        return WeightComponents(unpack_pairs(codes[start:stop]), scales[start:stop].contiguous(), None, factors)
+
+    return Numbers(n, k, format, codes.device, rows)
+
+
+def folded(numbers: Numbers) -> Numbers:
+    """Return the numbers with group scales in e4m3 and a float32 scale for each row, as
+    :func:`w4gemm.fold_scales` and vLLM's own W4A8 kernel round them."""
+    format = replace(numbers.format, scale="e4m3")
+    return replace(numbers, format=format, rows=lambda *some: with_e4m3_scales(numbers.rows(*some), format))
 
 
 def packed(numbers: Numbers, activations: str | None = None) -> QuantizedWeight:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from w4gemm.choice.ahead import Prepared
 from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable
 from w4gemm.integrations.transformers.fused_step import Fusion, fused
 
@@ -44,8 +45,8 @@ class DecodeStep:
         self.batch, self.length, self.padded, self.fusion = batch, length, padded, fusion
         self.facts = _facts(model)
         self.fused_error: float | None = None
-        self.prepared: set[int] = set()
-        """Numbers of tokens of prompts for which everything is compiled."""
+        self.prepared: dict[int, Prepared] = {}
+        """Kernels compiled beforehand, by the number of tokens of prompts."""
         cache = static_cache(model, length)
         assert cache is not None
         self.cache = cache

@@ -18,12 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from w4gemm.choice.ahead import prepare
+from w4gemm.api.experts import W4Experts
+from w4gemm.choice import PlanKey
+from w4gemm.choice.ahead import Prepared, prepare
 from w4gemm.core.errors import UnsupportedError
-from w4gemm.integrations.generation import plan_keys
+from w4gemm.core.problem import Device
+from w4gemm.integrations.generation import expert_keys, plan_keys
 from w4gemm.integrations.transformers.decode_step import DecodeStep, static_cache
 from w4gemm.integrations.transformers.fused_step import Fusion
 from w4gemm.jit import Unit
+from w4gemm.kernels.expert_route.spec import ExpertRoute
+from w4gemm.kernels.helper import Helper, on_device
+from w4gemm.kernels.row_combine.spec import RowCombine
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -94,7 +100,8 @@ def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
             mask = None
         prompt = Prompt(input_ids, mask, options.get("position_ids"))
         wanted = given["logits_processor"], given["stopping_criteria"], given["generation_config"]
-        return sample_by_step(self, prompt, *wanted, given.get("streamer"))
+        with on_device(self.device):  # a graph captures streams of the current GPU alone
+            return sample_by_step(self, prompt, *wanted, given.get("streamer"))
 
     return wrapped
 
@@ -174,14 +181,29 @@ def compile_ahead(model: PreTrainedModel, step: DecodeStep, rows: int) -> None:
     not compiled yet: one after the other takes twice as long, all of it before the first token."""
     if model.device.type != "cuda" or rows in step.prepared:
         return
-    step.prepared.add(rows)
-    keys = [key for m in (rows, step.batch) for key in plan_keys(model, m, model.dtype)]
-    helpers: list[Unit] = []
-    if step.fusion is not None:
-        keys += step.fusion.plan_keys(step.batch, model.dtype)
-        helpers = step.fusion.units(model, step.batch, step.length)
+    step.prepared[rows] = Prepared(0, 0, 0.0)
+    keys, helpers = launched(model, step, rows)
     with contextlib.suppress(UnsupportedError):  # the call itself says it, with the reason
-        prepare(keys, helpers)
+        step.prepared[rows] = prepare(keys, helpers)
+
+
+def launched(model: PreTrainedModel, step: DecodeStep, rows: int) -> tuple[list[PlanKey], list[Unit]]:
+    """Return keys of the plans, and small kernels, that a prompt of ``rows`` tokens in all and its steps launch."""
+    config, dtype = model.config.get_text_config(decoder=True), model.dtype
+    top_k = getattr(config, "num_experts_per_tok", None)
+    keys: list[PlanKey] = []
+    helpers: list[Helper | None] = []
+    for m in (rows, step.batch):
+        keys += plan_keys(model, m, dtype) + (expert_keys(model, m, dtype, top_k) if top_k else [])
+    if step.fusion is not None:
+        keys += step.fusion.plan_keys(step.batch, dtype)
+        helpers += step.fusion.helpers(model, step.batch, step.length)
+    if top_k:
+        device = Device.of(model.device)
+        counts = {m.gate_up.weight.experts for m in model.modules() if isinstance(m, W4Experts)}
+        helpers += [ExpertRoute.of(device, torch.int64, count, False) for count in counts]
+        helpers += [RowCombine.of(device, dtype, top_k) for _ in counts]
+    return keys, list(dict.fromkeys(helper.unit() for helper in helpers if helper is not None))
 
 
 def _drawn(scores: torch.Tensor) -> torch.Tensor:

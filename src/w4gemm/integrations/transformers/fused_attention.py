@@ -88,14 +88,16 @@ def fuse_attention(patches: Patches, model: PreTrainedModel, cached: Cached) -> 
         sliding_window: int | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+        unknown = [name for name in ("softcap", "position_bias") if others.get(name) is not None]
         if unknown or len(angles) != 2 or len(layers) != 1 or q.shape[2] != 1:
             raise NotFusable(f"attention with {unknown or 'another order of calls'}")
         layer, (cos, sin) = layers.pop(), angles
         angles.clear()
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         heads = (q[:, :, 0], k[:, :, 0], v[:, :, 0])
-        out = step_attention(*heads, cos[:, 0], sin[:, 0], layer, cached, scale, sliding_window or _EVERYTHING)
+        cos, sin = (_whole(t[:, 0], q.shape[-1]) for t in (cos, sin))
+        seen = scale, sliding_window or _EVERYTHING, others.get("s_aux")
+        out = step_attention(*heads, cos, sin, layer, cached, *seen)
         return out[:, None], None
 
     modules = {sys.modules[type(m).__module__] for m in model.modules() if hasattr(m, "q_proj")}
@@ -117,13 +119,22 @@ def _rotates(module: Any) -> bool:
         return False
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 3, 1, 8, generator=g), torch.randn(2, 1, 1, 8, generator=g)
-    angle = torch.randn(2, 1, 4, generator=g).repeat(1, 1, 2)
+    half = torch.randn(2, 1, 4, generator=g)
+    angle = half.repeat(1, 1, 2)
     wanted = [rotated(x, angle.cos()[:, None], angle.sin()[:, None]) for x in (q, k)]
-    try:
-        found = rotate(q, k, angle.cos(), angle.sin())
-    except Exception:
-        return False
-    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    for given in (angle, half):  # gpt-oss has the angles once for both halves
+        try:
+            found = rotate(q, k, given.cos(), given.sin())
+        except Exception:
+            continue
+        if all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True)):
+            return True
+    return False
+
+
+def _whole(angles: torch.Tensor, dim: int) -> torch.Tensor:
+    """cos or sin (batch, dim) of angles that may be those of half a head."""
+    return angles.repeat(1, 2) if 2 * angles.shape[-1] == dim else angles
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -141,9 +152,10 @@ def step_attention(
     cached: Cached,
     scale: float,
     window: int = _EVERYTHING,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate q (batch, heads, dim) and k (batch, kv heads, dim) by cos and sin (batch, dim), write k and v to a cache
-    layer, and return the attention (batch, heads, dim)."""
+    layer, and return the attention (batch, heads, dim). sinks (heads,): a score of each head that no value gets."""
     batch, heads, dim = q.shape
     keys, values = layer.keys, layer.values
     if cos.shape[-1] != dim or values.shape != keys.shape:
@@ -152,12 +164,14 @@ def step_attention(
     if q.is_cuda and q.dtype == keys.dtype == cos.dtype:
         sms = Device.of(q.device).sms
         splits = StepAttentionHelper.splits_for(batch * k.shape[1], keys.shape[2], sms)
-        run = launcher(StepAttentionHelper.of, q.device, q.dtype, dim, heads // k.shape[1], splits)
+        facts = q.dtype, dim, heads // k.shape[1], splits, sinks is not None
+        run = launcher(StepAttentionHelper.of, q.device, *facts)
     if run is None:
-        return attention_in_torch(q, k, v, cos, sin, keys, values, cached, scale, window)
+        return attention_in_torch(q, k, v, cos, sin, keys, values, cached, scale, window, sinks)
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     angles = (cos.expand(batch, dim), sin.expand(batch, dim))
-    run(q, k, v, *angles, keys, values, cached.slot, cached.first, out, scale * _LOG2_E, window)
+    scores = None if sinks is None else sinks.detach().to(q.dtype)
+    run(q, k, v, *angles, keys, values, cached.slot, cached.first, scores, out, scale * _LOG2_E, window)
     return out
 
 
@@ -172,6 +186,7 @@ def attention_in_torch(
     cached: Cached,
     scale: float,
     window: int,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same by PyTorch's operators."""
     angles = cos.float()[:, None], sin.float()[:, None]
@@ -181,4 +196,8 @@ def attention_in_torch(
     seen = (slots <= cached.slot) & (slots > cached.slot - window) & (slots >= cached.first[:, None])
     grouped = (rotated(q.float(), *angles) * scale).unflatten(1, (keys.shape[1], -1))
     scores = (grouped @ keys.float().mT).masked_fill(~seen[:, None, None], float("-inf"))
-    return (scores.softmax(-1) @ values.float()).flatten(1, 2).to(q.dtype)
+    if sinks is not None:
+        ends = sinks.float().view(1, keys.shape[1], -1, 1).expand(len(q), -1, -1, -1)
+        scores = torch.cat((scores, ends), -1)
+    shares = scores.softmax(-1)[..., : keys.shape[2]]
+    return (shares @ values.float()).flatten(1, 2).to(q.dtype)

@@ -28,7 +28,6 @@ from w4gemm.core.activation import ACTIVATIONS, parse
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable, Patches, fuse_attention
-from w4gemm.jit import Unit
 from w4gemm.kernels import launcher
 from w4gemm.kernels.gate_halves.spec import GatedHalves
 from w4gemm.kernels.helper import Helper
@@ -129,7 +128,7 @@ class Fusion:
             found.append(PlanKey.of(w, m, *taken))
         return found
 
-    def units(self, model: PreTrainedModel, batch: int, length: int) -> list[Unit]:
+    def helpers(self, model: PreTrainedModel, batch: int, length: int) -> list[Helper | None]:
         """The small kernels of a step, for caches of ``length`` tokens."""
         device, dtype, config = Device.of(model.device), model.dtype, model.config.get_text_config(decoder=True)
         helpers: list[Helper | None] = [RowNorm.of(device, dtype, len(n.get_parameter("weight"))) for n in self.norms]
@@ -138,8 +137,9 @@ class Fusion:
         if heads and kv_heads:
             dim = getattr(config, "head_dim", None) or config.hidden_size // heads
             splits = StepAttentionHelper.splits_for(batch * kv_heads, length, device.sms)
-            helpers.append(StepAttentionHelper.of(device, dtype, dim, heads // kv_heads, splits))
-        return list(dict.fromkeys(helper.unit() for helper in helpers if helper is not None))
+            sinks = any(hasattr(m, "sinks") for m in model.modules())
+            helpers.append(StepAttentionHelper.of(device, dtype, dim, heads // kv_heads, splits, sinks))
+        return helpers
 
 
 @contextlib.contextmanager
@@ -179,6 +179,7 @@ def _fast_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x ** 2) + eps), rounded to x's dtype, times weight."""
     k = len(weight)
+    x = x.contiguous() if x.is_cuda else x  # heads of a joint product are not, of several sequences
     run = launcher(RowNorm.of, x.device, x.dtype, k) if x.is_cuda and RowNorm.takes(x, weight) else None
     if run is None:
         y = x.float()
@@ -242,31 +243,36 @@ def gate_halves(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def last_products(layer: nn.Module) -> list[W4Linear]:
-    """The o_proj and down_proj of a layer of a model, if what it adds can be added in their epilogues; else none."""
+    """The o_proj and down_proj of a layer of a model, those in whose epilogues what it adds can be added."""
     if {name for name, _ in layer.named_children()} != set(_LAYER):
         return []
     found = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
-    last = [m for m in found if _takes_residual(m)]
-    return last if len(last) == len(found) else []
+    return [m for m in found if _takes_residual(m)]
 
 
 def _fuse_residuals(patches: Patches, layer: nn.Module) -> None:
-    """Add what a layer adds behind o_proj and down_proj in their epilogues, where these are 4-bit layers."""
+    """Add what a layer adds behind o_proj and down_proj in their epilogues, where these are 4-bit layers. Behind
+    experts it is added as before."""
     if not (last := last_products(layer)):
         return
     attention, mlp, *norms = (layer.get_submodule(name) for name in _LAYER)
-    given: list[torch.Tensor | None] = [None, None]
-    for i, product in enumerate(last):
-        patches.set(product, "forward", _with_residual(product, given, i))
+    given: dict[nn.Module, torch.Tensor] = {}
+    for product in last:
+        patches.set(product, "forward", _with_residual(product, given))
+
+    def added(x: torch.Tensor, norm: nn.Module, block: nn.Module, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        product = getattr(block, name, None)
+        if product in last:
+            given[product] = x
+        found = block(norm(x), *args, **kwargs)
+        found = found[0] if isinstance(found, tuple) else found
+        if given:
+            raise NotFusable("a layer did not add what was to be added")
+        return found if product in last else x + found
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given[0] = hidden_states
-        hidden_states = attention(norms[0](hidden_states), *args, **kwargs)[0]
-        given[1] = hidden_states
-        hidden_states = mlp(norms[1](hidden_states))
-        if given != [None, None]:
-            raise NotFusable("a layer did not add what was to be added")
-        return hidden_states
+        hidden_states = added(hidden_states, norms[0], attention, "o_proj", *args, **kwargs)
+        return added(hidden_states, norms[1], mlp, "down_proj")
 
     patches.set(layer, "forward", forward)
 
@@ -275,12 +281,11 @@ def _takes_residual(layer: object) -> TypeGuard[W4Linear]:
     return type(layer) is W4Linear and layer.pre_quant_scale is None and layer.activation is None
 
 
-def _with_residual(
-    layer: W4Linear, given: list[torch.Tensor | None], index: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _with_residual(layer: W4Linear, given: dict[nn.Module, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        residual, given[index] = given[index], None
-        assert residual is not None
+        if layer not in given:
+            raise NotFusable("a layer is called twice")
+        residual = given.pop(layer)
         return linear(x, layer.weight, layer.bias, residual=residual, batch_invariant=layer.batch_invariant)
 
     return forward

@@ -11,8 +11,9 @@ from torch import nn
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
-from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
+from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, linear_layers
 from w4gemm.core.activation import parse
+from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
 
 Progress = Callable[[int, int, str], None]
@@ -65,10 +66,20 @@ def quantize_layers(
 
     Returns:
         The model itself.
+
+    Raises:
+        TypeError, ValueError: for a model, format or ``skip`` that is none, and for a weight that is not finite or too
+            large, naming its layer; layers before it are in 4 bits then.
     """
+    names, skip = _names(model), checked_skip(skip)
     layers = linear_layers(model, skip)
     for done, (name, layer) in enumerate(layers.items(), 1):
-        model.set_submodule(name, W4Linear.from_linear(layer, format or default_format(layer.in_features)))
+        try:
+            made = W4Linear.from_linear(layer, default_format(layer.in_features) if format is None else format)
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from e
+        for place in names[layer]:
+            model.set_submodule(place, made)
         if progress is not None:
             progress(done, len(layers), "quantizing")
     for module in model.modules():
@@ -80,9 +91,10 @@ def quantize_layers(
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Replace the 4-bit linear layers and experts of a model by dense ones with the same numbers, in place; for
     comparing."""
-    for name, layer in list(model.named_modules()):
+    for layer, names in _names(model).items():
+        dense: nn.Module
         if isinstance(layer, W4Experts):
-            model.set_submodule(name, _DenseExperts(layer, dtype))
+            dense = _DenseExperts(layer, dtype)
         elif isinstance(layer, W4Linear) and not layer.grouped:
             weight = layer.weight.dequantize(dtype)
             if layer.pre_quant_scale is not None:
@@ -92,8 +104,30 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             dense.weight = nn.Parameter(weight, requires_grad=False)
             if layer.bias is not None:
                 dense.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
+        else:
+            continue
+        for name in names:
             model.set_submodule(name, dense)
     return model
+
+
+def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return every name of each module inside a model: some have several.
+
+    Raises:
+        TypeError: for what is no module, and for a layer alone, which has no place that another could take.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: wanted a torch.nn.Module, got {kind_of(model)}")
+    if isinstance(model, (nn.Linear, W4Linear, W4Experts)):
+        raise TypeError(
+            f"model: wanted a module with layers inside, got a {type(model).__name__} itself; W4Linear.from_linear "
+            "makes a 4-bit one of a layer"
+        )
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(name)
+    return found
 
 
 class _DenseExperts(nn.Module):

@@ -7,22 +7,24 @@ GGUF files' own weights. ``tests/test_transformers.py`` holds both ways to equal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.hugging_face import transformers_errors
-from w4gemm.core.errors import FormatError
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
+from w4gemm.checkpoints.text_part import TextPart
+from w4gemm.core.errors import FormatError, device_named
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import Progress
-from w4gemm.integrations.transformers.names import of_modules, renaming
+from w4gemm.integrations.transformers.names import Renaming, of_modules, unneeded
 from w4gemm.integrations.transformers.places import AwaitedLinear, Place, finish, listed, reserve, submodule
 
 if TYPE_CHECKING:
@@ -62,11 +64,13 @@ def load(
     """
     from w4gemm.integrations.transformers.quantizer import describe
 
-    device = torch.device(device)
+    device = device_named("device", device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
     checkpoint = open_checkpoint(path, format)
-    model, tokenizer = _empty_model(checkpoint, dtype)
+    model, tokenizer, alone = _empty_model(checkpoint, dtype)
+    if not alone:
+        checkpoint = TextPart(checkpoint)
     _Filling(model, checkpoint, device, dtype, activations).run(progress)
     describe(model)
     return decode_by_graph(model.to(device).eval()), tokenizer
@@ -80,20 +84,44 @@ class ParametersOnMeta(TorchFunctionMode):
         return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 
-def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+class _Empty(NamedTuple):
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    alone: bool
+    """False if the checkpoint has a larger model, of which this one is the language model."""
+
+
+def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
     """Return the checkpoint's model with parameters that hold nothing, and its tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     folder, options = checkpoint.pretrained()
     with transformers_errors(checkpoint.path):
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+        whole = _config(folder, options)
+        alone = type(whole) in AutoModelForCausalLM._model_mapping or not hasattr(whole, "text_config")
+        config = whole if alone else whole.get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=whole, **AS_IT_IS, **options)
         with ParametersOnMeta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         # with options the config is that of one file, beside which another model's generation config may lie
         if not options and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model, tokenizer
+    return _Empty(model, tokenizer, alone)
+
+
+def _config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:
+    """The config of a folder. Where it names a model type that transformers does not know, but the class of a model
+    that it does (Kimi-K2, a DeepSeek-V3), that class's."""
+    import transformers
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not options:
+        stated, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+        known = getattr(transformers, (stated.get("architectures") or [""])[0], None)
+        if stated.get("model_type") not in CONFIG_MAPPING and known is not None:
+            return known.config_class.from_pretrained(folder, local_files_only=True)
+    return AutoConfig.from_pretrained(folder, **AS_IT_IS, **options)
 
 
 @dataclass(frozen=True)
@@ -116,8 +144,10 @@ class _Filling:
         wanted = {name for name, _ in self.model.named_parameters()}  # one name of parameters that are tied
         wanted |= self.model.state_dict().keys() & {name for name, _ in self.model.named_buffers()}
         modules, tensors = self.checkpoint.modules, self.checkpoint.tensors
-        renamed = renaming(self.model)
+        renamed = Renaming(self.model)
         reserved = reserve(self.model, self.checkpoint, of_modules(self.checkpoint, renamed))
+        ignored = unneeded(self.model)
+        self._check_converted(renamed, ignored)
         placed: set[str] = set()
         strangers = []
         for done, name in enumerate((*modules, *tensors), 1):
@@ -126,7 +156,7 @@ class _Filling:
             is_module = name in modules
             names = self.place_weight(name, reserved[name]) if is_module else self.place_dense(name, renamed(name))
             placed |= names
-            if not names:
+            if not names and not ignored(name):
                 experts = modules[name].experts if is_module else 0
                 strangers.append(f"{name} ({experts} experts)" if experts else name)
             if progress is not None:
@@ -139,6 +169,15 @@ class _Filling:
         if reasons:
             raise FormatError(f"{self.checkpoint.path}: {'; '.join(reasons)}")
 
+    def _check_converted(self, renamed: Renaming, ignored: Callable[[str], bool]) -> None:
+        """Raise FormatError for a dense tensor of which transformers would make parameters by more than a new name."""
+        for name in self.checkpoint.tensors:
+            if renamed.is_converted(name) and renamed(name) in self.model.state_dict() and not ignored(name):
+                raise FormatError(
+                    f"{self.checkpoint.path}: {name} becomes a parameter only together with others, or in another "
+                    "order, which transformers does: from_pretrained(..., quantization_config=W4GemmConfig())"
+                )
+
     def place_weight(self, name: str, places: Sequence[Place]) -> set[str]:
         """Fill the places of a 4-bit module with its weight and its bias.
 
@@ -148,11 +187,11 @@ class _Filling:
         """
         if not places:
             return set()
-        weight, placed = self.checkpoint.weight(name), set()
+        weight, placed = self.checkpoint.weight(name, self.device), set()
         stored = f"{name}.bias"
         bias = self.checkpoint.dense(stored, self.dtype) if self.checkpoint.modules[name].bias else None
         for place in places:
-            w = place.weight_of(weight).to(self.device)
+            w = place.weight_of(weight)
             if self.activations is not None:
                 w = w.repack(activations=self.activations)
             layer = self.model.get_submodule(place.layer)
@@ -177,6 +216,11 @@ class _Filling:
             raise FormatError(
                 f"{self.checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
             )
-        tensor = self.checkpoint.dense(name, target.dtype).to(self.device)
+        tensor = self.checkpoint.dense(name, self._dtype_of(renamed, target)).to(self.device)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
         return {renamed}
+
+    def _dtype_of(self, name: str, target: torch.Tensor) -> torch.dtype:
+        """Dtype of a dense tensor: float32 where the model says that it needs it, such as a router's bias."""
+        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return torch.float32 if target.is_floating_point() and any(re.search(k, name) for k in kept) else target.dtype

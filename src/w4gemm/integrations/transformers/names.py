@@ -9,29 +9,42 @@ from typing import TYPE_CHECKING
 from w4gemm.checkpoints import Checkpoint
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
-from w4gemm.integrations.transformers.places import Place
+from w4gemm.integrations.transformers.places import Place, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def renaming(model: PreTrainedModel) -> Callable[[str], str]:
-    """Return what gives the name in the model of a tensor in its folder, by transformers' own rules."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+class Renaming:
+    """Names in a model of the tensors in its folder, by transformers' own rules."""
 
-    rules, known = get_model_conversion_mapping(model), model.state_dict()
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    def __init__(self, model: PreTrainedModel) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    def renamed(name: str) -> str:
-        return rename_source_key(name, renamings, converters, model.base_model_prefix, known)[0]
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._prefix, self._known = model.base_model_prefix, model.state_dict()
 
-    return renamed
+    def __call__(self, name: str) -> str:
+        return self._of(name)[0]
+
+    def is_converted(self, name: str) -> bool:
+        """True for a tensor of which, perhaps with others, transformers makes parameters by more than a new name."""
+        return self._of(name)[1] is not None
+
+    def _of(self, name: str) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
+        found: tuple[str, str | None] = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._known
+        )
+        return found
 
 
 def of_modules(checkpoint: Checkpoint, renamed: Callable[[str], str]) -> Callable[[str], str]:
-    """Return what gives the name in the model of a 4-bit module, by :func:`renaming`'s of tensors."""
+    """Return what gives the name in the model of a 4-bit module, by :class:`Renaming` of tensors."""
 
     def renamed_module(name: str) -> str:
         if checkpoint.modules[name].experts:  # a parameter of the model's
@@ -41,25 +54,52 @@ def of_modules(checkpoint: Checkpoint, renamed: Callable[[str], str]) -> Callabl
     return renamed_module
 
 
-def check_shapes(model: PreTrainedModel, checkpoint: Checkpoint, renamed: Callable[[str], str]) -> None:
+def unneeded(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Return what is True for the name of a tensor or module in a folder that the model says it does without, such as
+    layers that predict further tokens."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+def check_shapes(model: PreTrainedModel, checkpoint: Checkpoint, renamed: Renaming) -> None:
     """Raise FormatError for a dense tensor of another shape than its parameter, which transformers does not notice
     beside a quantizer."""
     known = model.state_dict()
     for name, shape in checkpoint.tensors.items():
-        target = known.get(renamed(name))
+        target = None if renamed.is_converted(name) else known.get(renamed(name))
         if target is not None and tuple(target.shape) != shape:
             raise FormatError(
                 f"{checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
             )
 
 
-def packed_names(checkpoint: Checkpoint, places: Mapping[str, Sequence[Place]]) -> set[str]:
-    """Patterns for the names of the packed tensors that have a place, which transformers is to leave alone."""
+def check_whole(
+    model: PreTrainedModel, checkpoint: Checkpoint, places: Mapping[str, Sequence[Place]], renamed: Renaming
+) -> None:
+    """Raise FormatError if layers that are in 4 bits elsewhere in the model have no tensor, which transformers would
+    draw at random, or such modules and experts have no place in the model, which it would leave out."""
+    placed = {_numbered(place.weight_name) for own in places.values() for place in own}
+    without, called = unneeded(model), of_modules(checkpoint, renamed)
+    for name in [name for name, own in places.items() if not own and not without(name)]:
+        if checkpoint.modules[name].experts or _numbered(f"{called(name)}.weight") in placed:
+            raise FormatError(f"{checkpoint.path}: no place for {name} in the model of its config")
+    given = {renamed(name) for name in checkpoint.tensors}
+    missing = [name for name in model.state_dict() if _numbered(name) in placed and name not in given]
+    if missing:
+        raise FormatError(f"{checkpoint.path}: no tensor for {listed(missing)}")
+
+
+def packed_names(checkpoint: Checkpoint, places: Mapping[str, Sequence[Place]], renamed: Renaming) -> set[str]:
+    """Patterns for the names of the packed tensors that have a place, and of scales in fp8, which transformers is to
+    leave alone: as they are, and as it renames them."""
     assert isinstance(checkpoint, QuantizedFolder)
-    found = set()
+    names = set(checkpoint.names_beside_fp8)
     for module, own in places.items():
         for name in checkpoint.stored_names(module) if own else ():
-            owner, _, leaf = name.rpartition(".")
-            for layer in (owner, *(place.layer for place in own)):
-                found.add(re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", re.escape(layer).replace("\\.", ".")) + f".{leaf}$")
-    return found
+            names |= {name, *(f"{place.layer}.{name.rpartition('.')[2]}" for place in own)}
+    return {f"{_numbered(name)}$" for name in names | {renamed(name) for name in names}}
+
+
+def _numbered(name: str) -> str:
+    """A pattern for a name, with any numbers in the place of its numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", r"\\d+", re.escape(name).replace("\\.", "."))

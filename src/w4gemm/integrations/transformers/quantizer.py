@@ -26,16 +26,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import METHODS, Checkpoint, open_checkpoint
-from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
+from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import quantization_config
+from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import dequantize_layers
-from w4gemm.integrations.transformers.names import check_shapes, of_modules, packed_names, renaming
-from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, listed, reserve
+from w4gemm.integrations.transformers.names import Renaming, check_shapes, check_whole, of_modules, packed_names
+from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, reserve
 from w4gemm.integrations.transformers.sharding import Split, add_up, local_experts, local_shard
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import in_words, of_words
@@ -75,7 +76,7 @@ class W4GemmConfig(QuantizationConfigMixin):
             raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {activations!r}")
         self.quant_method = METHOD
         self.format = None if format is None else in_words(*of_words(str(format)))
-        self.activations, self.skip, self.modules = activations, list(skip), dict(modules or {})
+        self.activations, self.skip, self.modules = activations, list(checked_skip(skip)), dict(modules or {})
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -140,14 +141,12 @@ class W4GemmQuantizer(HfQuantizer):
             self._await_dense(model)
             return
         self._checkpoint = checkpoint = open_checkpoint(folder)
-        renamed = renaming(model)
+        renamed = Renaming(model)
         check_shapes(model, checkpoint, renamed)
         self._places = reserve(model, checkpoint, of_modules(checkpoint, renamed))
-        homeless = [name for name, places in self._places.items() if not places and "expert" in name]
-        if homeless:
-            raise FormatError(f"{folder}: no place for the experts {listed(homeless)} in the model of its config")
+        check_whole(model, checkpoint, self._places, renamed)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | packed_names(checkpoint, self._places)
+        model._keys_to_ignore_on_load_unexpected = ignored | packed_names(checkpoint, self._places, renamed)
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Leave out the rules of experts' dense parameters, which are not there: what their module's rule says holds
@@ -182,6 +181,7 @@ class W4GemmQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
+        self._fill_fp8(model)
         for layer, w, bias in self._weights(model):
             if self.quantization_config.activations is not None:
                 w = w.repack(activations=self.quantization_config.activations)
@@ -194,6 +194,20 @@ class W4GemmQuantizer(HfQuantizer):
         decode_by_graph(model)
         return model
 
+    def _fill_fp8(self, model: PreTrainedModel) -> None:
+        """Give the dense weights that the folder has in fp8 their numbers: transformers loads them without scales."""
+        if not isinstance(self._checkpoint, QuantizedFolder) or not self._checkpoint.in_fp8:
+            return
+        if self._sharded:
+            raise NotImplementedError(
+                f"{self._checkpoint.path}: it has dense weights in fp8, which cannot be loaded in shards; "
+                "w4gemm convert writes the folder with them in 16 bits"
+            )
+        renamed, parameters = Renaming(model), dict(model.named_parameters())
+        for name in self._checkpoint.in_fp8:
+            if (parameter := parameters.get(renamed(name))) is not None:
+                parameter.data.copy_(self._checkpoint.dense(name, parameter.dtype))
+
     def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, QuantizedWeight, torch.Tensor | None]]:
         """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; and the
         bias of experts, which transformers does not load."""
@@ -204,12 +218,12 @@ class W4GemmQuantizer(HfQuantizer):
                 yield layer, layer.quantized, None
         for name, places in self._places.items():
             assert self._checkpoint is not None
-            w = self._checkpoint.weight(name) if places else None
+            w = None
             for place in places:
-                assert w is not None
                 layer = model.get_submodule(place.layer)
                 assert isinstance(layer, AwaitedLinear)
                 device, bias = layer.place.device, None
+                w = self._checkpoint.weight(name, device) if w is None else w
                 if not isinstance(layer, AwaitedGrouped):
                     yield layer, local_shard(model, place.layer, place.weight_of(w)).to(device), None
                     continue
@@ -268,7 +282,7 @@ def enable() -> None:
     own package, unasked. :func:`disable` undoes it."""
     for method in (_KEYS.get(method, method) for method in METHODS):
         _before.setdefault(method, AUTO_QUANTIZATION_CONFIG_MAPPING.get(method))
-        AUTO_QUANTIZATION_CONFIG_MAPPING[method] = W4GemmConfig
+        AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _FP8 if method == "fp8" else W4GemmConfig
 
 
 def disable() -> None:
@@ -281,7 +295,16 @@ def disable() -> None:
     _before.clear()
 
 
-_KEYS = {"bitsandbytes": "bitsandbytes_4bit"}
+class _FP8:
+    """The config of the method fp8: ours for folders with experts in 4 bits, else transformers' own."""
+
+    @staticmethod
+    def from_dict(config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        ours = config_dict.get("expert_dtype") == "fp4"
+        return (W4GemmConfig if ours else _before["fp8"]).from_dict(config_dict, **kwargs)
+
+
+_KEYS = {"bitsandbytes": "bitsandbytes_4bit", "deepseek-v4": "fp8"}
 """Keys of transformers' table of config classes that are not the method's name."""
 _before: dict[str, Any] = {}
 """The config classes that transformers had for the methods that were enabled."""

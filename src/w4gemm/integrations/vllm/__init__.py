@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from w4gemm.integrations.vllm.takeover import VLLM, enter_compile_key
 
-PARTS: tuple[str, ...] = ("dense", "experts")
+PARTS: tuple[str, ...] = ("dense", "floats", "experts")
 """Modules of this package, in the order in which they are installed."""
 
 _installed: list[str] = []

@@ -42,7 +42,7 @@ class Model(NamedTuple):
     layers: tuple[Module, ...]
     """Each shape and format once; with and without a bias if it has one, because one GPU adds it."""
     dtype: torch.dtype
-    """dtype of the activations, and of the scales."""
+    """dtype of the activations, and of scales that are not folded."""
     act_order: bool
     """True if columns may be in act-order."""
 
@@ -71,7 +71,9 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         length = module.format.group_length(module.k)
         if module.k % length:
             continue  # left to vLLM
-        format = replace(module.format, scale=_SCALES[model_dtype])
+        format = module.format
+        if format.element == "int4":
+            format = replace(format, scale="e4m3" if module.activations == "fp8" else _SCALES[model_dtype])
         each = replace(module, format=format, fused=())
         layers |= dict.fromkeys((replace(each, bias=False), each))
     return Model(tuple(layers), model_dtype, bool(config["quantization_config"].get("desc_act")))

@@ -47,6 +47,7 @@ from w4gemm.kernels.device.ptx import (
     to_float,
     warp_maximum,
 )
+from w4gemm.kernels.device.sums import cta_sum
 
 _MAGNITUDES = 0x7FFF7FFF
 
@@ -180,14 +181,7 @@ class Quantize:
         for words in y:
             for value in self.floats(words):
                 total = fma(value, value, total)
-        total = warp_sum(total)
-        if cutlass.const_expr(self.threads > 32):
-            lane = thread % 32
-            if lane == 0:
-                sums[thread // 32] = total
-            cute.arch.sync_threads()
-            total = warp_sum(sums[lane] if lane < self.threads // 32 else Float32(0.0))
-        return total
+        return cta_sum(total, sums, thread, self.threads)
 
     @cute.jit
     def top(self, y: list[list[Int32]], tops: cute.Tensor, thread: Int32) -> Float32:
@@ -204,10 +198,3 @@ class Quantize:
             cute.arch.sync_threads()
             bits = warp_maximum(tops[lane] if lane < self.threads // 32 else Int32(0))
         return to_float(self.kind, bits)
-
-
-def warp_sum(value: Float32) -> Float32:
-    """Add up over a warp; every lane gets the same bits, because addition commutes."""
-    for offset in (16, 8, 4, 2, 1):
-        value = value + cute.arch.shuffle_sync_bfly(value, offset)
-    return value

@@ -9,10 +9,9 @@ from typing import ClassVar
 import torch
 
 from w4gemm.core.problem import Device
-from w4gemm.jit import Program, Unit
+from w4gemm.jit import Program
 from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
-from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
-from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, Sm90Helper, half_dtype
 
 _BARRIER_BYTES = 64
 _LARGEST = (HOPPER_SHARED_MEMORY - _BARRIER_BYTES) // 2 // 8 * 8
@@ -24,7 +23,7 @@ _CTAS_PER_SM = 2
 
 
 @dataclass(frozen=True)
-class ColumnGather:
+class ColumnGather(Sm90Helper):
     """The columns of 16-bit x in the order of a perm, on SM90.
 
     Args:
@@ -39,7 +38,7 @@ class ColumnGather:
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype, k: int) -> ColumnGather | None:
         """Return the gather for rows of k elements; None where it does not run."""
-        if dtype not in HALF_KINDS or k % 8 or k > _LARGEST or not runs_on(Sm90MixedGemm(), device):
+        if dtype not in HALF_KINDS or k % 8 or k > _LARGEST or not cls.runs(device):
             return None
         return cls(dtype, min(max(_SMALLEST, 1 << (k - 1).bit_length()), _LARGEST))
 
@@ -60,10 +59,7 @@ class ColumnGather:
         """CTAs that share the columns of a row, because one CTA per row would not fill the GPU if m is small."""
         return max(1, min(-(-k // _COLUMNS_PER_PASS), sms * _CTAS_PER_SM // m))
 
-    def unit(self) -> Unit:
-        return Unit(self.name, (str(self.dtype), self.capacity), "sm_90a", self._program)
-
-    def _program(self) -> Program:
+    def program(self) -> Program:
         import cutlass
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor

@@ -64,7 +64,7 @@ class Decoder:
         bias = _BIAS[self.kind]
         return bias, bias / 16 if self.kind == "f16" else bias
 
-    def offsets(self, words: tuple[Int32, ...]) -> tuple[Int32, ...]:
+    def offsets(self, words: tuple[Int32, ...], _table: Int32) -> tuple[Int32, ...]:
         """For rows g and g + 8: what turns bias + u into the exact integer that the scale multiplies, u - 8 or u - z
         (or u itself with a float zero point). ``words`` is the scale word, and the zero word if there is one."""
         if self.zero == "int":
@@ -95,9 +95,9 @@ class Decoder:
             rows.append((half_to_float(self.scale_kind, words[0], high), zero))
         return tuple(rows)
 
-    def prepare(self, words: tuple[Int32, ...], _table: Int32, _field: int = 0) -> tuple[PreparedRow, ...]:
+    def prepare(self, words: tuple[Int32, ...], table: Int32, _field: int = 0) -> tuple[PreparedRow, ...]:
         """Once per group: what :meth:`decode` needs of rows g and g + 8."""
-        offsets = self.offsets(words)
+        offsets = self.offsets(words, table)
         if self.mixed:
             values = self.scales_and_zeros(words)
             return tuple(PreparedRow(offset, *value) for offset, value in zip(offsets, values, strict=True))

@@ -41,10 +41,8 @@ class CodebookDecoder(Decoder):
 
     values: tuple[float, ...] = ()
     """Number at each place."""
-    keep_constants: bool = True
-    """True if tables stay in registers, four or, of integers, two; else each is copied there when it is used."""
 
-    def offsets(self, words: tuple[Int32, ...]) -> tuple[None, None]:
+    def offsets(self, words: tuple[Int32, ...], _table: Int32) -> tuple[Any, ...]:
         """No offsets: what is found are the numbers themselves."""
         return None, None
 
@@ -64,10 +62,10 @@ class CodebookDecoder(Decoder):
         numbers = self.decode_exact(words[0], (None, None))
         return tuple(self._scaled(number, prepared[i % 2], None) for i, number in enumerate(numbers))
 
-    def decode_exact(self, word: Int32, offsets: tuple[None, ...]) -> tuple[Int32, ...]:
+    def decode_exact(self, word: Int32, offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of a code word, without their scales."""
         bits = bits_in(self.kind, self.values)
-        finder = _Finder([b.to_bytes(2, "little") for b in bits], self.keep_constants)
+        finder = _Finder([b.to_bytes(2, "little") for b in bits])
         text = ""
         for half in range(2):
             text += finder.find("l", 0, half) + finder.find("h", 1, half)
@@ -121,7 +119,7 @@ class IntegerDecoder(CodebookDecoder):
         weights = [fma(number, *prepared[i // 2 % 2]) for i, number in enumerate(singles)]
         return tuple(pack_half2("bf16", *weights[i : i + 2]) for i in range(0, 8, 2))
 
-    def decode_exact(self, word: Int32, offsets: tuple[None, ...]) -> tuple[Int32, ...]:
+    def decode_exact(self, word: Int32, offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of a code word, without their scales; in bf16 divided by 64."""
         if self.kind == "bf16":
             factor, addend = (pair(n, n) for n in (1 / _SMALLEST / _UNIT, -_BIAS / _UNIT))
@@ -145,7 +143,7 @@ class IntegerDecoder(CodebookDecoder):
 
     def _found(self, word: Int32, then: str, outputs: int) -> tuple[Int32, ...]:
         """Outputs of PTX that begins with the bytes of four numbers each in l0 and l1."""
-        finder = _Finder([bytes([int(value) + _BIAS]) for value in self.values], self.keep_constants)
+        finder = _Finder([bytes([int(value) + _BIAS]) for value in self.values])
         return finder.run(finder.find("l0", 0, 0) + finder.find("l1", 0, 1) + then, outputs, word)
 
 
@@ -154,11 +152,10 @@ class _Finder:
 
     Args:
         numbers: the bytes of the number at each place.
-        keep: True if constants stay in registers.
     """
 
-    def __init__(self, numbers: list[bytes], keep: bool) -> None:
-        self.by_sum, self.keep = found_by_sum(numbers), keep
+    def __init__(self, numbers: list[bytes]) -> None:
+        self.by_sum = found_by_sum(numbers)
         self.tables: list[tuple[list[int], list[int]]] = []
         """For each byte, what is looked up for places 0..7, and for 8..15, or for all if the sum is wanted."""
         for table in zip(*numbers, strict=True):
@@ -178,7 +175,7 @@ class _Finder:
     def run(self, text: str, outputs: int, word: Int32) -> tuple[Int32, ...]:
         """Run PTX behind the selectors: w0 and w1 places, m0 and m1 without their high bits, k0 and k1 bytes of ones
         where the high bit is set."""
-        held = [hidden_constant(words[0], self.keep) for tables in self.tables for words in tables]
+        held = [hidden_constant(words[0]) for tables in self.tables for words in tables]
         moved = "".join(f"mov.b32 t{i}, ${outputs + 1 + i}; " for i in range(len(held)))
         start = f"{moved}mov.b32 w0, ${outputs}; and.b32 m0, w0, 0x77777777; "
         if self.by_sum:  # dot products bring the upper half down: neither waits for prmt, as shifts do

@@ -9,6 +9,7 @@ from w4gemm.kernels.device.decode_codebook import CodebookDecoder, IntegerDecode
 from w4gemm.kernels.device.decode_e2m1 import E2m1Decoder
 from w4gemm.kernels.device.decode_e2m1_fp8 import E2m1Fp8Decoder
 from w4gemm.kernels.device.decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
+from w4gemm.kernels.device.decode_pairs import PairDecoder, TwoLevelPairDecoder, WidePairDecoder
 from w4gemm.kernels.device.decode_wide import TwoLevelDecoder, WideDecoder
 from w4gemm.packing.codecs import (
     E2M1_MMA8,
@@ -25,17 +26,24 @@ from w4gemm.packing.codecs import (
     WeightOperand,
 )
 from w4gemm.packing.codecs.codebook import are_bytes
+from w4gemm.packing.codecs.pairs import Pairs
 
 AnyDecoder = Decoder | Fp8Decoder | E2m1Fp8Decoder
 
 
 def decoder_of(
-    weight: WeightOperand, only_fma: bool = False, allow_sum_scale: bool = False, keep_constants: bool = True
+    weight: WeightOperand,
+    only_fma: bool = False,
+    allow_sum_scale: bool = False,
+    pairs: Pairs | None = None,
 ) -> AnyDecoder:
     """The decoder of a weight's codec. only_fma: see Decoder. allow_sum_scale: True if the kernel multiplies its sums
-    by the decoder's ``sum_scale``, which may then be other than 1. keep_constants: see CodebookDecoder."""
+    by the decoder's ``sum_scale``, which may then be other than 1. pairs: what the kernel's table in shared
+    memory holds, if it decodes by one."""
+    if pairs is not None:
+        return _by_pairs(weight, pairs)
     if isinstance(weight.codec, CodebookCodec):
-        return _codebook(weight, weight.codec.values, only_fma, allow_sum_scale, keep_constants)
+        return _codebook(weight, weight.codec.values, only_fma, allow_sum_scale)
     return _DECODERS[weight.codec](weight, only_fma, allow_sum_scale)
 
 
@@ -46,11 +54,16 @@ def _int4_mma16(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) ->
     return Decoder(*form, only_fma)
 
 
-def _codebook(
-    weight: WeightOperand, values: tuple[float, ...], only_fma: bool, allow_sum_scale: bool, keep_constants: bool
-) -> Decoder:
-    facts = weight.kind, weight.scale, weight.zero, only_fma, values, keep_constants
+def _codebook(weight: WeightOperand, values: tuple[float, ...], only_fma: bool, allow_sum_scale: bool) -> Decoder:
+    facts = weight.kind, weight.scale, weight.zero, only_fma, values
     return IntegerDecoder(*facts, allow_sum_scale) if are_bytes(values) else CodebookDecoder(*facts)
+
+
+def _by_pairs(weight: WeightOperand, pairs: Pairs) -> Decoder:
+    facts = weight.kind, weight.scale, weight.zero
+    if isinstance(weight.codec, CodebookCodec):
+        return PairDecoder(*facts, values=weight.codec.values, pairs=pairs)
+    return (TwoLevelPairDecoder if weight.codec is INT4_TWO_LEVELS_MMA16 else WidePairDecoder)(*facts)
 
 
 def _e2m1(weight: WeightOperand, only_fma: bool, allow_sum_scale: bool) -> Decoder:

@@ -45,12 +45,12 @@ def shared_address(pointer: Any) -> Int32:
     return Int32(pointer.toint())
 
 
-def load_shared(address: Int32, words: int) -> tuple[Int32, ...]:
-    """Load 1, 2 or 4 consecutive 32-bit words."""
+def load_shared(address: Int32, words: int, constant: bool = False) -> tuple[Int32, ...]:
+    """Load 1, 2 or 4 consecutive 32-bit words. constant: True if nothing writes there while the address is known."""
     if words == 1:
-        return asm("ld.shared.b32 $0, [$1];", [Int32], [address])
+        return asm("ld.shared.b32 $0, [$1];", [Int32], [address], pure=constant)
     registers = ", ".join(f"${i}" for i in range(words))
-    return asm(f"ld.shared.v{words}.b32 {{{registers}}}, [${words}];", [Int32] * words, [address])
+    return asm(f"ld.shared.v{words}.b32 {{{registers}}}, [${words}];", [Int32] * words, [address], pure=constant)
 
 
 def load_shared_cluster(address: Int32) -> tuple[Float32, ...]:
@@ -322,10 +322,10 @@ def repeat_half(word: Int32, high: bool) -> Int32:
     return asm(text, [Int32], [word], pure=True)[0]
 
 
-def hidden_constant(word: int, keep: bool = True) -> Int32:
+def hidden_constant(word: int) -> Int32:
     """A word. prmt takes one constant, and ptxas copies another one into a register for each prmt; unless the word is
     computed from what only the lane knows, here the one bit of its mask less that bit: 0."""
-    nothing = "mov.u32 m, %lanemask_eq; sub.u32 z, m, 1; and.b32 z, z, m; " if keep else "mov.b32 z, 0; "
+    nothing = "mov.u32 m, %lanemask_eq; sub.u32 z, m, 1; and.b32 z, z, m; "
     return asm(f"{{ .reg .b32 m, z; {nothing}or.b32 $0, z, {word:#x}; }}", [Int32], [], pure=True)[0]
 
 

@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 
 from w4gemm.core.problem import Device
-from w4gemm.jit import Program, Unit
-from w4gemm.kernels.helper import LayerFacts, runs_on
-from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+from w4gemm.jit import Program
+from w4gemm.kernels.helper import LayerFacts, Sm90Helper
 
 _MOST_EXPERTS = 1024
 """A thread for each."""
@@ -21,7 +20,7 @@ _IDS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class ExpertRoute:
+class ExpertRoute(Sm90Helper):
     """The order of tokens' choices by expert, on SM90.
 
     Args:
@@ -38,7 +37,7 @@ class ExpertRoute:
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype, experts: int, mapped: bool) -> ExpertRoute | None:
         """Return the kernel; None where it does not run."""
-        if dtype not in _IDS or not 0 < experts <= _MOST_EXPERTS or not runs_on(Sm90MixedGemm(), device):
+        if dtype not in _IDS or not 0 < experts <= _MOST_EXPERTS or not cls.runs(device):
             return None
         return cls(dtype, experts, mapped)
 
@@ -49,10 +48,7 @@ class ExpertRoute:
         every = (cls.of(device, dtype, layer.experts, mapped) for dtype in _IDS for mapped in (False, True))
         return tuple(found for found in every if found is not None)
 
-    def unit(self) -> Unit:
-        return Unit(self.name, (str(self.dtype), self.experts, self.mapped), "sm_90a", self._program)
-
-    def _program(self) -> Program:
+    def program(self) -> Program:
         import cutlass
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream

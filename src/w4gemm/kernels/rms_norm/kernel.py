@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from w4gemm.kernels.device.ptx import divide, fma, load_global, pack_half2, square_root, store_global, to_float
+from w4gemm.kernels.device.sums import cta_sum
 
 _VECTOR = 8
 
@@ -72,18 +73,4 @@ class RmsNorm:
         for chunk in values:
             for value in chunk:
                 total = fma(value, value, total)
-        total = over_warp(total)
-        if cutlass.const_expr(self.threads > 32):
-            lane = thread % 32
-            if lane == 0:
-                sums[thread // 32] = total
-            cute.arch.sync_threads()
-            total = over_warp(sums[lane] if lane < self.threads // 32 else Float32(0.0))
-        return total
-
-
-def over_warp(value: Float32) -> Float32:
-    """Add up over a warp; every lane gets the same bits, because addition commutes."""
-    for offset in (16, 8, 4, 2, 1):
-        value = value + cute.arch.shuffle_sync_bfly(value, offset)
-    return value
+        return cta_sum(total, sums, thread, self.threads)

@@ -9,16 +9,15 @@ from typing import ClassVar
 import torch
 
 from w4gemm.core.problem import Device
-from w4gemm.jit import Program, Unit
-from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
-from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+from w4gemm.jit import Program
+from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, Sm90Helper, half_rows
 
 _MOST_TERMS = 16
 """Terms whose rows fit the registers of a thread."""
 
 
 @dataclass(frozen=True)
-class RowCombine:
+class RowCombine(Sm90Helper):
     """Weighted sums of ``terms`` 16-bit rows for each token, on SM90."""
 
     dtype: torch.dtype
@@ -29,7 +28,7 @@ class RowCombine:
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype, terms: int) -> RowCombine | None:
         """Return the kernel for ``terms`` rows per token; None where it does not run."""
-        if dtype not in HALF_KINDS or not 0 < terms <= _MOST_TERMS or not runs_on(Sm90MixedGemm(), device):
+        if dtype not in HALF_KINDS or not 0 < terms <= _MOST_TERMS or not cls.runs(device):
             return None
         return cls(dtype, terms)
 
@@ -43,10 +42,7 @@ class RowCombine:
         """True if eight columns of d can be loaded at a time."""
         return d.shape[1] % 8 == 0 and d.data_ptr() % 16 == 0 and d.is_contiguous()
 
-    def unit(self) -> Unit:
-        return Unit(self.name, (str(self.dtype), self.terms), "sm_90a", self._program)
-
-    def _program(self) -> Program:
+    def program(self) -> Program:
         import cutlass
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -56,10 +52,10 @@ class RowCombine:
         kind = HALF_KINDS[self.dtype]
         n, tokens = cute.sym_int(divisibility=8), cute.sym_int()
 
-        def matrix(dtype: type, rows: int, columns: int, align: int) -> cute.Tensor:
-            return make_fake_compact_tensor(dtype, (rows, columns), stride_order=(1, 0), assumed_align=align)
-
-        d, out = matrix(half_dtype(kind), cute.sym_int(), n, 16), matrix(half_dtype(kind), tokens, n, 16)
-        rows, weights = matrix(cutlass.Int32, tokens, self.terms, 4), matrix(cutlass.Float32, tokens, self.terms, 4)
+        d, out = half_rows(kind, cute.sym_int(), n), half_rows(kind, tokens, n)
+        rows, weights = (
+            make_fake_compact_tensor(dtype, (tokens, self.terms), stride_order=(1, 0), assumed_align=4)
+            for dtype in (cutlass.Int32, cutlass.Float32)
+        )
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         return Program(Combine(kind, self.terms), (d, rows, weights, out, 1, stream))

@@ -12,7 +12,7 @@ from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Unit
 from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.kernels.space import Rule, Space, listed
+from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 _log = logging.getLogger("w4gemm")
 
@@ -58,10 +58,10 @@ def space_of(tiles: Tiles, *slow: Rule) -> Space:
     """Configs with these tiles, whose accumulators fit the registers, and whose pipeline, at least two stages, and
     epilogue fit shared memory."""
 
-    def candidates() -> Iterator[GemmConfig]:
+    def candidates() -> Iterator[Sizes]:
         for schedule, sizes in tiles.items():
             for size in sizes:
-                yield GemmConfig(*size, schedule=schedule)
+                yield Sizes(*size, schedule=schedule)
 
     return Space(
         candidates,

@@ -46,6 +46,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.block import BlockReader
+from w4gemm.kernels.device.decode_pairs import own_pairs
 from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.expert_tiles import (
@@ -147,7 +148,7 @@ class Decode:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = decoder_of(variant.weight, allow_sum_scale=True, keep_constants=variant.keeps_constants)
+        self.decoder = decoder_of(variant.weight, allow_sum_scale=True, pairs=variant.pairs)
         self.reader = BlockReader(variant.stage_block)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
@@ -198,6 +199,9 @@ class Decode:
         weight_bytes = variant.stages * variant.weight_bytes  # per warp
         s_weight = smem.allocate_array(Int32, variant.warps * weight_bytes // 4, byte_alignment=128)
         s_sums = smem.allocate_array(Float32, variant.reduction_bytes // 4, byte_alignment=16)
+        table = Int32(0)
+        if const_expr(variant.pairs is not None):
+            table = shared_address(smem.allocate_array(Int32, variant.decode_table_bytes // 4, byte_alignment=128))
         full = smem.allocate_array(Int64, variant.warps * variant.stages, byte_alignment=8) + warp * variant.stages
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(variant.stages):
@@ -242,6 +246,10 @@ class Decode:
         for i in cutlass.range(cutlass.min(early, variant.early_stages), unroll=1):
             self.load_weight(weight, blocks_n, pipeline, cursor, i)
             cursor = self.step(cursor, params, early=True)
+        if const_expr(variant.pairs is not None):  # while the first weights are on their way
+            self.decoder.fill_table(table, thread, variant.threads)
+            cute.arch.sync_threads()
+            table = own_pairs(table, thread, variant.pairs)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         x_source = XSource(tma, tma_x, s_x)
@@ -265,7 +273,7 @@ class Decode:
                     words, scales = self.read_weight(pipeline, state.stage, block, thread % 32)
                     if const_expr(variant.scales_in_registers and block == variant.blocks_n - 1):
                         cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
-                    self.multiply(acc, block, words, scales, x_fragments)
+                    self.multiply(acc, block, words, scales, x_fragments, table)
                 if const_expr(not variant.scales_in_registers):
                     cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
                 state = state.after(variant.stages)
@@ -438,8 +446,9 @@ class Decode:
         words: list[list[Int32]],
         scales: Callable[[int, int], tuple[Int32, ...]],
         x_fragments: list[list[tuple[Int32, Int32]]],
+        table: Int32,
     ) -> None:
-        """acc += the weights of the tile's ``block``-th 64 rows @ x.T, group by group."""
+        """acc += the weights of the tile's ``block``-th 64 rows @ x.T, group by group. table: see own_pairs."""
         if not self.decoder.separate_scales:
             self.multiply_scaled(acc, block, words, scales, x_fragments)
             return
@@ -449,7 +458,7 @@ class Decode:
             x_sums = [self.sum_x(x_fragments[tb], g * steps, steps) for tb in range(variant.token_blocks)]
             for atom in range(len(words)):
                 scale_words = scales(atom, g)
-                offsets = self.decoder.offsets(scale_words)
+                offsets = self.decoder.offsets(scale_words, table)
                 sums = [[Float32(0.0)] * 4 for _ in range(variant.token_blocks)]
                 for step in range(g * steps, (g + 1) * steps):
                     a = self.decoder.decode_exact(words[atom][step], offsets)

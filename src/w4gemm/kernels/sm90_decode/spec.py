@@ -11,16 +11,16 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Variant
-from w4gemm.kernels.space import Rule, Space, listed
+from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 _TILE_M = (8, 16)
 _TILE_N = (16, 32, 64, 128)
 _SPLIT_K = (1, 2)
 
 
-def _candidates() -> Iterator[GemmConfig]:
+def _candidates() -> Iterator[Sizes]:
     for schedule, tile_m, tile_n, split_k in itertools.product(("coop", "pingpong"), _TILE_M, _TILE_N, _SPLIT_K):
-        yield GemmConfig(tile_m, tile_n, 128, schedule=schedule, split_k=split_k)
+        yield Sizes(tile_m, tile_n, 128, schedule=schedule, split_k=split_k)
 
 
 SPACE = Space(

@@ -10,6 +10,8 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
 from w4gemm.packing.block import BLOCK_N, Block
+from w4gemm.packing.codecs import CodebookCodec
+from w4gemm.packing.codecs.pairs import Pairs
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _RESERVED = 1024  # bytes of shared memory that the system takes per CTA
@@ -97,9 +99,9 @@ class Variant(gpu.Variant):
         return _STAGES
 
     @property
-    def keeps_constants(self) -> bool:
-        """True if there are registers for a codebook's tables: sixteen warps of 64 rows would spill."""
-        return self.occupancy == 1 or self.warps < 8 or self.config.tile_n < 64
+    def pairs(self) -> Pairs | None:
+        """Numbers of codebooks come from a table; scales multiply sums."""
+        return Pairs.HALVES if isinstance(self.weight.codec, CodebookCodec) else None
 
     @property
     def early_stages(self) -> int:
@@ -121,7 +123,7 @@ class Variant(gpu.Variant):
     def _warps(self) -> Warps:
         """The largest number of warps whose pipelines fit shared memory; none if fewer than four fit."""
         room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
-        room -= self.expert_map_bytes
+        room -= self.expert_map_bytes + self.decode_table_bytes
         pipeline = self.stages * (self.weight_bytes + self.x_bytes)
         # two CTAs of eight warps leave 128 registers per thread, too few for the x fragments of 16 tokens
         for count in (4,) if self.occupancy == 2 and self.config.tile_m > 8 else (8, 4):
@@ -168,4 +170,5 @@ class Variant(gpu.Variant):
     def shared_bytes(self) -> int:
         """Bytes of shared memory per CTA, alignment included."""
         pipelines = self.warps * self.stages * (self.weight_bytes + self.x_bytes)
-        return pipelines + self.reduction_bytes + self.expert_map_bytes + _BARRIERS_AND_ALIGNMENT
+        tables = self.expert_map_bytes + self.decode_table_bytes
+        return pipelines + self.reduction_bytes + tables + _BARRIERS_AND_ALIGNMENT

@@ -9,7 +9,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.sm90_mixed_gemm import space as mixed
 from w4gemm.kernels.sm90_mixed_gemm.space import TILE_M, TILE_N
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
-from w4gemm.kernels.space import Rule, Space, listed
+from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 _BETWEEN = (96, 112)
 """tile_m for about as many tokens, with 256 features."""
@@ -24,10 +24,10 @@ _MAX_TILE_M = {
 tile_n, which fix the number of threads: what the registers have room for."""
 
 
-def _candidates() -> Iterator[GemmConfig]:
+def _candidates() -> Iterator[Sizes]:
     sizes = itertools.product(("coop", "pingpong"), TILE_N, (*TILE_M, *_BETWEEN), _TILE_K, _CLUSTER_SPLIT_K)
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
-        yield GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
+        yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
 
 
 def _spills_with_groups(v: Variant) -> bool:
@@ -83,7 +83,8 @@ SPACE = Space(
         Rule(
             "long slices of two row blocks",
             "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 128",
-            lambda v: v.m64_atoms > 1 and v.config.tile_k > 128,
+            lambda c: Variant.m64_atoms_of(c) > 1 and c.tile_k > 128,
+            of="sizes",
         ),
         Rule(
             "several groups",
@@ -120,7 +121,7 @@ SPACE = Space(
             "experts, pingpong and an activation",
             "looking for an expert's rows takes registers: with 256 tokens an activation of each feature would spill",
             _spills_with_activation,
-            of_epilogue=True,
+            of="epilogue",
         ),
     ),
     pruned=(
@@ -132,24 +133,28 @@ SPACE = Space(
         Rule(
             "between",
             "tile_m 96 and 112 are kept with tile_n 256, without a cluster along n",
-            lambda v: v.config.tile_m in _BETWEEN and (v.config.tile_n != 256 or v.config.cluster_n > 1),
+            lambda c: c.tile_m in _BETWEEN and (c.tile_n != 256 or c.cluster_n > 1),
+            of="sizes",
         ),
         mixed.PINGPONG_CLUSTER,
         mixed.MULTICAST_TOKENS,
         Rule(
             "shared weights of long slices",
             "weights are worth sharing with tile_m * tile_k up to 32768",
-            lambda v: v.config.cluster_m > 1 and v.config.tile_k * v.config.tile_m > 2**15,
+            lambda c: c.cluster_m > 1 and c.tile_k * c.tile_m > 2**15,
+            of="sizes",
         ),
         Rule(
             "long slices of many tokens",
             "tile_k over 128 is not looked at with tile_m over 128",
-            lambda v: v.config.tile_m > 128 and v.config.tile_k > 128,
+            lambda c: c.tile_m > 128 and c.tile_k > 128,
+            of="sizes",
         ),
         Rule(
             "short slices of few tokens",
             "tile_k 128 was never the fastest with tile_m under 128",
-            lambda v: v.config.tile_k == 128 and v.config.tile_m < 128 and v.m64_atoms == 1,
+            lambda c: c.tile_k == 128 and c.tile_m < 128 and Variant.m64_atoms_of(c) == 1,
+            of="sizes",
         ),
         mixed.WIDE_FEW,
     ),

@@ -117,7 +117,7 @@ class Sm90Kernel:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
-        decoder = decoder_of(variant.weight, allow_sum_scale=True)
+        decoder = decoder_of(variant.weight, allow_sum_scale=True, pairs=variant.pairs)
         kinds = variant.bias_kind, variant.out_kind
         math = EpilogueMath(variant.epilogue, *kinds, variant.vector, variant.channel_scales, decoder.sum_scale)
         epilogue = EpilogueStore(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
-from w4gemm.kernels.space import Rule, Space, listed
+from w4gemm.kernels.space import Rule, Sizes, Space, listed
 from w4gemm.packing.codecs import CodebookCodec
 
 TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -30,10 +29,10 @@ _MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64:
 """Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
 
 
-def _candidates() -> Iterator[GemmConfig]:
+def _candidates() -> Iterator[Sizes]:
     sizes = itertools.product(("coop", "pingpong", "stream"), TILE_N, (*TILE_M, *_BETWEEN), _TILE_K, _CLUSTER_SPLIT_K)
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
-        yield GemmConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
+        yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
 
 
 def fits(v: Variant) -> bool:
@@ -41,12 +40,11 @@ def fits(v: Variant) -> bool:
     return v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes
 
 
-def is_between(v: Variant, chosen: dict[int, set[tuple[str, int, int, int]]]) -> bool:
-    """True if tile_m is one of ``chosen`` and the other sizes are not among those that it was chosen with."""
-    c = v.config
-    if c.tile_m not in chosen:
+def _is_between(c: Sizes) -> bool:
+    """True if tile_m is one of ``_BETWEEN`` and the other sizes are not among those that it was chosen with."""
+    if c.tile_m not in _BETWEEN:
         return False
-    return c.cluster_m * c.cluster_n > 1 or (c.schedule, c.tile_n, c.tile_k, c.split_k) not in chosen[c.tile_m]
+    return c.cluster_m * c.cluster_n > 1 or (c.schedule, c.tile_n, c.tile_k, c.split_k) not in _BETWEEN[c.tile_m]
 
 
 GROUPED_CLUSTER = Rule(
@@ -62,17 +60,20 @@ GATHERED_CLUSTER = Rule(
 MULTICAST_BLOCKS = Rule(
     "shared weights",
     "with cluster_m 2 each of two CTAs fetches one of two row blocks, so tile_n must be 128",
-    lambda v: v.config.cluster_m > 1 and v.config.tile_n != 128,
+    lambda c: c.cluster_m > 1 and c.tile_n != 128,
+    of="sizes",
 )
 SPLIT_ROW_BLOCKS = Rule(
     "split_k of two row blocks",
     "the CTAs of a split hand over shares of one row block per warpgroup, here each has two",
-    lambda v: v.m64_atoms > 1 and v.config.split_k > 1,
+    lambda c: Variant.m64_atoms_of(c) > 1 and c.split_k > 1,
+    of="sizes",
 )
 SPLIT_PINGPONG = Rule(
     "split_k of pingpong",
     "two warpgroups in turn walk over output tiles, split_k gives a CTA one tile",
-    lambda v: v.config.tile_m > 128 and v.config.schedule == "pingpong" and v.config.split_k > 1,
+    lambda c: c.tile_m > 128 and c.schedule == "pingpong" and c.split_k > 1,
+    of="sizes",
 )
 SHARED_MEMORY = Rule(
     "shared memory",
@@ -89,22 +90,25 @@ GROUPED_RESIDUAL = Rule(
         and v.epilogue.residual
         and (not v.vector or (v.out_kind == "f32" and v.config.cluster_n > 1))
     ),
-    of_epilogue=True,
+    of="epilogue",
 )
 PINGPONG_CLUSTER = Rule(
     "pingpong and clusters",
     "with two CTAs on a multiprocessor a cluster of two along n is not looked at",
-    lambda v: v.config.schedule == "pingpong" and v.config.tile_m <= 128 and v.config.cluster_n > 1,
+    lambda c: c.schedule == "pingpong" and c.tile_m <= 128 and c.cluster_n > 1,
+    of="sizes",
 )
 MULTICAST_TOKENS = Rule(
     "shared weights of few tokens",
     "weights are worth sharing where many tokens meet them: tile_m 128 and more, coop",
-    lambda v: v.config.cluster_m > 1 and (v.config.tile_m < 128 or v.config.schedule != "coop"),
+    lambda c: c.cluster_m > 1 and (c.tile_m < 128 or c.schedule != "coop"),
+    of="sizes",
 )
 WIDE_FEW = Rule(
     "192 features of few tokens",
     "tile_n 192 was never the fastest with tile_m under 64",
-    lambda v: v.config.tile_n == 192 and v.config.tile_m < 64,
+    lambda c: c.tile_n == 192 and c.tile_m < 64,
+    of="sizes",
 )
 
 
@@ -148,7 +152,8 @@ SPACE = Space(
             "stream-k and other sums",
             "a CTA of stream-k walks over parts of tiles, which other sums through the drained stages do not allow: "
             "tile_k 128 at most, no split_k, no cluster along n",
-            lambda v: v.stream_k and (v.config.tile_k > 128 or v.config.cluster_n * v.config.split_k > 1),
+            lambda c: c.schedule == "stream" and (c.tile_k > 128 or c.cluster_n * c.split_k > 1),
+            of="sizes",
         ),
         SHARED_MEMORY,
     ),
@@ -156,17 +161,20 @@ SPACE = Space(
         Rule(
             "registers",
             "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
-            lambda v: v.config.tile_m > _MAX_TILE_M[v.config.schedule].get(v.config.tile_n, 0),
+            lambda c: c.tile_m > _MAX_TILE_M[c.schedule].get(c.tile_n, 0),
+            of="sizes",
         ),
         Rule(
             "long slices of many tokens",
             "ptxas serializes some configs with tile_k and tile_m over 128, and none was ever the fastest",
-            lambda v: v.config.tile_k > 128 and v.config.tile_m > 128,
+            lambda c: c.tile_k > 128 and c.tile_m > 128,
+            of="sizes",
         ),
         Rule(
             "long slices of two row blocks",
             "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 64",
-            lambda v: v.m64_atoms > 1 and v.config.tile_k > 64,
+            lambda c: Variant.m64_atoms_of(c) > 1 and c.tile_k > 64,
+            of="sizes",
         ),
         Rule(
             "several blocks for a k set",
@@ -192,7 +200,7 @@ SPACE = Space(
                     or (v.grouped and (v.config.tile_m, v.config.schedule) == (256, "pingpong"))
                 )
             ),
-            of_epilogue=True,
+            of="epilogue",
         ),
         Rule(
             "codebooks of experts",
@@ -212,12 +220,18 @@ SPACE = Space(
         ),
         Rule(
             "wide scales",
-            "weights that are formed in float32 take registers: two CTAs of 128 tokens would spill; beside float32 "
-            "scales and zero points for each 32 columns 192 tokens, and long slices of gathered rows",
+            "weights that are formed in float32 take registers: two CTAs of 128 tokens would spill, and of two levels "
+            "64 tokens of four warpgroups with split_k; beside float32 scales and zero points for each 32 columns 192 "
+            "tokens, and long slices of gathered rows",
             lambda v: (
                 _decodes_by_floats(v)
                 and (
                     (v.config.tile_m, v.config.schedule) == (128, "pingpong")
+                    or (
+                        v.block.factors
+                        and (v.config.tile_m, v.config.split_k) == (64, 2)
+                        and v.warpgroups * v.occupancy == 4
+                    )
                     or (
                         v.block.scale_bytes > 1024
                         and (v.config.tile_m >= 192 or (v.gathered and v.config.tile_k == 512))
@@ -241,31 +255,31 @@ SPACE = Space(
         Rule(
             "between",
             "a tile_m between the powers of two is kept with the sizes that were the fastest somewhere",
-            lambda v: is_between(v, _BETWEEN),
+            _is_between,
+            of="sizes",
         ),
         PINGPONG_CLUSTER,
         Rule(
             "short slices",
             "tile_k 64 gains where x fills the stages: tile_m 192 and more, or two row blocks, and not in pingpong",
-            lambda v: (
-                v.config.tile_k == 64
-                and ((v.config.tile_m < 192 and v.m64_atoms == 1) or v.config.schedule == "pingpong")
+            lambda c: (
+                c.tile_k == 64 and ((c.tile_m < 192 and Variant.m64_atoms_of(c) == 1) or c.schedule == "pingpong")
             ),
+            of="sizes",
         ),
         WIDE_FEW,
         MULTICAST_TOKENS,
         Rule(
             "tile_m of stream-k",
             "stream-k with 8, 16 or 192 tokens was never the fastest",
-            lambda v: v.stream_k and v.config.tile_m in (8, 16, 192),
+            lambda c: c.schedule == "stream" and c.tile_m in (8, 16, 192),
+            of="sizes",
         ),
         Rule(
             "longest slices",
             "only four k sets gain by tile_k 512: tile_n 64, tile_m up to 32, not in pingpong",
-            lambda v: (
-                v.config.tile_k == 512
-                and (v.config.tile_n > 64 or v.config.tile_m > 32 or v.config.schedule == "pingpong")
-            ),
+            lambda c: c.tile_k == 512 and (c.tile_n > 64 or c.tile_m > 32 or c.schedule == "pingpong"),
+            of="sizes",
         ),
     ),
 )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.kernels import gpu
 from w4gemm.kernels.device.staging import FLOAT32_BYTES, TOKEN_BYTES
+from w4gemm.kernels.space import Sizes
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
+from w4gemm.packing.codecs import INT4_TWO_LEVELS_MMA16, INT4_WIDE_MMA16, CodebookCodec
+from w4gemm.packing.codecs.pairs import Pairs
 
 ONE_GROUP = Block().bytes
 """Bytes of a block with a single group of scales and no zero points."""
@@ -17,6 +21,8 @@ _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
 """Registers besides the accumulators: fragments, packed words, addresses."""
 _RESERVED = 1024  # shared memory that the system takes for each CTA
+_FEW_TOKENS = 64
+"""The largest tile_m of which decoding decides the time."""
 
 
 class Prefetches(NamedTuple):
@@ -35,11 +41,16 @@ class Variant(gpu.Variant):
     def ctas_per_sm(config: GemmConfig) -> int:
         return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
 
-    @property
-    def m64_atoms(self) -> int:
+    @staticmethod
+    def m64_atoms_of(config: GemmConfig | Sizes) -> int:
         """Number of 64-row blocks of the weight that one warpgroup owns: two if four warpgroups would have too few
         registers each."""
-        return 2 if self.config.tile_n == 256 and self.config.tile_m > 64 else 1
+        return 2 if config.tile_n == 256 and config.tile_m > 64 else 1
+
+    @property
+    def m64_atoms(self) -> int:
+        """:meth:`m64_atoms_of` this one's config."""
+        return self.m64_atoms_of(self.config)
 
     @property
     def blocks_n(self) -> int:
@@ -186,7 +197,7 @@ class Variant(gpu.Variant):
         128."""
         return -(-self.scale_tokens * self.blocks_k * 4 // 128) * 128 if self.block_scales else 0
 
-    @property
+    @functools.cached_property
     def stage_bytes(self) -> int:
         """Bytes per stage."""
         return self.weight_bytes + self.x_bytes + self.block_scale_bytes
@@ -207,6 +218,18 @@ class Variant(gpu.Variant):
     def boxes(self) -> int:
         """Number of TMA boxes along the tokens of a tile."""
         return self.config.tile_m // self.box_tokens
+
+    @property
+    def pairs(self) -> Pairs | None:
+        """Codebooks and what is formed in float32 have a table where decoding decides the time: with more tokens the
+        tensor cores do, and a table would take the memory of a stage."""
+        codec = self.weight.codec
+        if self.config.tile_m > _FEW_TOKENS:
+            return None
+        if isinstance(codec, CodebookCodec) and self.weight.scale == self.kind:
+            return Pairs.HALVES
+        wide = isinstance(codec, CodebookCodec) or codec in (INT4_WIDE_MMA16, INT4_TWO_LEVELS_MMA16)
+        return Pairs.FLOATS if wide else None
 
     # --- epilogue
 
@@ -233,7 +256,7 @@ class Variant(gpu.Variant):
         which can reach past the tile."""
         return -(-self.config.tile_m // (8 * self.config.split_k)) * 8
 
-    @property
+    @functools.cached_property
     def staging_tokens(self) -> int:
         """Tokens that the staging buffer holds, 16 to 128: as many as do not cost a stage.
 
@@ -303,16 +326,20 @@ class Variant(gpu.Variant):
             return 0
         return (self.k_sets - 1 + (self.config.split_k > 1)) * self.accumulator_bytes
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         """Number of stages: as many as there is room for, at most eight."""
         return self._stages_beside(self.staging_tokens)
 
     def _stages_beside(self, staging_tokens: int) -> int:
-        room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
-        room -= self.staging_buffers * self._staging_bytes(staging_tokens) + self.k_set_bytes + self.expert_map_bytes
-        room -= self.decode_table_bytes
+        room = self._room - self.staging_buffers * self._staging_bytes(staging_tokens)
         return min(8, room // self.stage_bytes)
+
+    @functools.cached_property
+    def _room(self) -> int:
+        """Bytes for stages and staging buffers."""
+        room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
+        return room - self.k_set_bytes - self.expert_map_bytes - self.decode_table_bytes
 
     @property
     def shared_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 The new token's key is rotated too, and it and its value are written to the cache at ``slot``, which all sequences
 share. Sequence b sees slots first[b] .. slot, at most ``window`` of them. Keys and values are (batch, kv heads, length,
-dim) in 16 bits, and ``group`` heads of q share those of one kv head.
+dim) in 16 bits, and ``group`` heads of q share those of one kv head. With ``sinks`` the softmax of a head of q has one
+more score, its sink, whose share no value gets.
 
 A cluster of ``splits`` CTAs has one sequence and kv head; each takes an equal run of slots. The CTA whose run has the
 newest slot writes the new token's key and value, and reads them back behind a barrier. ``lanes`` neighbouring lanes
@@ -17,6 +18,7 @@ all of the cluster after the CTA's sums are stored, and before a CTA ends whose 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,8 +44,56 @@ from w4gemm.kernels.device.ptx import (
 WARPS = 8
 _THREADS = 32 * WARPS
 _UNROLL = 2
+_LOG2_E = math.log2(math.e)
 _NOTHING = -1.0e30
 """A maximum over no keys: finite, so that differences are numbers."""
+
+
+class Step(NamedTuple):
+    """The tensors of a step; see the module's docstring."""
+
+    q: cute.Tensor
+    """(batch, heads, dim), as ``out``."""
+    k: cute.Tensor
+    """(batch, kv heads, dim), as ``v``."""
+    v: cute.Tensor
+    cos: cute.Tensor
+    """(batch, dim), as ``sin``."""
+    sin: cute.Tensor
+    keys: cute.Tensor
+    values: cute.Tensor
+    slot: cute.Tensor
+    """int64 (1,)."""
+    first: cute.Tensor
+    """int32 (batch,)."""
+    sinks: cute.Tensor | None
+    """(heads,)."""
+    out: cute.Tensor
+
+
+class Head(NamedTuple):
+    """A kv head of a sequence."""
+
+    batch: Int32
+    number: Int32
+
+
+class Slots(NamedTuple):
+    """The slots start .. end - 1 of a kv head, whose first is row ``row`` of the cache."""
+
+    row: Int64
+    start: Int32
+    end: Int32
+
+
+class WarpSums(NamedTuple):
+    """Sums of each warp of a CTA, in shared memory, by warp and head of the group."""
+
+    values: cute.Tensor
+    """Weighted sums of values, dim for each head."""
+    tops: cute.Tensor
+    totals: cute.Tensor
+    """Sums of shares."""
 
 
 class Running(NamedTuple):
@@ -61,12 +111,14 @@ class StepAttention:
     Args:
         group: heads of q of one kv head.
         splits: CTAs of a kv head, one cluster.
+        sinks: True if there are sinks.
     """
 
     kind: str
     dim: int
     group: int
     splits: int
+    sinks: bool
 
     @property
     def elements(self) -> int:
@@ -89,14 +141,14 @@ class StepAttention:
         values: cute.Tensor,
         slot: cute.Tensor,
         first: cute.Tensor,
+        sinks: cute.Tensor | None,
         out: cute.Tensor,
         scale: Float32,
         window: Int32,
         stream: Any,
     ) -> None:
-        """q, out (batch, heads, dim), k and v (batch, kv heads, dim), cos and sin (batch, dim); slot int64 (1,), first
-        int32 (batch,). scale: with the factor log2(e) of the exponential."""
-        self.kernel(q, k, v, cos, sin, keys, values, slot, first, out, scale, window).launch(
+        """Launch; tensors as in :class:`Step`. scale: with the factor log2(e) of the exponential."""
+        self.kernel(Step(q, k, v, cos, sin, keys, values, slot, first, sinks, out), scale, window).launch(
             grid=[k.shape[0] * k.shape[1] * self.splits, 1, 1],
             block=[_THREADS, 1, 1],
             cluster=[self.splits, 1, 1],
@@ -105,89 +157,62 @@ class StepAttention:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        cos: cute.Tensor,
-        sin: cute.Tensor,
-        keys: cute.Tensor,
-        values: cute.Tensor,
-        slot: cute.Tensor,
-        first: cute.Tensor,
-        out: cute.Tensor,
-        scale: Float32,
-        window: Int32,
-    ) -> None:
+    def kernel(self, step: Step, scale: Float32, window: Int32) -> None:
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         rank, unit = cta % self.splits, cta // self.splits
-        kv_heads = k.shape[1]
-        batch, head = unit // kv_heads, unit % kv_heads
+        kv_heads = step.k.shape[1]
+        head = Head(unit // kv_heads, unit % kv_heads)
         heads = self.group * self.dim
         smem = cutlass.memory.SmemAllocator()
         s_q = smem.allocate_tensor(Float32, cute.make_layout(heads), 16)
-        s_values = smem.allocate_tensor(Float32, cute.make_layout(WARPS * heads), 16)
-        s_tops = smem.allocate_tensor(Float32, cute.make_layout(WARPS * self.group), 16)
-        s_sums = smem.allocate_tensor(Float32, cute.make_layout(WARPS * self.group), 16)
+        each = (cute.make_layout(WARPS * size) for size in (heads, self.group, self.group))
+        warps = WarpSums(*(smem.allocate_tensor(Float32, layout, 16) for layout in each))
         s_mine = smem.allocate_tensor(Float32, cute.make_layout(heads + 2 * self.group), 16)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        newest = Int32(slot[0])
-        oldest = cutlass.max(first[batch], newest + 1 - window)
+        newest = Int32(step.slot[0])
+        oldest = cutlass.max(step.first[head.batch], newest + 1 - window)
         run = cute.ceil_div(newest + 1 - oldest, self.splits)
         start = oldest + rank * run
         end = cutlass.min(start + run, newest + 1)
-        row = (Int64(batch) * kv_heads + head) * keys.shape[2]
+        slots = Slots((Int64(head.batch) * kv_heads + head.number) * step.keys.shape[2], start, end)
         for i in cutlass.range_constexpr(-(-heads // _THREADS)):
             at = i * _THREADS + thread
             if at < heads:
-                s_q[at] = self.rotated(q, cos, sin, batch, head * self.group + at // self.dim, at % self.dim) * scale
+                s_q[at] = (
+                    self.rotated(step, step.q, head.batch, head.number * self.group + at // self.dim, at % self.dim)
+                    * scale
+                )
         if start <= newest and newest < end and thread < self.dim:
-            offset = ((row + newest) * self.dim + thread) * 2
-            turned = self.rotated(k, cos, sin, batch, head, thread)
-            store_global_half(keys.iterator.toint() + offset, pack_half2(self.kind, turned, turned), Boolean(True))
-            given = v[batch, head, thread].to(Float32)
-            store_global_half(values.iterator.toint() + offset, pack_half2(self.kind, given, given), Boolean(True))
+            offset = ((slots.row + newest) * self.dim + thread) * 2
+            turned = self.rotated(step, step.k, head.batch, head.number, thread)
+            store_global_half(step.keys.iterator.toint() + offset, pack_half2(self.kind, turned, turned), Boolean(True))
+            given = step.v[head.batch, head.number, thread].to(Float32)
+            store_global_half(step.values.iterator.toint() + offset, pack_half2(self.kind, given, given), Boolean(True))
         cute.arch.sync_threads()
-        self.attend(
-            s_q, keys.iterator.toint(), values.iterator.toint(), row, start, end, thread, s_values, s_tops, s_sums
-        )
+        self.attend(s_q, step, slots, thread, warps)
         cute.arch.sync_threads()
-        self.add_warps(s_values, s_tops, s_sums, s_mine, out, batch, head, thread)
+        self.add_warps(warps, s_mine, step, head, thread)
         if cutlass.const_expr(self.splits > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-            self.add_ranks(shared_address(s_mine.iterator), out, batch, head, rank, thread)
+            self.add_ranks(shared_address(s_mine.iterator), step, head, rank, thread)
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def rotated(
-        self, x: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, batch: Int32, head: Int32, i: Int32
-    ) -> Float32:
-        """Element i of a head of x, turned by its angle with the element half a head away."""
+    def rotated(self, step: Step, x: cute.Tensor, batch: Int32, head: Int32, i: Int32) -> Float32:
+        """Element i of a head of x, q or k, turned by its angle with the element half a head away."""
         half = self.dim // 2
         low = i < half
         other = Int32(cutlass.select_(low, i + half, i - half))
         sign = Float32(cutlass.select_(low, Float32(-1.0), Float32(1.0)))
         here, there = x[batch, head, i].to(Float32), x[batch, head, other].to(Float32)
-        return here * cos[batch, i].to(Float32) + sign * there * sin[batch, i].to(Float32)
+        return here * step.cos[batch, i].to(Float32) + sign * there * step.sin[batch, i].to(Float32)
 
     @cute.jit
-    def attend(
-        self,
-        s_q: cute.Tensor,
-        keys: Int64,
-        values: Int64,
-        row: Int64,
-        start: Int32,
-        end: Int32,
-        thread: Int32,
-        s_values: cute.Tensor,
-        s_tops: cute.Tensor,
-        s_sums: cute.Tensor,
-    ) -> None:
-        """Attend to slots start .. end - 1, and store each warp's maxima, sums, and weighted sums of values."""
+    def attend(self, s_q: cute.Tensor, step: Step, slots: Slots, thread: Int32, warps: WarpSums) -> None:
+        """Attend to the slots, and store each warp's maxima, sums, and weighted sums of values."""
+        keys, values = step.keys.iterator.toint(), step.values.iterator.toint()
         group, elements, lanes = self.group, self.elements, self.lanes
         warp, lane = thread // 32, thread % 32
         part, own = lane % lanes, lane // lanes
@@ -203,14 +228,16 @@ class StepAttention:
                 query[h * elements + e] = s_q[h * self.dim + columns[e]]
                 sums[h * elements + e] = Float32(0.0)
         per_step = WARPS * (32 // lanes)
-        at = start + warp * (32 // lanes) + own
-        for _ in cutlass.range(cute.ceil_div(cutlass.max(end - start, 0), per_step * _UNROLL), unroll=1):
-            slots = [at + u * per_step for u in range(_UNROLL)]
-            offsets = [(row + slots[u]) * (self.dim * 2) for u in range(_UNROLL)]
-            key = [self.load(keys + offsets[u], part, slots[u] < end) for u in range(_UNROLL)]
-            value = [self.load(values + offsets[u], part, slots[u] < end) for u in range(_UNROLL)]
+        at = slots.start + warp * (32 // lanes) + own
+        for _ in cutlass.range(cute.ceil_div(cutlass.max(slots.end - slots.start, 0), per_step * _UNROLL), unroll=1):
+            found = [at + u * per_step for u in range(_UNROLL)]
+            offsets = [(slots.row + found[u]) * (self.dim * 2) for u in range(_UNROLL)]
+            key = [self.load(keys + offsets[u], part, found[u] < slots.end) for u in range(_UNROLL)]
+            value = [self.load(values + offsets[u], part, found[u] < slots.end) for u in range(_UNROLL)]
             for h in cutlass.range_constexpr(group):
-                self.take(h, key, value, [slots[u] < end for u in range(_UNROLL)], query, Running(tops, totals, sums))
+                self.take(
+                    h, key, value, [found[u] < slots.end for u in range(_UNROLL)], query, Running(tops, totals, sums)
+                )
             at += per_step * _UNROLL
         for h in cutlass.range_constexpr(group):
             top = self.over_warp(tops[h], maximum)
@@ -219,10 +246,10 @@ class StepAttention:
             mixed = [self.over_warp(sums[h * elements + e] * factor, plus) for e in range(elements)]
             if own == 0:
                 for e in cutlass.range_constexpr(elements):
-                    s_values[(warp * group + h) * self.dim + columns[e]] = mixed[e]
+                    warps.values[(warp * group + h) * self.dim + columns[e]] = mixed[e]
             if lane == 0:
-                s_tops[warp * group + h] = top
-                s_sums[warp * group + h] = total
+                warps.tops[warp * group + h] = top
+                warps.totals[warp * group + h] = total
 
     def take(
         self,
@@ -271,17 +298,7 @@ class StepAttention:
         return value
 
     @cute.jit
-    def add_warps(
-        self,
-        s_values: cute.Tensor,
-        s_tops: cute.Tensor,
-        s_sums: cute.Tensor,
-        s_mine: cute.Tensor,
-        out: cute.Tensor,
-        batch: Int32,
-        head: Int32,
-        thread: Int32,
-    ) -> None:
+    def add_warps(self, warps: WarpSums, s_mine: cute.Tensor, step: Step, head: Head, thread: Int32) -> None:
         """Add up the CTA's warps: to ``out`` if it is alone, else to its own sums in shared memory, behind which lie
         the maxima and sums of shares."""
         group, heads = self.group, self.group * self.dim
@@ -291,22 +308,22 @@ class StepAttention:
                 h = at // self.dim
                 top = Float32(_NOTHING)
                 for w in cutlass.range_constexpr(WARPS):
-                    top = maximum(top, s_tops[w * group + h])
+                    top = maximum(top, warps.tops[w * group + h])
                 mixed, total = Float32(0.0), Float32(0.0)
                 for w in cutlass.range_constexpr(WARPS):
-                    factor = exp2(s_tops[w * group + h] - top)
-                    mixed = fma(s_values[w * heads + at], factor, mixed)
-                    total = fma(s_sums[w * group + h], factor, total)
+                    factor = exp2(warps.tops[w * group + h] - top)
+                    mixed = fma(warps.values[w * heads + at], factor, mixed)
+                    total = fma(warps.totals[w * group + h], factor, total)
                 if cutlass.const_expr(self.splits > 1):
                     s_mine[at] = mixed
                     if at % self.dim == 0:
                         s_mine[heads + h] = top
                         s_mine[heads + group + h] = total
                 else:
-                    self.store(out, batch, head, at, divide(mixed, total))
+                    self.store(step.out, head, at, self.divided(step, head, h, top, mixed, total))
 
     @cute.jit
-    def add_ranks(self, mine: Int32, out: cute.Tensor, batch: Int32, head: Int32, rank: Int32, thread: Int32) -> None:
+    def add_ranks(self, mine: Int32, step: Step, head: Head, rank: Int32, thread: Int32) -> None:
         """Add up the cluster's CTAs; each stores its share of the elements."""
         heads = self.group * self.dim
         share = heads // self.splits
@@ -315,9 +332,9 @@ class StepAttention:
             if own < share:
                 at = rank * share + own
                 h = at // self.dim
-                self.store(out, batch, head, at, self.over_cluster(mine, at, h))
+                self.store(step.out, head, at, self.over_cluster(mine, step, head, at, h))
 
-    def over_cluster(self, mine: Int32, at: Int32, h: Int32) -> Float32:
+    def over_cluster(self, mine: Int32, step: Step, head: Head, at: Int32, h: Int32) -> Float32:
         """Element ``at`` of the group's heads, of head h, of all CTAs together."""
         group, heads = self.group, self.group * self.dim
         bases = [cluster_address(mine, Int32(r)) for r in range(self.splits)]
@@ -330,10 +347,19 @@ class StepAttention:
             factor = exp2(own_top - top)
             mixed = fma(load_shared_cluster_f32(base + at * 4), factor, mixed)
             total = fma(load_shared_cluster_f32(base + (heads + group + h) * 4), factor, total)
+        return self.divided(step, head, h, top, mixed, total)
+
+    def divided(self, step: Step, head: Head, h: Int32, top: Float32, mixed: Float32, total: Float32) -> Float32:
+        """The sum of values, over that of shares, to which the sink of the group's head h adds one."""
+        if self.sinks:
+            sink = step.sinks[head.number * self.group + h].to(Float32) * Float32(_LOG2_E)
+            highest = maximum(top, sink)
+            factor = exp2(top - highest)
+            mixed, total = mixed * factor, fma(total, factor, exp2(sink - highest))
         return divide(mixed, total)
 
-    def store(self, out: cute.Tensor, batch: Int32, head: Int32, at: Int32, value: Float32) -> None:
-        offset = (Int64(batch) * out.shape[1] + head * self.group) * self.dim + at
+    def store(self, out: cute.Tensor, head: Head, at: Int32, value: Float32) -> None:
+        offset = (Int64(head.batch) * out.shape[1] + head.number * self.group) * self.dim + at
         store_global_half(out.iterator.toint() + offset * 2, pack_half2(self.kind, value, value), Boolean(True))
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from w4gemm.core.problem import Device
-from w4gemm.jit import Program, Unit
-from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
-from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+from w4gemm.jit import Program
+from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper, half_dtype
 
 DIMS = (64, 128, 256)
 _MOST_HEADS = {64: 8, 128: 8, 256: 4}
@@ -22,21 +20,24 @@ _SLOTS_PER_SPLIT = 64
 
 
 @dataclass(frozen=True)
-class StepAttentionHelper:
+class StepAttentionHelper(Sm90Helper):
     """Attention of one new token of each sequence on SM90; see the kernel."""
 
     dtype: torch.dtype
     dim: int
     group: int
     splits: int
+    sinks: bool = False
 
     name: ClassVar[str] = "step_attention"
 
     @classmethod
-    def of(cls, device: Device, dtype: torch.dtype, dim: int, group: int, splits: int) -> StepAttentionHelper | None:
+    def of(
+        cls, device: Device, dtype: torch.dtype, dim: int, group: int, splits: int, sinks: bool = False
+    ) -> StepAttentionHelper | None:
         """Return the kernel; None where it does not run."""
         fits = dim in DIMS and group <= _MOST_HEADS[dim] and dtype in HALF_KINDS
-        return cls(dtype, dim, group, splits) if fits and runs_on(Sm90MixedGemm(), device) else None
+        return cls(dtype, dim, group, splits, sinks) if fits and cls.runs(device) else None
 
     @staticmethod
     def splits_for(units: int, length: int, sms: int) -> int:
@@ -46,14 +47,7 @@ class StepAttentionHelper:
             splits *= 2
         return splits
 
-    @classmethod
-    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[StepAttentionHelper]:
-        return ()  # what a layer's facts do not tell
-
-    def unit(self) -> Unit:
-        return Unit(self.name, (str(self.dtype), self.dim, self.group, self.splits), "sm_90a", self._program)
-
-    def _program(self) -> Program:
+    def program(self) -> Program:
         import cutlass
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
@@ -76,6 +70,7 @@ class StepAttentionHelper:
         slot = make_fake_compact_tensor(cutlass.Int64, (1,), assumed_align=8)
         first = make_fake_compact_tensor(cutlass.Int32, (batch,), assumed_align=4)
         out = make_fake_compact_tensor(dtype, (batch, heads, self.dim), stride_order=(2, 1, 0), assumed_align=16)
-        given = (rows(heads), rows(kv_heads), rows(kv_heads), *angles, *cache, slot, first, out, 1.0, 1)
+        sinks = make_fake_compact_tensor(dtype, (heads,), assumed_align=2) if self.sinks else None
+        given = (rows(heads), rows(kv_heads), rows(kv_heads), *angles, *cache, slot, first, sinks, out, 1.0, 1)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(StepAttention(kind, self.dim, self.group, self.splits), (*given, stream))
+        return Program(StepAttention(kind, self.dim, self.group, self.splits, self.sinks), (*given, stream))

@@ -31,8 +31,8 @@ def layout_named(name: str) -> PackLayout:
     Raises:
         ValueError: if there is none.
     """
-    if name not in LAYOUTS:
-        hint = f", which is called {RENAMED[name]} now" if name in RENAMED else ""
+    if not isinstance(name, str) or name not in LAYOUTS:
+        hint = f", which is called {RENAMED[name]} now" if isinstance(name, str) and name in RENAMED else ""
         raise ValueError(f"layout: wanted one of {', '.join(LAYOUTS)}, got {name!r}{hint}")
     return LAYOUTS[name]
 

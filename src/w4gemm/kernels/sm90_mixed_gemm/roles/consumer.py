@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import StreamWorkspace
+from w4gemm.kernels.device.decode_pairs import own_pairs
 from w4gemm.kernels.device.epilogue_store import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
 from w4gemm.kernels.device.pipeline import PipelineState
@@ -95,7 +96,10 @@ class Consumer:
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
         accumulators = flat if variant.promotes else self.mainloop.by_m64_atom(acc, flat)
-        operands = MmaOperands(accumulators, fragment, x_operands, packed, memory.decode_lut)
+        table = memory.decode_lut
+        if const_expr(variant.pairs is not None):
+            table = own_pairs(table, t, variant.pairs)
+        operands = MmaOperands(accumulators, fragment, x_operands, packed, table)
         if const_expr(variant.decode_table_bytes > 0):  # while the first stages are on their way
             self.mainloop.decoder.fill_table(memory.decode_lut, cute.arch.thread_idx()[0], 128 * variant.warpgroups)
             self.consumer_barrier()

@@ -49,6 +49,16 @@ class WeightMulticast(NamedTuple):
     """One bit for each of these CTAs, by rank in the cluster."""
 
 
+class Place(NamedTuple):
+    """Where a producer warp is: what it fills stages of, and for whom."""
+
+    params: SchedulerParams
+    coord: ClusterCoord
+    multicast: WeightMulticast
+    warp: Int32
+    """Number of the warp in the producer warpgroup."""
+
+
 class BoxPartition(NamedTuple):
     """TMA's view of one box of a tile of x."""
 
@@ -88,14 +98,15 @@ class Producer:
         x_mask = Int16(Int32((1 << config.cluster_n) - 1) << (coord.m * config.cluster_n))
         weight_mask = Int16(Int32(sum(1 << i * config.cluster_n for i in range(config.cluster_m))) << coord.n)
         multicast = WeightMulticast(coord.m, weight_mask)
+        place = Place(params, coord, multicast, warp)
         work_tiles = self.scheduler.work_tiles(params)
         first = self.scheduler.work_tile(Int32(0), params, work_tiles.share)
         if const_expr(variant.grouped):
             early = Int32(0)
-            if expert_tiles.rows.settled != 0 and work_tiles.count > 0:
-                early = self.load_settled(first, weight, m, expert_tiles, pipeline, params, coord, multicast, warp)
+            if expert_tiles.rows.settled != 0 and work_tiles.count > 0:  # the launch before may still run for long
+                early = self.load_early(variant.stages, first, weight, m, expert_tiles, pipeline, place)
         else:
-            early = self.load_early(first, weight.blocks, m, pipeline, params, coord, multicast)
+            early = self.load_early(_EARLY_STAGES, first, weight, m, None, pipeline, place)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         state = PipelineState.producer()
@@ -110,9 +121,7 @@ class Producer:
                 partitions = self.partition(source, s_x, rows, coord)
             if const_expr(variant.block_scales):
                 scales = self.partition_scales(source.scales, pipeline.scales, rows)
-            own = weight.blocks
-            if const_expr(variant.grouped):
-                own = weight_of_expert(weight.blocks, rows.expert, weight.n_blocks)
+            own = self.weight_of(weight, rows)
             for i in cutlass.range(work_tile.k_slices, unroll=1):
                 stage, k_slice = state.stage, work_tile.first_k_slice + i
                 if index > 0 or i >= early:
@@ -154,46 +163,31 @@ class Producer:
     @cute.jit
     def load_early(
         self,
-        first: WorkTile,
-        weight: cute.Tensor,
-        m: Int32,
-        pipeline: Pipeline,
-        params: SchedulerParams,
-        coord: ClusterCoord,
-        multicast: WeightMulticast,
-    ) -> Int32:
-        """Request the weights of the first stages of the first work tile; return the number of those stages."""
-        early = cutlass.min(first.k_slices, _EARLY_STAGES)
-        tile = self.scheduler.cta_tile(first.tile, params, coord)
-        boxes = self.boxes_of(TileRows(Int32(0), tile.m_tile * self.variant.config.tile_m, m))
-        for i in cutlass.range(early, unroll=1):
-            fill = StageFill(first.first_k_slice + i, i, boxes)
-            self.load_weight(weight, pipeline, tile.n_tile, fill, multicast)
-        return early
-
-    @cute.jit
-    def load_settled(
-        self,
+        stages: int,
         first: WorkTile,
         weight: WeightSource,
         m: Int32,
-        expert_tiles: ExpertTiles,
+        expert_tiles: ExpertTiles | None,
         pipeline: Pipeline,
-        params: SchedulerParams,
-        coord: ClusterCoord,
-        multicast: WeightMulticast,
-        warp: Int32,
+        place: Place,
     ) -> Int32:
-        """Request the weights of the first work tile of experts whose rows are settled, as many stages as there are;
-        return their number. The launch before this one may still run for long, and x comes from it."""
-        early = cutlass.min(first.k_slices, self.variant.stages)
-        tile = self.scheduler.cta_tile(first.tile, params, coord)
+        """Request the weights of up to ``stages`` stages of the first work tile, before x may be read; return the
+        number of those stages. Of experts only if their rows are settled."""
+        early = cutlass.min(first.k_slices, stages)
+        tile = self.scheduler.cta_tile(first.tile, place.params, place.coord)
         rows = self.scheduler.rows(tile.m_tile, m, expert_tiles, early=True)
-        own, boxes = weight_of_expert(weight.blocks, rows.expert, weight.n_blocks), self.boxes_of(rows)
-        if const_expr(not self.variant.gathered) or warp == 0:
+        own, boxes = self.weight_of(weight, rows), self.boxes_of(rows)
+        if const_expr(not self.variant.gathered) or place.warp == 0:
             for i in cutlass.range(early, unroll=1):
-                self.load_weight(own, pipeline, tile.n_tile, StageFill(first.first_k_slice + i, i, boxes), multicast)
+                fill = StageFill(first.first_k_slice + i, i, boxes)
+                self.load_weight(own, pipeline, tile.n_tile, fill, place.multicast)
         return early
+
+    def weight_of(self, weight: WeightSource, rows: TileRows) -> cute.Tensor:
+        """The blocks of the expert whose rows these are, or of the one weight."""
+        if not self.variant.grouped:
+            return weight.blocks
+        return weight_of_expert(weight.blocks, rows.expert, weight.n_blocks)
 
     @cute.jit
     def prefetch_first(self, weight: cute.Tensor, experts: Int32, cta: Int32):

@@ -15,6 +15,7 @@ def get_quantization_config(quantization: str) -> type:
     from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
     from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
@@ -22,6 +23,7 @@ def get_quantization_config(quantization: str) -> type:
         "awq": AutoAWQConfig,
         "gptq": AutoGPTQConfig,
         "compressed-tensors": CompressedTensorsConfig,
+        "modelopt_fp4": ModelOptNvFp4Config,
         "moe_wna16": MoeWNA16Config,
         "gpt_oss_mxfp4": GptOssMxfp4Config,
     }

@@ -1,0 +1,227 @@
+"""Formats of 4-bit checkpoints: :class:`Packing`, the tensors and the config that a format's producers write."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from bench.engine.models import Matrix, Model, Module, Stack
+
+DTYPE = torch.bfloat16
+"""That of models."""
+SYMMETRIC_WORD = 0x77777777
+"""GPTQ stores the zero point of symmetric codes, 8, as 7."""
+_RMS = {"symmetric": 4.18, "asymmetric": 6.52, "e2m1": 2.93}
+"""Root mean square of random codes: u - 8, where a u of 0 became 8; u - z; the 16 numbers of e2m1."""
+
+
+_NVFP4_SCALE = 64.0
+"""About the scale of 16 columns in e4m3."""
+
+
+class Numbers(NamedTuple):
+    """Values of a tensor: random bits (codes), the same with 8 for each 4-bit 0 (balanced), ``value`` times a normal or
+    a uniform (0.5 to 1.5) number, ``value`` everywhere, the group of each column for groups of ``value``, in order or
+    in an order that depends on the number of columns alone (shuffled), random exponents of about ``value``, or
+    ``given``."""
+
+    kind: Literal["codes", "balanced", "normal", "uniform", "constant", "groups", "shuffled", "exponents", "given"]
+    value: float = 0.0
+    given: tuple[int, ...] = ()
+
+
+class Tensor(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numbers: Numbers
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+_OPTIONS = {"fp8": "ct", "act": "gptq", "head": "gptq"}
+"""The method that may be followed by each option."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Format of a checkpoint.
+
+    Attributes:
+        element: of the weights; 4-bit floats of compressed-tensors and ModelOpt have a group size of their own.
+        option: "fp8" if the engine quantizes activations to e4m3 for each token, as compressed-tensors' W4AFP8 wants;
+            "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits.
+    """
+
+    method: Literal["gptq", "awq", "ct", "modelopt", "mxfp4", "bf16"]
+    group_size: int = 0
+    element: Literal["int4", "nvfp4", "mxfp4"] = "int4"
+    option: Literal["", "fp8", "act", "head"] = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Packing:
+        """Return the packing that :meth:`__str__` names.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if text in ("mxfp4", "bf16"):
+            return cls(text)  # type: ignore[arg-type]
+        if text in ("ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4"):
+            method, _, element = text.partition("-")
+            return cls(method, 16 if element == "nvfp4" else 32, element)  # type: ignore[arg-type]
+        found = re.fullmatch(rf"(gptq|awq|ct)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
+        if not found or (found[3] and found[1] != _OPTIONS[found[3]]):
+            options = ", ".join(f"{method}-int4-g128-{option}" for option, method in _OPTIONS.items())
+            raise ValueError(
+                f"format: wanted gptq-int4-g128, awq-int4-g128, ct-int4-g128, {options} (or g32, g64), ct-nvfp4, "
+                f"ct-mxfp4, modelopt-nvfp4, mxfp4 or bf16, got {text!r}"
+            )
+        return cls(found[1], int(found[2]), option=found[3] or "")  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        if not self.group_size:
+            return self.method
+        if self.element != "int4":
+            return f"{self.method}-{self.element}"
+        return f"{self.method}-int4-g{self.group_size}" + (f"-{self.option}" if self.option else "")
+
+    def refusal(self, model: Model) -> str:
+        """Return why there are no such checkpoints of a model, or the empty string."""
+        if self.method == "bf16" or (self.method == "mxfp4") == model.stacked:
+            return ""
+        return f"format: {model.name} wants {'mxfp4' if model.stacked else 'a format of int4'}, got {self}"
+
+    def config(self, model: Model) -> dict[str, Any] | None:
+        """Return quantization_config of config.json; None for dense weights."""
+        inner = [m for i in range(model.layers) for m in model.layer(i) if isinstance(m, Matrix)]
+        dense = list(dict.fromkeys(m.name for m in inner if not m.quantized))
+        if self.method == "bf16":
+            return None
+        if self.method == "mxfp4":
+            ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+            return {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
+        if self.method == "gptq":
+            quantized = [re.sub(r"experts\.\d+\.", "experts.0.", m.name) for m in inner if m.quantized]
+            quantized += ["lm_head"] if self.option == "head" else []
+            config = {"quant_method": "gptq", "bits": 4, "group_size": self.group_size, "sym": True}
+            config |= {"desc_act": self.option == "act", "lm_head": self.option == "head"}
+            return {**config, "modules_in_block_to_quantize": [list(dict.fromkeys(quantized))]}
+        if self.method == "awq":
+            config = {"quant_method": "awq", "bits": 4, "group_size": self.group_size, "zero_point": True}
+            return {**config, "version": "gemm", "modules_to_not_convert": ["lm_head", *dense]}
+        if self.method == "modelopt":
+            config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": self.group_size}
+            return {**config, "kv_cache_quant_algo": None, "ignore": ["lm_head", *(f"*{name}" for name in dense)]}
+        return self._compressed_tensors(dense)
+
+    def _compressed_tensors(self, dense: list[str]) -> dict[str, Any]:
+        format = "pack-quantized" if self.element == "int4" else f"{self.element}-pack-quantized"
+        kind = {"num_bits": 4, "type": "int" if self.element == "int4" else "float", "symmetric": True}
+        kind |= {"strategy": "tensor_group" if self.element == "nvfp4" else "group", "group_size": self.group_size}
+        activations: dict[str, Any] | None = None
+        if self.option == "fp8":
+            activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+        elif self.element == "nvfp4":
+            activations = {**kind, "dynamic": "local", "observer": "minmax"}
+        group = {"targets": ["Linear"], "weights": {**kind, "dynamic": False, "observer": "minmax"}, "format": format}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": format,
+            "quantization_status": "compressed",
+            "ignore": ["lm_head", *(f"re:.*{re.escape(name)}$" for name in dense)],
+            "config_groups": {"group_0": {**group, "input_activations": activations, "output_activations": None}},
+        }
+
+    def tensors(self, module: Module) -> Iterator[Tensor]:
+        """Tensors of a module, as the format's producers name and shape them."""
+        if isinstance(module, Stack):
+            yield from _mxfp4(module)
+        elif isinstance(module, Matrix):
+            if module.bias:
+                yield Tensor(f"{module.name}.bias", DTYPE, (module.n,), Numbers("normal", 0.1))
+            if self.group_size and (module.quantized or (self.option == "head" and module.name == "lm_head")):
+                yield from self._quantized(module)
+            else:
+                std = module.gain * module.k**-0.5
+                yield Tensor(f"{module.name}.weight", DTYPE, (module.n, module.k), Numbers("normal", std))
+        else:
+            dtype = getattr(torch, module.dtype) if module.dtype else DTYPE
+            numbers = Numbers("normal", module.std) if module.std else Numbers("constant", 1.0)
+            yield Tensor(module.name, dtype, module.shape, numbers)
+
+    def _quantized(self, module: Matrix) -> Iterator[Tensor]:
+        if self.method == "gptq":
+            return _gptq(module, self.group_size, act_order=self.option == "act")
+        if self.method == "awq":
+            return _awq(module, self.group_size)
+        return _compressed(module, self.group_size) if self.element == "int4" else _floats(module, self)
+
+
+def _scale(module: Matrix, codes: str) -> Numbers:
+    return Numbers("uniform", module.gain * module.k**-0.5 / _RMS[codes])
+
+
+def _gptq(module: Matrix, group_size: int, act_order: bool) -> Iterator[Tensor]:
+    name, n, k = module.name, module.n, module.k
+    yield Tensor(f"{name}.qweight", torch.int32, (k // 8, n), Numbers("balanced"))
+    yield Tensor(f"{name}.qzeros", torch.int32, (k // group_size, n // 8), Numbers("constant", SYMMETRIC_WORD))
+    yield Tensor(f"{name}.scales", DTYPE, (k // group_size, n), _scale(module, "symmetric"))
+    yield Tensor(f"{name}.g_idx", torch.int32, (k,), Numbers("shuffled" if act_order else "groups", group_size))
+
+
+def _awq(module: Matrix, group_size: int) -> Iterator[Tensor]:
+    name, n, k = module.name, module.n, module.k
+    yield Tensor(f"{name}.qweight", torch.int32, (k, n // 8), Numbers("codes"))
+    yield Tensor(f"{name}.qzeros", torch.int32, (k // group_size, n // 8), Numbers("codes"))
+    yield Tensor(f"{name}.scales", DTYPE, (k // group_size, n), _scale(module, "asymmetric"))
+
+
+def _compressed(module: Matrix, group_size: int) -> Iterator[Tensor]:
+    name, n, k = module.name, module.n, module.k
+    yield Tensor(f"{name}.weight_packed", torch.int32, (n, k // 8), Numbers("balanced"))
+    yield Tensor(f"{name}.weight_scale", DTYPE, (n, k // group_size), _scale(module, "symmetric"))
+    yield Tensor(f"{name}.weight_shape", torch.int64, (2,), Numbers("given", given=(n, k)))
+
+
+def _floats(module: Matrix, packing: Packing) -> Iterator[Tensor]:
+    """NVFP4, whose weights ModelOpt multiplies and compressed-tensors divides by a scale of the tensor, equal for
+    modules that an engine fuses; or compressed-tensors' MXFP4."""
+    name, n, k = module.name, module.n, module.k
+    groups, scale = (n, k // packing.group_size), module.gain * k**-0.5 / _RMS["e2m1"]
+    divides = packing.method == "ct"
+    yield Tensor(f"{name}.weight{'_packed' * divides}", torch.uint8, (n, k // 2), Numbers("codes"))
+    if packing.element == "mxfp4":
+        exponent = 127 + round(math.log2(scale))
+        yield Tensor(f"{name}.weight_scale", torch.uint8, groups, Numbers("exponents", exponent))
+        return
+    yield Tensor(f"{name}.weight_scale", torch.float8_e4m3fn, groups, Numbers("uniform", _NVFP4_SCALE))
+    if divides:
+        yield Tensor(f"{name}.weight_global_scale", torch.float32, (1,), Numbers("constant", _NVFP4_SCALE / scale))
+        yield Tensor(f"{name}.input_global_scale", torch.float32, (1,), Numbers("constant", 256.0))
+    else:
+        yield Tensor(f"{name}.weight_scale_2", torch.float32, (), Numbers("constant", scale / _NVFP4_SCALE))
+        yield Tensor(f"{name}.input_scale", torch.float32, (), Numbers("constant", 1 / 256))
+
+
+def _mxfp4(stack: Stack) -> Iterator[Tensor]:
+    """gpt-oss's layout: blocks of 32 numbers along k, two a byte, with an e8m0 scale each."""
+    shape = stack.experts, stack.n, stack.k // 32
+    exponent = 127 + round(math.log2(stack.gain * stack.k**-0.5 / _RMS["e2m1"]))
+    yield Tensor(f"{stack.name}_blocks", torch.uint8, (*shape, 16), Numbers("codes"))
+    yield Tensor(f"{stack.name}_scales", torch.uint8, shape, Numbers("exponents", exponent))
+    yield Tensor(f"{stack.name}_bias", DTYPE, shape[:2], Numbers("normal", 0.1))
+
+
+def pack_words(numbers: torch.Tensor, dim: int, nibbles: Sequence[int] = range(8)) -> torch.Tensor:
+    """Return int32 words of eight numbers 0 to 15 along ``dim`` each; the first goes into nibble ``nibbles[0]``, ..."""
+    eights = numbers.movedim(dim, -1).to(torch.int64).unflatten(-1, (-1, 8))
+    words = sum(eights[..., i] << 4 * nibble for i, nibble in enumerate(nibbles))
+    assert isinstance(words, torch.Tensor)
+    return words.to(torch.int32).movedim(-1, dim).contiguous()

@@ -1,0 +1,222 @@
+"""Pages of benchmarks: what each shows, its words, and what its ratios are of (``bench.report`` writes them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from bench.peers.base import fp4_name
+from bench.shapes import divide
+
+from w4gemm.core.formats import WeightFormat
+from w4gemm.tuning import roofline
+
+GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
+GROUPED = {"1 to 64": (1, 64), "128 to 1024": (128, 1024)}
+"""Ranges of tokens per expert."""
+RATES = roofline.RATES["NVIDIA H200"]
+
+
+class Layer(NamedTuple):
+    n: int
+    k: int
+    experts: int = 0
+    """0 for a single weight."""
+    routing: str = ""
+    """Division of the tokens among experts, see ``bench.grouped``."""
+
+    def __str__(self) -> str:
+        sizes = f"{self.experts}x{self.n}x{self.k}" if self.experts else f"{self.n}x{self.k}"
+        return sizes if self.routing in ("", "balanced") else f"{sizes} {self.routing}"
+
+
+Point = tuple[Layer, int]
+"""(layer, tokens; with experts, tokens per expert on average)."""
+Times = dict[Point, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page of benchmarks: its words, and what its ratios are of."""
+
+    name: str
+    """File name of the page in docs/, without an ending."""
+    plot: str
+    """File name of its plot in docs/plots/, without an ending."""
+    title: str
+    head: tuple[str, ...]
+    """Paragraphs on what was measured; ``{file}`` is the file of the rows."""
+    file: str
+    activation_bytes: int
+    rate: float
+    """Operations per microsecond that large matmuls reach."""
+    not_peers: tuple[str, ...] = ()
+    """Implementations that are shown, but do not count as peers in a ratio."""
+    ours: str = "w4gemm"
+    """Beginning of the names of our implementations."""
+    groups: dict[str, tuple[int, int]] = field(default_factory=lambda: GROUPS)
+    """Ranges of tokens to take means over: (first, last) by name."""
+    weight_bits: float = 4 + 16 / 128
+    """Bits of a weight and its part of a scale."""
+
+    def roofline_us(self, point: Point) -> float:
+        """max(bytes / 4.5 TB/s, operations / rate)."""
+        (n, k, experts, routing), m = point
+        counts = divide(routing, m, experts) if experts else [m]
+        weights = sum(count > 0 for count in counts) * n * k * self.weight_bits / 8
+        size = weights + sum(counts) * (2 * n + self.activation_bytes * k)
+        return max(size / RATES.bytes, 2 * sum(counts) * n * k / self.rate)
+
+    def ratio(self, us: dict[str, float]) -> float:
+        """The best peer's time over ours."""
+        peers = [t for name, t in us.items() if not name.startswith((self.ours, *self.not_peers))]
+        return min(peers) / min(t for name, t in us.items() if name.startswith(self.ours))
+
+
+_METHOD = (
+    "All implementations ran interleaved in one process (protocol: `bench/{script}.py`; rows: bench/results/{file}).",
+    "Times are medians in microseconds per call, in a CUDA graph over copies of the weight that together exceed L2.",
+)
+_CHOICE = "w4gemm runs the config that it chooses by default."
+_CUBLAS = "cublas: bf16 weights."
+_SCALES = (
+    "w4gemm, quack, humming: bf16 group scales on float32 sums. The same with `e4m3`: group scales in e4m3, part of "
+    "the e4m3 weight that is multiplied. cutlass_w4a8 is vLLM's."
+)
+_QUANTIZES = "humming takes bf16 x and quantizes it within the call"
+_EXPERTS = (
+    "Tokens are the average per expert. Routing is balanced unless a row says zipf (expert e in proportion to "
+    "1 / (1 + e)) or hot (all tokens to one expert)."
+)
+W4A16 = Page(
+    "benchmarks",
+    "roofline",
+    "W4A16 beside other libraries",
+    ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} machete, marlin: vLLM's. {_CUBLAS}"),
+    "times.jsonl",
+    2,
+    RATES.operations,
+)
+W4A8 = Page(
+    "benchmarks-w4a8",
+    "roofline-w4a8",
+    "W4A8 beside other libraries",
+    (
+        "int4 g128 symmetric weights, e4m3 x with one scale per token.",
+        *_METHOD,
+        _CHOICE,
+        f"{_SCALES} {_QUANTIZES}, which takes about 3 us.",
+        "cublas: the same numbers as an fp8 weight, shown for what large matmuls reach, not counted as a peer.",
+        "A ratio takes the faster of each library's two ways to scale.",
+    ),
+    "w4a8.jsonl",
+    1,
+    RATES.fp8_operations,
+    ("cublas",),
+)
+SM80 = Page(
+    "benchmarks-sm80",
+    "roofline-sm80",
+    "The kernel for GPUs before Hopper, on a Hopper GPU",
+    (
+        "`sm80_mixed_gemm`, forced: W4A16, int4 g128 symmetric weights, bf16 x.",
+        *_METHOD,
+        "It runs the config that its model ranks first. marlin: vLLM's. torch_int4: PyTorch's.",
+    ),
+    "sm80.jsonl",
+    2,
+    RATES.operations,
+    ours="sm80_mixed_gemm",
+)
+GROUPED_W4A16 = Page(
+    "benchmarks-grouped",
+    "roofline-grouped",
+    "Mixtures of experts in W4A16 beside other libraries",
+    ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} vLLM and Quack have no such kernel.", _EXPERTS),
+    "grouped.jsonl",
+    2,
+    RATES.operations,
+    groups=GROUPED,
+)
+GROUPED_W4A8 = Page(
+    "benchmarks-grouped-w4a8",
+    "roofline-grouped-w4a8",
+    "Mixtures of experts in W4A8 beside other libraries",
+    (
+        "int4 g128 symmetric weights, e4m3 x with one scale per token.",
+        *_METHOD,
+        _CHOICE,
+        f"{_SCALES} {_QUANTIZES}.",
+        "A ratio takes the faster of w4gemm's two ways to scale.",
+        _EXPERTS,
+    ),
+    "grouped.jsonl",
+    1,
+    RATES.fp8_operations,
+    groups=GROUPED,
+)
+
+
+MXFP4 = Page(
+    "benchmarks-mxfp4",
+    "roofline-mxfp4",
+    "MXFP4 beside other libraries",
+    (
+        "MXFP4 weights (e2m1, a power of two for each 32), bf16 x.",
+        *_METHOD,
+        f"{_CHOICE} marlin: vLLM's. {_CUBLAS}",
+    ),
+    "fp4.jsonl",
+    2,
+    RATES.operations,
+    weight_bits=4 + 8 / 32,
+)
+NVFP4 = Page(
+    "benchmarks-nvfp4",
+    "roofline-nvfp4",
+    "NVFP4 beside other libraries",
+    (
+        "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x.",
+        *_METHOD,
+        f"{_CHOICE} marlin: vLLM's.",
+    ),
+    "fp4.jsonl",
+    2,
+    RATES.operations,
+    weight_bits=4 + 8 / 16,
+)
+MXFP4_W4A8 = Page(
+    "benchmarks-mxfp4-w4a8",
+    "roofline-mxfp4-w4a8",
+    "MXFP4 beside e4m3 activations",
+    (
+        "MXFP4 weights (e2m1, a power of two for each 32), e4m3 x with one scale per token.",
+        *_METHOD,
+        f"{_CHOICE} {_QUANTIZES}, which takes about 3 us.",
+    ),
+    "fp4.jsonl",
+    1,
+    RATES.fp8_operations,
+    weight_bits=4 + 8 / 32,
+)
+_PAGES = {
+    ("w4a16", ""): W4A16,
+    ("w4a8", ""): W4A8,
+    ("w4a16_grouped", ""): GROUPED_W4A16,
+    ("w4a8_grouped", ""): GROUPED_W4A8,
+    ("w4a16", "mxfp4"): MXFP4,
+    ("w4a16", "nvfp4"): NVFP4,
+    ("w4a8", "mxfp4"): MXFP4_W4A8,
+}
+
+
+def kind_of_work(row: dict[str, Any]) -> tuple[str, str]:
+    """Return what a row's times may be compared for: its work, and the name of its format if that is FP4."""
+    return row["work"], fp4_name(WeightFormat.parse(row["format"]))
+
+
+def page_of(rows: list[dict[str, Any]]) -> Page | None:
+    """Return the page that rows of one kind of work are for; None if there is none."""
+    if any(row["impl"] == SM80.ours for row in rows):
+        return SM80
+    return _PAGES.get(kind_of_work(rows[0]))

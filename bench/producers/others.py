@@ -1,0 +1,98 @@
+"""Formats of AutoRound, GPTQ, HQQ, bitsandbytes, gpt-oss and DeepSeek."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.producers.common import GROUP, Codes, Pairs, Weights, folder_pairs
+
+
+def auto_round(
+    stored_zero: int, config: dict[str, Any], *, sym: bool = False, act_order: bool = False
+) -> Callable[[Path, Weights], Pairs]:
+    """GPTQ's packing, by the layers with which AutoRound writes and reads it.
+
+    Args:
+        stored_zero: what is added to a zero point before it is stored: -1 in version 1 of GPTQ, else 0.
+        act_order: True for groups of columns that lie all over k.
+    """
+
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+        module = qlinear_torch_zp if stored_zero else qlinear_torch
+        stored, wanted, g = {}, {}, torch.Generator().manual_seed(0)
+        for name, w in weights.items():
+            n, k = w.shape
+            if act_order and n > k:
+                continue  # its layer takes the first k rows only
+            layer, linear = module.QuantLinear(4, GROUP, k, n, bias=False), torch.nn.Linear(k, n, bias=False)
+            found, linear.weight.data, layer.device = Codes.of(w), w, "cpu"
+            layer.pack(
+                linear, found.scales.half().float(), 8 if sym else found.zeros.float().clamp(min=1), device="cpu"
+            )
+            groups = torch.arange(k, dtype=torch.int32) // GROUP
+            if act_order:
+                layer.g_idx = groups[torch.randperm(k, generator=g)]
+            elif hasattr(layer, "g_idx"):
+                del layer.g_idx
+            leaves = ("qweight", "qzeros", "scales")
+            stored |= {f"{name}.{leaf}": getattr(layer, leaf).clone() for leaf in leaves}
+            stored[f"{name}.g_idx"] = layer.g_idx if act_order else groups
+            layer.scales = layer.scales.float()
+            wanted[name] = layer(torch.eye(k)).T.contiguous()
+        return folder_pairs(
+            folder, {"bits": 4, "group_size": GROUP, "sym": sym, "desc_act": act_order} | config, stored, wanted
+        )
+
+    return pairs
+
+
+def gpt_oss(folder: Path, weights: Weights) -> Pairs:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored, wanted = {}, {}
+    rng = torch.Generator().manual_seed(0)
+    for layer in range(4):
+        for role, n, k in (("gate_up_proj", 192, 96), ("down_proj", 96, 96)):
+            name = f"model.layers.{layer}.mlp.experts.{role}"
+            blocks = torch.randint(0, 256, (8, n, k // 32, 16), dtype=torch.uint8, generator=rng)
+            scales = torch.randint(100, 130, (8, n, k // 32), dtype=torch.uint8, generator=rng)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            wanted[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    return folder_pairs(folder, {"quant_method": "mxfp4"}, stored, wanted)
+
+
+def hqq(folder: Path, weights: Weights) -> Pairs:
+    """In float32, of the scales and zero points in fp16 that are saved."""
+    os.environ.setdefault("DISABLE_CUDA", "1")
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+
+    stored, wanted = {}, {}
+    for name, w in weights.items():
+        linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
+        linear.weight.data = w
+        config = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+        layer = HQQLinear(linear, config, compute_dtype=torch.float16, device="cpu")
+        stored |= {f"{name}.{leaf}": t for leaf, t in layer.state_dict().items()}
+        wanted[name] = Quantizer.dequantize(layer.W_q, layer.meta | {"compute_dtype": torch.float32})
+    return folder_pairs(folder, {"quant_method": "hqq"}, stored, wanted)
+
+
+def bitsandbytes(kind: str, nested: bool) -> Callable[[Path, Weights], Pairs]:
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        from bitsandbytes import functional
+
+        stored, wanted = {}, {}
+        for name, w in weights.items():
+            packed, state = functional.quantize_4bit(w, compress_statistics=nested, quant_type=kind)
+            stored |= {f"{name}.weight.{leaf}": t for leaf, t in state.as_dict(packed=True).items()}
+            stored[f"{name}.weight"] = packed
+            wanted[name] = functional.dequantize_4bit(packed, state)
+        return folder_pairs(folder, {"quant_method": "bitsandbytes", "load_in_4bit": True}, stored, wanted)
+
+    return pairs

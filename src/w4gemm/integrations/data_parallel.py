@@ -1,0 +1,39 @@
+"""DistributedDataParallel beside 4-bit weights: :func:`leave_out_packed`, once, before it wraps the model.
+
+    w4gemm.integrations.data_parallel.leave_out_packed(model)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+
+DistributedDataParallel sends the first process's buffers to all others when it is made and, while training, before
+every forward pass. Packed weights are buffers too, and never change.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from w4gemm.api.packed_module import PackedModule
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def leave_out_packed(model: _Model) -> _Model:
+    """Let DistributedDataParallel send no packed weights of ``model``, and return it. Every process has to have loaded
+    the same ones. Names are those of this very module: call it for the one that is wrapped, with its adapters.
+
+    Raises:
+        ValueError: if it has no 4-bit layers.
+    """
+    names = {
+        f"{owner}.{buffer}" if owner else buffer
+        for owner, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for buffer in module._buffers
+    }
+    if not names:
+        raise ValueError(f"model: wanted one with 4-bit layers, got {type(model).__name__} without")
+    ignored = names | set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    return model

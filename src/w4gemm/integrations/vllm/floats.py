@@ -1,0 +1,129 @@
+"""Linear layers with 4-bit floats, NVFP4 and MXFP4, of compressed-tensors and ModelOpt models: kernels in vLLM's lists.
+
+They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 bits. vLLM
+chooses a kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights
+are loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.model_executor.kernels.linear import _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_NVFP4_KERNELS
+from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel
+from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
+from vllm.platforms import PlatformEnum, current_platform
+
+from w4gemm.core.epilogue import PLAIN
+from w4gemm.integrations.engines import weights
+from w4gemm.integrations.engines.supports import product, why_no_kernel
+from w4gemm.integrations.engines.warmup import LinearUse, linear_need
+from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.packed_layer import PackedLayer
+
+TAKES = "linear layers in NVFP4 and MXFP4"
+
+_KIND = "linear layers of 4-bit floats"
+
+
+def install() -> None:
+    """Put our kernels first in vLLM's lists for NVIDIA GPUs."""
+    for possible, ours in (
+        (_POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], W4GemmNvFp4LinearKernel),
+        (_POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA], W4GemmMxFp4LinearKernel),
+    ):
+        if ours not in possible:
+            possible.insert(0, ours)
+
+
+class _Floats:
+    """Our side of a kernel of both, before vLLM's base class."""
+
+    possible: list[Any]
+    """vLLM's list of kernels for such layers."""
+    replaced: tuple[str, ...]
+    """Parameters of a layer that go when it is packed, beside ``weight``."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        capability = current_platform.get_device_capability()
+        reason = takeover.why_not_here(None if capability is None else tuple(capability))
+        if reason:
+            takeover.refuse(_KIND, reason)
+        return not reason, reason or None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.most_tokens = takeover.most_tokens()
+        self.vllm_kernel: Any = None
+        """vLLM's own, for a layer that none of our kernels runs."""
+        takeover.WARMUP.expect(self)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the layer's parameters by the packed weight."""
+        dtype = layer.params_dtype
+        try:
+            numbers = self.numbers(layer)
+            device = numbers.device
+            if reason := why_no_kernel(product(device, numbers.format, numbers.n, numbers.k, dtype)):
+                raise ValueError(reason)
+            w = weights.packed(numbers)
+        except (TypeError, ValueError) as e:
+            takeover.refuse(_KIND, str(e))
+            self.vllm_kernel = self._next_kernel()
+            self.vllm_kernel.process_weights_after_loading(layer)
+            takeover.WARMUP.settle(self)
+            return
+        self.packed = PackedLayer(layer, w, "weight", self.replaced, PLAIN, self.batch_invariant)
+        use = LinearUse(dtype, functools.partial(self.apply_weights, layer), self.most_tokens, self.batch_invariant)
+        takeover.WARMUP.loaded(self, linear_need(_KIND, w, getattr(layer, "bias", None), use))
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x (..., k) @ w.T + bias; traced by torch.compile."""
+        if self.vllm_kernel is not None:
+            return self.vllm_kernel.apply_weights(layer, x, bias)
+        d = self.packed(layer, x.reshape(-1, x.shape[-1]), bias)
+        return d.view(*x.shape[:-1], d.shape[-1])
+
+    def numbers(self, layer: Any) -> weights.Numbers:
+        """Return the numbers that a layer has loaded."""
+        raise NotImplementedError
+
+    def _next_kernel(self) -> Any:
+        config: Any = self.config  # type: ignore[attr-defined]
+        for cls in self.possible:
+            named = cls.__name__ in envs.VLLM_DISABLED_KERNELS
+            if not issubclass(cls, _Floats) and not named and cls.is_supported()[0] and cls.can_implement(config)[0]:
+                return cls(config)
+        raise ValueError(f"no kernel of vLLM runs these {_KIND}")
+
+
+class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):
+    """e2m1 weights with e4m3 scales of 16 columns and a float32 one that multiplies all."""
+
+    possible = _POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]
+    replaced = (
+        *("weight_scale", "weight_global_scale", "alpha"),
+        *("input_global_scale", "input_global_scale_inv"),
+    )
+
+    def numbers(self, layer: Any) -> weights.Numbers:
+        return weights.floats(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+
+
+class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
+    """e2m1 weights with a power of two for each 32 columns."""
+
+    possible = _POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA]
+    replaced = ("weight_scale",)
+
+    def numbers(self, layer: Any) -> weights.Numbers:
+        return weights.floats(layer.weight.data, layer.weight_scale.data.view(torch.float8_e8m0fnu))

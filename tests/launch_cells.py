@@ -1,0 +1,254 @@
+"""Small launches of every kernel x schedule x dense, of experts, gathered x 16-bit, fp8, and of every helper kernel.
+
+``tests/sanitize_matrix.py`` and ``tests/repeat.py`` run them. Shapes are small and ragged: several tiles, rings that
+wrap; "stream" cuts k of tiles, ``+`` is two launches. The cells come from what the registered kernels call legal, so
+that a new kernel or schedule is among them; :data:`HELPER_CALLS` has a line for each of a helper's ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+import w4gemm
+from w4gemm.api.gather import gather_columns
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.integrations.transformers.fused_attention import Cached, step_attention
+from w4gemm.integrations.transformers.fused_step import gate_halves, rms_norm
+from w4gemm.weights.random import random_weight
+from w4gemm.weights.reference import grouped_reference, linear_reference
+
+FP8 = torch.float8_e4m3fn
+COUNTS = (5, 0, 38, 1, 20)
+"""Rows of the experts."""
+SHAPES = ((3, 700, 640), (40, 700, 640), (200, 700, 640), (40, 9000, 144))
+"""m, n, k; the last has more than a wave of tiles."""
+
+
+class Numbers(NamedTuple):
+    """A format, the dtype of x, and what the epilogue does."""
+
+    format: str
+    dtype: torch.dtype
+    epilogue: str = "plain"
+    """"plain"; "biased", gelu behind a bias, alpha on the device; "gated", with a residual; "blocks", of x with a scale
+    for each 128 columns."""
+    every_way: bool = True
+    """True for a cell for each number of clusters, k sets and splits; else one for each kernel and schedule."""
+
+
+NUMBERS = (
+    Numbers("int4_g128", torch.bfloat16),
+    Numbers("int4_g32_zfloat_fp16", torch.bfloat16, "gated"),
+    Numbers("nvfp4", torch.bfloat16, "biased"),
+    Numbers("iq4_g32_fp16", torch.bfloat16, every_way=False),
+    Numbers("q4_k", torch.bfloat16, "biased", every_way=False),
+    Numbers("int4_g128_e4m3", FP8),
+    Numbers("int4_g32_zint", FP8, "gated"),
+    Numbers("mxfp4", FP8, "biased"),
+    Numbers("int4_g128", FP8, "blocks", every_way=False),
+)
+"""One of each way to decode and to scale."""
+
+
+class Cell(NamedTuple):
+    """One launch of a product."""
+
+    kind: str
+    """"dense", "experts" or "gathered"."""
+    fp8: bool
+    format: str
+    epilogue: str
+    m: int
+    n: int
+    k: int
+    config: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FP8 if self.fp8 else torch.bfloat16
+
+    @property
+    def layout(self) -> str:
+        return "mma8" if self.fp8 else "mma16"
+
+
+def cells(every: Sequence[Numbers] = NUMBERS) -> list[Cell]:
+    """Return one cell for each kernel, schedule, way to divide k and clusters, for each kind and numbers."""
+    device = Device.of(torch.device("cuda")) if torch.cuda.is_available() else H200
+    found: dict[tuple[object, ...], Cell] = {}
+    for kind in ("dense", "experts", "gathered"):
+        for numbers in every:
+            for m, n, k in SHAPES:
+                for config in _configs(kind, numbers, (m, n, k), device):
+                    kernel, _, text = config.rpartition("/")
+                    c = w4gemm.GemmConfig.parse(text)
+                    tail = c.tail is not None
+                    if tail == (n < 9000):  # two launches want more than a wave, others take little time
+                        continue
+                    way: tuple[object, ...] = kernel, c.schedule, tail
+                    if numbers.every_way:
+                        way += c.split_k > 1, c.cluster_m > 1, c.cluster_n > 1
+                    cell = Cell(kind, numbers.dtype == FP8, numbers.format, numbers.epilogue, m, n, k, config)
+                    found.setdefault((kind, numbers, *way), cell)
+    return list(found.values())
+
+
+def _configs(kind: str, numbers: Numbers, shape: tuple[int, int, int], device: Device) -> list[str]:
+    m, n, k = shape
+    fp8, blocks = numbers.dtype == FP8, numbers.epilogue == "blocks"
+    epilogue = {
+        "biased": w4gemm.Epilogue("gelu", "device", bias=True),
+        "gated": w4gemm.Epilogue("silu_mul", residual=True),
+    }.get(numbers.epilogue, w4gemm.Epilogue())
+    epilogue = epilogue._replace(token_scale=fp8 and not blocks, block_scale=blocks)
+    format, layout = WeightFormat.of(numbers.format), "mma8" if fp8 else "mma16"
+    experts, gathered = (0 if kind == "dense" else len(COUNTS)), kind == "gathered"
+    return w4gemm.configs(
+        GemmProblem(m, n, k, numbers.dtype, format, layout, epilogue, device, experts=experts, gathered=gathered)
+    )
+
+
+class Launch(NamedTuple):
+    """A product of tensors on the GPU."""
+
+    run: Callable[[], torch.Tensor]
+    wanted: torch.Tensor
+    """d in float64, on the CPU."""
+
+
+def launch_of(cell: Cell) -> Launch:
+    """Return a cell's launch. All that is no kernel of ours runs on the CPU."""
+    m = cell.m if cell.kind == "dense" else sum(COUNTS)
+    n, k, g = cell.n, cell.k, torch.Generator().manual_seed(1)
+    w = random_weight(WeightFormat.of(cell.format), n, k, seed=1)
+    x = torch.randn(m, k, generator=g).to(cell.dtype)
+    given = _operands(cell, m, g)
+    if cell.kind == "dense":
+        on_gpu, packed = _moved(given), w.repack(cell.layout).to("cuda")
+        x_gpu = x.cuda()
+        return Launch(
+            lambda: w4gemm.linear(x_gpu, packed, config=cell.config, **on_gpu), linear_reference(x, w, **given)
+        )
+    if "bias" in given:
+        given["bias"] = given["bias"].repeat(len(COUNTS), 1)
+    several = w4gemm.QuantizedWeight.stack([w] * len(COUNTS), layout=cell.layout).to("cuda")
+    offsets, on_gpu, x_gpu = torch.tensor((0, *COUNTS)).cumsum(0).int(), _moved(given), x.cuda()
+    ends = offsets.cuda()
+    if cell.kind == "gathered":
+        rows = torch.randperm(m, generator=g)
+        on_gpu["indices"] = rows.cuda()
+        x = x.view(torch.uint8).view(m, -1)[rows].view(cell.dtype)
+        given |= {"token_scale": given["token_scale"][rows]} if cell.fp8 else {}
+    canonical = w4gemm.QuantizedWeight.stack([w] * len(COUNTS), layout="canonical")
+    return Launch(
+        lambda: w4gemm.grouped_linear(x_gpu, several, ends, config=cell.config, **on_gpu),
+        grouped_reference(x, canonical, offsets, **given),
+    )
+
+
+def _operands(cell: Cell, m: int, g: torch.Generator) -> dict[str, Any]:
+    """Return what a cell's epilogue takes, on the CPU."""
+    given: dict[str, Any] = {}
+    if cell.epilogue == "biased":
+        bias = torch.randn(cell.n, generator=g).bfloat16()
+        given = {"bias": bias, "alpha": torch.tensor([1.5]), "activation": "gelu"}
+    elif cell.epilogue == "gated":
+        given = {"activation": "silu_mul", "residual": torch.randn(m, cell.n // 2, generator=g).bfloat16()}
+    if cell.fp8:
+        shape = (m, -(-cell.k // 128)) if cell.epilogue == "blocks" else (m,)
+        given["token_scale"] = torch.rand(shape, generator=g) + 0.5
+    return given
+
+
+def _moved(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+
+
+class Made(NamedTuple):
+    """Random tensors of a helper's call: made on the CPU, so that no other kernel of the GPU takes part."""
+
+    device: str
+    g: torch.Generator
+
+    @classmethod
+    def on(cls, device: str) -> Made:
+        return cls(device, torch.Generator().manual_seed(1))
+
+    def half(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.g).bfloat16().to(self.device)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=self.g, dtype=dtype).to(self.device)
+
+    def attention(self, batch: int, kv_heads: int, group: int, dim: int, length: int, slot: int, window: int) -> Any:
+        heads = kv_heads * group
+        q, k, v = self.half(batch, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), 1)
+        angles = (self.half(batch, dim // 2).repeat(1, 2) for _ in range(2))
+        layer = SimpleNamespace(**{name: self.half(batch, kv_heads, length, dim) for name in ("keys", "values")})
+        cached = Cached(None, torch.tensor([slot]).to(self.device), self.integers(0, min(slot, 3), batch))
+        return step_attention(q, k, v, *angles, layer, cached, dim**-0.5, window), layer.keys, layer.values
+
+    def routed(self, tokens: int, top_k: int, experts: int, mapped: bool, dtype: torch.dtype) -> Any:
+        ids = self.integers(-1, experts, tokens, top_k, dtype=dtype)
+        here = self.integers(-1, experts - 1, experts) if mapped else None
+        routing = w4gemm.route(ids, experts, here)
+        d, weights = self.half(tokens * top_k, 136), torch.rand(tokens, top_k, generator=self.g).to(self.device)
+        rows = routing.row_of_choice
+        sums = w4gemm.combine(d, rows, weights), w4gemm.combine(d, rows, weights, settled=True)
+        return routing.m_offsets, rows, *sums
+
+    def quantized(self, k: int, front: str, padded: int) -> Any:
+        columns = 2 * k if front == "silu_mul" else k
+        x = self.half(5, columns + padded)[:, :columns]
+        weight = self.half(k) if front == "norm" else None
+        x8, scale = w4gemm.quantize_activations(x, norm_weight=weight, silu_mul=front == "silu_mul")
+        return x8.view(torch.uint8) if front == "" else x8.float() * scale[:, None], scale
+
+
+EVERYTHING = 2**30
+HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
+    **{f"rms_norm {k}": lambda made, k=k: rms_norm(made.half(5, 1, k), made.half(k), 1e-5) for k in (136, 2880, 16384)},
+    **{
+        f"gate_halves {name}": lambda made, name=name: gate_halves(made.half(3, 2064), name)
+        for name in ("silu_mul", "swiglu_oai")
+    },
+    "step_attention alone": lambda made: made.attention(3, 2, 7, 64, 200, 130, EVERYTHING),
+    "step_attention in a cluster": lambda made: made.attention(2, 1, 8, 128, 2048, 1900, 300),
+    "step_attention of 256": lambda made: made.attention(1, 2, 4, 256, 1024, 1023, EVERYTHING),
+    "route and combine": lambda made: made.routed(37, 4, 32, False, torch.int64),
+    "route by a map": lambda made: made.routed(700, 8, 257, True, torch.int32),
+    **{
+        f"activation_quantize {k} {front}".strip() + (", padded" if padded else ""): (
+            lambda made, k=k, front=front, padded=padded: made.quantized(k, front, padded)
+        )
+        for k, padded in ((136, 0), (577, 3), (5120, 8))
+        for front in ("", "norm", "silu_mul")
+    },
+    **{
+        f"column_gather {k}": lambda made, k=k: gather_columns(made.half(5, k), torch.randperm(k).int().to(made.device))
+        for k in (640, 1001)
+    },
+}
+
+
+def run_helper(name: str) -> None:
+    """Call a helper on the GPU and hold it to PyTorch's operators on the CPU."""
+    ours, wanted = [], []
+    for device, into in (("cpu", wanted), ("cuda", ours)):
+        torch.manual_seed(1)
+        found = HELPER_CALLS[name](Made.on(device))
+        into += [t.cpu().double() for t in (found if isinstance(found, tuple) else (found,))]
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.07 if "quantize" in name else 0.02, atol=0.02, msg=name)
+
+
+def run_cell(cell: Cell) -> None:
+    """Launch a cell and hold it to the reference."""
+    launch = launch_of(cell)
+    error = ((launch.run().cpu().double() - launch.wanted).norm() / launch.wanted.norm()).item()
+    assert error < 4e-3, f"{cell}: relative error {error}"

@@ -1,0 +1,111 @@
+"""The load that bench.engine puts on a server, beside a server that streams tokens as vLLM's does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.engine import __main__ as program  # noqa: E402
+from bench.engine import page, serve  # noqa: E402
+
+SERVER = """
+import json, sys, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+PORT, TOKENS = int(sys.argv[1]), int(sys.argv[2])
+here, most, lock = 0, 0, threading.Lock()
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *unused):
+        pass
+
+    def answer(self, found, status=200):
+        data = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.answer({"version": "0.26.0"})
+
+    def do_POST(self):
+        global here, most
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/collective_rpc":
+            assert asked == {"method": "inspect_kernels"}
+            return self.answer({"results": [{"linear": {"vllm.machete.MacheteLinearKernel": 8}, "experts": {}}]})
+        if len(asked["prompt"]) != 16:
+            return self.answer({"error": "too long"}, 400)
+        with lock:
+            here += 1
+            most = max(most, here)
+            print(f"at a time: {most}", flush=True)
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for i in range(TOKENS):
+            self.say({"choices": [{"text": f" t{i}"}]}, straddle=i == 1)
+            time.sleep(0.005)
+        self.say({"choices": [], "usage": {"completion_tokens": TOKENS}})
+        self.chunk(b"data: [DONE]\\n\\n")
+        with lock:
+            here -= 1
+        self.chunk(b"")
+        self.close_connection = True
+
+    def say(self, event, straddle=False):
+        text = b"data: " + json.dumps(event).encode() + b"\\n\\n"
+        for part in (text[:9], text[9:]) if straddle else (text,):
+            self.chunk(part)
+
+    def chunk(self, text):
+        self.wfile.write(f"{len(text):x}\\r\\n".encode() + text + b"\\r\\n")
+        self.wfile.flush()
+
+ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+"""
+
+
+def rows(folder: Path, monkeypatch: pytest.MonkeyPatch, tokens_in: int, tokens: int = 4) -> list[dict[str, object]]:
+    """Rows of a run beside a server whose answers have ``tokens`` tokens, 4 of which are asked for."""
+
+    def command(arguments: dict[str, object], port: int) -> list[str]:
+        assert Path(str(arguments["model"])).joinpath("config.json").exists()
+        return [sys.executable, "-c", SERVER, str(port), str(tokens)]
+
+    monkeypatch.setattr(serve, "command", command)
+    options = ["--tiny", "--serve", "--impl", "default", "--batch", "1", "3", "--tokens-in", str(tokens_in)]
+    folders = ["--work", str(folder / "work"), "--logs", str(folder / "logs"), "--out", str(folder / "rows.jsonl")]
+    program.main([*options, "--tokens-out", "4", "--seconds", "30", *folders])
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def test_a_server_under_load_gives_rows(tmp_path, monkeypatch):
+    start, alone, three = rows(tmp_path, monkeypatch, 16)
+    (log,) = (tmp_path / "logs").glob("*-serve.log")
+    assert max(log.read_text().splitlines()) == "at a time: 3"
+    assert (start["phase"], start["impl"], start["engine_version"]) == ("start", "machete", "0.26.0")
+    assert (alone["phase"], alone["batch"], alone["requests"]) == ("serve", 1, 4)
+    assert (three["batch"], three["requests"], three["tokens_in"], three["tokens_out"]) == (3, 12, 16, 4)
+    for row in (alone, three):  # a busy machine may be late, but never early
+        assert 0 < row["tokens_s"] < 1000 * row["batch"] / 5
+        assert 0 < row["first_token_ms_p50"] <= row["first_token_ms_p99"]
+        assert 0 <= row["between_tokens_ms_p50"] <= row["between_tokens_ms_p99"]
+        assert row["between_tokens_ms_p99"] > 4
+    assert "serve, 3 at a time" in page.text([row | {"dirty": False} for row in (start, alone, three)], "engine.jsonl")
+
+
+def test_a_server_that_refuses_or_answers_too_little_fails_with_its_words(tmp_path, monkeypatch):
+    (failed,) = rows(tmp_path, monkeypatch, 17)
+    assert failed["phase"] == "failed" and "400 Bad Request" in failed["reason"] and "too long" in failed["reason"]
+    (failed,) = rows(tmp_path / "less", monkeypatch, 16, tokens=3)
+    assert "an answer has 3 tokens, wanted 4" in failed["reason"]

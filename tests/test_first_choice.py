@@ -1,0 +1,88 @@
+"""The host's work of the first choice of a process, counted: a few milliseconds in all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from w4gemm import choice
+from w4gemm.choice import choose, cost, shortlist, store
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, GemmProblem
+from w4gemm.kernels import space
+
+FEW = GemmProblem(16, 4864, 5120, torch.bfloat16, WeightFormat(), "mma16", device=H200)
+MANY = replace(FEW, m=1000)
+RECORDED = next(record for record in store.read(store.shipped_path(H200.name)) if record.key.dtype == "bfloat16")
+
+
+def forget() -> None:
+    for cached in (space._legal, space._legal_if_plain, space._legal_sizes, shortlist._shortlist, choose._is_legal):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process():
+    forget()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Return a function that counts the calls of a function from then on."""
+
+    def count(owner: object, name: str) -> list[int]:
+        calls, wrapped = [0], getattr(owner, name)
+
+        def counting(*args, **options):
+            calls[0] += 1
+            return wrapped(*args, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+        return calls
+
+    return count
+
+
+@pytest.mark.parametrize(
+    "problem", [FEW, replace(FEW, dtype=torch.float8_e4m3fn, layout="mma8")], ids=["w4a16", "w4a8"]
+)
+def test_few_of_all_combinations_of_sizes_become_configs(problem, counted):
+    legal = choice.configs(problem)
+    forget()
+    made = counted(GemmConfig, "__post_init__")
+    assert choice.configs(problem) == legal
+    names = {name.partition("/")[0] for name in legal}
+    hopper = [kernel for kernel in choose.KERNELS if kernel.name in names and kernel.name.startswith("sm90")]
+    candidates = sum(1 for kernel in hopper for _ in kernel.space.candidates())
+    assert len(legal) < made[0] + 60 and made[0] < candidates / 2
+
+
+def test_what_was_measured_for_a_layer_is_found_without_costing_others(counted):
+    """The records of other layers are not parsed either."""
+    key = RECORDED.key
+    records = store.read(store.shipped_path(H200.name))
+    problem = replace(FEW, m=RECORDED.m[1], n=key.n, k=key.k, format=WeightFormat.parse(key.format))
+    parsed, timed = counted(store.Record, "parse"), counted(cost.waves, "launch_timer")
+    assert choice.decide(problem).source == "shipped"
+    assert timed[0] == 0 < parsed[0] < 0.2 * len(records)
+
+
+def test_a_shortlist_makes_each_config_ready_once(counted):
+    """It looks at several numbers of tokens."""
+    timed = counted(cost.waves, "launch_timer")
+    configs = [c for c in choice.configs(MANY) if c.startswith("sm90") and "+" not in c]
+    timed[0] = 0
+    choice.decide(MANY)
+    pairs = [c for c in choice.configs(MANY) if "+" in c]
+    assert len(configs) <= timed[0] < 2 * len(configs) + 50 * len(pairs)
+
+
+def test_a_new_m_of_many_tokens_makes_none_ready(counted):
+    choice.decide(MANY)
+    timed = counted(cost.waves, "launch_timer")
+    for m in (320, 1008, 4096, 7808):
+        choice.decide(replace(MANY, m=m))
+    assert timed[0] <= 4 * 12, "at most a launch of two for each pair and m"

@@ -1,0 +1,56 @@
+"""Nonsense calls of the public functions: refused in a sentence that names the argument."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+import w4gemm
+from fuzz import nonsense
+
+ONE_IN = 4
+
+
+def test_a_slice_with_a_new_seed(capsys):
+    seed = int(time.time()) % 100_000
+    with capsys.disabled():  # so that the seed is known if it fails
+        print(f"\nnonsense: seed {seed}")
+        count, wrong = nonsense.find(random.Random(seed), ONE_IN)
+    assert count > 1000 and not wrong, "\n".join(map(str, wrong))
+
+
+def test_a_function_that_takes_nonsense_is_found(monkeypatch):
+    call = nonsense.Call(lambda most: int(most) if most != "nonsense" else most.missing, {"most": 1})
+    monkeypatch.setattr(nonsense, "calls", lambda: {"a function": call})
+    _, wrong = nonsense.find()
+    came = {found.came: found.what for found in wrong}
+    assert came["text"].startswith("AttributeError")
+    assert came["true"].startswith("taken") and came["fraction"].startswith("taken")
+    assert came["None"].startswith("no argument is named")
+    assert "number" not in came
+
+
+def test_rows_that_there_are_not():
+    """Known on the CPU alone: a GPU's numbers are not read."""
+    stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(48, 64), "int4_g32")] * 2)
+    offsets, x = torch.tensor([0, 1, 3], dtype=torch.int32), torch.randn(4, 64)
+    for rows, came in (([0, 4, 1], 4), ([0, -1, 1], -1)):
+        with pytest.raises(ValueError, match=f"indices: wanted rows 0 .. 3, got {came}"):
+            w4gemm.grouped_linear(x, stack, offsets, indices=torch.tensor(rows))
+    with pytest.raises(ValueError, match="row_of_choice: wanted rows .* .. 3, got 4"):
+        w4gemm.combine(x, torch.tensor([[0, 4]], dtype=torch.int32), torch.rand(1, 2))
+
+
+def test_a_module_is_no_activation():
+    """A module that is set as an attribute becomes a child, and the property of that name is not asked."""
+    w = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(64, 64), "int4_g32")] * 2)
+    with pytest.raises(TypeError, match="activation: wanted a string, got SiLU"):
+        w4gemm.W4Experts(w, w, activation=torch.nn.SiLU())
+
+
+def test_zero_points_for_a_format_without():
+    with pytest.raises(ValueError, match="zeros: int4_g32 has none, got int"):
+        w4gemm.QuantizedWeight.from_codes("int4_g32", torch.zeros(8, 32).byte(), torch.ones(8, 1).bfloat16(), 3)

@@ -1,0 +1,77 @@
+"""Layers of a model in 4 bits and dense again: what is refused, and modules that have several names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from w4gemm import W4Linear, integrations
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, quantize_layers
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ((None,), TypeError, "model: wanted a torch.nn.Module, got NoneType"),
+        ((nn.Linear(64, 64),), TypeError, "model: wanted a module with layers inside, got a Linear itself"),
+        ((model(), ""), ValueError, "format: wanted int4_g<group size>"),
+    ],
+)
+def test_what_is_refused(given, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        quantize_layers(*given)
+
+
+def test_a_layer_itself_has_no_place_for_a_dense_one():
+    with pytest.raises(TypeError, match="model: wanted a module with layers inside, got a W4Linear itself"):
+        dequantize_layers(W4Linear(64, 64), torch.float32)
+
+
+@pytest.mark.parametrize("skip", ["lm_head", None, 3, [3]])
+def test_names_that_are_skipped_are_no_letters(skip):
+    """Once a string was taken for its letters, and the layer of that name was quantized."""
+    for call in (lambda: quantize_layers(model(), skip=skip), lambda: W4GemmConfig(skip=skip)):
+        with pytest.raises(TypeError, match=re.escape("skip: wanted last parts of names, such as ('lm_head',), got")):
+            call()
+
+
+def test_an_error_names_the_layer():
+    broken = model()
+    broken[2].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="2: weight: wanted finite values"):
+        quantize_layers(broken)
+
+
+class Shared(nn.Module):
+    """A layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_layer_of_two_names_stays_one():
+    shared, x = Shared(), torch.randn(3, 64)
+    quantize_layers(shared)
+    assert isinstance(shared.second, W4Linear) and shared.first is shared.second
+    found = shared(x)
+    dequantize_layers(shared, torch.float32)
+    assert type(shared.second) is nn.Linear and shared.first is shared.second
+    torch.testing.assert_close(shared(x), found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_device_that_there_is_not(tmp_path):
+    with pytest.raises(ValueError, match="device: wanted a torch.device or its string, .* got 'nonsense'"):
+        integrations.transformers.load(tmp_path, "nonsense")

@@ -1,0 +1,54 @@
+"""compute-sanitizer sees every kernel, schedule and helper kernel, by names that it instruments."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import sanitize_matrix
+from launch_cells import HELPER_CALLS, Made, cells
+from w4gemm.core.problem import H200
+from w4gemm.jit import object_code
+from w4gemm.kernels import HELPERS, KERNELS
+from w4gemm.kernels.helper import LayerFacts
+from w4gemm.kernels.rms_norm.spec import RowNorm
+
+GPU_KERNELS = {kernel.name for kernel in KERNELS} - {"cpu_mixed_gemm"}
+
+
+def test_every_kernel_and_schedule_is_launched():
+    found = cells()
+    ways = {(c.kind, c.fp8, c.config.partition("/")[0]) for c in found}
+    assert {kernel for *_, kernel in ways} == GPU_KERNELS
+    for kind, fp8 in itertools.product(("dense", "experts", "gathered"), (False, True)):
+        assert len({kernel for k, f, kernel in ways if (k, f) == (kind, fp8)}) >= 2
+    schedules = {(c.config.partition("/")[0], c.config.rpartition("_")[2]) for c in found if c.kind == "dense"}
+    for kernel in GPU_KERNELS - {"dequantize_gemm", "sm90_decode", "sm90_fp8_gemm"}:
+        assert {schedule for name, schedule in schedules if name == kernel} >= {"coop", "pingpong", "stream"}
+    assert any("+" in c.config for c in found)
+    assert {c.format for c in found} >= {"iq4_g32_fp16", "q4_k", "nvfp4", "mxfp4"}
+
+
+def test_every_helper_is_launched():
+    named = {name.split()[0] for name in HELPER_CALLS}
+    assert named == {h.name for h in HELPERS} - {"expert_route", "row_combine"} | {"route"}  # one call has both
+
+
+@pytest.mark.parametrize("name", HELPER_CALLS)
+def test_a_helper_call_runs_on_the_cpu(name):
+    """Where PyTorch's operators stand for the kernel, and are what it is held to."""
+    torch.manual_seed(1)
+    found = HELPER_CALLS[name](Made.on("cpu"))
+    assert all(t.isfinite().all() for t in (found if isinstance(found, tuple) else (found,)))
+
+
+def test_names_of_kernels_are_those_that_are_instrumented():
+    """A kernel of another name would pass unseen; that of a dataclass holds no name of a module."""
+    text = sanitize_matrix.KERNELS.partition("=")[2].encode()
+    norm = RowNorm.of(H200, torch.bfloat16, 4096)
+    helpers = [*HELPERS[0].needed(H200, LayerFacts(4096, torch.bfloat16, act_order=True)), norm]
+    assert len(helpers) > 1
+    for helper in helpers[-2:]:
+        assert helper is not None and text in object_code(helper.unit())

@@ -1,0 +1,62 @@
+"""How stream-k divides tiles among CTAs, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+from collections import defaultdict
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+SHAPES = [
+    (tiles, blocks, ctas)
+    for tiles, blocks, ctas in itertools.product(
+        (1, 2, 7, 131, 132, 133, 295, 668), (1, 3, 6, 16, 23, 200), (1, 5, 132)
+    )
+    if ctas <= tiles * blocks < 20000
+]
+"""Tiles, blocks of each along k, CTAs: a launch has no more of these than blocks."""
+
+
+def fresh_scheduler() -> ModuleType:
+    """Return the module anew: where a kernel was traced before, its functions take the DSL's numbers only."""
+    pytest.importorskip("cutlass")
+    spec = importlib.util.find_spec("w4gemm.kernels.device.scheduler")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("tiles", "blocks", "ctas"), SHAPES)
+def test_every_block_is_multiplied_once_and_every_partial_is_added(
+    monkeypatch: pytest.MonkeyPatch, tiles: int, blocks: int, ctas: int
+) -> None:
+    """The traced functions, run on Python's integers; the owner's loop is that of ``Consumer.stream_k_fixup``."""
+    scheduler = fresh_scheduler()
+    monkeypatch.setattr(scheduler, "cutlass", SimpleNamespace(min=min, max=max))
+    share_of, tile_of = (inspect.unwrap(f) for f in (scheduler.stream_share, scheduler.stream_tile))
+    done, storing, adding = defaultdict(list), defaultdict(set), {}
+    for cta in range(ctas):
+        share = share_of(cta, ctas, tiles, blocks)
+        own, stored = 0, False
+        for index in range(share.work_tiles(blocks)):
+            tile, first, stop = tile_of(index, cta, ctas, blocks, share)
+            assert 0 <= tile < tiles and 0 <= first < stop <= blocks
+            done[tile] += range(first, stop)
+            own += stop - first
+            if first > 0:
+                assert index == 0 and not stored, "a CTA stores partials once, before it waits for others'"
+                stored = True
+                storing[tile].add(cta)
+            elif stop < blocks:
+                other, adding[tile] = cta + 1, set()
+                while other * share.cut * blocks // ctas < (tile + 1) * blocks:
+                    adding[tile].add(other)
+                    other += 1
+                assert other <= ctas
+        assert abs(own - tiles * blocks / ctas) < 1, "shares are equal"
+    assert {tile: sorted(found) for tile, found in done.items()} == {t: list(range(blocks)) for t in range(tiles)}
+    assert storing == adding

@@ -1,0 +1,144 @@
+"""The vLLM plugin's linear layers of 4-bit floats, against a stub of vLLM's interfaces, on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import w4gemm
+from test_vllm_dense import vllm_stub
+from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations import vllm as plugin
+from w4gemm.weights.random import random_components
+
+N, K = 96, 256
+FACTOR = 1 / 3072
+
+
+@pytest.fixture
+def floats(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module, imported beside the stub and installed by the entry point."""
+    with vllm_stub(monkeypatch, "floats"):
+        yield importlib.import_module(f"{plugin.__name__}.floats")
+
+
+def made(format: str, dtype: torch.dtype = torch.bfloat16, k: int = K, bias: bool = False) -> tuple[Any, Any, Any]:
+    """A kernel as vLLM chooses it, a layer as vLLM's scheme leaves it to the kernel, and the weight that this is."""
+    from vllm.model_executor.kernels.linear import init_mxfp4_linear_kernel, init_nvfp4_linear_kernel
+
+    codes, scales, *_ = random_components(WeightFormat.parse(format), N, k, 3)
+    layer: Any = torch.nn.Module()
+    layer.params_dtype = dtype
+
+    def keep(name: str, t: torch.Tensor) -> None:
+        setattr(layer, name, torch.nn.Parameter(t, requires_grad=False))
+
+    keep("weight", codes[:, 0::2] | codes[:, 1::2] << 4)
+    if format == "nvfp4":
+        keep("weight_scale", scales)
+        for name in ("weight_global_scale", "input_global_scale", "input_global_scale_inv", "alpha"):
+            keep(name, torch.tensor(FACTOR))
+        kernel = init_nvfp4_linear_kernel()
+        w = w4gemm.QuantizedWeight.from_codes(format, codes, scales, channels=torch.full((N,), FACTOR))
+    else:
+        keep("weight_scale", scales.view(torch.uint8))
+        kernel = init_mxfp4_linear_kernel()
+        w = w4gemm.QuantizedWeight.from_codes(format, codes, scales)
+    if bias:
+        keep("bias", torch.randn(N, dtype=dtype))
+    return kernel, layer, w.repack()
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_layer_is_the_weight(floats: ModuleType, format: str, dtype: torch.dtype, bias: bool) -> None:
+    kernel, layer, w = made(format, dtype, bias=bias)
+    assert type(kernel).__name__.startswith("W4Gemm")
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(3, 5, K, dtype=dtype)
+    given = layer.bias if bias else None
+    d = kernel.apply_weights(layer, x, given)
+    assert d.shape == (3, 5, N) and d.dtype == dtype
+    assert torch.equal(d, w4gemm.linear(x, w, None if given is None else given.detach()))
+    held = {name for name, _ in layer.named_parameters()}
+    assert held == {"weight", "w4gemm_packed1", *(["w4gemm_packed2"] * (format == "nvfp4")), *(["bias"] * bias)}
+
+
+def test_a_layer_is_traced_whole(floats: ModuleType) -> None:
+    kernel, layer, _ = made("nvfp4")
+    kernel.process_weights_after_loading(layer)
+    torch._dynamo.reset()
+    traced = torch.compile(lambda x: kernel.apply_weights(layer, x), fullgraph=True, dynamic=True, backend="eager")
+    with torch.inference_mode():
+        for m in (7, 12):
+            x = torch.randn(m, K, dtype=torch.bfloat16)
+            assert torch.equal(traced(x), kernel.apply_weights(layer, x))
+
+
+def test_installed_once_and_first(floats: ModuleType) -> None:
+    from vllm.model_executor.kernels.linear import _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_NVFP4_KERNELS
+    from vllm.platforms import PlatformEnum
+
+    floats.install()
+    assert _POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA] == [floats.W4GemmNvFp4LinearKernel]
+    assert _POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA] == [floats.W4GemmMxFp4LinearKernel]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_a_layer_that_cannot_be_packed_runs_on_vllms_kernel(
+    floats: ModuleType, format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded: list[Any] = []
+
+    class Marlin:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+        is_supported = can_implement = staticmethod(lambda config=None: (True, None))
+        process_weights_after_loading = staticmethod(loaded.append)
+        apply_weights = staticmethod(lambda layer, x, bias=None: x + 1)
+
+    kernel, layer, _ = made(format)
+    kernel.possible.append(type("Refused", (Marlin,), {"is_supported": staticmethod(lambda: (False, "Blackwell"))}))
+    kernel.possible.append(Marlin)
+    if format == "mxfp4":  # NaN
+        layer.weight_scale.data.fill_(255)
+    else:
+        layer.weight_global_scale.data.fill_(float("inf"))
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        kernel.process_weights_after_loading(layer)
+    assert type(kernel.vllm_kernel) is Marlin and loaded == [layer]
+    assert "w4gemm leaves linear layers of 4-bit floats to vLLM's own kernels" in caplog.text
+    assert torch.equal(kernel.apply_weights(layer, torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_other_gpus_keep_vllms_kernels(floats: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls: (10, 0)))
+    supported, reason = floats.W4GemmNvFp4LinearKernel.is_supported()
+    assert not supported and "W4GEMM_VLLM=on takes over" in reason
+
+
+def test_plans_are_ready_when_the_last_layer_is_loaded(
+    floats: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=9))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    first, second = made("nvfp4"), made("mxfp4", bias=True)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        first[0].process_weights_after_loading(first[1])
+        assert not caplog.records
+        second[0].process_weights_after_loading(second[1])
+    assert "w4gemm runs 2 linear layers of 4-bit floats" in caplog.text
+    monkeypatch.setattr("w4gemm.choice.plan_cache.plan", lambda *a: pytest.fail("a plan was chosen"))
+    for kernel, layer, _ in (first, second):
+        for m in (1, 8, 9):
+            kernel.apply_weights(layer, torch.randn(m, K, dtype=torch.bfloat16), getattr(layer, "bias", None))

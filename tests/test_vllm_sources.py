@@ -1,0 +1,217 @@
+"""The vLLM plugin in vLLM's own layers, which load checkpoints: with ``VLLM_SOURCES``, see vllm_sources.py."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if "VLLM_SOURCES" not in os.environ:
+    pytest.skip("VLLM_SOURCES does not name vLLM's sources", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.engine.checkpoint import write
+from bench.engine.models import model_named, tiny
+from bench.engine.packing import Packing
+
+import vllm_sources
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder
+
+vllm_sources.install(os.environ["VLLM_SOURCES"].split(os.pathsep))
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+CONFIGS = {
+    "gptq": "auto_gptq",
+    "awq": "auto_awq",
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "modelopt_fp4",
+}
+FORMATS = {
+    "gptq-int4-g64": ("W4GemmLinearKernel", 0.004),
+    "gptq-int4-g64-act": ("W4GemmLinearKernel", 0.004),
+    "gptq-int4-g64-head": ("W4GemmLinearKernel", 0.004),
+    "awq-int4-g64": ("W4GemmLinearKernel", 0.004),
+    "ct-int4-g32": ("W4GemmLinearKernel", 0.004),
+    "ct-int4-g128-fp8": ("W4GemmLinearKernel", 0.06),
+    "ct-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
+    "ct-mxfp4": ("W4GemmMxFp4LinearKernel", 0.004),
+    "modelopt-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
+}
+"""The kernel that vLLM must choose, and the largest relative error: of rounding x and the result to bf16, and for fp8
+activations of rounding x and folding scales into weights."""
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("W4GEMM_VLLM", "on")
+    for part in ("dense", "floats", "experts"):
+        importlib.import_module(f"w4gemm.integrations.vllm.{part}").install()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    if format.endswith("-act") and "has_g_idx" not in MPLinearLayerConfig.__dataclass_fields__:
+        pytest.skip("this vLLM has no act-order")
+    model = tiny(model_named("llama-3-8b"))
+    write(model, Packing.parse(format), tmp_path)
+    c, given = model.config, {"bias": False, "quant_config": quantization(tmp_path)}
+    hidden, width = c["hidden_size"], c["intermediate_size"]
+    heads = c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
+    layers: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
+        (
+            "self_attn.qkv_proj",
+            lambda **o: QKVParallelLinear(hidden, *heads, **o),
+            {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        ),
+        (
+            "mlp.gate_up_proj",
+            lambda **o: MergedColumnParallelLinear(hidden, [width] * 2, **o),
+            {"gate_proj": 0, "up_proj": 1},
+        ),
+        ("mlp.down_proj", lambda **o: RowParallelLinear(width, hidden, **o), {"down_proj": None}),
+    ]
+    for name, make, shards in layers:
+        prefix = f"model.layers.1.{name}"
+        layer = loaded(make(prefix=prefix, **given), tmp_path, prefix.rpartition(".")[0], shards)
+        kernel = getattr(layer.quant_method, "kernel", None) or layer.scheme.kernel
+        check(
+            tmp_path, format, type(kernel).__name__, [f"{prefix.rpartition('.')[0]}.{shard}" for shard in shards], layer
+        )
+    if format.endswith("-head"):
+        head = loaded(
+            ParallelLMHead(c["vocab_size"], hidden, prefix="lm_head", **given), tmp_path, "", {"lm_head": None}
+        )
+        kernel = type(head.quant_method.kernel).__name__
+        check(tmp_path, format, kernel, ["lm_head"], lambda x: [head.quant_method.apply(head, x)])
+
+
+def quantization(folder: Path) -> Any:
+    """vLLM's quantization config of a checkpoint."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = get_quantization_config(CONFIGS.get(stored["quant_method"], stored["quant_method"])).from_config(stored)
+    config.packed_modules_mapping = FUSED
+    config.maybe_update_config(str(folder))
+    return config
+
+
+def loaded(layer: Any, folder: Path, parent: str, shards: dict[str, Any]) -> Any:
+    """Have vLLM's loaders fill a layer from the tensors of its modules, and the plugin pack it."""
+    stored, parameters, filled = SafetensorsFolder(folder), dict(layer.named_parameters()), set()
+    for shard, position in shards.items():
+        prefix = f"{parent}.{shard}.".lstrip(".")
+        for name in (name for name in stored.tensors if name.startswith(prefix)):
+            if _is_unused(name, parameters):
+                continue
+            parameter = parameters[name.removeprefix(prefix)]
+            parameter.weight_loader(parameter, stored.tensor(name), *(() if position is None else (position,)))
+            filled.add(name.removeprefix(prefix))
+    assert filled == set(parameters)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def _is_unused(name: str, parameters: Mapping[str, Any]) -> bool:
+    """True for the order of columns where this vLLM has none."""
+    return name.endswith("g_idx") and not any(held.endswith("g_idx") for held in parameters)
+
+
+def check(folder: Path, format: str, kernel: str, modules: list[str], layer: Callable[[torch.Tensor], Any]) -> None:
+    """Hold a layer's kernel and product to the checkpoint's numbers."""
+    wanted, most = FORMATS[format]
+    assert kernel == wanted
+    checkpoint = open_checkpoint(folder)
+    w = torch.cat([checkpoint.weight(name).dequantize().double() for name in modules])
+    x = torch.randn(5, w.shape[1], dtype=torch.bfloat16)
+    product = x.double() @ w.T
+    assert (layer(x)[0].double() - product).norm() < most * product.norm(), modules
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+EXPERTS = {
+    "gptq-int4-g64": 0.008,
+    "awq-int4-g64": 0.008,
+    "ct-int4-g64": 0.008,
+    "ct-int4-g128-fp8": 0.1,
+    "ct-nvfp4": 0.008,
+    "ct-mxfp4": 0.008,
+    "modelopt-nvfp4": 0.008,
+}
+"""Largest relative error: of rounding x, what lies between the products, and the result."""
+_PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
+"""vLLM's parameter and name of each part of it."""
+
+
+@pytest.mark.parametrize("format", EXPERTS)
+def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
+    write(model, Packing.parse(format), tmp_path)
+    count, top_k, hidden = (model.config[name] for name in ("num_experts", "num_experts_per_tok", "hidden_size"))
+    layer = routed_experts(model.config, quantization(tmp_path), prefix)
+    stored, parameters = SafetensorsFolder(tmp_path), dict(layer.named_parameters())
+    for name in (name for name in stored.tensors if name.startswith(f"{prefix}.")):
+        expert, projection, leaf = name.removeprefix(f"{prefix}.").split(".")
+        product, shard = _PROJECTIONS[projection]
+        if _is_unused(name, parameters):
+            continue
+        held = parameters[f"{product}_{leaf}"]
+        held.weight_loader(held, stored.tensor(name), f"{prefix}.{product}_{leaf}", shard, int(expert))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
+
+    x, weights = torch.randn(5, hidden, dtype=torch.bfloat16), torch.rand(5, top_k, dtype=torch.float32)
+    ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(5)]).int()
+    with torch.inference_mode():
+        d = layer.quant_method.apply(layer, x, weights, ids, None, None)
+    checkpoint, wanted = open_checkpoint(tmp_path), torch.zeros(5, hidden, dtype=torch.float64)
+    both, down = (checkpoint.weight(f"{prefix}.{name}").dequantize().double() for name in ("gate_up_proj", "down_proj"))
+    for t, j in torch.nonzero(ids >= 0).tolist():
+        gate, up = (both[ids[t, j]] @ x[t].double()).view(-1, 2).T
+        wanted[t] += weights[t, j].double() * (down[ids[t, j]] @ (torch.nn.functional.silu(gate) * up))
+    assert (d.double() - wanted).norm() < EXPERTS[format] * wanted.norm()
+
+
+def routed_experts(config: Mapping[str, Any], quantization: Any, prefix: str) -> Any:
+    """vLLM's layer of experts, on one GPU."""
+    from vllm.model_executor.layers.fused_moe import config as moe_config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    count, top_k = config["num_experts"], config["num_experts_per_tok"]
+    sizes = {f"{name}_size": 1 for name in ("tp", "pcp", "dp", "ep", "sp")}
+    ranks = {f"{name}_rank": 0 for name in ("tp", "pcp", "dp", "ep")}
+    parallel = moe_config.FusedMoEParallelConfig(**sizes, **ranks, use_ep=False, all2all_backend="", enable_eplb=False)
+    moe = moe_config.FusedMoEConfig(
+        num_experts=count,
+        experts_per_token=top_k,
+        hidden_dim=config["hidden_size"],
+        intermediate_size=config["moe_intermediate_size"],
+        num_local_experts=count,
+        num_logical_experts=count,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=moe_config.RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel,
+        in_dtype=torch.bfloat16,
+        max_num_tokens=8,
+    )
+    manager = ExpertMapManager(8, top_k, count, 0, None, parallel, "linear", False)
+    return RoutedExperts(prefix, torch.bfloat16, moe, quantization, manager)
