@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def _numbers_of_this_test(request: pytest.FixtureRequest) -> None:
     """Numbers that a test draws without a seed of its own are the same in every run, and differ from test to test."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def new_seed(request: pytest.FixtureRequest) -> int:
+    """Another seed for each commit; of the time, in a run that names what it wants. A test that fails shows it."""
+    seed = zlib.crc32((_sample_seed(request.config) or str(time.time())).encode()) % 100_000
+    print(f"seed {seed}")
+    return seed
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -171,21 +171,24 @@ class Sums(NamedTuple):
 def product(x: torch.Tensor, weight: Weight, x_type: str, *, w_may_be_rounded: bool, columns_at_a_time: int) -> Sums:
     """x (m, k) @ w (n, k).T in float64.
 
-    The error allowed: weights rounded to x's type (independent errors, so their root of squares, ten times), float32
-    additions in any order; and, for e4m3 x, what tensor cores cut off: after every 32 columns of ``columns_at_a_time``
-    the sum at 14 bits, and before it is added each of 33 terms at 14 bits of the largest one, which is at most the root
-    of squares: independent errors again, sqrt(33) < 8 of them.
+    The error allowed: weights rounded to x's type (independent errors, so their root of squares, ten times); float32
+    additions in any order, and one after the other, where each of k partial sums may be about as large as the whole and
+    is rounded (independent errors, of 2**-24 / sqrt(3) of it in the mean, three and a half times their root of
+    squares); and, for e4m3 x, what tensor cores cut off: after every 32 columns of ``columns_at_a_time`` the sum at 14
+    bits, and before it is added each of 33 terms at 14 bits of the largest one, which is at most the root of squares:
+    independent errors again, sqrt(33) < 8 of them.
     """
     x, w = x.double(), weight.value
-    error = 2.0**-22 * (x.abs() @ weight.terms.T)
+    value = x @ w.T
     spread = (x.square() @ w.square().T).sqrt()
+    error = 2.0**-22 * (x.abs() @ weight.terms.T) + 2.0**-23 * math.sqrt(x.shape[1]) * (value.abs() + spread)
     if w_may_be_rounded:
         number = TYPES[x_type]
         error = error + 10 * number.unit * spread + number.smallest_step * x.abs().sum(1, keepdim=True)
     if x_type == "float8_e4m3fn":
         steps = 1 + -(-min(x.shape[1], columns_at_a_time) // 32)
         error = error + steps * 2.0**-13 * (x.abs() @ w.abs().T + 8 * spread)
-    return Sums(x @ w.T, error)
+    return Sums(value, error)
 
 
 def epilogue(

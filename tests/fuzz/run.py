@@ -111,9 +111,8 @@ def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
     torch.set_num_threads(1)
     found, device = Found(), args.device
     wanted = [text.split("=", 1) for text in args.like]
-    variant = args.seed * 10_000 + process - args.processes
-    while True:
-        variant += args.processes
+    first = args.seed * 10_000 + process
+    for variant in range(first, first + args.variants * args.processes, args.processes):
         helper = None if wanted or args.config else helpers.drawn(variant)
         facts = drawn_variant(variant, device, args.config)
         if not all(text in str(getattr(facts, name)) for name, text in wanted):
@@ -130,6 +129,7 @@ def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
                 one_weight([draw(variant, weight, seed, device, args.config) for seed in problems], device, found)
             if time.monotonic() > args.end or len(found.wrong) >= args.wrong or found.broken:
                 return found
+    return found
 
 
 def _child(args: argparse.Namespace, process: int, at: Any, results: Any) -> None:
@@ -166,6 +166,7 @@ def _side_by_side(args: argparse.Namespace) -> list[Found]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="how long (60)")
+    parser.add_argument("--variants", type=int, default=2**31, help="at most so many a process (no limit)")
     parser.add_argument("--processes", type=int, default=1, help="side by side on one device (1)")
     parser.add_argument("--weights", type=int, help="of each variant (5; 2 on the CPU, which compiles nothing)")
     parser.add_argument("--problems", type=int, help="with each weight (24; 4 on the CPU)")
