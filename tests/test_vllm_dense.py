@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm.checkpoints.quantized_folder import unpack_int4
+from w4gemm.checkpoints.module_tensors import unpack_int4
 from w4gemm.choice import plan_cache
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin

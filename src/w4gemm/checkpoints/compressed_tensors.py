@@ -25,16 +25,16 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.quantized_folder import (
+from w4gemm.checkpoints.module_tensors import (
     SCALES,
     check_bits,
     check_symmetric,
     check_tensor,
-    folder_format,
     of_bytes,
     unpack_int4,
     whole_groups,
 )
+from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 

@@ -19,7 +19,8 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.quantized_folder import check_tensor, folder_format, of_bytes, whole_groups
+from w4gemm.checkpoints.module_tensors import check_tensor, of_bytes, whole_groups
+from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 

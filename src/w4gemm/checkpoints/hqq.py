@@ -19,7 +19,8 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.quantized_folder import check_bits, check_tensor, folder_format
+from w4gemm.checkpoints.module_tensors import check_bits, check_tensor
+from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 

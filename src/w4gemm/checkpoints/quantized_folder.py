@@ -16,14 +16,11 @@ from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.experts import Stack, stacks
 from w4gemm.checkpoints.fp8_folder import Block, Fp8Folder, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
+from w4gemm.checkpoints.methods import method_of
 from w4gemm.core.errors import FormatError
-from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
-SCALES = {"F16": "fp16", "BF16": "bf16"}
-"""Scale rules by safetensors' name of the scales' dtype."""
-SYMMETRIC = 8
-"""Integer zero point of a symmetric weight."""
 _CODES = ("I8", "U8")
 """safetensors' names of the dtypes of packed weights."""
 _IGNORED = (".rotary_emb.inv_freq", "attn.q_scale", "attn.k_scale", "attn.v_scale")
@@ -209,103 +206,3 @@ def folder_format(
         return QuantizedFolder(path, meaning, renamed, block)
 
     return CheckpointFormat(method, contents, find, open)
-
-
-def method_of(config: Mapping[str, Any]) -> str | None:
-    """Name of the format of a quantization_config: the method that it names, but for AutoRound the method whose packing
-    it uses, for fp8 with experts in 4 bits DeepSeek-V4's, and W4AFP8 for ModelOpt's name of it."""
-    method = config.get("quant_method", config.get("method"))
-    if method == "fp8" and config.get("expert_dtype") == "fp4":
-        return "deepseek-v4"
-    if method == "modelopt" and config.get("quant_algo") == "MIXED_PRECISION" and not config.get("quantized_layers"):
-        return "w4afp8"
-    if method not in ("auto-round", "auto_round", "intel/auto-round"):
-        return method
-    packing = config.get("packing_format", "auto_round:auto_gptq")
-    return {"auto_round:auto_awq": "awq", "auto_round:awq": "awq"}.get(
-        packing, "gptq" if packing in GPTQ_ZEROS else method
-    )
-
-
-GPTQ_ZEROS = {"auto_round:auto_gptq": -1, "auto_round:gptq": -1, "auto": -1, "auto_round": 0, "auto_round:gptqmodel": 0}
-"""The number that AutoRound's GPTQ packings add to a zero point before they store it."""
-
-
-def auto_round_override(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the settings of one module in AutoRound's extra_config, by its name or else by the first pattern."""
-    overrides = config.get("extra_config") or {}
-    if name in overrides:
-        return overrides[name]
-    return next((found for pattern, found in overrides.items() if re.search(pattern, name)), {})
-
-
-def check_tensor(
-    stored: Mapping[str, TensorInfo], leaf: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None
-) -> tuple[int, ...]:
-    """Return the shape of one of a module's tensors; raise ValueError if it is missing or another than wanted.
-
-    Args:
-        dtypes: safetensors' names of those that are legal.
-        shape: None for any matrix.
-    """
-    if leaf not in stored:
-        raise ValueError(f"there is no {leaf} beside its {', '.join(sorted(stored))}")
-    info = stored[leaf]
-    if info.dtype not in dtypes:
-        raise ValueError(f"{leaf} is {info.dtype}, wanted {' or '.join(dtypes)}")
-    if (len(info.shape) != 2 or 0 in info.shape) if shape is None else info.shape != shape:
-        raise ValueError(f"{leaf} has shape {info.shape}, wanted {'a matrix' if shape is None else shape}")
-    return info.shape
-
-
-def whole_groups(format: WeightFormat, k: int) -> int:
-    """Return the number of groups along k; raise ValueError if the last one would be shorter than the others."""
-    if format.group_size != PER_COLUMN and k % format.group_size:
-        raise ValueError(f"groups of {format.group_size} do not divide its {k} input features")
-    return format.groups(k)
-
-
-def of_bytes(module: Module, packed: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor) -> QuantizedWeight:
-    """Return a weight whose codes lie as in the canonical layout, two of a row a byte, the even column in the low
-    nibble: nothing is unpacked and packed again.
-
-    Args:
-        packed: n rows of k / 2 bytes, of any dtype.
-        others: zero points or channel scales, if the format has them.
-    """
-    codes = packed.contiguous().view(torch.uint8)
-    parts = codes, scales.contiguous(), *others
-    w = QuantizedWeight(module.format, module.n, module.k, "canonical", parts, activations=module.activations)
-    w.check_range()
-    return w
-
-
-def unpack_int4(packed: torch.Tensor, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the nibbles of int32 (..., words) as uint8 (..., 8 * words), lowest first.
-
-    Args:
-        order: which nibble of a word is its first, second, ... number; None for lowest first.
-    """
-    # a clone, since contiguous() leaves a last dimension of one word its stride
-    pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # little-endian
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
-    return codes if order is None else codes.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
-
-
-def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
-    """Return the nibbles of uint8 (..., bytes) as uint8 (..., 2 * bytes), the low one first."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-
-
-def check_bits(bits: Any) -> None:
-    if bits != 4:
-        raise ValueError(f"its weight has {bits!r} bits, wanted 4")
-
-
-def check_symmetric(zeros: torch.Tensor) -> None:
-    """Raise ValueError unless all integer zero points are :data:`SYMMETRIC`."""
-    if not (zeros == SYMMETRIC).all():
-        raise ValueError(
-            f"config.json says that it is symmetric, but its zero points are {int(zeros.min())} to "
-            f"{int(zeros.max())} instead of {SYMMETRIC}"
-        )

@@ -16,7 +16,8 @@ import torch
 
 from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.quantized_folder import BESIDE, check_tensor, folder_format
+from w4gemm.checkpoints.module_tensors import check_tensor
+from w4gemm.checkpoints.quantized_folder import BESIDE, folder_format
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.state import as_tensor, in_words, of_tensor, of_words
 from w4gemm.weights.weight import QuantizedWeight

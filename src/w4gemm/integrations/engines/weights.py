@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from w4gemm.checkpoints.awq import ORDER
-from w4gemm.checkpoints.quantized_folder import SYMMETRIC, unpack_int4, unpack_pairs
+from w4gemm.checkpoints.module_tensors import SYMMETRIC, unpack_int4, unpack_pairs
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named

@@ -13,17 +13,18 @@ from w4gemm.integrations.transformers.layers import Progress, Summary, dequantiz
 from w4gemm.integrations.transformers.loading import load
 
 if TYPE_CHECKING:
-    from w4gemm.integrations.transformers.quantizer import W4GemmConfig, describe, disable, enable
+    from w4gemm.integrations.transformers.config import W4GemmConfig, disable, enable
+    from w4gemm.integrations.transformers.quantizer import describe
 
-_OF_QUANTIZER = ("W4GemmConfig", "describe", "disable", "enable")
+_OF_CONFIG, _OF_QUANTIZER = ("W4GemmConfig", "disable", "enable"), ("describe",)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_QUANTIZER:
+    if name not in (*_OF_CONFIG, *_OF_QUANTIZER):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from w4gemm.integrations.transformers import quantizer
+    from w4gemm.integrations.transformers import config, quantizer  # both register with transformers
 
-    return getattr(quantizer, name)
+    return getattr(config if name in _OF_CONFIG else quantizer, name)
 
 
 __all__ = [

@@ -1,90 +1,48 @@
-"""transformers' ``from_pretrained`` with 4-bit layers of w4gemm: :class:`W4GemmConfig` and :func:`enable`.
+"""transformers' ``from_pretrained`` with 4-bit layers of w4gemm: :class:`W4GemmQuantizer`.
 
 transformers makes the model on the meta device, loads the dense tensors, and moves and shards what it loads. The
 quantizer reserves the places of the 4-bit layers before, and fills them after, from the checkpoint's own reader; so a
 weight is taken over losslessly, whatever its packing, and split into lossless shards. A dense folder's weights come
 through transformers, and are quantized one at a time on the device that they are loaded to.
 
-Importing this file registers the method "w4gemm". transformers 5.17 to 5.23 are tested.
+Importing this file registers it for the method "w4gemm". transformers 5.17 to 5.23 are tested.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
+from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
-from w4gemm.checkpoints import METHODS, Checkpoint, open_checkpoint
-from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, linear_layers
+from w4gemm.checkpoints import Checkpoint, open_checkpoint
+from w4gemm.checkpoints.dense import default_format, linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.names import Renaming, check_shapes, check_whole, of_modules, packed_names
 from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, reserve
 from w4gemm.integrations.transformers.sharding import Split, add_up, local_experts, local_shard
 from w4gemm.weights.quantization import quantize
-from w4gemm.weights.state import in_words, of_words
-from w4gemm.weights.weight import ACTIVATIONS, QuantizedWeight
+from w4gemm.weights.state import of_words
+from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@register_quantization_config(METHOD)
-class W4GemmConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` of a model with w4gemm's layers, for ``from_pretrained``.
-
-    Args:
-        format: what the linear layers of a dense model are quantized to; None for groups of 128, or the largest smaller
-            group that divides a layer's k. A checkpoint in 4 bits keeps its own formats. Of a loaded model: the most
-            common one, in the words of :mod:`w4gemm.weights.state`.
-        activations: "fp8" if every 4-bit layer quantizes x (W4A8); None for what the checkpoint says.
-        skip: last parts of the names of a dense model's layers that stay dense.
-        modules: of a loaded model: the formats of layers with another one.
-
-    Raises:
-        TypeError, ValueError: for a format or activations that there are not.
-    """
-
-    def __init__(
-        self,
-        format: WeightFormat | str | None = None,
-        activations: str | None = None,
-        skip: Iterable[str] = SKIP,
-        modules: dict[str, str] | None = None,
-        **ignored: Any,
-    ) -> None:
-        if unknown := ignored.keys() - {"quant_method"}:
-            raise TypeError(f"W4GemmConfig: no argument {min(unknown)!r}")
-        if activations not in ACTIVATIONS:
-            raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {activations!r}")
-        self.quant_method = METHOD
-        self.format = None if format is None else in_words(*of_words(str(format)))
-        self.activations, self.skip, self.modules = activations, list(checked_skip(skip)), dict(modules or {})
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return the config of a folder's quantization_config: nothing is taken from other methods' ones, which their
-        readers read."""
-        own = config_dict if config_dict.get("quant_method") == METHOD else {}
-        config = cls(**own)
-        return (config, kwargs) if return_unused_kwargs else config
 
 
 class _AwaitedDense(AwaitedLinear):
@@ -277,54 +235,5 @@ def describe(model: PreTrainedModel) -> None:
     model.config.quantization_config = config
 
 
-def enable() -> None:
-    """Let ``from_pretrained`` open folders of every 4-bit method that w4gemm reads with w4gemm, instead of the method's
-    own package, unasked. :func:`disable` undoes it."""
-    for method in (_KEYS.get(method, method) for method in METHODS):
-        _before.setdefault(method, AUTO_QUANTIZATION_CONFIG_MAPPING.get(method))
-        AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _FP8 if method == "fp8" else W4GemmConfig
-
-
-def disable() -> None:
-    """Undo :func:`enable`."""
-    for method, config in _before.items():
-        if config is None:
-            del AUTO_QUANTIZATION_CONFIG_MAPPING[method]
-        else:
-            AUTO_QUANTIZATION_CONFIG_MAPPING[method] = config
-    _before.clear()
-
-
-class _FP8:
-    """The config of the method fp8: ours for folders with experts in 4 bits, else transformers' own."""
-
-    @staticmethod
-    def from_dict(config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        ours = config_dict.get("expert_dtype") == "fp4"
-        return (W4GemmConfig if ours else _before["fp8"]).from_dict(config_dict, **kwargs)
-
-
-_KEYS = {"bitsandbytes": "bitsandbytes_4bit", "deepseek-v4": "fp8"}
-"""Keys of transformers' table of config classes that are not the method's name."""
-_before: dict[str, Any] = {}
-"""The config classes that transformers had for the methods that were enabled."""
-
-
 def _own_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
     return ((name, layer.weight) for name, layer in model.named_modules() if isinstance(layer, W4Linear))
-
-
-def _let_config_win() -> None:
-    """Let a W4GemmConfig that is passed to ``from_pretrained`` go before the folder's config, which transformers does
-    for none but the same class."""
-    merge = AutoHfQuantizer.merge_quantization_configs
-
-    def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
-        if isinstance(quantization_config_from_args, W4GemmConfig):
-            return quantization_config_from_args
-        return merge(quantization_config, quantization_config_from_args)
-
-    AutoHfQuantizer.merge_quantization_configs = staticmethod(merged)
-
-
-_let_config_win()

@@ -1,0 +1,35 @@
+"""The format that reads a folder, by its quantization_config: :func:`method_of`; and AutoRound's names of packings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """Name of the format of a quantization_config: the method that it names, but for AutoRound the method whose packing
+    it uses, for fp8 with experts in 4 bits DeepSeek-V4's, and W4AFP8 for ModelOpt's name of it."""
+    method = config.get("quant_method", config.get("method"))
+    if method == "fp8" and config.get("expert_dtype") == "fp4":
+        return "deepseek-v4"
+    if method == "modelopt" and config.get("quant_algo") == "MIXED_PRECISION" and not config.get("quantized_layers"):
+        return "w4afp8"
+    if method not in ("auto-round", "auto_round", "intel/auto-round"):
+        return method
+    packing = config.get("packing_format", "auto_round:auto_gptq")
+    return {"auto_round:auto_awq": "awq", "auto_round:awq": "awq"}.get(
+        packing, "gptq" if packing in GPTQ_ZEROS else method
+    )
+
+
+GPTQ_ZEROS = {"auto_round:auto_gptq": -1, "auto_round:gptq": -1, "auto": -1, "auto_round": 0, "auto_round:gptqmodel": 0}
+"""The number that AutoRound's GPTQ packings add to a zero point before they store it."""
+
+
+def auto_round_override(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the settings of one module in AutoRound's extra_config, by its name or else by the first pattern."""
+    overrides = config.get("extra_config") or {}
+    if name in overrides:
+        return overrides[name]
+    return next((found for pattern, found in overrides.items() if re.search(pattern, name)), {})

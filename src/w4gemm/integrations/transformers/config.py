@@ -1,0 +1,110 @@
+"""The config of models with w4gemm's layers, :class:`W4GemmConfig`, and whether transformers uses it unasked:
+:func:`enable`.
+
+Importing this file registers the method "w4gemm"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers.quantizers import register_quantization_config
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from w4gemm.checkpoints import METHODS
+from w4gemm.checkpoints.dense import SKIP, checked_skip
+from w4gemm.checkpoints.w4gemm import METHOD
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.state import in_words, of_words
+from w4gemm.weights.weight import ACTIVATIONS
+
+
+@register_quantization_config(METHOD)
+class W4GemmConfig(QuantizationConfigMixin):
+    """The ``quantization_config`` of a model with w4gemm's layers, for ``from_pretrained``.
+
+    Args:
+        format: what the linear layers of a dense model are quantized to; None for groups of 128, or the largest smaller
+            group that divides a layer's k. A checkpoint in 4 bits keeps its own formats. Of a loaded model: the most
+            common one, in the words of :mod:`w4gemm.weights.state`.
+        activations: "fp8" if every 4-bit layer quantizes x (W4A8); None for what the checkpoint says.
+        skip: last parts of the names of a dense model's layers that stay dense.
+        modules: of a loaded model: the formats of layers with another one.
+
+    Raises:
+        TypeError, ValueError: for a format or activations that there are not.
+    """
+
+    def __init__(
+        self,
+        format: WeightFormat | str | None = None,
+        activations: str | None = None,
+        skip: Iterable[str] = SKIP,
+        modules: dict[str, str] | None = None,
+        **ignored: Any,
+    ) -> None:
+        if unknown := ignored.keys() - {"quant_method"}:
+            raise TypeError(f"W4GemmConfig: no argument {min(unknown)!r}")
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {activations!r}")
+        self.quant_method = METHOD
+        self.format = None if format is None else in_words(*of_words(str(format)))
+        self.activations, self.skip, self.modules = activations, list(checked_skip(skip)), dict(modules or {})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Return the config of a folder's quantization_config: nothing is taken from other methods' ones, which their
+        readers read."""
+        own = config_dict if config_dict.get("quant_method") == METHOD else {}
+        config = cls(**own)
+        return (config, kwargs) if return_unused_kwargs else config
+
+
+def enable() -> None:
+    """Let ``from_pretrained`` open folders of every 4-bit method that w4gemm reads with w4gemm, instead of the method's
+    own package, unasked. :func:`disable` undoes it."""
+    for method in (_KEYS.get(method, method) for method in METHODS):
+        _before.setdefault(method, AUTO_QUANTIZATION_CONFIG_MAPPING.get(method))
+        AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _FP8 if method == "fp8" else W4GemmConfig
+
+
+def disable() -> None:
+    """Undo :func:`enable`."""
+    for method, config in _before.items():
+        if config is None:
+            del AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+        else:
+            AUTO_QUANTIZATION_CONFIG_MAPPING[method] = config
+    _before.clear()
+
+
+class _FP8:
+    """The config of the method fp8: ours for folders with experts in 4 bits, else transformers' own."""
+
+    @staticmethod
+    def from_dict(config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        ours = config_dict.get("expert_dtype") == "fp4"
+        return (W4GemmConfig if ours else _before["fp8"]).from_dict(config_dict, **kwargs)
+
+
+_KEYS = {"bitsandbytes": "bitsandbytes_4bit", "deepseek-v4": "fp8"}
+"""Keys of transformers' table of config classes that are not the method's name."""
+_before: dict[str, Any] = {}
+"""The config classes that transformers had for the methods that were enabled."""
+
+
+def _let_config_win() -> None:
+    """Let a W4GemmConfig that is passed to ``from_pretrained`` go before the folder's config, which transformers does
+    for none but the same class."""
+    merge = AutoHfQuantizer.merge_quantization_configs
+
+    def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        if isinstance(quantization_config_from_args, W4GemmConfig):
+            return quantization_config_from_args
+        return merge(quantization_config, quantization_config_from_args)
+
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merged)
+
+
+_let_config_win()
