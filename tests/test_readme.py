@@ -46,6 +46,15 @@ def test_the_blocks_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(names["same"].perm, names["g_idx"].argsort(stable=True).int())
 
 
+def test_the_block_of_getting_started(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its comments are what it prints on a CPU."""
+    pytest.importorskip("transformers")
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/getting-started.md").read_text(), re.DOTALL)
+    exec(compile(block, "getting-started.md", "exec"), {})
+    shown = [line.split("  # ")[1].split(":")[0] for line in block.splitlines() if line.startswith("print(")]
+    assert capsys.readouterr().out.splitlines() == shown
+
+
 def test_the_blocks_of_engines() -> None:
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/engines.md").read_text(), re.DOTALL):
