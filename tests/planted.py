@@ -32,7 +32,10 @@ from w4gemm.tuning import record
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("src", "tests", "bench", "pyproject.toml")
-FUZZ = ("-m", "fuzz.run", "--seconds", "36", "--wrong", "1", "--weights", "2", "--seed", "7")
+FUZZ = ("-m", "fuzz.run", "--wrong", "1", "--weights", "2", "--seed", "7")
+LENGTH = {False: ("--variants", "400", "--seconds", "280"), True: ("--seconds", "36")}
+"""Length of a slice of the fuzzer, by whether it is on a GPU: the same problems on every CPU, a time where each variant
+is compiled."""
 
 
 class Outcome(NamedTuple):
@@ -58,7 +61,7 @@ def command(by: str, gpu: bool) -> list[str]:
     """Return the command of tests or, from ``fuzz`` on, of a slice of the fuzzer."""
     first, *rest = by.split()
     if first == "fuzz":
-        return [sys.executable, *FUZZ, "--device", "cuda" if gpu else "cpu", *rest]
+        return [sys.executable, *FUZZ, *LENGTH[gpu], "--device", "cuda" if gpu else "cpu", *rest]
     return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", first, *rest]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import random
 from pathlib import Path
 
@@ -42,6 +43,48 @@ def test_rounding(dtype):
     assert torch.equal(
         formulas.rounded(values.double(), formulas.TYPES[calls.name_of(dtype)]), values.to(dtype).double()
     )
+
+
+def cut_sums(x, w, columns):
+    """x @ w.T as fp8 tensor cores add it up: in steps of 32 columns each product and the sum so far lose what is below
+    14 bits of the largest of them. After ``columns`` the sum is added to another one, in float64 here."""
+    total = torch.zeros(len(x), len(w), dtype=torch.float64)
+    for first in range(0, x.shape[1], columns):
+        sums = torch.zeros_like(total)
+        for start in range(first, min(first + columns, x.shape[1]), 32):
+            step = slice(start, min(start + 32, first + columns))
+            terms = torch.cat((x[:, None, step] * w[:, step], sums[..., None]), -1)
+            least = torch.exp2(torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent.double() - 14)
+            sums = (torch.trunc(terms / least) * least).sum(-1)
+        total += sums
+    return total
+
+
+@pytest.mark.parametrize(
+    ("format", "block_scale", "columns"),
+    [
+        ("int4_g32", False, 128),
+        ("e2m1_g32_e8m0", False, 4096),
+        ("int4_g32_e4m3", False, 4096),
+        ("int4_col_e4m3", True, 128),
+    ],
+)
+def test_what_fp8_tensor_cores_cut_off_is_allowed(format, block_scale, columns):
+    """Also where the first columns' products are the largest, and those of each later step are cut at their sum."""
+    case = next(c for c in (cases.draw(i, 0, 0, "cuda") for i in range(9999)) if c.variant.dtype == cases.FP8)
+    variant = dataclasses.replace(case.variant, format=format, block_scale=block_scale)
+    assert calls.columns_at_a_time(dataclasses.replace(case, variant=variant, k=4096)) == columns
+    x, w = torch.randn(64, 4096).to(cases.FP8).double(), torch.randint(-8, 8, (64, 4096)).double()
+    w[:, 32:] *= 2.0**-6
+    found = cut_sums(x, w, columns)
+
+    def used(columns):
+        given = {"w_may_be_rounded": False, "columns_at_a_time": columns}
+        sums = formulas.product(x, formulas.Weight(w, w.abs()), "float8_e4m3fn", **given)
+        return float(((found - sums.value).abs() / sums.error).max())
+
+    assert 0.01 < used(columns) < 0.7
+    assert columns == 128 or used(128) > 1
 
 
 def faults():

@@ -47,6 +47,17 @@ def test_every_damage_changes_the_file() -> None:
         assert sum(data != whole for data in changed) >= 15, damage
 
 
+@pytest.mark.parametrize("name", [name for name in samples.FORMATS if name != "weight"])
+def test_no_tensor_of_a_weight_lies_on_the_default_device(name: str, tmp_path: Path) -> None:
+    """A weight is unpacked where it is to lie. A tensor that is made without its device would be on meta here."""
+    checkpoint = open_checkpoint(samples.FORMATS[name](tmp_path))
+    for module in checkpoint.modules:
+        wanted = checkpoint.weight(module)
+        with torch.device("meta"):
+            found = checkpoint.weight(module, "cpu")
+        assert torch.equal(found.dequantize(), wanted.dequantize())
+
+
 def test_a_dense_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     """transformers would draw it at random."""
     from safetensors.torch import load_file, save_file

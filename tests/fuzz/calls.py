@@ -217,7 +217,7 @@ def wanted_of(case: Case, matrices: Matrices, rows: Rows, given: Operands) -> fo
                 exact,
                 name_of(v.dtype),
                 w_may_be_rounded=v.dtype != FP8,
-                columns_at_a_time=case.k if v.format.endswith("e4m3") else BLOCK,
+                columns_at_a_time=columns_at_a_time(case),
             )
     owner = rows.owner(device).clamp(min=0)
     bias = None if given.bias is None else given.bias[owner] if case.experts else given.bias
@@ -231,6 +231,13 @@ def wanted_of(case: Case, matrices: Matrices, rows: Rows, given: Operands) -> fo
         activation=v.activation,
         residual=given.residual,
     )
+
+
+def columns_at_a_time(case: Case) -> int:
+    """Columns whose products with fp8 x a tensor core adds up before a kernel adds the sum to float32 ones: all of them
+    where scales are in the weights."""
+    v = case.variant
+    return case.k if v.format.endswith(("e4m3", "e8m0")) and not v.block_scale else BLOCK
 
 
 def name_of(dtype: torch.dtype) -> str:
