@@ -29,17 +29,19 @@ def test_one_text_of_each(text, wanted):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("swiglu", "wanted one of relu, gelu, .*, perhaps with constants as in .*, got 'swiglu'"),
+        ("swiglu", r"wanted one of relu, gelu, .*\(constants as in .*\) or None, got 'swiglu'; nearest is 'silu_mul'"),
         ("silu_mul(", "wanted one of"),
         ("silu_mul()", "wanted one of"),
-        ("silu(limit=3)", "silu: it has no constants; got 'limit=3'"),
-        ("silu_mul(alpha=3)", "silu_mul: its constants are limit; got 'alpha=3'"),
+        ("SILU", "got 'SILU'; nearest is 'silu'"),
+        ("entirely other", "got 'entirely other'$"),
+        ("silu(limit=3)", "silu: it has no constants, got 'limit=3'"),
+        ("silu_mul(alpha=3)", "silu_mul: wanted limit=NUMBER, got 'alpha=3'"),
         ("silu_mul(limit)", "limit: wanted a number above 0 or none, got ''"),
         ("silu_mul(limit=-1)", "limit: wanted a number above 0 or none, got '-1'"),
         ("silu_mul(limit=nan)", "wanted a number above 0"),
         ("silu_mul(limit=inf)", "wanted a number above 0"),
         ("situ_mul(beta=none)", "beta: wanted a number above 0, got 'none'"),
-        (torch.relu, "wanted one of"),
+        (torch.nn.functional.silu, "nearest is 'silu'"),
     ],
 )
 def test_what_is_none(text, message):

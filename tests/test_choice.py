@@ -38,7 +38,7 @@ FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="mma8")
         ({"m": 5.5}, TypeError, "m: wanted an int from 1 on, got 5.5"),
         ({"k": 0}, ValueError, "k: wanted an int from 1 on, got 0"),
         ({"dtype": "bfloat16"}, TypeError, "dtype: wanted a torch.dtype, got str 'bfloat16'"),
-        ({"format": "int4_g128"}, TypeError, "format: wanted a WeightFormat, got 'int4_g128'"),
+        ({"format": 128}, TypeError, "format: wanted a WeightFormat or its string, got int"),
         ({"layout": "sm80"}, ValueError, "layout: wanted one of .*, got 'sm80'"),
         ({"epilogue": "relu"}, TypeError, "epilogue: wanted an Epilogue, got str"),
         ({"device": "cpu"}, TypeError, "device: wanted a Device, got 'cpu'; Device.of makes one"),
@@ -50,6 +50,18 @@ def test_what_makes_no_problem(change, error, message):
     for ask in (w4gemm.explain, w4gemm.configs):
         with pytest.raises(error, match=message):
             ask(problem)
+
+
+def test_a_problem_takes_a_formats_string_and_no_device_that_there_is_not():
+    problem = GemmProblem(16, 512, 512, torch.bfloat16, "int4_g64_zint", "mma16")
+    assert problem == replace(problem, format=WeightFormat(64, "int"))
+    with pytest.raises(ValueError, match="format: wanted .*; got 'int4_64'; nearest is 'int4_g64'"):
+        replace(problem, format="int4_64")
+    with pytest.raises(ValueError, match="kind: wanted 'cuda', 'cpu' or .*, got 'H200'; w4gemm.Device.of"):
+        Device("H200")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device: cuda is not there; PyTorch sees no CUDA GPU"):
+            Device.of("cuda")
 
 
 def test_intervals_of_m():

@@ -50,8 +50,12 @@ def test_a_stack_refuses():
         QuantizedWeight.stack(iter(each))
     with pytest.raises(ValueError, match="weights: wanted 5 like the first"):
         QuantizedWeight.stack([*each, quantize(torch.randn(16, 64), "int4_g32_zint")])
-    with pytest.raises(ValueError, match="index: wanted one of 4 experts, got 4"):
+    with pytest.raises(ValueError, match="index: wanted an expert 0 .. 3, got 4"):
         QuantizedWeight.stack(each).expert(4)
+    with pytest.raises(ValueError, match="expert: wanted a weight of several experts, got a single one"):
+        each[0].expert(0)
+    with pytest.raises(ValueError, match="weights: wanted at least one, got none"):
+        QuantizedWeight.stack([])
 
 
 def test_grouped_linear_refuses():

@@ -36,7 +36,7 @@ def test_rows_that_there_are_not():
     for rows, came in (([0, 4, 1], 4), ([0, -1, 1], -1)):
         with pytest.raises(ValueError, match=f"indices: wanted rows 0 .. 3, got {came}"):
             w4gemm.grouped_linear(x, stack, offsets, indices=torch.tensor(rows))
-    with pytest.raises(ValueError, match="row_of_choice: wanted rows .* .. 3, got 4"):
+    with pytest.raises(ValueError, match="row_of_choice: wanted rows at most 3, got 4"):
         w4gemm.combine(x, torch.tensor([[0, 4]], dtype=torch.int32), torch.rand(1, 2))
 
 

@@ -65,7 +65,7 @@ def test_fp8_activations(name):
     bias, out = torch.randn(N).bfloat16(), torch.empty(M, N, dtype=torch.bfloat16)
     gemm.run(x8, w.tensors, out, bias=bias, token_scale=scale)
     assert torch.equal(out, w4gemm.linear(x8, w, bias, activation="gelu", token_scale=scale))
-    with pytest.raises(ValueError, match="token_scale: the epilogue .* wants True, got none"):
+    with pytest.raises(ValueError, match="token_scale: the epilogue .* wants one, got none"):
         gemm.run(x8, w.tensors, out, bias=bias)
     with pytest.raises(TypeError, match="token_scale: wanted torch.float32, got torch.float64"):
         gemm.run(x8, w.tensors, out, bias=bias, token_scale=scale.double())

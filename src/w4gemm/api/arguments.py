@@ -51,10 +51,10 @@ def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
     device, dtype = x.device, x.dtype
     dtypes = _dtypes(w, device)
     if dtype not in dtypes:
-        hint = "; a weight for fp8 x, or that quantizes x itself, is w.repack(activations='fp8')"
+        hint = "; w.repack(activations='fp8') takes fp8 x, and quantizes 16-bit x itself"
         raise TypeError(
             f"x: wanted {' or '.join(map(str, dtypes))} on {device.type} for a weight in the {w.layout} layout, got "
-            f"{dtype}{hint if FP8 in (dtype, *dtypes) and w.activations is None else ''}"
+            f"{dtype}{hint if dtype == FP8 or dtypes == (FP8,) else ''}"
         )
     require_dense("x", x)
     if x.dim() == 0 or x.shape[-1] != w.k:
@@ -94,7 +94,8 @@ def check_rows(name: str, numbers: torch.Tensor, least: int, end: int) -> None:
         return
     low, high = (int(t) for t in numbers.aminmax())
     if low < least or high >= end:
-        raise ValueError(f"{name}: wanted rows {least} .. {end - 1}, got {low if low < least else high}")
+        wanted = f"at most {end - 1}" if least < 0 else f"{least} .. {end - 1}"
+        raise ValueError(f"{name}: wanted rows {wanted}, got {low if low < least else high}")
 
 
 # --- the epilogue ----------------------------------------------------------------------------------------------------

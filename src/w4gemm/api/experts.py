@@ -175,6 +175,9 @@ class W4Experts(torch.nn.Module):
             raise ValueError(f"x: wanted shape (tokens, features), got {tuple(x.shape)}")
         if expert_ids.shape[:1] != x.shape[:1]:
             raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(expert_ids.shape)}")
+        if not isinstance(expert_weights, torch.Tensor) or expert_weights.shape != expert_ids.shape:
+            wanted = f"floating point {tuple(expert_ids.shape)} like expert_ids"
+            raise ValueError(f"expert_weights: wanted {wanted}, got {kind_of(expert_weights)}")
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         d = self.down(hidden, routing.m_offsets, settled=True)
         return combine(d, routing.row_of_choice, expert_weights, settled=True)

@@ -18,7 +18,7 @@ from w4gemm import choice
 from w4gemm.api import boundary
 from w4gemm.api.arguments import check_alignment, check_own_memory, checked_config, require_tensor
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
-from w4gemm.core.errors import device_named, kind_of, require_int
+from w4gemm.core.errors import device_named, kind_of, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import Operands, kernel_named
@@ -63,8 +63,7 @@ class MixedGemm:
 
     def __post_init__(self) -> None:
         device, format = device_named("device", self.device), WeightFormat.of(self.format)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device: {device} is not there; PyTorch sees no CUDA GPU")
+        require_gpu("device", device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         object.__setattr__(self, "device", device)
@@ -219,7 +218,7 @@ class MixedGemm:
                 f"b: wanted {len(weight.tensors)} tensors in the {self.layout} layout, got {len(operands.weight)}"
             )
         for name, t, (dtype, shape) in zip(_B, operands.weight, weight.tensors, strict=False):
-            require_tensor(name, t, dtype, shape, device)
+            require_tensor(name, t, dtype, shape, device, size=f" of a weight (n {weight.n}, k {k}) for a and out")
             check_alignment(name, t, _ALIGNMENT)
         self._check_epilogue(operands.epilogue, (m, columns), weight.n)
         check_own_memory(out, {"a": a, **operands.epilogue._asdict()})
@@ -232,15 +231,20 @@ class MixedGemm:
         if came != epilogue:
             for name, wanted, got in zip(Epilogue._fields, epilogue, came, strict=True):
                 if wanted != got:
-                    asked = f"the epilogue ({epilogue}) wants {wanted or 'none'}"
-                    raise ValueError(f"{name}: {asked}, got {got or 'none'}")
+                    text = "the epilogue of this MixedGemm"
+                    raise ValueError(f"{name}: {text} ({epilogue}) wants {_said(wanted)}, got {_said(got)}")
         for name, (dtype, size) in epilogue.wanted(self.dtype, shape, n).items():
             require_tensor(name, getattr(operands, name), dtype, size, device)
             check_alignment(name, getattr(operands, name), _ALIGNMENT if name == "residual" else dtype.itemsize)
 
 
+def _said(given: Any) -> str:
+    """Return a field of an epilogue in a word: most only say whether there is a tensor."""
+    return {True: "one", False: "none", None: "none"}.get(given, str(given))
+
+
 def _tensor(name: str, value: Any) -> Any:
-    """Return a tensor of torch's in the same memory; what is a number or None, as it is."""
+    """Return a torch tensor that shares the memory of ``value``; a number or None as it is."""
     if value is None or isinstance(value, (torch.Tensor, int, float)):
         return value
     if name == "out" and getattr(getattr(value, "flags", None), "writeable", True) is False:  # DLPack may not tell

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, silu
 
+from w4gemm.core.errors import nearest
+
 Constants = Mapping[str, float | None]
 
 
@@ -73,6 +75,13 @@ ACTIVATIONS: Mapping[str, Formula] = {
 """Formulas by name. relu, silu, gelu (with erf) and gelu_tanh (``approximate="tanh"``) are those of
 torch.nn.functional."""
 
+_OTHER_NAMES = {
+    **{"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    **{"swiglu": "silu_mul", "silu_and_mul": "silu_mul", "geglu": "gelu_mul", "gelu_and_mul": "gelu_mul"},
+    **{"gelu_tanh_and_mul": "gelu_tanh_mul", "swigluoai_and_mul": "swiglu_oai", "swigluoai": "swiglu_oai"},
+}
+"""Names of the same formulas in transformers, vLLM and papers, for messages alone."""
+
 
 class Activation(NamedTuple):
     """An activation with all its constants."""
@@ -118,16 +127,23 @@ def _parsed(text: str) -> Activation:
     found = re.fullmatch(r"(\w+)(?:\((.+)\))?", text) if isinstance(text, str) else None
     name, inside = found.groups(default="") if found else ("", "")
     if name not in ACTIVATIONS:
-        wanted = f"one of {', '.join(ACTIVATIONS)}, perhaps with constants as in silu_mul(limit=10),"
-        raise ValueError(f"activation: wanted {wanted} or None, got {text!r}")
+        wanted = f"one of {', '.join(ACTIVATIONS)} (constants as in silu_mul(limit=10)) or None"
+        raise ValueError(f"activation: wanted {wanted}, got {text!r}{_nearest(text)}")
     constants = dict(ACTIVATIONS[name].constants)
     for given in map(str.strip, inside.split(",") if inside else ()):
         key, _, value = given.partition("=")
         if key not in constants:
-            known = f"its constants are {', '.join(constants)}" if constants else "it has no constants"
-            raise ValueError(f"activation: {name}: {known}; got {given!r}")
+            known = f"wanted {' or '.join(f'{c}=NUMBER' for c in constants)}" if constants else "it has no constants"
+            raise ValueError(f"activation: {name}: {known}, got {given!r}")
         constants[key] = _number(name, key, value)
     return Activation(name, tuple(constants.items()))
+
+
+def _nearest(wrong: object) -> str:
+    """Return the end of a message that names the activation meant by another name, or by a function."""
+    called = getattr(wrong, "__name__", wrong)  # of a function such as torch.nn.functional.silu
+    known = _OTHER_NAMES.get(called.lower()) if isinstance(called, str) else None
+    return f"; nearest is {known!r}" if known else nearest(called, ACTIVATIONS)
 
 
 def _number(name: str, key: str, text: str) -> float | None:

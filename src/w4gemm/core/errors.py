@@ -1,13 +1,17 @@
-"""Errors that users see. Bad values raise ``ValueError`` or ``TypeError``; what no kernel can run raises this one."""
+"""The errors that users see, and the checks and words that messages share.
+
+A bad argument raises ``ValueError`` or ``TypeError``; the message names the argument, what was wanted and what came.
+"""
 
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 
 import torch
 
 LARGEST_SIZE = 2**31 - 1
-"""Largest size: kernels count rows and columns in 32 bits."""
+"""Largest m, n or k, because kernels count rows and columns in 32 bits."""
 
 
 class UnsupportedError(RuntimeError):
@@ -19,7 +23,7 @@ class FormatError(ValueError):
 
 
 def require_int(name: str, value: object, least: int = 1, most: int = LARGEST_SIZE) -> None:
-    """Raise TypeError or ValueError unless ``value`` is an int of least .. most."""
+    """Raise TypeError or ValueError unless ``value`` is an int from ``least`` to ``most``."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: wanted an int from {least} on, got {value!r:.40}")
     if int(value) < least:
@@ -35,10 +39,10 @@ def require_dense(name: str, t: torch.Tensor) -> None:
 
 
 def device_named(name: str, device: object) -> torch.device:
-    """Return a device as it is, or from its string.
+    """Return a torch.device from itself or from its string. It need not be on this machine.
 
     Raises:
-        TypeError, ValueError: for anything else, naming the argument.
+        TypeError, ValueError: for anything else; the message begins with ``name``, the argument.
     """
     if isinstance(device, torch.device):
         return device
@@ -50,6 +54,21 @@ def device_named(name: str, device: object) -> torch.device:
         raise ValueError(f"{name}: wanted a torch.device or its string, such as 'cuda:0', got {device!r:.40}") from e
 
 
+def require_gpu(name: str, device: torch.device) -> None:
+    """Raise ValueError if ``device`` is a GPU that PyTorch does not see."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        seen = f"{torch.cuda.device_count()} CUDA GPUs" if torch.cuda.is_available() else "no CUDA GPU"
+        raise ValueError(f"{name}: {device} is not there; PyTorch sees {seen}")
+
+
+def nearest(value: object, legal: Iterable[str]) -> str:
+    """Return the end of a message: "; nearest is 'silu'" if a string is close to a legal one, else nothing."""
+    import difflib  # only once something is wrong
+
+    found = difflib.get_close_matches(value.lower(), legal, n=1) if isinstance(value, str) else []
+    return f"; nearest is {found[0]!r}" if found else ""
+
+
 def kind_of(value: object) -> str:
-    """Return what came instead, for a message: dtype and shape of a tensor, else the type's name."""
+    """Return what a message says came instead: dtype and shape of a tensor, else the name of the type."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 import torch
 
 from w4gemm.core.elements import CODEBOOK_NAME, ELEMENTS, Element, element_named
+from w4gemm.core.errors import nearest
 
 PER_COLUMN = -1
 """``group_size`` of a format with one scale per output channel (per row of w, all of k)."""
@@ -95,6 +96,8 @@ ALIASES = {
 }
 """Names that are in use for formats, and their strings."""
 
+_EXAMPLES = (*ALIASES, *(f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint")))
+"""Formats that a message may call the nearest."""
 _NAME = re.compile(
     rf"(?P<element>{'|'.join(ELEMENTS)}|{CODEBOOK_NAME.pattern})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
     re.ASCII,
@@ -137,17 +140,17 @@ class WeightFormat:
         if not isinstance(g, int) or isinstance(g, bool):
             raise TypeError(f"group_size: wanted an int, got {type(g).__name__} {g!r}")
         if g != PER_COLUMN and (g <= 0 or g % SMALLEST_GROUP):
-            nearest = max(32, round(g / 32) * 32)
+            multiple = max(32, round(g / 32) * 32)
             raise ValueError(
-                f"group_size: wanted a positive multiple of 16, on GPUs of 32, or -1 for per column, got {g}; nearest "
-                f"is {nearest}"
+                f"group_size: wanted a positive multiple of 16 (on GPUs of 32), or -1 for one scale per output channel, "
+                f"got {g}; nearest is {multiple}"
             )
         for argument, value, legal in (
             ("zero", self.zero, ZEROS),
             ("scale", self.scale, SCALES),
         ):
             if not isinstance(value, str) or value not in legal:
-                raise ValueError(f"{argument}: wanted one of {', '.join(legal)}, got {value!r}")
+                raise ValueError(f"{argument}: wanted one of {', '.join(legal)}, got {value!r}{nearest(value, legal)}")
         if not isinstance(self.element, str) or element_named(self.element) is None:
             raise ValueError(f"element: wanted one of {', '.join(ELEMENTS)} or a codebook's, got {self.element!r}")
         if self.has_zero and not self.element_rule.counts:
@@ -276,10 +279,11 @@ class WeightFormat:
         found = _NAME.fullmatch(ALIASES.get(name, name)) if isinstance(name, str) else None
         if found is None:
             raise ValueError(
-                f"format: wanted int4_g<group size> or int4_col, then optionally _zint or _zfloat, then optionally one "
-                f"of _{', _'.join(SCALES)} (for example int4_g128, int4_col_zint, int4_g32_zfloat_fp16), or "
-                f"{', '.join(list(ELEMENTS)[1:])} or a codebook's name for int4, without zero points (iq4_g32_fp16), "
-                f"or {' or '.join(ALIASES)}; got {name!r}"
+                f"format: wanted int4_g<group size> such as int4_g128, or {', '.join(ALIASES)}; or in full "
+                f"<element>_g<group size> or <element>_col, then _zint or _zfloat if int4 has zero points, then the "
+                f"scales' _<dtype> unless that is bf16 (for example int4_g64_zint, nf4_g64_fp16), with an element of "
+                f"{', '.join(ELEMENTS)} or a codebook's, and a dtype of {', '.join(SCALES)}; "
+                f"got {name!r:.200}{nearest(name, _EXAMPLES)}"
             )
         group = int(found["group"]) if found["group"] else PER_COLUMN
         return cls(group, found["zero"] or "none", found["scale"] or "bf16", found["element"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from w4gemm.core.epilogue import PLAIN, Epilogue
-from w4gemm.core.errors import device_named, require_int
+from w4gemm.core.errors import device_named, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.gpu_rates import rates_of
 
@@ -40,17 +40,34 @@ class Device:
     """Dense 16-bit tensor-core operations per us."""
 
     def __post_init__(self) -> None:
+        if self.kind not in ("cuda", "cpu") and not _is_device_type(self.kind):
+            raise ValueError(
+                f"kind: wanted 'cuda', 'cpu' or another device type of PyTorch, got {self.kind!r}; "
+                "w4gemm.Device.of describes a device of this machine"
+            )
         for name, rate in rates_of(self.name)._asdict().items():
             if not getattr(self, name):
                 object.__setattr__(self, name, rate)
 
     @classmethod
     def of(cls, device: torch.device | str) -> Device:
-        """Describe a device of this machine."""
+        """Describe a device of this machine.
+
+        Raises:
+            TypeError, ValueError: for what is no device, or a GPU that is not there.
+        """
         device = device_named("device", device)
         if device.type != "cuda":
             return cls(device.type)
+        require_gpu("device", device)
         return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _is_device_type(kind: object) -> bool:
+    try:
+        return isinstance(kind, str) and torch.device(kind).type == kind
+    except RuntimeError:
+        return False
 
 
 @functools.cache
@@ -116,6 +133,10 @@ class GemmProblem:
     experts: int = 0
     gathered: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.format, str):
+            object.__setattr__(self, "format", WeightFormat.parse(self.format))
+
     def check(self) -> None:
         """Raise TypeError or ValueError for what makes no problem, naming it."""
         for name, least in (("m", 1), ("n", 1), ("k", 1), ("experts", 0)):
@@ -123,7 +144,7 @@ class GemmProblem:
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype: wanted a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
         if not isinstance(self.format, WeightFormat):
-            raise TypeError(f"format: wanted a WeightFormat, got {self.format!r}; WeightFormat.parse makes one")
+            raise TypeError(f"format: wanted a WeightFormat or its string, got {type(self.format).__name__}")
         if not isinstance(self.epilogue, Epilogue):
             raise TypeError(f"epilogue: wanted an Epilogue, got {type(self.epilogue).__name__}")
         if not isinstance(self.device, Device):

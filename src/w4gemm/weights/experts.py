@@ -13,6 +13,7 @@ from w4gemm.core.errors import kind_of, require_int
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.repack import repack_into, target_layout
+from w4gemm.weights.rows import padded
 
 if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
@@ -22,13 +23,15 @@ def stack(
     cls: type[QuantizedWeight], weights: Iterable[QuantizedWeight], count: int | None, layout: str | None
 ) -> QuantizedWeight:
     """See :meth:`w4gemm.QuantizedWeight.stack`."""
-    if count is None:
-        if not isinstance(weights, Sequence):
-            raise TypeError("count: wanted the number of weights, since an iterable that is no sequence has none")
-        count = len(weights)
-    require_int("count", count)
     if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
         raise TypeError(f"weights: wanted QuantizedWeights, a sequence or other iterable, got {kind_of(weights)}")
+    if count is None:
+        if not isinstance(weights, Sequence):
+            raise TypeError(f"count: wanted the number of weights, because a {kind_of(weights)} has no length")
+        count = len(weights)
+        if not count:
+            raise ValueError("weights: wanted at least one, got none")
+    require_int("count", count)
     weights = tuple(weights) if isinstance(weights, Sequence) else weights
     if isinstance(weights, tuple) and len(weights) != count:
         raise ValueError(f"weights: wanted {count}, got {len(weights)}")
@@ -53,17 +56,18 @@ def stack(
 
 def expert(w: QuantizedWeight, index: int) -> QuantizedWeight:
     """See :meth:`w4gemm.QuantizedWeight.expert`."""
+    if not w.experts:
+        raise ValueError(f"expert: wanted a weight of several experts, got a single one, {w!r}")
     if not isinstance(index, numbers.Integral) or isinstance(index, bool) or not 0 <= index < w.experts:
-        raise ValueError(f"index: wanted one of {w.experts} experts, got {index!r}")
+        raise ValueError(f"index: wanted an expert 0 .. {w.experts - 1}, got {index!r}")
     return replace(w, tensors=tuple(t[index] for t in w.tensors), experts=0)
 
 
 def as_one(w: QuantizedWeight, first: int = 0, last: int | None = None) -> QuantizedWeight | None:
     """Return the weight (count * n, k) of the experts first .. last - 1, one below the other, sharing this weight's
-    memory; None if the layout pads n, which leaves gaps."""
-    own, more = (packed_shape(w.format, w.layout, n, w.k).tensors for n in (w.n, w.n + 1))
-    if any(shape[0] == larger[0] for (_, shape), (_, larger) in zip(own, more, strict=True)):
-        return None  # one more row would need no more room
+    memory; None if the layout pads n, because the padding lies between the experts."""
+    if padded(w):
+        return None
     tensors = tuple(t[first:last].flatten(0, 1) for t in w.tensors)
     return replace(w, n=w.n * len(w.tensors[0][first:last]), tensors=tensors, experts=0)
 
