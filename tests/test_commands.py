@@ -54,8 +54,12 @@ def test_explain_a_gpu_that_is_not_there(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("gemm 4 64 64 --device h200", "--device: h200 need not be there for `explain` alone"),
-        ("tune --shapes 64x64 --device H200", "--device: H200 need not be there for `explain` alone"),
+        ("gemm 4 64 64 --device h200", "got h200, a description for `explain` and `inspect`"),
+        ("tune --shapes 64x64 --device H200", "got H200, a description for `explain` and `inspect`"),
+        ("explain --m 4 --n 64 --k 64 --device a100", "got 'a100'; without a GPU: h100 or h200"),
+        ("explain --m 0 --n 64 --k 64", "M, N, K: wanted numbers from 1 to 2147483647, got 0, 64, 64"),
+        ("explain --m 3000000000 --n 64 --k 64", "M, N, K: wanted numbers from 1 to 2147483647"),
+        ("cache import {file}/x", "FILE: no file '"),
         ("gemm 4 64 64 --device cpu --top 3", "--top: goes with --profile"),
         ("explain --m 4 --n 63 --k 64 --device h200 --activation silu_mul", "n: silu_mul wants an even one"),
         ("compile --shapes 64x64 --m 1 -o {file}", "File exists"),

@@ -15,18 +15,21 @@ from w4gemm.kernels import kernel_named
 
 NAME = "cache"
 HELP = "list, clear, export or import what is kept on disk"
-DESCRIPTION = "What is kept on disk: compiled kernels and tuned configs."
+DESCRIPTION = (
+    "List, clear, export or import what is kept in W4GEMM_CACHE_DIR (default: ~/.cache/w4gemm): compiled kernels, "
+    "which load without compiling, and tuned configs, which precede those that come with the package."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
     actions.add_parser("path", help="print the folder")
     listed = actions.add_parser("list", help="count the compiled kernels, and print every config that was tuned here")
-    listed.add_argument("--all", action="store_true", help="also those that come with the package")
-    clear = actions.add_parser("clear", help="delete both, or only one")
-    clear.add_argument("--only", choices=("compiled", "tuned"), help="delete these, and keep the others")
+    listed.add_argument("--all", action="store_true", help="print also the tuned configs that come with the package")
+    clear = actions.add_parser("clear", help="delete the compiled kernels and the tuned configs")
+    clear.add_argument("--only", choices=("compiled", "tuned"), help="delete only these")
     export = actions.add_parser("export", help="print the tuned configs as JSON lines, or write them to a file")
-    export.add_argument("file", nargs="?", metavar="FILE", help="where to (default: standard output)")
+    export.add_argument("file", nargs="?", metavar="FILE", help="file to write (default: standard output)")
     taken = actions.add_parser("import", help="add the tuned configs of a file")
     taken.add_argument("file", metavar="FILE", help="JSON lines, as `w4gemm cache export` writes them")
 
@@ -92,6 +95,8 @@ def _export(args: argparse.Namespace) -> None:
 def _import(args: argparse.Namespace) -> None:
     path = store.user_path()
     assert path is not None
+    if not Path(args.file).is_file():
+        raise FileNotFoundError(f"FILE: no file {args.file!r}")
     records, bad = store.parse_lines(Path(args.file).read_text().splitlines())
     there = {(record.key, record.m): record for record in store.read(path)}  # the last line of a problem holds
     new = [record for record in records if there.get((record.key, record.m)) != record]

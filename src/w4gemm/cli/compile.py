@@ -36,56 +36,70 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    which = add_layer_arguments(parser)
-    which.add_argument(
-        "--vllm",
-        metavar="PATH",
-        help="a folder quantized by GPTQ, AWQ or compressed-tensors, whose layers vLLM fuses: in the dtype of its "
-        "config.json, unless --dtype says another, and for any number of tokens",
+    add_layer_arguments(
+        parser,
+        vllm="the layers that vLLM makes of a folder quantized by GPTQ, AWQ or compressed-tensors, some fused: in the "
+        "dtype of its config.json, unless --dtype says another, and for any number of tokens",
     )
     parser.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="N", help="with --vllm: GPUs that share each layer"
     )
-    parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="the folder, made if needed")
-    parser.add_argument("--arch", choices=GPUS, default="sm_90a", help="(default: %(default)s)")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="its exact name, by which tuned configs are found (default: one of the target's)"
+        "-o", "--output", metavar="DIR", type=Path, required=True, help="folder to fill, made if needed"
     )
-    parser.add_argument(
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: one for each processor)")
+    _add_gpu_arguments(parser.add_argument_group("the GPU to compile for"))
+    _add_call_arguments(parser.add_argument_group("how the layers are called, which decides what is compiled"))
+
+
+def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--arch", choices=GPUS, default="sm_90a", help="target of the compiler (default: %(default)s)")
+    group.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="the GPU's exact name, by which tuned configs are found (default: a GPU of the target, H200 of sm_90a)",
+    )
+    group.add_argument(
         "--sms",
         type=positive,
         metavar="N",
-        help="its multiprocessors (default: that GPU's; 132 on an H100 or H200)",
+        help="the GPU's number of multiprocessors (default: of that GPU; 132 on an H100 or H200)",
     )
-    parser.add_argument(
+
+
+def _add_call_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float8_e4m3fn"),
-        help="of the model's activations (default: bfloat16); float8_e4m3fn: as --activations fp8, for models in "
+        help="dtype of the model's activations (default: bfloat16); float8_e4m3fn is --activations fp8 for models in "
         "either 16-bit dtype",
     )
-    parser.add_argument(
-        "--activations", choices=("fp8",), help="every layer quantizes x (layers of --shapes may say so themselves)"
+    group.add_argument(
+        "--activations", choices=("fp8",), help="every layer quantizes x to fp8 (checkpoints may say so themselves)"
     )
-    parser.add_argument(
-        "--fused",
+    group.add_argument(
+        "--activation",
         action="append",
         default=[],
         metavar="NAME",
-        help="also with this activation in the product; repeat for more. Layers of experts come with silu_mul",
+        help="also products with this activation in the epilogue; may be repeated. Layers of experts always come with "
+        "silu_mul",
     )
-    parser.add_argument("--residual", action="store_true", help="also with a residual that is added to the product")
-    parser.add_argument(
-        "--expert-scale", action="store_true", help="also with a scale for each expert, in layers of experts"
+    group.add_argument("--residual", action="store_true", help="also products to which a residual is added")
+    group.add_argument("--expert-scale", action="store_true", help="also products of experts that have a scale each")
+    group.add_argument("--act-order", action="store_true", help="also the kernel that reorders x's columns (act-order)")
+    group.add_argument(
+        "--top-k", type=positive, metavar="K", help="experts of a token: also the kernel that adds up their results"
     )
-    parser.add_argument("--act-order", action="store_true", help="also the gather of weights in act-order")
-    parser.add_argument(
-        "--top-k", type=positive, metavar="K", help="experts of a token: also the sum over their results"
+    group.add_argument("--batch-invariant", action="store_true", help="compile linear(..., batch_invariant=True)")
+    group.add_argument(
+        "--top",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="configs to compile for each product: the chosen one and the N - 1 of least predicted time (default: "
+        "%(default)s)",
     )
-    parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
-    parser.add_argument(
-        "--top", type=positive, default=1, metavar="N", help="also the N best guesses (default: %(default)s)"
-    )
-    parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: one a processor)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             device,
             dtype,
             fp8=args.activations == "fp8" or args.dtype == "float8_e4m3fn",
-            epilogue_activations=tuple(canonical(name) or "" for name in args.fused),
+            epilogue_activations=tuple(canonical(name) or "" for name in args.activation),
             residual=args.residual,
             expert_scale=args.expert_scale,
             act_order=args.act_order or task.act_order,

@@ -28,22 +28,27 @@ _WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWrite
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="a GGUF file, or a folder with one or with a Hugging Face model")
-    parser.add_argument("output", type=Path, help="the folder, which is made")
-    parser.add_argument("--to", choices=_WRITERS, default=OwnWriter.name, help="(default: %(default)s)")
+    parser.add_argument("output", type=Path, help="folder to write, made if needed")
+    parser.add_argument("--to", choices=_WRITERS, default=OwnWriter.name, help="kind of folder (default: %(default)s)")
     parser.add_argument(
-        "--format", help="of a dense model's weights (default: int4_g128, or the largest smaller group that divides k)"
+        "--format",
+        help="format that a dense model is quantized to (default: int4_g128, or the largest smaller group that divides "
+        "k)",
     )
     parser.add_argument(
-        "--search", action="store_true", help="try 24 smaller ranges for each group of a dense model: slower, closer"
+        "--search", action="store_true", help="quantize a dense model closer: try 24 smaller ranges for each group"
     )
-    parser.add_argument("--device", help="where a dense model is quantized: cpu, cuda or cuda:N (default: as generate)")
+    parser.add_argument(
+        "--device",
+        help="where to quantize a dense model: cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)",
+    )
     parser.add_argument(
         "--dtype",
         choices=WIDE_DTYPES,
-        help="of dense tensors (default: as a quantized folder has them; else the model's, or bfloat16)",
+        help="dtype of the dense tensors (default: as a quantized folder has them; else the model's, or bfloat16)",
     )
     parser.add_argument(
-        "--shard-size", type=positive, default=4096, metavar="MIB", help="of a file, at most (default: %(default)s)"
+        "--shard-size", type=positive, default=4096, metavar="MIB", help="largest size of a file (default: %(default)s)"
     )
 
 

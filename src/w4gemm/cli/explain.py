@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 
 from w4gemm import choice
-from w4gemm.console.devices import described_device, device_line
-from w4gemm.console.options import add_device_arguments, chosen_dtype, positive
+from w4gemm.console.devices import SIMULATED, described_device, device_line
+from w4gemm.console.options import (
+    add_device_arguments,
+    add_format_argument,
+    add_size_arguments,
+    chosen_dtype,
+    positive,
+    require_sizes,
+)
 from w4gemm.core.activation import canonical
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -16,25 +23,30 @@ from w4gemm.tuning.roofline import roofline_us
 
 NAME = "explain"
 HELP = "say which configs can run a problem, which one does, and why"
-DESCRIPTION = "What each kernel says about a problem, every config with its predicted time, and which one runs and why."
+DESCRIPTION = (
+    "Print what each kernel says about a product x (M, K) @ w (N, K).T, which config runs it and why, and every config "
+    "with its predicted microseconds, least first. * marks the one that runs. Nothing is compiled or measured."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, what in (("m", "tokens"), ("n", "output features"), ("k", "input features")):
-        parser.add_argument(f"--{name}", type=int, required=True, help=what)
-    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
-    add_device_arguments(parser, simulated=True)
-    parser.add_argument("--config", help="as if this one were forced")
-    parser.add_argument("--why", metavar="CONFIG", help="the rules that exclude this config, or where it ranks")
-    parser.add_argument("--activation", metavar="NAME", help="of the epilogue (default: none)")
-    parser.add_argument("--residual", action="store_true", help="a residual is added to the product")
-    parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
-    parser.add_argument("--rows", type=positive, metavar="N", help="only the N best guesses (default: all)")
+    add_size_arguments(parser, "--")
+    add_format_argument(parser)
+    add_device_arguments(parser, SIMULATED, "device to choose for")
+    parser.add_argument("--config", help="explain the call in which this config is forced")
+    parser.add_argument(
+        "--why", metavar="CONFIG", help="say only why this config is not legal, or where it ranks by predicted time"
+    )
+    parser.add_argument("--activation", metavar="NAME", help="activation in the epilogue, such as silu (default: none)")
+    parser.add_argument("--residual", action="store_true", help="the epilogue adds a residual")
+    parser.add_argument("--batch-invariant", action="store_true", help="explain linear(..., batch_invariant=True)")
+    parser.add_argument(
+        "--rows", type=positive, metavar="N", help="print only the N configs of least predicted time (default: all)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    if min(args.m, args.n, args.k) < 1:
-        raise ValueError(f"--m, --n, --k: wanted numbers from 1, got {args.m}, {args.n}, {args.k}")
+    require_sizes(args.m, args.n, args.k)
     device = described_device(args.device)
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     problem = GemmProblem(

@@ -6,7 +6,14 @@ import argparse
 
 from w4gemm import choice
 from w4gemm.console.devices import chosen_device, device_line
-from w4gemm.console.options import add_device_arguments, chosen_dtype, positive
+from w4gemm.console.options import (
+    add_device_arguments,
+    add_format_argument,
+    add_size_arguments,
+    chosen_dtype,
+    positive,
+    require_sizes,
+)
 from w4gemm.console.progress import progress_bar
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
@@ -19,26 +26,26 @@ from w4gemm.tuning.workload import Workload
 NAME = "gemm"
 HELP = "run one product of random numbers, check and time it; --profile measures every config"
 DESCRIPTION = (
-    "Multiply random activations (M, K) by a random 4-bit weight (N, K), check the result and time it, the weight "
-    "never in a cache. --profile measures every config and keeps the fastest for later calls."
+    "Multiply random activations (M, K) by a random 4-bit weight (N, K), check the result against a plain product and "
+    "time it, with a weight that is in no cache. --profile measures every config and keeps the fastest for later calls."
 )
 _REPLAYS = 15
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, what in (("m", "tokens"), ("n", "output features"), ("k", "input features")):
-        parser.add_argument(name, metavar=name.upper(), type=int, help=what)
-    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    add_size_arguments(parser)
+    add_format_argument(parser)
     add_device_arguments(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--config", help="force one, as `w4gemm explain` names them")
-    which.add_argument("--profile", action="store_true", help="measure every config, and keep the fastest")
-    parser.add_argument("--top", type=positive, metavar="N", help="with --profile: only the N best guesses")
+    which.add_argument("--config", help="run this config, as `w4gemm explain` names them")
+    which.add_argument("--profile", action="store_true", help="measure every config and keep the fastest")
+    parser.add_argument(
+        "--top", type=positive, metavar="N", help="with --profile: measure only the N configs of least predicted time"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    if not all(1 <= size < 2**31 for size in (args.m, args.n, args.k)):
-        raise ValueError(f"M, N, K: wanted numbers from 1 to {2**31 - 1}, got {args.m}, {args.n}, {args.k}")
+    require_sizes(args.m, args.n, args.k)
     if args.top and not args.profile:
         raise ValueError("--top: goes with --profile, which measures configs")
     device, where = chosen_device(args.device)
@@ -64,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def speed(problem: GemmProblem, us: float) -> str:
-    """Time, and what it comes to."""
+    """Return a time in words, with the operations and bytes per second that it comes to."""
     work = Work.of(problem)
     text = f"{us:.1f} us, {work.operations / us / 1e6:.3g} TFLOP/s, {work.bytes / us / 1e6:.3g} TB/s"
     least = roofline_us(problem)
@@ -74,7 +81,7 @@ def speed(problem: GemmProblem, us: float) -> str:
 
 
 def profile_text(outcome: Outcome, rows: int = 10) -> str:
-    """The fastest configs, where the heuristic's first guess stands, and what was kept."""
+    """Return lines with the fastest configs, the rank of the heuristic's first guess, and what was kept."""
     problem, times = outcome.problem, outcome.times
     lines = [f"measured at m {problem.m}, which stands for its interval: {len(times)} configs"]
     guesses = choice.configs(problem)

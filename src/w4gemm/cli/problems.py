@@ -1,4 +1,4 @@
-"""Layers that a command is to work on, from a model or as sizes, and the problems that they make."""
+"""The layers that a command works on, from a model or as sizes, and the problems that they make."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
 
 ALL_TOKENS = "1..8192"
-"""Numbers of tokens if none are given."""
+"""The numbers of tokens if none are given."""
 _FP8 = torch.float8_e4m3fn
 _SIZE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer with n output and k input features, or so many for each of ``experts`` experts."""
+    """A linear layer with n output and k input features; if ``experts`` > 0, that many such layers."""
 
     n: int
     k: int
@@ -37,33 +37,40 @@ class Layer:
     """"fp8" if the layer quantizes x, whatever dtype the others are asked for in."""
 
 
-def add_layer_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add --model or --shapes, --format and --m; return the group of the first two."""
+def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "") -> None:
+    """Add --model, --shapes or, if ``vllm`` says in words what it takes, --vllm; and --format and --m."""
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", metavar="PATH", help="a GGUF file, or a folder with one or a Hugging Face model")
+    which.add_argument(
+        "--model",
+        metavar="PATH",
+        help="the layers of a GGUF file, or of a folder with one or with a Hugging Face model",
+    )
     which.add_argument(
         "--shapes",
         metavar="FILE",
-        help="lines of [EXPERTS] N K [FORMAT] [bias] (output features, input features); or sizes like "
-        "6144x4096,4096x4096 or, of 8 experts, 8x28672x4096",
+        help="the layers of a file with lines [EXPERTS] N K [FORMAT] [bias] (N output features, K input features); or "
+        "sizes N x K like 6144x4096,4096x4096 or, of 8 experts, 8x28672x4096",
     )
-    parser.add_argument("--format", help="of layers that say none (default: int4_g128)")
+    if vllm:
+        which.add_argument("--vllm", metavar="PATH", help=vllm)
+    parser.add_argument("--format", help="format of layers that say none (default: int4_g128)")
     parser.add_argument(
         "--m",
         default=ALL_TOKENS,
         metavar="M",
-        help="tokens, of experts on average: numbers and ranges like 1..64,512 or 1.. (default: %(default)s)",
+        help="numbers of tokens (for experts, of each on average): numbers and ranges like 1..64,512 or 1.. without an "
+        "end (default: %(default)s)",
     )
-    return which
 
 
 def problems(
     layers: list[Layer], tokens: list[int], device: Device, dtype: torch.dtype, batch_invariant: bool = False
 ) -> list[GemmProblem]:
-    """Return a problem for each layer and number of tokens, which is that of an expert on average.
+    """Return a problem for each layer and number of tokens.
 
     Args:
-        dtype: of the activations, but of layers that quantize them.
+        tokens: numbers of tokens; for a layer of experts, of each expert on average.
+        dtype: dtype of the activations, except for layers that quantize them.
     """
     found = []
     for layer in layers:
@@ -106,7 +113,7 @@ def _layers_of_model(path: str) -> list[Layer]:
 
 
 def layers_of(modules: Iterable[Module]) -> list[Layer]:
-    """Return the layers that modules of a checkpoint are."""
+    """Return a layer for each module of a checkpoint."""
     return [Layer(m.n, m.k, m.format, m.bias, m.experts, m.activations) for m in modules]
 
 

@@ -16,9 +16,9 @@ from w4gemm.tuning.tuner import TOP, Outcome, tune
 NAME = "tune"
 HELP = "measure the likeliest configs of a model's layers and keep the fastest"
 DESCRIPTION = (
-    "For each layer and interval of m: compile the configs that should be fastest, measure them, and keep the fastest "
-    "in the cache folder, where every later process finds it. What has a record already is not measured again, so an "
-    "interrupted run goes on where it stopped."
+    "For each layer and each interval of m, the number of tokens: compile the configs of least predicted time, measure "
+    "them, and keep the fastest in the cache folder, where every later process finds it. What has a record already is "
+    "not measured again, so an interrupted run goes on where it stopped."
 )
 
 
@@ -26,11 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(parser)
     add_device_arguments(parser)
     parser.add_argument(
-        "--top", type=positive, default=TOP, metavar="N", help="configs to measure of each (default: %(default)s)"
+        "--top",
+        type=positive,
+        default=TOP,
+        metavar="N",
+        help="configs to measure for each layer and interval of m, least predicted time first (default: %(default)s)",
     )
-    parser.add_argument("--batch-invariant", action="store_true", help="for linear(..., batch_invariant=True)")
-    parser.add_argument("--force", action="store_true", help="also what has a record already")
-    parser.add_argument("--workers", type=positive, metavar="N", help="that compile (default: one a processor)")
+    parser.add_argument("--batch-invariant", action="store_true", help="tune linear(..., batch_invariant=True)")
+    parser.add_argument("--force", action="store_true", help="measure also what has a record already")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help="processes that compile (default: one for each processor)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

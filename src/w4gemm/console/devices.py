@@ -1,4 +1,4 @@
-"""Devices by the names that users give them."""
+"""Devices from the names that users give them on the command line."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import torch
 
 from w4gemm import choice
 from w4gemm.console.progress import say
+from w4gemm.core.errors import require_gpu
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.core.problem import H100, H200, Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
 
-SIMULATED = {"h200": H200}
-"""Devices that need not be there, for what only chooses and compiles."""
+SIMULATED = {"h100": H100, "h200": H200}
+"""Descriptions of GPUs that need not be there, by name, for commands that only choose and compile."""
 
 
 def choose_device(name: str | None) -> tuple[torch.device, str]:
     """Return the device to run on, and a note if a GPU is there but cannot be used.
 
     Raises:
-        ValueError: for a name that is none, or of a device that is not there.
+        ValueError: for a name that is no device's, or of a device that is not there.
     """
     if name is not None:
         try:
@@ -27,8 +28,7 @@ def choose_device(name: str | None) -> tuple[torch.device, str]:
             device = torch.device("meta")
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"--device: wanted cpu, cuda or cuda:N, got {name!r}")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device: {name!r} is not there; PyTorch sees {torch.cuda.device_count()} CUDA devices")
+        require_gpu("--device", device)
         return device, ""
     if not torch.cuda.is_available():
         return torch.device("cpu"), ""
@@ -39,30 +39,34 @@ def choose_device(name: str | None) -> tuple[torch.device, str]:
 
 
 def device_name(device: torch.device | str) -> str:
-    """Name of a GPU, or "the CPU"."""
+    """Return the name of a GPU, or "the CPU"."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def described_device(name: str | None) -> Device:
-    """Return the device to choose for; it need not be there if it is one of ``SIMULATED``.
+    """Return the device to choose for, which need not be there if it is one of :data:`SIMULATED`.
 
     Raises:
-        ValueError: for a name that is none, or of a device that is not there.
+        ValueError: for a name that is no device's, or of a device that is not there.
     """
     if name is not None and name.lower() in SIMULATED:
         return SIMULATED[name.lower()]
-    return chosen_device(name)[0]
+    try:
+        return chosen_device(name)[0]
+    except ValueError as e:
+        raise ValueError(f"{e}; without a GPU: {' or '.join(SIMULATED)}") from None
 
 
 def chosen_device(name: str | None) -> tuple[Device, torch.device]:
     """Return the device to run on, described and as PyTorch's.
 
     Raises:
-        ValueError: for a name that is none, or of a device that is not there.
+        ValueError: for a name that is no device's, or of a device that is not there.
     """
     if name is not None and name.lower() in SIMULATED:
-        raise ValueError(f"--device: {name} need not be there for `explain` alone; wanted cpu, cuda or cuda:N")
+        wanted = "wanted a device to run on, cpu, cuda or cuda:N"
+        raise ValueError(f"--device: {wanted}, got {name}, a description for `explain` and `inspect`")
     device, note = choose_device(name)
     if note:
         say(note)
@@ -70,7 +74,7 @@ def chosen_device(name: str | None) -> tuple[Device, torch.device]:
 
 
 def device_line(device: Device) -> str:
-    """Name, compute capability and number of multiprocessors of a GPU, or "the CPU"."""
+    """Return a GPU's name, compute capability and number of multiprocessors, or "the CPU"."""
     if device.kind != "cuda":
         return "the CPU" if device.kind == "cpu" else device.kind
     capability = ".".join(map(str, device.capability))
@@ -85,6 +89,6 @@ def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloa
 
 
 def refusals(device: torch.device | str) -> str:
-    """Return every kernel's reason for not running on a device; empty if one runs there."""
+    """Return every kernel's reason for not running on a device, or the empty string if one runs there."""
     status = choice.explain(typical_problem(device)).status
     return "" if any(status.values()) else "; ".join(f"{name}: {answer.reason}" for name, answer in status.items())

@@ -1,23 +1,26 @@
-"""Options that several commands share: counts, dtypes, a device, numbers of tokens."""
+"""The options that several commands share: sizes, counts, dtypes, a device, numbers of tokens."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from w4gemm import choice
+from w4gemm.core.errors import LARGEST_SIZE
 from w4gemm.core.problem import Device
 
 WIDE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""dtypes of a model's activations, by name."""
+"""The dtypes that a model's activations may have, by name."""
 DTYPES = WIDE_DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn}
 _RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
 
 
 def positive(text: str) -> int:
-    """Parse the value of an option that counts something: an integer from 1."""
+    """Return the value of an option that counts something, an integer from 1 on."""
     try:
         value = int(text)
     except ValueError:
@@ -27,25 +30,60 @@ def positive(text: str) -> int:
     return value
 
 
-def add_device_arguments(parser: argparse.ArgumentParser, simulated: bool = False) -> None:
-    """Add --device and --dtype. simulated: True if the device may be one that is not there."""
-    also = ", or h200, which need not be there" if simulated else ""
-    parser.add_argument("--device", help=f"cpu, cuda or cuda:N{also} (default: cuda if a kernel runs there, else cpu)")
+_SIZES = {"m": "number of tokens, the rows of x", "n": "output features", "k": "input features"}
+
+
+def add_size_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> None:
+    """Add m, n and k: as the options --m, --n and --k if ``prefix`` is "--", else by position."""
+    for name, what in _SIZES.items():
+        required: dict[str, Any] = {"required": True} if prefix else {}
+        parser.add_argument(f"{prefix}{name}", metavar=name.upper(), type=int, help=what, **required)
+
+
+def require_sizes(m: int, n: int, k: int) -> None:
+    """Raise ValueError unless m, n and k are sizes of a product."""
+    if not all(1 <= size <= LARGEST_SIZE for size in (m, n, k)):
+        raise ValueError(f"M, N, K: wanted numbers from 1 to {LARGEST_SIZE}, got {m}, {n}, {k}")
+
+
+def add_format_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --format for the weight of one product."""
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
+        "--format", default="int4_g128", help="the weight's, such as int4_g64_zint, mxfp4 or nf4 (default: %(default)s)"
+    )
+
+
+def add_device_arguments(
+    parser: argparse.ArgumentParser, simulated: Iterable[str] = (), device: str = "device to run on"
+) -> None:
+    """Add --device and --dtype.
+
+    Args:
+        simulated: names of devices that need not be there.
+        device: what the device is for, in words.
+    """
+    also = f"; or {' or '.join(simulated)}, of which no GPU is needed" if simulated else ""
+    parser.add_argument(
+        "--device", help=f"{device}: cpu, cuda or cuda:N{also} (default: cuda if a kernel runs there, else cpu)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
     )
 
 
 def chosen_dtype(name: str | None, device: Device) -> torch.dtype:
-    """Return the dtype of the activations; without a name float32 on the CPU, bfloat16 elsewhere."""
+    """Return the dtype of the activations: the one named, else float32 on the CPU and bfloat16 on a GPU."""
     return DTYPES[name or ("float32" if device.kind == "cpu" else "bfloat16")]
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Return the numbers of tokens that stand for the intervals of ``1..64,512``, or ``4096..`` without an end.
+    """Return the numbers of tokens that stand for the intervals of m in a text.
+
+    Args:
+        text: numbers and ranges such as ``1..64,512``; ``4096..`` has no end.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for any other text.
     """
     found: set[int] = set()
     for part in text.split(","):

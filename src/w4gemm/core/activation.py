@@ -76,9 +76,16 @@ ACTIVATIONS: Mapping[str, Formula] = {
 torch.nn.functional."""
 
 _OTHER_NAMES = {
-    **{"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
-    **{"swiglu": "silu_mul", "silu_and_mul": "silu_mul", "geglu": "gelu_mul", "gelu_and_mul": "gelu_mul"},
-    **{"gelu_tanh_and_mul": "gelu_tanh_mul", "swigluoai_and_mul": "swiglu_oai", "swigluoai": "swiglu_oai"},
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "swiglu": "silu_mul",
+    "silu_and_mul": "silu_mul",
+    "geglu": "gelu_mul",
+    "gelu_and_mul": "gelu_mul",
+    "gelu_tanh_and_mul": "gelu_tanh_mul",
+    "swigluoai": "swiglu_oai",
+    "swigluoai_and_mul": "swiglu_oai",
 }
 """Names of the same formulas in transformers, vLLM and papers, for messages alone."""
 

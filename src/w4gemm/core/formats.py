@@ -142,7 +142,7 @@ class WeightFormat:
         if g != PER_COLUMN and (g <= 0 or g % SMALLEST_GROUP):
             multiple = max(32, round(g / 32) * 32)
             raise ValueError(
-                f"group_size: wanted a positive multiple of 16 (on GPUs of 32), or -1 for one scale per output channel, "
+                "group_size: wanted a positive multiple of 16 (on GPUs of 32), or -1 for one scale per output channel, "
                 f"got {g}; nearest is {multiple}"
             )
         for argument, value, legal in (

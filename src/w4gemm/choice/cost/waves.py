@@ -166,7 +166,7 @@ def launch_timer(
     least = mma_us(problem, config, facts.kernel.name != "sm90_decode") * ctas_per_sm
     cluster = config.cluster_m * config.cluster_n * config.split_k
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
-    held = problem.device.sms // cluster * ctas_per_sm
+    held = max(1, problem.device.sms // cluster) * ctas_per_sm  # a device described with fewer SMs than a cluster
     slices, rows = -(-problem.k // (config.tile_k * config.split_k)), config.tile_m * config.cluster_m
     stream, experts = config.schedule == "stream", problem.experts
     box = 0 if experts else _first_box(facts, config)
