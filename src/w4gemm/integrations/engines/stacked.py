@@ -6,7 +6,7 @@ one than to do it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -70,7 +70,6 @@ class StackedNumbers:
     """The numbers of a weight (n, k) of each expert in an engine's tensors.
 
     Attributes:
-        folded: True to pack them as :func:`w4gemm.fold_scales` rounds them.
         factors: float32 (experts, parts), of NVFP4: what multiplies each of so many equal parts of an expert's rows.
     """
 
@@ -78,7 +77,6 @@ class StackedNumbers:
     codes: Stacked
     scales: Stacked
     zeros: Stacked | None = None
-    folded: bool = False
     factors: torch.Tensor | None = None
 
     @property
@@ -98,15 +96,19 @@ class StackedNumbers:
         assert scales is not None
         check_range(self.format, scales, zeros, channels)
 
-    def packed(self, activations: str | None = None, *, gated: bool = False) -> QuantizedWeight:
+    def packed(
+        self, activations: str | None = None, format: WeightFormat | None = None, *, gated: bool = False
+    ) -> QuantizedWeight:
         """Return the weight in the layout that its device's fastest kernel for these activations reads.
 
         Args:
+            format: as for :func:`w4gemm.integrations.engines.weights.packed`.
             gated: True for gates and ups, of which each expert has n / 2 rows after one another: rows are put in pairs,
                 as :meth:`w4gemm.QuantizedWeight.interleave` has them.
         """
         (n, k), device = self.codes.shape, self.codes.tensor.device
-        format = replace(self.format, scale="e4m3") if self.folded else self.format
+        format = format or self.format
+        folded = format != self.format
         dtype = torch.float8_e4m3fn if activations == "fp8" else None
         shape = packed_shape(format, layout_for(Device.of(device), format, dtype), n, k, self.experts)
         layout, tensors = layout_named(shape.layout), shape.empty(device)
@@ -118,7 +120,7 @@ class StackedNumbers:
             parts = WeightComponents.of(rows)
             if parts.channels is not None:
                 parts = parts._replace(channels=parts.channels.flatten())
-            parts = with_e4m3_scales(parts, format) if self.folded else parts
+            parts = with_e4m3_scales(parts, format) if folded else parts
             for into, packed in zip(tensors, layout.pack(parts, format), strict=True):
                 into[some] = packed.view(into[some].shape)
         return QuantizedWeight(format, n, k, shape.layout, tensors, experts=self.experts, activations=activations)

@@ -8,7 +8,7 @@ stacked.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -138,26 +138,26 @@ def floats(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | Non
     return Numbers(n, k, format, codes.device, rows)
 
 
-def folded(numbers: Numbers) -> Numbers:
-    """Return the numbers with group scales in e4m3 and a float32 scale for each row, as
-    :func:`w4gemm.fold_scales` and vLLM's own W4A8 kernel round them."""
-    format = replace(numbers.format, scale="e4m3")
-    return replace(numbers, format=format, rows=lambda *some: with_e4m3_scales(numbers.rows(*some), format))
-
-
-def packed(numbers: Numbers, activations: str | None = None) -> QuantizedWeight:
+def packed(numbers: Numbers, activations: str | None = None, format: WeightFormat | None = None) -> QuantizedWeight:
     """Return the weight in the layout that its device's fastest kernel for these activations reads.
 
     Memory holds the result and a few MiB beside the engine's tensors.
 
+    Args:
+        format: of the weight: that of the numbers, or that with ``scale="e4m3"``, whose group scales are rounded as
+            :func:`w4gemm.fold_scales` does; None for the first.
+
     Raises:
         TypeError, ValueError: for numbers that :meth:`w4gemm.QuantizedWeight.from_codes` refuses.
     """
-    format, n, k, device = numbers.format, numbers.n, numbers.k, numbers.device
+    n, k, device = numbers.n, numbers.k, numbers.device
+    format = format or numbers.format
+    folded = format != numbers.format
     perm = None if numbers.g_idx is None else sorting_perm(numbers.g_idx, format, k, device)
 
     def rows(start: int, stop: int) -> WeightComponents:
         found = numbers.rows(start, stop)
+        found = with_e4m3_scales(found, format) if folded else found
         check_range(format, *found[1:])
         return found if perm is None else found._replace(codes=found.codes[:, perm])
 

