@@ -42,6 +42,8 @@ CHECKPOINTS = [
     ("qwen2.5-32b", "ct-nvfp4"),
     ("llama-3-8b", "ct-mxfp4"),
     ("qwen3-30b-a3b", "modelopt-nvfp4"),
+    ("llama-3-8b", "ct-nvfp4-a16"),
+    ("llama-3-8b", "modelopt-nvfp4-a16"),
 ]
 
 

@@ -36,7 +36,8 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
     def forget() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
             del sys.modules[name]
-        sys.modules.pop(f"{plugin.__name__}.{part}", None)
+        for name in (part, "configs"):
+            sys.modules.pop(f"{plugin.__name__}.{name}", None)
 
     forget()
     monkeypatch.syspath_prepend(STUB)

@@ -37,7 +37,8 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
     def forget() -> None:
         names = [name for name in sys.modules if name.split(".")[0] in ("vllm", "stub_dispatch")]
-        for name in [*names, f"{plugin.__name__}.experts", f"{plugin.__name__}.experts_kernel"]:
+        ours = [f"{plugin.__name__}.{name}" for name in ("configs", "experts", "experts_kernel")]
+        for name in [*names, *ours]:
             sys.modules.pop(name, None)
 
     forget()

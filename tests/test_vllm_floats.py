@@ -15,6 +15,7 @@ import w4gemm
 from test_vllm_dense import vllm_stub
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
+from w4gemm.integrations.engines import engine
 from w4gemm.weights.random import random_components
 
 N, K = 96, 256
@@ -32,6 +33,12 @@ def made(format: str, dtype: torch.dtype = torch.bfloat16, k: int = K, bias: boo
     """A kernel as vLLM chooses it, a layer as vLLM's scheme leaves it to the kernel, and the weight that this is."""
     from vllm.model_executor.kernels.linear import init_mxfp4_linear_kernel, init_nvfp4_linear_kernel
 
+    kernel = init_nvfp4_linear_kernel() if format == "nvfp4" else init_mxfp4_linear_kernel()
+    return kernel, *loaded(format, dtype, k, bias)
+
+
+def loaded(format: str, dtype: torch.dtype = torch.bfloat16, k: int = K, bias: bool = False) -> tuple[Any, Any]:
+    """A layer as vLLM's scheme leaves it to a kernel, and the weight that this is."""
     codes, scales, *_ = random_components(WeightFormat.parse(format), N, k, 3)
     layer: Any = torch.nn.Module()
     layer.params_dtype = dtype
@@ -44,15 +51,13 @@ def made(format: str, dtype: torch.dtype = torch.bfloat16, k: int = K, bias: boo
         keep("weight_scale", scales)
         for name in ("weight_global_scale", "input_global_scale", "input_global_scale_inv", "alpha"):
             keep(name, torch.tensor(FACTOR))
-        kernel = init_nvfp4_linear_kernel()
         w = w4gemm.QuantizedWeight.from_codes(format, codes, scales, channels=torch.full((N,), FACTOR))
     else:
         keep("weight_scale", scales.view(torch.uint8))
-        kernel = init_mxfp4_linear_kernel()
         w = w4gemm.QuantizedWeight.from_codes(format, codes, scales)
     if bias:
         keep("bias", torch.randn(N, dtype=dtype))
-    return kernel, layer, w.repack()
+    return layer, w.repack()
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
@@ -117,6 +122,64 @@ def test_a_layer_that_cannot_be_packed_runs_on_vllms_kernel(
     assert type(kernel.vllm_kernel) is Marlin and loaded == [layer]
     assert "w4gemm leaves linear layers of 4-bit floats to vLLM's own kernels" in caplog.text
     assert torch.equal(kernel.apply_weights(layer, torch.ones(2)), torch.full((2,), 2.0))
+
+
+def weight_only() -> tuple[Any, Any]:
+    """A layer of compressed-tensors NVFP4 for 16-bit activations that vLLM has loaded, and the weight that it is."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    config: Any = get_quantization_config("compressed-tensors")
+    layer, w = loaded("nvfp4")
+    for name in ("input_global_scale", "input_global_scale_inv", "alpha"):
+        delattr(layer, name)
+    method = config({"Linear": {"input_activations": None}}).get_quant_method(layer, "model.layers.0.mlp.down_proj")
+    method.create_weights(layer, K, [N], K, N, torch.bfloat16)
+    layer.scheme.kernel.process_weights_after_loading(layer)
+    return layer, w
+
+
+def test_a_checkpoint_of_16_bit_activations_gets_our_kernel(floats: ModuleType) -> None:
+    layer, w = weight_only()
+    assert type(layer.scheme.kernel) is floats.W4GemmNvFp4LinearKernel
+    x = torch.randn(3, K, dtype=torch.bfloat16)
+    assert torch.equal(layer.scheme.kernel.apply_weights(layer, x), w4gemm.linear(x, w))
+
+
+def test_a_layer_that_cannot_be_packed_runs_on_the_kernel_that_vllm_named(floats: ModuleType) -> None:
+    layer, _ = weight_only()
+    kernel = floats.W4GemmNvFp4LinearKernel(None, named=layer.scheme.kernel.named)
+    layer, _ = loaded("nvfp4")
+    layer.weight_global_scale.data.fill_(float("inf"))
+    kernel.process_weights_after_loading(layer)
+    assert type(kernel.vllm_kernel).__name__ == "MarlinNvFp4LinearKernel" and layer.runs_on_vllm
+
+
+@pytest.mark.parametrize(
+    ("backend", "own", "disabled", "said"),
+    [
+        ("marlin", None, [], "--linear-backend marlin was asked for"),
+        ("auto", {"nvfp4_w4a16": "humming"}, [], "--linear-backend humming was asked for"),
+        ("auto", {"mxfp4": "humming"}, ["W4GemmNvFp4LinearKernel"], ""),
+    ],
+)
+def test_a_kernel_that_was_asked_for_stays(
+    floats: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    backend: str,
+    own: dict[str, str] | None,
+    disabled: list[str],
+    said: str,
+) -> None:
+    settings = SimpleNamespace(linear_backend=backend, linear_backend_per_quant=own)
+    vllm = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=9), kernel_config=settings)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: vllm)
+    monkeypatch.setattr("vllm.envs.VLLM_DISABLED_KERNELS", disabled)
+    engine._refuse.cache_clear()
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        layer, _ = weight_only()
+    assert type(layer.scheme.kernel).__name__ == "MarlinNvFp4LinearKernel" and layer.runs_on_vllm
+    assert said in caplog.text and bool(said) == bool(caplog.text)
 
 
 def test_other_gpus_keep_vllms_kernels(floats: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,8 @@ FORMATS = {
     "ct-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
     "ct-mxfp4": ("W4GemmMxFp4LinearKernel", 0.004),
     "modelopt-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
+    "ct-nvfp4-a16": ("W4GemmNvFp4LinearKernel", 0.004),
+    "modelopt-nvfp4-a16": ("W4GemmNvFp4LinearKernel", 0.004),
 }
 """The kernel that vLLM must choose, and the largest relative error: of rounding x and the result to bf16, and for fp8
 activations of rounding x and folding scales into weights."""
@@ -122,7 +124,7 @@ def loaded(layer: Any, folder: Path, parent: str, shards: dict[str, Any]) -> Any
             parameter = parameters[name.removeprefix(prefix)]
             parameter.weight_loader(parameter, stored.tensor(name), *(() if position is None else (position,)))
             filled.add(name.removeprefix(prefix))
-    assert filled == set(parameters)
+    assert set(parameters) - filled <= {"input_scale"}  # which vLLM makes for W4A16_NVFP4 too
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 
@@ -153,6 +155,8 @@ EXPERTS = {
     "ct-nvfp4": 0.008,
     "ct-mxfp4": 0.008,
     "modelopt-nvfp4": 0.008,
+    "ct-nvfp4-a16": 0.008,
+    "modelopt-nvfp4-a16": 0.008,
 }
 """Largest relative error: of rounding x, what lies between the products, and the result."""
 _PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}

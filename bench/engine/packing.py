@@ -46,7 +46,15 @@ class Tensor(NamedTuple):
 
 
 _OPTIONS = {"fp8": "ct", "act": "gptq", "head": "gptq"}
-"""The method that may be followed by each option."""
+"""The method of int4 that may be followed by each option."""
+_FLOATS = {
+    f"{method}-{element}{f'-{option}' if option else ''}": (method, element, option)
+    for method, element, option in (
+        *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", "")),
+        *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16")),
+    )
+}
+"""Method, element and option of formats of 4-bit floats, by name."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,14 @@ class Packing:
     Attributes:
         element: of the weights; 4-bit floats of compressed-tensors and ModelOpt have a group size of their own.
         option: "fp8" if the engine quantizes activations to e4m3 for each token, as compressed-tensors' W4AFP8 wants;
-            "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits.
+            "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits; "a16" for NVFP4 whose config
+            wants 16-bit activations.
     """
 
     method: Literal["gptq", "awq", "ct", "modelopt", "mxfp4", "bf16"]
     group_size: int = 0
     element: Literal["int4", "nvfp4", "mxfp4"] = "int4"
-    option: Literal["", "fp8", "act", "head"] = ""
+    option: Literal["", "fp8", "act", "head", "a16"] = ""
 
     @classmethod
     def parse(cls, text: str) -> Packing:
@@ -73,24 +82,23 @@ class Packing:
         """
         if text in ("mxfp4", "bf16"):
             return cls(text)  # type: ignore[arg-type]
-        if text in ("ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4"):
-            method, _, element = text.partition("-")
-            return cls(method, 16 if element == "nvfp4" else 32, element)  # type: ignore[arg-type]
+        if text in _FLOATS:
+            method, element, option = _FLOATS[text]
+            return cls(method, 16 if element == "nvfp4" else 32, element, option)  # type: ignore[arg-type]
         found = re.fullmatch(rf"(gptq|awq|ct)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
         if not found or (found[3] and found[1] != _OPTIONS[found[3]]):
             options = ", ".join(f"{method}-int4-g128-{option}" for option, method in _OPTIONS.items())
             raise ValueError(
-                f"format: wanted gptq-int4-g128, awq-int4-g128, ct-int4-g128, {options} (or g32, g64), ct-nvfp4, "
-                f"ct-mxfp4, modelopt-nvfp4, mxfp4 or bf16, got {text!r}"
+                f"format: wanted gptq-int4-g128, awq-int4-g128, ct-int4-g128, {options} (or g32, g64), "
+                f"{', '.join(_FLOATS)}, mxfp4 or bf16, got {text!r}"
             )
         return cls(found[1], int(found[2]), option=found[3] or "")  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         if not self.group_size:
             return self.method
-        if self.element != "int4":
-            return f"{self.method}-{self.element}"
-        return f"{self.method}-int4-g{self.group_size}" + (f"-{self.option}" if self.option else "")
+        numbers = f"int4-g{self.group_size}" if self.element == "int4" else self.element
+        return f"{self.method}-{numbers}" + (f"-{self.option}" if self.option else "")
 
     def refusal(self, model: Model) -> str:
         """Return why there are no such checkpoints of a model, or the empty string."""
@@ -117,7 +125,8 @@ class Packing:
             config = {"quant_method": "awq", "bits": 4, "group_size": self.group_size, "zero_point": True}
             return {**config, "version": "gemm", "modules_to_not_convert": ["lm_head", *dense]}
         if self.method == "modelopt":
-            config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": self.group_size}
+            algorithm = "W4A16_NVFP4" if self.option == "a16" else "NVFP4"
+            config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": self.group_size}
             return {**config, "kv_cache_quant_algo": None, "ignore": ["lm_head", *(f"*{name}" for name in dense)]}
         return self._compressed_tensors(dense)
 
@@ -128,7 +137,7 @@ class Packing:
         activations: dict[str, Any] | None = None
         if self.option == "fp8":
             activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-        elif self.element == "nvfp4":
+        elif self.element == "nvfp4" and self.option != "a16":
             activations = {**kind, "dynamic": "local", "observer": "minmax"}
         group = {"targets": ["Linear"], "weights": {**kind, "dynamic": False, "observer": "minmax"}, "format": format}
         return {
@@ -204,9 +213,13 @@ def _floats(module: Matrix, packing: Packing) -> Iterator[Tensor]:
     yield Tensor(f"{name}.weight_scale", torch.float8_e4m3fn, groups, Numbers("uniform", _NVFP4_SCALE))
     if divides:
         yield Tensor(f"{name}.weight_global_scale", torch.float32, (1,), Numbers("constant", _NVFP4_SCALE / scale))
-        yield Tensor(f"{name}.input_global_scale", torch.float32, (1,), Numbers("constant", 256.0))
     else:
         yield Tensor(f"{name}.weight_scale_2", torch.float32, (), Numbers("constant", scale / _NVFP4_SCALE))
+    if packing.option == "a16":
+        return
+    if divides:
+        yield Tensor(f"{name}.input_global_scale", torch.float32, (1,), Numbers("constant", 256.0))
+    else:
         yield Tensor(f"{name}.input_scale", torch.float32, (), Numbers("constant", 1 / 256))
 
 

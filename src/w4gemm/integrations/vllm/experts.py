@@ -1,8 +1,7 @@
 """Mixtures of experts: vLLM's methods for 4-bit experts, with our products.
 
-vLLM asks a model's quantization config for the method of each layer of experts. :func:`install` registers subclasses of
-vLLM's own configs, which let vLLM make its method and take it over if its weights, its layer and this GPU allow. A
-method that is taken over loads a checkpoint as before, packs the experts for our kernels, and runs them.
+vLLM makes a method for each layer of experts, which :func:`taken_over` replaces if its weights, its layer and this GPU
+allow. A method that is taken over loads a checkpoint as before, packs the experts for our kernels, and runs them.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.platforms import current_platform
 
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import FORMATS, ExpertsFormat, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, Product, W4gemmExperts
 from w4gemm.kernels import KERNELS
@@ -35,47 +34,22 @@ TAKES = "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AF
 
 CONFIGS = (
     *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
-    *("compressed-tensors", "moe_wna16", "inc", "mxfp4", "gpt_oss_mxfp4", "modelopt_fp4"),
+    *("compressed-tensors", "moe_wna16", "inc", "mxfp4", "gpt_oss_mxfp4"),
+    *("modelopt_fp4", "modelopt_mixed"),
 )
 """Names of vLLM's quantization configs whose experts may have 4 bits."""
 
 
 def install() -> None:
-    """Register our subclasses of vLLM's quantization configs under vLLM's names."""
-    for name in CONFIGS:
-        try:
-            base = get_quantization_config(name)
-        except ValueError:  # this version has no such config
-            continue
-        if not issubclass(base, _Config):
-            register_quantization_config(name)(_config_class(base))
-
-
-class _Config:
-    """Our side of a class of both, before one of vLLM's quantization configs."""
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
-        return taken_over(method, layer) if isinstance(layer, RoutedExperts) else method
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle finds no class that is made at run time
-        return _blank_config, (type(self).__mro__[2],), vars(self)
-
-
-def _blank_config(base: type) -> Any:
-    cls: Any = _config_class(base)
-    return cls.__new__(cls)
-
-
-@functools.cache
-def _config_class(base: type) -> type:
-    return type(base.__name__, (_Config, base), {"__module__": __name__})
+    """Have vLLM's quantization configs ask :func:`taken_over`."""
+    add_hook(taken_over, CONFIGS)
 
 
 def taken_over(method: Any, layer: Any) -> Any:
     """Return a method for a layer of experts that runs our products; vLLM's own ``method`` if that cannot be, after
-    logging why."""
+    logging why, and for other layers."""
+    if not isinstance(layer, RoutedExperts):
+        return method
     meaning = FORMATS.get(type(method).__name__)
     if meaning is None:
         return method

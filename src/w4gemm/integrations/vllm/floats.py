@@ -3,6 +3,9 @@
 They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 bits. vLLM
 chooses a kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights
 are loaded.
+
+For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) vLLM names Marlin without asking its list:
+:func:`replace_named_kernel` puts ours in its place.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from vllm import envs
 from vllm.model_executor.kernels.linear import _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_NVFP4_KERNELS
 from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel
 from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
+from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.platforms import PlatformEnum, current_platform
 
 from w4gemm.core.epilogue import PLAIN
@@ -22,21 +26,57 @@ from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.packed_layer import PackedLayer
 
 TAKES = "linear layers in NVFP4 and MXFP4"
 
+CONFIGS = ("compressed-tensors", "modelopt_fp4", "modelopt_mixed")
+"""Names of vLLM's quantization configs for which it may name a kernel of NVFP4."""
+
 _KIND = "linear layers of 4-bit floats"
+_WEIGHT_ONLY = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel")
+"""Kernels that vLLM names for 16-bit activations on Hopper."""
 
 
 def install() -> None:
-    """Put our kernels first in vLLM's lists for NVIDIA GPUs."""
+    """Put our kernels first in vLLM's lists for NVIDIA GPUs, and in the place of kernels that it names."""
     for possible, ours in (
         (_POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], W4GemmNvFp4LinearKernel),
         (_POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA], W4GemmMxFp4LinearKernel),
     ):
         if ours not in possible:
             possible.insert(0, ours)
+    add_hook(replace_named_kernel, CONFIGS)
+
+
+def replace_named_kernel(method: Any, layer: Any) -> Any:
+    """Return vLLM's method for a layer, which replaces the kernel that vLLM named for 16-bit activations by ours when
+    it makes the layer's parameters."""
+    if not isinstance(method, LinearMethodBase):
+        return method
+    make = method.create_weights
+
+    def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+        make(layer, *args, **kwargs)
+        holder: Any
+        for holder in (method, getattr(layer, "scheme", None)):
+            named = getattr(holder, "kernel", None)
+            if type(named).__name__ in _WEIGHT_ONLY and _may_replace(named):
+                holder.kernel = W4GemmNvFp4LinearKernel(named.config, named)
+
+    method.create_weights = create_weights
+    return method
+
+
+def _may_replace(named: Any) -> bool:
+    ours = W4GemmNvFp4LinearKernel
+    if ours.__name__ in envs.VLLM_DISABLED_KERNELS:
+        return False
+    if backend := takeover.linear_backend("nvfp4"):
+        takeover.refuse(_KIND, f"--linear-backend {backend} was asked for")
+        return False
+    return ours.is_supported()[0] and ours.can_implement(named.config)[0]
 
 
 class _Floats:
@@ -59,8 +99,10 @@ class _Floats:
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         return True, None
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, named: Any = None) -> None:
         super().__init__(config)  # type: ignore[call-arg]
+        self.named = named
+        """The kernel that vLLM named for the layer; None if it asked its list."""
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.most_tokens = takeover.most_tokens()
         self.vllm_kernel: Any = None
@@ -98,6 +140,8 @@ class _Floats:
         raise NotImplementedError
 
     def _next_kernel(self) -> Any:
+        if self.named is not None:
+            return self.named
         config: Any = self.config  # type: ignore[attr-defined]
         for cls in self.possible:
             named = cls.__name__ in envs.VLLM_DISABLED_KERNELS

@@ -33,6 +33,24 @@ def enter_compile_key() -> None:
     envs.environment_variables[VLLM.variable] = lambda: key
 
 
+def linear_backend(quantization: str) -> str:
+    """Return which of vLLM's kernels were asked for (--linear-backend), or the empty string.
+
+    Args:
+        quantization: with which the names begin that vLLM knows such layers by, of which each may have a choice of its
+            own.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    engine = get_current_vllm_config_or_none()
+    if engine is None:
+        return ""
+    settings = engine.kernel_config
+    own = getattr(settings, "linear_backend_per_quant", None) or {}  # from 0.30 on
+    asked = [settings.linear_backend, *(backend for name, backend in own.items() if name.startswith(quantization))]
+    return next((backend for backend in asked if backend != "auto"), "")
+
+
 def most_tokens() -> int:
     """Return the most tokens of a step of the engine whose layers are being made."""
     from vllm.config import get_current_vllm_config_or_none

@@ -4,6 +4,7 @@ import vllm.envs as envs
 from vllm.model_executor.kernels.linear.mixed_precision import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel, MxFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 from vllm.platforms import PlatformEnum
 
 _POSSIBLE_KERNELS: dict[PlatformEnum, list[type[MPLinearKernel]]] = {PlatformEnum.CUDA: []}
@@ -22,6 +23,8 @@ def choose_mp_linear_kernel(config: MPLinearLayerConfig, compute_capability: int
 
 
 def init_nvfp4_linear_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
+    if use_a16:
+        return MarlinNvFp4LinearKernel(NvFp4LinearLayerConfig())
     for kernel in _POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]:
         if kernel.__name__ not in envs.VLLM_DISABLED_KERNELS and kernel.is_supported()[0]:
             return kernel(NvFp4LinearLayerConfig())
