@@ -61,7 +61,7 @@ def replace_named_kernel(method: Any, layer: Any) -> Any:
         make(layer, *args, **kwargs)
         holder: Any
         for holder in (method, getattr(layer, "scheme", None)):
-            named = getattr(holder, "kernel", None)
+            named: Any = getattr(holder, "kernel", None)
             if type(named).__name__ in _WEIGHT_ONLY and _may_replace(named):
                 holder.kernel = W4GemmNvFp4LinearKernel(named.config, named)
 
