@@ -310,21 +310,21 @@ FAULTS = (
         _DEVICE + "decode_pairs.py",
         "weights = [number * scales[i // 2 % 2] for i, number",
         "weights = [number * scales[i % 2] for i, number",
-        "tests/test_codecs.py -k codebook_table",
+        "tests/test_codecs.py -k scale_of_their_row",
     ),
     Fault(
         "pairs in 16 bits take the other row's scale",
         _DEVICE + "decode_pairs.py",
         "tuple(self._scaled(n, scales[i % 2], None) for i, n",
         "tuple(self._scaled(n, scales[i // 2], None) for i, n",
-        "tests/test_codecs.py -k codebook_table",
+        "tests/test_codecs.py -k scale_of_their_row",
     ),
     Fault(
         "the table of pairs is not counted in shared memory",
         "src/w4gemm/kernels/gpu.py",
         "return TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes",
         "return self.weight.codec.table_bytes",
-        "tests/test_space.py tests/test_codecs.py",
+        "tests/test_codecs.py -k room",
     ),
     Fault(
         "a group's columns are counted on the default device",
@@ -338,7 +338,7 @@ FAULTS = (
         "src/w4gemm/checkpoints/module_tensors.py",
         "pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)",
         "pairs = packed.contiguous().view(torch.uint8)",
-        "tests/test_gptq.py tests/test_awq.py tests/test_compressed_tensors.py",
+        "tests/test_gptq.py -k by_columns",
     ),
     Fault(
         "blocks of fp8 weights always have 128 columns",
@@ -352,7 +352,7 @@ FAULTS = (
         "src/w4gemm/integrations/data_parallel.py",
         'ignored = names | set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))',
         "ignored = names",
-        "tests/test_packed_module.py -k distributed",
+        "tests/test_packed_module.py -k left_out",
     ),
     Fault(
         "DistributedDataParallel leaves out packed weights of the outermost module only",

@@ -12,6 +12,8 @@ from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, fold_scales, grouped_linear, linear, quantize
 from w4gemm.core import formats
 from w4gemm.core.elements import ELEMENTS, Element, codebook, element_named
+from w4gemm.core.problem import H200, GemmProblem
+from w4gemm.kernels import kernel_named
 from w4gemm.packing import codecs
 from w4gemm.packing.codecs import (
     CODECS,
@@ -157,21 +159,8 @@ def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
     """A table of pairs: each lane finds every number in its copy, and no two lanes of a load want the same bank."""
     decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
     found, element = _decoder(monkeypatch, kind, BOOKS[name], pairs), element_named(BOOKS[name])
-    words = 1 if pairs is Pairs.HALVES else 2
-    memory = {}
-    for index in range(64):
-        for byte, both in enumerate(found.rows(index)):
-            row = 4096 + (4 * index + byte) * ROW_BYTES
-            memory |= {row + 4 * lane: int(both[lane % 2]) & 0xFFFFFFFF for lane in range(32)}
-    assert sorted(memory) == list(range(4096, 4096 + TABLE_BYTES, 4))
-    loaded = []
-
-    def load_shared(address, count, constant):
-        assert constant and address % (4 * count) == 0
-        loaded.append(address)
-        return [memory[address + 4 * i] for i in range(count)]
-
-    monkeypatch.setattr(decode_pairs, "load_shared", load_shared)
+    words, loaded = 1 if pairs is Pairs.HALVES else 2, list[int]()
+    _table_in_memory(monkeypatch, found, loaded)
     for i, (word, codes) in enumerate(_words(BOOKS[name])):
         table = decode_pairs.own_pairs(4096, i % 32, pairs)
         numbers = element.numbers(codes, dtype).permute(1, 2, 0).reshape(4, 2)
@@ -185,6 +174,57 @@ def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
     for first in range(0, 32, 32 // words):  # lanes that are served together
         assert set().union(*banks[first : first + 32 // words]) == set(range(32))
     assert {address % ROW_BYTES for address in loaded} == set(range(0, ROW_BYTES, 4 * words))
+
+
+@pytest.mark.parametrize("pairs", [None, *Pairs], ids=["registers", "halves", "floats"])
+def test_codebook_weights_have_the_scale_of_their_row(monkeypatch, pairs):
+    """Rows g and g + 8, which alternate in the registers of a code word."""
+    decode, decode_pairs = (pytest.importorskip(f"w4gemm.kernels.device.{name}") for name in ("decode", "decode_pairs"))
+    found, element, scales = _decoder(monkeypatch, "bf16", "nf4", pairs), ELEMENTS["nf4"], (3.0, 5.0)
+    _table_in_memory(monkeypatch, found, [])
+
+    def scaled(decoder, numbers, scale, zero):
+        return _halves([numbers], torch.bfloat16).double() * scale
+
+    def number(kind, word):
+        return torch.tensor(_signed(word), dtype=torch.int32).view(torch.float32).double()
+
+    monkeypatch.setattr(decode.Decoder, "_scaled", scaled)
+    monkeypatch.setattr(decode_pairs, "to_float", number)
+    monkeypatch.setattr(decode_pairs, "pack_half2", lambda kind, low, high: torch.stack((low, high))[None])
+    for i, (word, codes) in enumerate(_words("nf4")):
+        prepared = scales if pairs is None else (*scales, decode_pairs.own_pairs(4096, i % 32, pairs))
+        numbers = element.numbers(codes, torch.bfloat16).double()  # element, col8, row8
+        wanted = (numbers * torch.tensor(scales)).permute(1, 2, 0).reshape(4, 2)
+        assert torch.equal(torch.cat(found.decode((word,), prepared)), wanted)
+
+
+@pytest.mark.parametrize("element", ["nf4", "int4"])
+def test_kernels_that_decode_by_pairs_have_room_for_their_table(element):
+    for name in ("sm90_mixed_gemm", "sm90_decode"):
+        kernel, format = kernel_named(name), WeightFormat(128, element=element)
+        problem = GemmProblem(1, 4096, 4096, torch.bfloat16, format, "mma16", device=H200)
+        variants = [kernel.variant.of(problem, config) for config in kernel.configs(problem)]
+        by_pairs = [v for v in variants if v.pairs is not None]
+        assert bool(by_pairs) == (element == "nf4")
+        assert {v.decode_table_bytes for v in by_pairs} <= {TABLE_BYTES}
+
+
+def _table_in_memory(monkeypatch, decoder, loaded: list[int]) -> None:
+    """Let a decoder load from its table, which lies from address 4096 on. loaded: takes the addresses."""
+    decode_pairs, memory = pytest.importorskip("w4gemm.kernels.device.decode_pairs"), dict[int, int]()
+    for index in range(64 if hasattr(decoder, "rows") else 0):
+        for byte, both in enumerate(decoder.rows(index)):
+            row = 4096 + (4 * index + byte) * ROW_BYTES
+            memory |= {row + 4 * lane: int(both[lane % 2]) & 0xFFFFFFFF for lane in range(32)}
+    assert not memory or sorted(memory) == list(range(4096, 4096 + TABLE_BYTES, 4))
+
+    def load_shared(address, count, constant):
+        assert constant and address % (4 * count) == 0
+        loaded.append(address)
+        return [memory[address + 4 * i] for i in range(count)]
+
+    monkeypatch.setattr(decode_pairs, "load_shared", load_shared)
 
 
 def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None):

@@ -151,6 +151,14 @@ def test_distributed_data_parallel() -> None:
         leave_out_packed(torch.nn.Linear(2, 2))
 
 
+def test_what_was_left_out_before_stays_left_out() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), layer())
+    model._ddp_params_and_buffers_to_ignore = {"0.bias"}
+    left_out = leave_out_packed(model)._ddp_params_and_buffers_to_ignore
+    assert {"0.bias"} | {f"1.{name}" for name, _ in model[1].named_buffers()} <= left_out
+    assert {name for name, _ in model.named_parameters()} & left_out == {"0.bias"}
+
+
 # --- accelerate -------------------------------------------------------------------------------------------------------
 
 
