@@ -20,7 +20,7 @@ from bench.producers.common import Pairs, Weights
 from bench.producers.compressed import awq, compressed_floats, compressed_integers, modelopt, nibbles
 from bench.producers.deepseek import deepseek_v4
 from bench.producers.gguf_types import gemma3, gguf_type, smollm2
-from bench.producers.others import auto_round, bitsandbytes, gpt_oss, hqq
+from bench.producers.others import auto_round, bitsandbytes, gpt_oss, gptqmodel, hqq
 
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.generation import default_model
@@ -58,6 +58,7 @@ CASES = (
         "auto-round",
         auto_round(0, {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, sym=True),
     ),
+    Case("GPTQ, version 1, zero points of 0", "gptqmodel", gptqmodel),
     Case("AutoRound", "auto-round", auto_round(0, {"quant_method": "auto-round", "packing_format": "auto_round"})),
     Case("AWQ gemm", "compressed-tensors", awq),
     Case("ModelOpt NVFP4", "compressed-tensors", modelopt),

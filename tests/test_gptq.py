@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_a_quantized_lm_head_that_is_tied_to_the_embedding(tmp_path: Path) -> No
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', whose packing is not known; wanted gptq or"),
         ({"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p', whose packing is not known"),
         ({"pack_dtype": "int16"}, "pack_dtype is 'int16', wanted 'int32'"),
-        ({"dynamic": {"(": {}}}, "q_proj|k_proj|down_proj.*unterminated"),
+        ({"dynamic": {"(": {}}}, r"dynamic: '\(' is no regular expression: .*unterminated"),
         ({"quant_method": "eetq"}, "quantized by 'eetq', which cannot be loaded yet; what can be loaded.*GPTQ"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "'auto-round', which cannot be loaded"),
     ],
@@ -177,9 +178,39 @@ def test_damaged_folders(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_zero_points_that_cannot_be_told(tmp_path: Path) -> None:
-    write_model(tmp_path, CONFIG | {"sym": False}, writer(-1, zeros=(16, 16)))
+def test_zero_points_stored_as_15(tmp_path: Path) -> None:
+    """They are 0 or 16, as the config says; without its word they are refused."""
+    wanted = write_model(tmp_path, CONFIG | {"sym": False}, writer(-1, zeros=(13, 16)))
     with pytest.raises(
-        FormatError, match="zero points are stored as 15, which in version 1 of the format means 0 or 16"
+        FormatError,
+        match=f"{DOWN}: .* of its zero points are stored as 15, which in version 1 of the format means 0 to some "
+        "readers and 16 to others; say which by zero_stored_as_15: 0 or 16 in quantization_config",
     ):
+        open_checkpoint(tmp_path).weight(DOWN)
+    configure(tmp_path, zero_stored_as_15=16)
+    assert_loads(tmp_path, wanted, {"int4_g32_zfloat_fp32": 7 * LAYERS})
+    configure(tmp_path, zero_stored_as_15=15)
+    with pytest.raises(FormatError, match="zero_stored_as_15 is 15, wanted 0 or 16"):
+        open_checkpoint(tmp_path)
+    configure(tmp_path, zero_stored_as_15=0)
+    w = open_checkpoint(tmp_path).weight(DOWN)
+    numbers = Numbers.random(w.n, w.k, 32, zeros=(13, 16))
+    as_0 = replace(numbers, zeros=numbers.zeros % 16)
+    assert str(w.format) == "int4_g32_zint_fp16" and torch.equal(w.dequantize(), as_0.weight)
+    assert (numbers.zeros == 16).any()
+
+
+@pytest.mark.parametrize("meta", [{"quantizer": ["optimum:1.24", "gptqmodel:2.2.0"]}, {"quantizer": "gptqmodel:7.7.0"}])
+def test_zero_points_of_0_that_gptqmodel_wrote(tmp_path: Path, meta: dict[str, Any]) -> None:
+    """It subtracts 1 from each of eight zero points in one word, so that 0 borrows from the one above."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        parts, wanted = writer(0, zeros=(0, 15))(name, n, k)
+        words = parts["qzeros"].long() - 0x11111111
+        return {**parts, "qzeros": torch.where(words < -(2**31), words + 2**32, words).int()}, wanted
+
+    wanted = write_model(tmp_path, CONFIG | {"sym": False, "meta": meta}, write)
+    assert_loads(tmp_path, wanted, {"int4_g32_zint_fp16": 7 * LAYERS})
+    configure(tmp_path, meta={"quantizer": ["auto_gptq:0.7"]})
+    with pytest.raises(FormatError, match="zero points are stored as 15"):
         open_checkpoint(tmp_path).weight(DOWN)

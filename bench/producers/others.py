@@ -52,6 +52,29 @@ def auto_round(
     return pairs
 
 
+def gptqmodel(folder: Path, weights: Weights) -> Pairs:
+    """Version 1 of GPTQ with zero points, as GPTQModel writes it; every eighth row has zero points of 0."""
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import QuantizeConfig
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
+
+    settings, stored, wanted = {"bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}, {}, {}
+    for name, w in weights.items():
+        n, k = w.shape
+        layer, linear = TorchLinear(4, GROUP, False, False, k, n), torch.nn.Linear(k, n, bias=False)
+        linear.weight.data = w = torch.where(torch.arange(n)[:, None] % 8 == 3, w.abs(), w)
+        found = Codes.of(w)
+        layer.pack_original(linear, found.scales.half().float(), found.zeros.float())
+        convert_gptq_v2_to_v1_format_module(layer, QuantizeConfig(**settings))
+        stored |= {f"{name}.{leaf}": getattr(layer, leaf).clone() for leaf in ("qweight", "qzeros", "scales", "g_idx")}
+        convert_gptq_v1_to_v2_format_module(layer, 4, torch.int32)
+        layer.post_init()
+        layer.scales = layer.scales.float()
+        wanted[name] = layer.dequantize_weight().T.contiguous()
+    config = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
+    return folder_pairs(folder, settings | config, stored, wanted)
+
+
 def gpt_oss(folder: Path, weights: Weights) -> Pairs:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -23,6 +23,7 @@ from w4gemm.checkpoints.module_tensors import (
     unpack_int4,
     whole_groups,
 )
+from w4gemm.checkpoints.named_modules import in_extra_config
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -72,4 +73,6 @@ class AWQPacking:
         return QuantizedWeight.from_codes(module.format, codes, scales, zeros)
 
 
-FORMAT = folder_format("awq", "a folder with a model quantized by AWQ (gemm packing)", AWQPacking.of)
+FORMAT = folder_format(
+    "awq", "a folder with a model quantized by AWQ (gemm packing)", AWQPacking.of, named=in_extra_config
+)

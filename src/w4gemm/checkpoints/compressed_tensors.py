@@ -17,7 +17,7 @@ wants in int8 or 4 bits, and those beside nvfp4, are multiplied as they come, in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from w4gemm.checkpoints.module_tensors import (
     unpack_int4,
     whole_groups,
 )
+from w4gemm.checkpoints.named_modules import Named, compiled
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -205,8 +206,21 @@ def _zero_codes(stored: torch.Tensor | None, n: int) -> torch.Tensor | None:
     return (stored + _CODE_OF_ZERO).to(torch.uint8)
 
 
+def _in_targets(config: Mapping[str, Any]) -> Iterator[Named]:
+    """Give the names and patterns among ``targets``, which may also be names of classes, such as Linear."""
+    for key, group in config["config_groups"].items():
+        if (group.get("weights") or {}).get("num_bits") == 4:
+            for target in group["targets"]:
+                argument = f"config_groups.{key}.targets"
+                if target.startswith("re:"):
+                    yield Named(argument, target, compiled(argument, target[3:]).match)
+                elif not target[:1].isupper():
+                    yield Named(argument, target)
+
+
 FORMAT = folder_format(
     "compressed-tensors",
     "a folder with a model in compressed-tensors (pack-, int-, mxfp4-pack- or nvfp4-pack-quantized, 4 bits)",
     CompressedTensors.of,
+    named=_in_targets,
 )

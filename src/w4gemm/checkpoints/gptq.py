@@ -4,15 +4,19 @@ A module is ``qweight`` int32 (k / 8, n), eight codes of a column a word; ``qzer
 points of a row a word; ``scales`` (groups, n); ``g_idx`` int32 (k), the group of each column, which is in act-order if
 groups are scattered. w = (u - z) * s.
 
-Version 1 stores z - 1. A stored 15 is refused: producers wrapped z = 0 round to it, some of them into the neighbouring
-zero points as well, and readers disagree whether it means 0 or 16. Symmetric files of either version are known by their
-numbers, since some are labelled with the other version.
+Version 1 stores z - 1, and so has no place for z = 0. GPTQModel subtracts 1 from each of the eight in one word, where 0
+borrows from the zero point above it; adding 1 to each in one word gives every z back, so files that name it in ``meta``
+are exact. Of other files a stored 15 is refused: AutoGPTQ wrote it for 0, and into all zero points above that one in
+the word as well; and readers disagree whether it means 0 (exllamav2) or 16 (AutoGPTQ's own layers, AutoRound, vLLM).
+``zero_stored_as_15`` in quantization_config says which. With 16 all zero points are floats, -z * s, which is exact.
+
+Symmetric files of either version are known by their numbers, since some are labelled with the other version.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +26,16 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override
 from w4gemm.checkpoints.module_tensors import SCALES, SYMMETRIC, check_bits, check_symmetric, check_tensor, unpack_int4
+from w4gemm.checkpoints.named_modules import Named, compiled, in_extra_config
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 _STORED_ZERO = {"gptq": -1, "gptq_v2": 0}
 """The number that is added to a zero point before it is stored, by ``checkpoint_format``."""
+_ONES = 0x11111111
+"""A word of eight ones."""
+_OF_15 = "zero_stored_as_15"
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class GPTQPacking:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GPTQPacking:
+        if (of_15 := config.get(_OF_15)) not in (None, 0, 16):
+            raise ValueError(f"{_OF_15} is {of_15!r}, wanted 0 or 16")
         if (added := GPTQ_ZEROS.get(config.get("packing_format", ""))) is not None:
             return cls(config, added)
         version = config.get("checkpoint_format", config.get("format")) or "gptq"
@@ -64,6 +74,8 @@ class GPTQPacking:
         words, n = check_tensor(stored, "qweight", ("I32",))
         check_tensor(stored, "scales", SCALES)
         zero, scale = "none" if settings.get("sym") else "int", SCALES[stored["scales"].dtype]
+        if zero == "int" and self.stored_zero and self.config.get(_OF_15) == 16:
+            zero, scale = "float", "fp32"
         k, format = 8 * words, WeightFormat(settings.get("group_size", 128), zero, scale)
         groups = format.groups(k)
         if n % 8:
@@ -75,19 +87,38 @@ class GPTQPacking:
         return Module(n, k, format, "bias" in stored)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        codes, stored = unpack_int4(tensors["qweight"].T), unpack_int4(tensors["qzeros"])
+        codes, scales = unpack_int4(tensors["qweight"].T), tensors["scales"].T.contiguous()
         zeros = None
         if not module.format.has_zero:
+            stored = unpack_int4(tensors["qzeros"])
             check_symmetric(stored + 1 if (stored == SYMMETRIC - 1).all() else stored)
-        elif self.stored_zero and (stored == 15).any():
-            raise ValueError(
-                f"{int((stored == 15).sum())} of its zero points are stored as 15, which in version 1 of the format "
-                "means 0 or 16, and 16 cannot be held; save the model as gptq_v2"
-            )
         else:
-            zeros = (stored - self.stored_zero).T.contiguous()
-        scales = tensors["scales"].T.contiguous()
+            zeros = self._zeros(tensors["qzeros"]).T.contiguous()
+        if zeros is not None and module.format.zero == "float":
+            scales = scales.float()
+            zeros = -(zeros * scales)
         return QuantizedWeight.from_codes(module.format, codes, scales, zeros, tensors.get("g_idx"))
+
+    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
+        """Zero points (groups, n) of an asymmetric module."""
+        if self.stored_zero and self._by_gptqmodel:
+            return unpack_int4(words + _ONES)
+        zeros = unpack_int4(words) - self.stored_zero
+        if not (zeros == 16).any() or (of_15 := self.config.get(_OF_15)) == 16:
+            return zeros
+        if of_15 is None:
+            raise ValueError(
+                f"{int((zeros == 16).sum())} of its zero points are stored as 15, which in version 1 of the format "
+                f"means 0 to some readers and 16 to others; say which by {_OF_15}: 0 or 16 in quantization_config of "
+                "config.json, or save the model as gptq_v2"
+            )
+        return zeros & 15
+
+    @property
+    def _by_gptqmodel(self) -> bool:
+        """True if GPTQModel wrote the folder, which it says in ``meta`` since the version that has its arithmetic."""
+        quantizers = (self.config.get("meta") or {}).get("quantizer") or ()
+        return any(name.startswith("gptqmodel:") for name in ([quantizers] if type(quantizers) is str else quantizers))
 
     def _settings(self, name: str) -> Mapping[str, Any]:
         """Bits, group_size and sym of a module: those of the folder, with the first override that matches."""
@@ -99,6 +130,16 @@ class GPTQPacking:
         return {**self.config, **auto_round_override(self.config, name)}
 
 
+def _named(config: Mapping[str, Any]) -> Iterator[Named]:
+    for pattern, override in (config.get("dynamic") or {}).items():
+        if not pattern.startswith("-:") and override.get("bits", 4) == 4:
+            yield Named("dynamic", pattern, compiled("dynamic", pattern.removeprefix("+:")).match)
+    for names in config.get("modules_in_block_to_quantize") or ():
+        for name in [names] if isinstance(names, str) else names:
+            yield Named("modules_in_block_to_quantize", name, re.compile(rf".*\b{re.escape(name)}\Z").match)
+    yield from in_extra_config(config)
+
+
 FORMAT = folder_format(
-    "gptq", "a folder with a model quantized by GPTQ, or by AutoRound in its packing", GPTQPacking.of
+    "gptq", "a folder with a model quantized by GPTQ, or by AutoRound in its packing", GPTQPacking.of, named=_named
 )

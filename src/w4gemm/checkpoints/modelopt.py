@@ -24,6 +24,7 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import SCALES, check_tensor, of_bytes, whole_groups
+from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -106,6 +107,14 @@ def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> _
     return _Shape(2 * half, k, format)
 
 
+def _named(config: Mapping[str, Any]) -> list[Named]:
+    layers = (config.get("quantized_layers") or {}).items()
+    return [Named("quantized_layers", name) for name, settings in layers if settings.get("quant_algo") in ALGORITHMS]
+
+
 FORMAT = folder_format(
-    "modelopt", "a folder with a model quantized by ModelOpt (NVFP4, INT4 AWQ, W4A8 AWQ)", ModelOptPacking
+    "modelopt",
+    "a folder with a model quantized by ModelOpt (NVFP4, INT4 AWQ, W4A8 AWQ)",
+    ModelOptPacking,
+    named=_named,
 )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from w4gemm.checkpoints.experts import Stack, stacks
 from w4gemm.checkpoints.fp8_folder import Block, Fp8Folder, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
+from w4gemm.checkpoints.named_modules import Named, warn_of_missing
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -85,8 +86,12 @@ class QuantizedFolder:
                 raise FormatError(f"{path}: {owner}: its weight is {info.dtype}, but there is no {beside} beside it")
             if (owner not in quantized or leaf not in known) and not name.endswith(_IGNORED):
                 self.tensors[str(owned)] = info.shape
-        if self._stored.scales and not quantized:
-            raise FormatError(f"{path}: all its quantized weights are in fp8, wanted some of them in 4 bits")
+        if not quantized:
+            held = "all its quantized weights are in fp8" if self._stored.scales else "all its weights are dense"
+            raise FormatError(
+                f"{path}: {held}, wanted some of them in 4 bits, with {' or '.join(packing.marks)}, as its "
+                "quantization_config says; a dense model has no quantization_config in config.json"
+            )
         self._parts = parts
         self._own = {name: self._module(name, parts[name]) for name in sorted(quantized)}
         self._stacks = self._stacked()
@@ -130,6 +135,11 @@ class QuantizedFolder:
             return stack.bias(lambda source: self._tensor(f"{source}.bias")).to(dtype)
         t = self._tensor(name)
         return t.to(dtype) if t.is_floating_point() else t
+
+    @property
+    def own_names(self) -> Collection[str]:
+        """Names of the 4-bit modules, those of single experts and of all of a layer."""
+        return self._own.keys() | self.modules.keys()
 
     @property
     def in_fp8(self) -> list[str]:
@@ -186,12 +196,14 @@ def folder_format(
     contents: str,
     packing: Callable[[Mapping[str, Any]], Packing],
     renamed: Callable[[str], str] = str,
+    named: Callable[[Mapping[str, Any]], Iterable[Named]] = lambda config: (),
 ) -> CheckpointFormat:
     """Return the format of folders that say they are quantized by ``method``.
 
     Args:
         packing: makes a Packing of the folder's quantization_config; raises ValueError for one that it cannot.
         renamed: see :class:`QuantizedFolder`.
+        named: gives the modules in 4 bits that a quantization_config names.
     """
 
     def find(path: Path) -> Path | None:
@@ -200,9 +212,13 @@ def folder_format(
     def open(path: Path, format: WeightFormat | None) -> QuantizedFolder:
         config = quantization_config(path) or {}
         try:
-            meaning, block = packing(config), block_of(config.get("weight_block_size"))
-        except (TypeError, ValueError, KeyError, AttributeError) as e:
+            meaning, block, names = packing(config), block_of(config.get("weight_block_size")), [*named(config)]
+        except KeyError as e:
+            raise FormatError(f"{path}: quantization_config of config.json has no {e}") from e
+        except (TypeError, ValueError, AttributeError) as e:
             raise FormatError(f"{path}: quantization_config of config.json: {e}") from e
-        return QuantizedFolder(path, meaning, renamed, block)
+        folder = QuantizedFolder(path, meaning, renamed, block)
+        warn_of_missing(path, names, folder.own_names)
+        return folder
 
     return CheckpointFormat(method, contents, find, open)

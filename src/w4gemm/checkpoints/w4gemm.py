@@ -17,6 +17,7 @@ import torch
 from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_tensor
+from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.quantized_folder import BESIDE, folder_format
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.state import as_tensor, in_words, of_tensor, of_words
@@ -105,4 +106,8 @@ class OwnWriter:
         return settings(checkpoint.modules.items())
 
 
-FORMAT = folder_format(METHOD, "a folder with a model that w4gemm wrote", OwnPacking)
+def _named(config: Mapping[str, Any]) -> list[Named]:
+    return [Named("modules", name) for name in config.get("modules") or {}]
+
+
+FORMAT = folder_format(METHOD, "a folder with a model that w4gemm wrote", OwnPacking, named=_named)
