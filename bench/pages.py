@@ -44,8 +44,10 @@ class Page:
     plot: str
     """File name of its plot in docs/plots/, without an ending."""
     title: str
-    head: tuple[str, ...]
-    """Paragraphs on what was measured; ``{file}`` is the file of the rows."""
+    what: str
+    """Weights and activations, in a sentence."""
+    method: tuple[str, ...]
+    """Sentences on how it was measured; ``{file}`` is the file of the rows, ``{script}`` what made them."""
     file: str
     activation_bytes: int
     rate: float
@@ -78,10 +80,10 @@ _METHOD = (
     "Times are medians in microseconds per call, in a CUDA graph over copies of the weight that together exceed L2.",
 )
 _CHOICE = "w4gemm runs the config that it chooses by default."
-_CUBLAS = "cublas: bf16 weights."
+_CUBLAS = "cublas multiplies bf16 weights."
 _SCALES = (
-    "w4gemm, quack, humming: bf16 group scales on float32 sums. The same with `e4m3`: group scales in e4m3, part of "
-    "the e4m3 weight that is multiplied. cutlass_w4a8 is vLLM's."
+    "w4gemm, quack and humming multiply the float32 sums by bf16 group scales. With `e4m3` behind its name a library "
+    "puts group scales in e4m3 into the weight instead. cutlass_w4a8 is vLLM's."
 )
 _QUANTIZES = "humming takes bf16 x and quantizes it within the call"
 _EXPERTS = (
@@ -92,7 +94,8 @@ W4A16 = Page(
     "benchmarks",
     "roofline",
     "W4A16 beside other libraries",
-    ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} machete, marlin: vLLM's. {_CUBLAS}"),
+    "int4 g128 symmetric weights, bf16 x.",
+    (*_METHOD, f"{_CHOICE} machete and marlin are vLLM's, torch_int4 is PyTorch's. {_CUBLAS}"),
     "times.jsonl",
     2,
     RATES.operations,
@@ -101,12 +104,13 @@ W4A8 = Page(
     "benchmarks-w4a8",
     "roofline-w4a8",
     "W4A8 beside other libraries",
+    "int4 g128 symmetric weights, e4m3 x with one scale per token.",
     (
-        "int4 g128 symmetric weights, e4m3 x with one scale per token.",
         *_METHOD,
         _CHOICE,
         f"{_SCALES} {_QUANTIZES}, which takes about 3 us.",
-        "cublas: the same numbers as an fp8 weight, shown for what large matmuls reach, not counted as a peer.",
+        "cublas multiplies the same numbers as an fp8 weight. It shows what large matmuls reach and is not counted as "
+        "a peer.",
         "A ratio takes the faster of each library's two ways to scale.",
     ),
     "w4a8.jsonl",
@@ -118,10 +122,10 @@ SM80 = Page(
     "benchmarks-sm80",
     "roofline-sm80",
     "The kernel for GPUs before Hopper, on a Hopper GPU",
+    "`sm80_mixed_gemm`, forced: W4A16, int4 g128 symmetric weights, bf16 x.",
     (
-        "`sm80_mixed_gemm`, forced: W4A16, int4 g128 symmetric weights, bf16 x.",
         *_METHOD,
-        "It runs the config that its model ranks first. marlin: vLLM's. torch_int4: PyTorch's.",
+        "sm80_mixed_gemm runs the config that its cost model ranks first. marlin is vLLM's, torch_int4 is PyTorch's.",
     ),
     "sm80.jsonl",
     2,
@@ -132,7 +136,8 @@ GROUPED_W4A16 = Page(
     "benchmarks-grouped",
     "roofline-grouped",
     "Mixtures of experts in W4A16 beside other libraries",
-    ("int4 g128 symmetric weights, bf16 x.", *_METHOD, f"{_CHOICE} vLLM and Quack have no such kernel.", _EXPERTS),
+    "int4 g128 symmetric weights, bf16 x.",
+    (*_METHOD, f"{_CHOICE} vLLM's CUTLASS kernel and Quack have no W4A16 for experts.", _EXPERTS),
     "grouped.jsonl",
     2,
     RATES.operations,
@@ -142,8 +147,8 @@ GROUPED_W4A8 = Page(
     "benchmarks-grouped-w4a8",
     "roofline-grouped-w4a8",
     "Mixtures of experts in W4A8 beside other libraries",
+    "int4 g128 symmetric weights, e4m3 x with one scale per token.",
     (
-        "int4 g128 symmetric weights, e4m3 x with one scale per token.",
         *_METHOD,
         _CHOICE,
         f"{_SCALES} {_QUANTIZES}.",
@@ -161,10 +166,10 @@ MXFP4 = Page(
     "benchmarks-mxfp4",
     "roofline-mxfp4",
     "MXFP4 beside other libraries",
+    "MXFP4 weights (e2m1, a power of two for each 32), bf16 x.",
     (
-        "MXFP4 weights (e2m1, a power of two for each 32), bf16 x.",
         *_METHOD,
-        f"{_CHOICE} marlin: vLLM's. {_CUBLAS}",
+        f"{_CHOICE} marlin is vLLM's. {_CUBLAS}",
     ),
     "fp4.jsonl",
     2,
@@ -175,10 +180,10 @@ NVFP4 = Page(
     "benchmarks-nvfp4",
     "roofline-nvfp4",
     "NVFP4 beside other libraries",
+    "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x.",
     (
-        "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x.",
         *_METHOD,
-        f"{_CHOICE} marlin: vLLM's.",
+        f"{_CHOICE} marlin is vLLM's.",
     ),
     "fp4.jsonl",
     2,
@@ -188,9 +193,9 @@ NVFP4 = Page(
 MXFP4_W4A8 = Page(
     "benchmarks-mxfp4-w4a8",
     "roofline-mxfp4-w4a8",
-    "MXFP4 beside e4m3 activations",
+    "MXFP4 with e4m3 activations, beside other libraries",
+    "MXFP4 weights (e2m1, a power of two for each 32), e4m3 x with one scale per token.",
     (
-        "MXFP4 weights (e2m1, a power of two for each 32), e4m3 x with one scale per token.",
         *_METHOD,
         f"{_CHOICE} {_QUANTIZES}, which takes about 3 us.",
     ),

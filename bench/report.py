@@ -100,25 +100,14 @@ def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
 
 
 def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[str, str]) -> str:
-    """Return the page: how it was measured, means over ranges of tokens, and a row for each point."""
+    """Return the page: means over ranges of tokens, a row for each point, and how they were measured."""
     row, runs = rows[-1], "`, `".join(dict.fromkeys(row["run"] for row in rows))
     names, grouped = list(versions), any(layer.experts for layer, _ in times)
     tokens = "tokens" if grouped else "m"
     ratio = f"best peer time / {page.ours} time"
-    machine = f"One {row['gpu']}, driver {row['driver']}, torch {row['torch']}; run `{runs}`."
-    script = "grouped" if grouped else "run"
-    lines = [f"# {page.title}", "", f"- {machine}"]
-    for sentence in page.head:
-        sentence = sentence.format(file=page.file, script=script)
-        lines += textwrap.wrap(f"- {sentence}", 120, subsequent_indent="  ")
-    lines += [
-        "- Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
-        "- Roofline: max(bytes / 4.5 TB/s, operations / "
-        + f"{page.rate / 1e6:,.0f} TFLOP/s), what large library matmuls reach on this GPU.",
-        "",
-        f"| {tokens} | {ratio}, geometric mean | worst point |",
-        "|---|---|---|",
-    ]
+    lines = [f"# {page.title}", ""]
+    lines += textwrap.wrap(f"{page.what} One {row['gpu']}. A ratio above 1 means that {page.ours} is faster.", 120)
+    lines += ["", f"| {tokens} | {ratio}, geometric mean | worst point |", "|---|---|---|"]
     for name, (first, last) in page.groups.items():
         found = sorted((page.ratio(us), p) for p, us in times.items() if first <= p[1] <= last)
         if not found:
@@ -128,6 +117,7 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
         lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {layer}, {tokens} {m} |")
     lines += ["", f"![Time over roofline](plots/{page.plot}.svg)", ""]
     lines += [
+        *("## Every point", "", "Microseconds per call.", ""),
         f"| {'experts x ' if grouped else ''}n x k | {tokens} | roofline | " + " | ".join(names) + f" | {ratio} |",
         "|---" * (len(names) + 4) + "|",
     ]
@@ -136,6 +126,17 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
         cells = [f"{times[point][name]:.1f}" if name in times[point] else "-" for name in names]
         over = page.ratio(times[point])
         lines.append(f"| {layer} | {m} | {page.roofline_us(point):.1f} | {' | '.join(cells)} | {over:.2f} |")
+    script = "grouped" if grouped else "run"
+    method = [
+        *(sentence.format(file=page.file, script=script) for sentence in page.method),
+        f"Roofline: max(bytes / 4.5 TB/s, operations / {page.rate / 1e6:,.0f} TFLOP/s), the rates that large library "
+        "matmuls reach on this GPU.",
+        "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
+        f"Driver {row['driver']}, torch {row['torch']}; run `{runs}`.",
+    ]
+    lines += ["", "## How it was measured", ""]
+    for sentence in method:
+        lines += textwrap.wrap(f"- {sentence}", 120, subsequent_indent="  ")
     return "\n".join(lines) + "\n"
 
 

@@ -56,9 +56,9 @@ def test_architecture_names_what_exists() -> None:
 
 
 def test_every_page_is_on_the_site() -> None:
-    """mkdocs.yml names every page but those of docs/measured, which measured.md links to."""
     text = (ROOT / "mkdocs.yml").read_text()
-    missing = [page.name for page in ROOT.glob("docs/*.md") if f": {page.name}\n" not in text]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")]
+    missing = [page for page in pages if f": {page}\n" not in text]
     assert not missing, "add them to nav in mkdocs.yml"
 
 
@@ -69,7 +69,9 @@ def test_every_public_name_is_on_the_site() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_an_empty_line_is_before_each_list(document: Path) -> None:
-    """GitHub shows a list without it, the site's Markdown does not."""
+def test_lists_are_lists_on_the_site_too(document: Path) -> None:
+    """GitHub shows a list without an empty line before it, or within another list by two spaces; the site's Markdown
+    does not."""
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"^ {1,3}- ", text, re.MULTILINE), "a list within a list is indented by four"
     assert not re.search(r"^(?!- )[^\s|#<].*\n- ", text, re.MULTILINE)

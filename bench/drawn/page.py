@@ -26,20 +26,24 @@ TITLES = {
 GROUPS = ((1, 16), (17, 64), (65, 333), (334, 8192))
 _WORST = 8
 _COMPARED = (("", "us_p50"), ("best_", "best_config_us"))
-_HEAD = (
-    "Layers drawn at random from the sizes of real models and of their shards, each at four ragged m, one in each "
-    "quarter of log2(1 .. 8192): `bench/drawn/points.py`. No shipped table has them, the cost model was not fitted "
-    "to them, and nothing was tuned: every choice is the model's first guess.",
-    "All implementations of a point ran interleaved in one process (`python -m bench.unknown`, rows: "
-    "bench/results/{file}); medians in microseconds per call, in a CUDA graph over copies of the weight that together "
-    "exceed L2.",
-    "A point is shown as the run that timed it beside the most peers; only times of one run are compared. {peers}",
-    "Ratio: the best peer's time over w4gemm's; below 1 w4gemm is behind. A peer that cannot run a point does not "
-    "count there. With bf16 x cuBLAS on bf16 weights counts as a peer; with e4m3 x cuBLAS on e4m3 weights, which has "
-    "twice the bytes, is shown apart.",
-    "Means are geometric.{regret}",
+_WHAT = (
+    "How fast w4gemm is on layers that no shipped table has, that the cost model was not fitted to, and that nobody "
+    "tuned: every config is the model's first guess. One {gpu}."
 )
-_REGRET = " Regret: the time of the first choice over that of the fastest of w4gemm's {} best guesses."
+_TERMS = (
+    "Ratio: best peer's time / w4gemm's time; above 1 w4gemm is faster. Means are geometric.",
+    "Regret: time of the first choice / time of the fastest of w4gemm's {configs} best guesses.",
+)
+_METHOD = (
+    "Layers were drawn at random from the sizes of real models and of their shards, each at four ragged m, one in each "
+    "quarter of log2(1 .. 8192) (`bench/drawn/points.py`).",
+    "All implementations of a point ran interleaved in one process (`python -m bench.unknown`, rows: "
+    "bench/results/{file}). Times are medians in microseconds per call, in a CUDA graph over copies of the weight "
+    "that together exceed L2.",
+    "If several runs timed a point, the one with the most peers is shown; only times of one run are compared. {peers}",
+    "A peer that cannot run a point does not count there. cuBLAS multiplies bf16 weights and counts as a peer with "
+    "bf16 x. With e4m3 x it multiplies e4m3 weights, which have twice the bytes, and does not count.",
+)
 
 
 class Point(NamedTuple):
@@ -127,32 +131,34 @@ def text(rows: Sequence[Row], file: Path) -> str:
     last = rows[-1]
     versions = {row["impl"]: row["impl_version"] for row in rows}
     configs = max((row.get("configs", 0) for row in rows), default=0)
-    points, regret = points_of(rows), _REGRET.format(configs) if configs else ""
+    points = points_of(rows)
     others = "" if last["gpu"] == H200.name else f": {last['gpu']}"
-    lines = [f"# Layers that nobody tuned{others}", ""]
-    runs = "`, `".join(dict.fromkeys(row["run"] for row in rows))
-    lines += [f"- One {last['gpu']}, driver {last['driver']}, torch {last['torch']}; run `{runs}`."]
-    for sentence in _HEAD:
-        found = sentence.format(file=file.name, regret=regret, peers=_peers_of(points)).strip()
-        lines += textwrap.wrap(f"- {found}", 120, subsequent_indent="  ")
-    listed = ", ".join(f"{name} {version}".strip() for name, version in versions.items())
-    lines += textwrap.wrap(f"- Versions: {listed}.", 120, subsequent_indent="  ")
+    lines = [f"# Untuned layers{others}", "", *textwrap.wrap(_WHAT.format(gpu=last["gpu"]), 120), ""]
+    for sentence in _TERMS[: 2 if configs else 1]:
+        lines += textwrap.wrap(f"- {sentence.format(configs=configs)}", 120, subsequent_indent="  ")
     lines += ["", f"![Best peer's time over w4gemm's](plots/{paths(file)[1].name})"]
     for kind, title in TITLES.items():
         if own := [point for point in points if point.kind == kind]:
             lines += ["", f"## {title}", "", *_summary(own), "", *_worst(own)]
+    listed = ", ".join(f"{name} {version}".strip() for name, version in versions.items())
+    runs = "`, `".join(dict.fromkeys(row["run"] for row in rows))
+    facts = f"Versions: {listed}.", f"Driver {last['driver']}, torch {last['torch']}; run `{runs}`."
+    lines += ["", "## How it was measured", ""]
+    for sentence in (*_METHOD, *facts):
+        found = sentence.format(file=file.name, peers=_peers_of(points))
+        lines += textwrap.wrap(f"- {found}", 120, subsequent_indent="  ")
     return "\n".join(lines) + "\n"
 
 
 def _peers_of(points: list[Point]) -> str:
-    """Say beside how many peers the points were timed."""
+    """Say how many points were timed beside which peers."""
     counts = Counter(", ".join(sorted(set(point.us) - {"w4gemm"})) or "none" for point in points)
     return "Points by peers: " + "; ".join(f"{count} beside {names}" for names, count in counts.most_common()) + "."
 
 
 def _summary(points: list[Point]) -> list[str]:
     lines = [
-        "| m | points | best peer / w4gemm, mean | worst | behind | behind by over 3 % | regret, mean | worst |",
+        "| m | points | ratio, mean | ratio, worst | behind | behind by over 3 % | regret, mean | regret, worst |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for first, last in (*GROUPS, (1, GROUPS[-1][1])):

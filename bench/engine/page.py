@@ -20,22 +20,25 @@ _MODES = {
     "eager": "eager",
 }
 """vLLM compiles by default; CUDA graphs of decode steps alone start sooner."""
-_HEAD = (
-    "Checkpoints of published shapes with random numbers, written by `bench/engine/checkpoint.py`. A random router "
-    "divides tokens about evenly among experts.",
+_WHAT = (
+    "How fast models decode in vLLM if w4gemm's plugin runs their 4-bit layers. A ratio is w4gemm's tokens/s / those "
+    "of the kernels that vLLM chooses, or of the best of vLLM's kernels if two or more ran; for a time it is the "
+    "inverse. Above 1 w4gemm is faster."
+)
+_METHOD = (
+    "Checkpoints have published shapes and random numbers (`bench/engine/checkpoint.py`). A random router divides "
+    "tokens about evenly among experts.",
     "Each implementation served the same checkpoint in a process of its own, one after the other on one machine; "
     "medians. The engine was asked which kernel every layer got.",
-    "Decode: requests of 128 random tokens, greedy answers of 128, through `LLM.generate`; tokens/s of the whole batch "
-    "without the time to the first tokens, and milliseconds a step. Serve: `vllm serve`, streamed, so many requests at "
-    "a time, a new one as soon as one ends.",
-    "A ratio is tokens/s of w4gemm over those of vLLM's own choice, or of the best of vLLM's kernels if two or more "
-    "ran; for a time it is the inverse. More than 1 is w4gemm's gain.",
-    "Changed since the rows up to 71d94a8, and not run: W4A8 (ct-int4-g128-fp8) has its scales folded, as vLLM's "
-    "kernel has; random codes have a mean of zero, without which the tokens of these mixtures went to about the same "
-    "experts ([more](measured/engine.md)).",
-    "Rows: bench/results/{file}. `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default "
-    "w4gemm marlin humming` repeats a table with vLLM and a GPU; `--serve` and `--profile` add theirs. `python -m "
-    "bench.report bench/results/{file}` makes this page.",
+    "Decode: `LLM.generate` with prompts of 128 random tokens and greedy answers of 128; tokens/s of the whole batch "
+    "without the time to the first tokens, and milliseconds per step. Serve: `vllm serve`, streamed, with a fixed "
+    "number of requests at a time.",
+    "Changed since the rows up to 71d94a8, and not measured again: W4A8 (ct-int4-g128-fp8) has its scales folded, as "
+    "vLLM's kernel does; random codes have a mean of zero, without which the tokens of these mixtures went to about "
+    "the same experts ([more](measured/engine.md)).",
+    "To repeat a table: `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm "
+    "marlin humming`, with `--serve` and `--profile` for those tables. `python -m bench.report bench/results/{file}` "
+    "makes this page of the rows.",
 )
 
 
@@ -121,14 +124,8 @@ def text(rows: Sequence[Row], file: str) -> str:
     facts = [f"vLLM {version}" for version in dict.fromkeys(row["engine_version"] for row in every)]
     facts += [f"torch {version}" for version in dict.fromkeys(row["torch"] for row in every)]
     facts += [f"driver {version}" for version in dict.fromkeys(row["driver"] for row in every)]
-    lines = ["# w4gemm inside vLLM", ""]
-    for sentence in (*_HEAD, f"{', '.join(facts)}; runs `{runs}`."):
-        lines += textwrap.wrap(f"- {sentence.format(file=file)}", _WIDTH, subsequent_indent="  ")
-    lines += [
-        "",
-        "| geometric means of decode | batch | over vLLM's choice | over the best of vLLM's |",
-        "|---|---|---|---|",
-    ]
+    lines = ["# w4gemm inside vLLM", "", *textwrap.wrap(_WHAT, _WIDTH), ""]
+    lines += ["| decode, geometric mean | batch | over vLLM's choice | over the best of vLLM's |", "|---|---|---|---|"]
     for case, kept in cases.items():
         lines += summary(case, kept)
     lines += ["", f"![Tokens/s over vLLM's choice](plots/{PLOT.name})"]
@@ -138,6 +135,9 @@ def text(rows: Sequence[Row], file: str) -> str:
             lines += ["", *more] if more else []
     lines += layer_of_experts(alone)
     lines += predictions(compared)
+    lines += ["", "## How it was measured", ""]
+    for sentence in (*_METHOD, f"{', '.join(facts)}; runs `{runs}`."):
+        lines += textwrap.wrap(f"- {sentence.format(file=file)}", _WIDTH, subsequent_indent="  ")
     return "\n".join(lines) + "\n"
 
 
@@ -151,8 +151,9 @@ def summary(case: Case, rows: Sequence[Row]) -> list[str]:
             for of_batch in ([r for r in rows if r["phase"] == "decode" and r["batch"] == b] for b in points)
         ]
         if found:
-            means = (mean([pair[i] for pair in found]) for i in range(2))
-            lines.append(_line(str(case), (name, *map(_gain, means))))
+            means = [mean([pair[i] for pair in found]) for i in range(2)]
+            if any(means):  # else nothing of vLLM's ran
+                lines.append(_line(str(case), (name, *map(_gain, means))))
     return lines
 
 
@@ -250,10 +251,12 @@ def agreement(rows: Sequence[Row]) -> list[str]:
     batches = _listed(row["batch"] for row in next(iter(by_name.values())))
     own = sorted({row["impl"] for row in rows if row["phase"] == "decode" and not row["repeats_itself"]})
     sentence = (
-        f"Of {found[0]['tokens_out']} greedy tokens, those before the first that differs from "
+        f"Greedy tokens, of {found[0]['tokens_out']}, before the first that differs from "
         f"{found[0]['same_tokens_as']}'s, mean at batch {batches}: {'; '.join(parts)}. "
     )
-    sentence += f"Other tokens when repeated: {', '.join(own)}." if own else "Each repeats itself token for token."
+    sentence += (
+        f"Gave other tokens when repeated: {', '.join(own)}." if own else "All gave the same tokens when repeated."
+    )
     return textwrap.wrap(sentence, _WIDTH)
 
 
@@ -268,9 +271,10 @@ def layer_of_experts(rows: Sequence[Row]) -> list[str]:
     ratios = {t: us[t, names[1]] / us[t, OURS] for t in tokens}
     few = mean([ratio for t, ratio in ratios.items() if t <= 64])
     told = (
-        f"All behind the router of {first['model']}, {first['format'].replace('-', ' ')}, {first['gpu']}: the order of "
-        "the choices, both products, silu(gate) * up, the weighted sum; CUDA graphs, weights from memory, experts "
-        f"equally likely (`python -m bench.engine.layer`). Geometric mean of the gain at 1 to 64 tokens: {few:.2f}."
+        f"One layer of {first['model']}, {first['format'].replace('-', ' ')}, {first['gpu']}, all that comes after its "
+        "router: sorting the choices, both products, silu(gate) * up, the weighted sum; CUDA graphs, weights from "
+        "memory, experts equally likely (`python -m bench.engine.layer`). Geometric mean of the gain at 1 to 64 "
+        f"tokens: {few:.2f}."
     )
     table = [_line("tokens", map(str, tokens)), _line("---", ["---"] * len(tokens)).replace(" ", "")]
     for name in names:
@@ -287,9 +291,10 @@ def predictions(rows: Sequence[Row]) -> list[str]:
     kept = [row for row in rows if row["run"] == runs[row["format"]]]
     sentence = (
         f"{kept[0]['model']}, quantized anew, reads {kept[0]['positions']} tokens of text (`python -m "
-        "bench.engine.agreement`). What each implementation predicts after each token, beside what vLLM predicts with "
-        "the same numbers as bf16 matrices: mean and largest divergence (KL) in nats, how often the likeliest token is "
-        f"the same, and how many of {kept[0]['tokens_out']} greedy tokens come before the first that differs."
+        "bench.engine.agreement`). What each implementation predicts after each token is compared with what vLLM "
+        "predicts with the same numbers as bf16 matrices: mean and largest divergence (KL) in nats, how often the "
+        f"likeliest token is the same, and how many of {kept[0]['tokens_out']} greedy tokens come before the first "
+        "that differs."
     )
     lines = ["", "## Next tokens of a real model", "", *textwrap.wrap(sentence, _WIDTH), ""]
     heads = "format", "kernel", "mean KL", "largest KL", "same likeliest token", "greedy tokens"
