@@ -35,10 +35,12 @@ class Lost(AssertionError):
 
 
 def killed(write: Callable[[int], None], first: int, r: random.Random) -> int:
-    """Run write(first), write(first + 1), ... in a process that is killed within some ms; return how many were done."""
+    """Run write(first), write(first + 1), ... in a process that is killed some ms after it began; return how many were
+    done."""
     reader, writer = os.pipe()
 
     def work() -> None:
+        os.write(writer, b"here")
         for i in range(first, first + 10**6):
             write(i)
             os.write(writer, struct.pack("<i", i))
@@ -46,7 +48,8 @@ def killed(write: Callable[[int], None], first: int, r: random.Random) -> int:
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     os.close(writer)
-    time.sleep(r.uniform(0.001, 0.03))
+    os.read(reader, 4)  # a busy machine may take longer to begin than the writes do
+    time.sleep(r.uniform(0, 0.03))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -292,10 +293,10 @@ def test_a_process_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path):
     task = Task({}, 512)
     variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with pytest.raises(launch.EngineError, match="ended with 1: SystemExit: no such kernel"):
-        launch.run_offline(task, variables, tmp_path / "log", 60)
-    broken.write_text("import time; print('started', flush=True); time.sleep(60)")
-    with pytest.raises(launch.EngineError, match="not done in 1 s: started"):
-        launch.run_offline(task, variables, tmp_path / "hangs", 1)
+        launch.run_offline(task, variables, tmp_path / "log", 300)
+    broken.write_text("import time; print('started', flush=True); time.sleep(600)")
+    hung = once_begun(lambda seconds: launch.run_offline(task, variables, tmp_path / "hangs", seconds))
+    assert re.fullmatch(r"not done in \d+ s: started", hung)
 
 
 def test_the_reason_is_the_engines_own_error(tmp_path):
@@ -326,8 +327,8 @@ def preloaded(tmp_path):
     (package / "__init__.py").write_text(
         "import os, subprocess, time\n__version__ = '0'\nclass LLM:\n    def __init__(self, wish):\n"
         "        if wish == 'hang':\n"
-        "            core = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
-        "            print(f'hanging with {core.pid}', flush=True); time.sleep(60)\n"
+        "            core = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "            print(f'hanging with {core.pid}', flush=True); time.sleep(600)\n"
         "        if wish == 'fail': raise ValueError('no such kernel')\n"
         "    def collective_rpc(self, name): return [{'linear': {os.environ['W4GEMM_VLLM']: 1}}]\n"
     )
@@ -336,16 +337,26 @@ def preloaded(tmp_path):
     process.close()
 
 
+def once_begun(hang: Callable[[float], object]) -> str:
+    """Error about a process that hangs, which is given more time if it has printed nothing, as on a busy machine."""
+    for seconds in (1.0, 5.0, 25.0, 125.0):
+        with pytest.raises(launch.EngineError, match=f"not done in {seconds:.0f} s: ") as hung:
+            hang(seconds)
+        if "nothing was printed" not in str(hung.value):
+            break
+    return str(hung.value)
+
+
 def soon(condition: Callable[[], bool]) -> bool:
     """True as soon as the condition is, which may take some seconds."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
     return condition()
 
 
 def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp_path):
-    def run(wish: str, switch: str, seconds: float = 60.0) -> Result:
+    def run(wish: str, switch: str, seconds: float = 300.0) -> Result:
         task = Task({"wish": wish}, 512, start_only=True)
         variables = {"W4GEMM_VLLM": switch, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
         return launch.run_offline(task, variables, tmp_path / f"{wish}.log", seconds, preloaded)
@@ -354,9 +365,9 @@ def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp
     assert run("on", "on").kernels == {"linear": {"on": 1}}
     with pytest.raises(launch.EngineError, match="ended with 1: ValueError: no such kernel"):
         run("fail", "on")
-    with pytest.raises(launch.EngineError, match=r"not done in 1 s: hanging with \d+") as hung:
-        run("hang", "on", 1.0)
-    core = Path(f"/proc/{str(hung.value).split()[-1]}/stat")
+    hung = once_begun(lambda seconds: run("hang", "on", seconds))
+    assert re.fullmatch(r"not done in \d+ s: hanging with \d+", hung)
+    core = Path(f"/proc/{hung.split()[-1]}/stat")
     assert soon(lambda: not core.exists() or core.read_text().split()[2] == "Z")  # in a group of its own, and killed
     assert run("off", "off").kernels == {"linear": {"off": 1}}
     preloaded.close()

@@ -80,7 +80,7 @@ _FAKE_CHILD = """
 import json, sys, time
 for n, k, (m,) in json.load(sys.stdin):
     if n == 192:
-        time.sleep(100)
+        time.sleep(1000)
     print("something else")
     print("warm", n, k, m, 1500, flush=True)
 """
@@ -91,12 +91,13 @@ def test_children_say_which_points_are_ready_and_do_not_outlive_the_run(monkeypa
     works = [SimpleNamespace(layer=points.Drawn(n, 64, (1, 2))) for n in (192, 64)]
     with warm.Warmer(2, "int4_g128", "bfloat16", ["w4gemm", "quack"]) as warmer:
         warmer.start([work.layer for work in reversed(works)])
-        found = []
-        for work, ready in warmer.in_order(works, time.monotonic() + 10):
-            found.append((work.layer.n, ready))
-            with warmer.paused():
-                assert len(warmer.ready) == 2
-        assert found == [(64, True), (192, False)] and "2 points, 2 s" in str(warmer)
+        work, ready = next(warmer.in_order(works, time.monotonic() + 600))  # waits
+        assert work.layer.n == 64 and ready
+        works.remove(work)
+        with warmer.paused():
+            assert len(warmer.ready) == 2
+        assert [(work.layer.n, ready) for work, ready in warmer.in_order(works, 0.0)] == [(192, False)]
+        assert "2 points, 2 s" in str(warmer)
         children = list(warmer._children)
     assert all(child.poll() is not None for child in children)
 

@@ -304,9 +304,9 @@ def test_a_pool_compiles_in_other_processes(folder, builds, monkeypatch):
     with CompilePool(workers=2) as pool:
         good = pool.submit(units)
         (bad,) = pool.submit([tiny(arch="sm_1")])
-        codes = [future.result(timeout=120) for future in good]
+        codes = [future.result(timeout=600) for future in good]
         with pytest.raises(RuntimeError, match="sm_1"):
-            bad.result(timeout=120)
+            bad.result(timeout=600)
     assert len(set(codes)) == 2 and len(list(folder.iterdir())) == 2
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
     adopt(units[0], codes[0])
@@ -319,8 +319,8 @@ def test_a_pool_survives_a_child(folder):
         (dead,) = pool.submit([Unit("tiny", "deadly", "sm_90a", functools.partial(os._exit, 1))])
         (alive,) = pool.submit([tiny()])
         with pytest.raises(RuntimeError, match="the compiling process ended"):
-            dead.result(timeout=120)
-        assert alive.result(timeout=120)
+            dead.result(timeout=600)
+        assert alive.result(timeout=600)
 
 
 def test_a_pool_that_cannot_start_a_child_says_so(folder, monkeypatch):
@@ -332,13 +332,13 @@ def test_a_pool_that_cannot_start_a_child_says_so(folder, monkeypatch):
         futures = pool.submit([tiny()] * 2)
         for future in futures:
             with pytest.raises(RuntimeError, match="no more processes"):
-                future.result(timeout=120)
+                future.result(timeout=600)
 
 
 def test_a_pool_leaves_nobody_waiting(folder):
     with CompilePool(workers=1) as pool:
         futures = pool.submit([tiny()] * 50)
-    done, waited_for = wait(futures, timeout=60)
+    done, waited_for = wait(futures, timeout=600)
     assert len(done) == 50 and not waited_for
 
 
@@ -346,7 +346,7 @@ def test_a_job_that_is_not_wanted_any_more(folder):
     with CompilePool(workers=1) as pool:
         _, dropped, last = pool.submit([tiny()] * 3)
         assert dropped.cancel()
-        assert last.result(timeout=120)
+        assert last.result(timeout=600)
 
 
 @pytest.mark.gpu

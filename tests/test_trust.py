@@ -272,7 +272,7 @@ import sys; sys.path[:] = {[p for p in sys.path if p]!r}
 from tiny_kernel import tiny
 from w4gemm.jit.pool import CompilePool
 with CompilePool(workers=1) as pool:
-    print(len(pool.submit([tiny()])[0].result(timeout=120)))
+    print(len(pool.submit([tiny()])[0].result(timeout=600)))
 """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/script.py").write_text(script)
