@@ -16,7 +16,7 @@ import torch
 from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import choice, linear, quantize
-from w4gemm.choice import store
+from w4gemm.choice.records import device_facts
 from w4gemm.core.problem import Device
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_calls
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--m", default="1,16,256", help="as of bench.run (default: %(default)s)")
     parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
     args = parser.parse_args(argv)
-    processor, threads = store.device_facts(Device("cpu"))
+    processor, threads = device_facts(Device("cpu"))
     facts = record.facts() | {"processor": processor, "threads": threads}
     print(f"{processor}, {threads} threads; microseconds a call, and the speed over the dense weight in x's dtype")
     for n, k in parse_layers(args.shapes):

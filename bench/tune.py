@@ -30,6 +30,7 @@ from bench.sweep import gpu_of
 
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.choice.records import Record, device_facts, effective, key_of
 from w4gemm.console.devices import chosen_device
 from w4gemm.console.options import chosen_dtype, parse_tokens
 from w4gemm.core import environment
@@ -68,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds = {name: tune(name, args) for name in args.shapes.split(",")}
         path = store.user_path()
         assert path is not None
-        records = store.effective(store.read(path))
+        records = effective(store.read(path))
         rows: list[dict[str, Any]] = []
         for name in seconds:
             rows += gains(name, args, device, where)
     for row in rows:
         row |= {"tune_s": round(seconds[row["shapes"]], 1), **facts, "run": record.run_name(facts)}
     record.append(args.out, *rows)
-    replace(args.table or store.shipped_path(store.device_facts(device)[0]), records)
+    replace(args.table or store.shipped_path(device_facts(device)[0]), records)
     for name, took in seconds.items():
         gain = [row["first_guess_us"] / row["us"] for row in rows if row["shapes"] == name]
         mean = math.exp(sum(map(math.log, gain)) / len(gain))
@@ -83,13 +84,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: {len(gain)} points in {took:.1f} s; first guess / choice, measured anew: {over}")
 
 
-def replace(table: Path, records: list[store.Record]) -> None:
+def replace(table: Path, records: list[Record]) -> None:
     """``records`` in the table, where those of other intervals and keys stay."""
     new = {(r.key, r.m) for r in records}
     store.replace_table(table, [*(r for r in store.read(table) if (r.key, r.m) not in new), *records])
 
 
-def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -> list[store.Record]:
+def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -> list[Record]:
     """A record for each measured interval of the layers."""
     layers = {layer for name in args.shapes.split(",") for layer in SETS[name]}
     format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device), []
@@ -104,7 +105,7 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -
         kernel, _, config = chosen.partition("/")
         us, revision = round(configs[chosen][1], 3), kernel_named(kernel).revision
         day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-        records.append(store.Record(store.key_of(problem), choice.interval_of(m), kernel, config, us, revision, day))
+        records.append(Record(key_of(problem), choice.interval_of(m), kernel, config, us, revision, day))
     return records
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from test_store import record
 from w4gemm.choice import store
+from w4gemm.choice.records import parse_lines
 from w4gemm.jit import disk
 
 NAME = "toy-sm_90a-0123-4567.o"
@@ -72,7 +73,7 @@ def records(kills: int, seed: int) -> int:
         done += range(first, first + count)
         first += count + 1  # the record that may be written, and was not told of, has a number of its own
     store.append(path, [replace(made, us=0.5)])  # no lock is left
-    found, bad = store.parse_lines(path.read_text().splitlines())
+    found, bad = parse_lines(path.read_text().splitlines())
     times = [one.us for one in found]
     if lost := {*map(float, done), 0.5} - set(times):
         raise Lost(f"{len(lost)} of {len(done)} records are lost, the first {min(lost):g}")

@@ -31,6 +31,7 @@ import w4gemm
 from tiny_kernel import tiny
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.choice.records import parse_lines
 from w4gemm.jit import disk, object_code
 
 FORMATS = ("int4_g128", "int4_g32_zint", "int4_g64_zfloat_fp16")
@@ -126,7 +127,7 @@ def process(seed: str, threads: int, device: str, seconds: float, start: Any, re
 def left_behind(folder: Path) -> list[str]:
     """Return a line for each damaged record and object in the cache folder."""
     table = folder / "tuned.jsonl"
-    _, bad = store.parse_lines(table.read_text().splitlines()) if table.exists() else ([], [])
+    _, bad = parse_lines(table.read_text().splitlines()) if table.exists() else ([], [])
     found = [f"tuned.jsonl, line {number}: {reason}" for number, reason in bad]
     found += [f"{path.name} is not whole" for path in folder.glob("*.o") if disk.read(path.name) is None]
     return found + [f"{path.name} was left" for path in folder.glob(".*.o.*")]

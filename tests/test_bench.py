@@ -33,6 +33,7 @@ import w4gemm  # noqa: E402
 from w4gemm import WeightFormat, choice  # noqa: E402
 from w4gemm.checkpoints import FORMATS, METHODS  # noqa: E402
 from w4gemm.choice import store  # noqa: E402
+from w4gemm.choice.records import Record, key_of  # noqa: E402
 from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
 from w4gemm.packing.layouts import native_layout  # noqa: E402
@@ -178,7 +179,7 @@ def test_a_table_from_rows(tmp_path):
     problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
     guess, second, third = choice.configs(problem)[:3]
     table, other = tmp_path / "table.jsonl", WeightFormat.parse("int4_g32")
-    kept = store.Record(store.key_of(replace(problem, format=other)), (57, 64), "k", "64x64x256_1x1x1_coop", 1.0, 1, "")
+    kept = Record(key_of(replace(problem, format=other)), (57, 64), "k", "64x64x256_1x1x1_coop", 1.0, 1, "")
     store.replace_table(table, [kept])
     points = {64: {guess: 10.05, second: 10.0}, 128: {second: 9.0, third: 8.0}, 100: {second: 1.0}}
     first = rows_file(tmp_path / "1", points)

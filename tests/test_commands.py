@@ -15,6 +15,7 @@ import torch
 import w4gemm
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.choice.records import Record, key_of
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
 from w4gemm.console.options import parse_tokens
@@ -299,7 +300,7 @@ def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path
     # a tuned config that the heuristic would not choose goes along
     kernel, _, config = choice.configs(problem)[3].rpartition("/")
     revision = kernel_named(kernel).revision
-    tuned = store.Record(store.key_of(problem), (9, 16), kernel, config, 1.0, revision, "2026-11-21")
+    tuned = Record(key_of(problem), (9, 16), kernel, config, 1.0, revision, "2026-11-21")
     store.add([tuned])
     out, _ = run(capsys, "compile", "--shapes", "1536x1024", "--m", "5..16", "--act-order", "-o", str(output))
     assert f"{output}: 3 kernels" in out and "1 tuned configs" in out

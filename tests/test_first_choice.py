@@ -9,6 +9,7 @@ import torch
 
 from w4gemm import choice
 from w4gemm.choice import choose, cost, shortlist, store
+from w4gemm.choice.records import Record
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
@@ -65,7 +66,7 @@ def test_what_was_measured_for_a_layer_is_found_without_costing_others(counted):
     key = RECORDED.key
     records = store.read(store.shipped_path(H200.name))
     problem = replace(FEW, m=RECORDED.m[1], n=key.n, k=key.k, format=WeightFormat.parse(key.format))
-    parsed, timed = counted(store.Record, "parse"), counted(cost.waves, "launch_timer")
+    parsed, timed = counted(Record, "parse"), counted(cost.waves, "launch_timer")
     assert choice.decide(problem).source == "shipped"
     assert timed[0] == 0 < parsed[0] < 0.2 * len(records)
 

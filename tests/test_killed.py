@@ -10,6 +10,7 @@ import pytest
 
 import killed
 from w4gemm.choice import store
+from w4gemm.choice.records import Record
 from w4gemm.jit import disk
 
 KILLS = 40
@@ -31,7 +32,7 @@ def test_a_slice(kind, folder: Path, new_seed: int) -> None:
 def test_records_that_are_written_anew_are_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of a writer that is killed is empty or holds its own records alone."""
 
-    def over(path: Path, records: list[store.Record]) -> None:
+    def over(path: Path, records: list[Record]) -> None:
         path.write_text("".join(record.line() for record in records))
 
     monkeypatch.setattr(store, "append", over)

@@ -10,6 +10,7 @@ import torch
 from w4gemm import WeightFormat, choice
 from w4gemm.choice import plan_cache, store
 from w4gemm.choice.cost import predicted_us, ranked
+from w4gemm.choice.records import Record, key_of
 from w4gemm.choice.shortlist import MOST, shortlist
 from w4gemm.cli.needs import chosen as units_of
 from w4gemm.core.problem import H200, GemmProblem
@@ -60,10 +61,10 @@ def test_explain_says_what_is_planned():
     assert others, "m 5000 of 4096 x 11008"
 
 
-def record(problem: GemmProblem, config: str) -> store.Record:
+def record(problem: GemmProblem, config: str) -> Record:
     kernel, _, text = config.partition("/")
     revision = next(k.revision for k in KERNELS if k.name == kernel)
-    return store.Record(store.key_of(problem), choice.interval_of(problem.m), kernel, text, 1.0, revision, "2026-11-22")
+    return Record(key_of(problem), choice.interval_of(problem.m), kernel, text, 1.0, revision, "2026-11-22")
 
 
 def test_what_was_measured_for_the_end_of_an_interval_is_best_there_and_weighed_inside():

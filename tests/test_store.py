@@ -15,6 +15,7 @@ import torch
 
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.choice.records import Record, device_facts, effective, key_of, parse_lines
 from w4gemm.cli.__main__ import main
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -34,11 +35,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def record(problem: GemmProblem = PROBLEM, nth: int = 7, **changes) -> store.Record:
+def record(problem: GemmProblem = PROBLEM, nth: int = 7, **changes) -> Record:
     """One that names the nth guess."""
     _, kernel, config = choice.explain(problem).ranking[nth]
-    made = store.Record(
-        store.key_of(problem),
+    made = Record(
+        key_of(problem),
         choice.interval_of(problem.m),
         kernel,
         str(config),
@@ -56,7 +57,7 @@ def chosen(problem: GemmProblem = PROBLEM) -> tuple[str, str]:
 
 def test_a_line_is_a_record():
     for made in (record(), record(m=(8193, None)), record(replace(PROBLEM, batch_invariant=True), nth=0)):
-        assert store.Record.parse(made.line()) == made
+        assert Record.parse(made.line()) == made
     fields = set(json.loads(record().line()))
     assert {"device", "sms", "format", "dtype", "n", "k", "m", "kernel", "config", "us", "revision", "date"} <= fields
 
@@ -65,7 +66,7 @@ def test_a_line_with_a_former_layout_name_is_read():
     for former, name in RENAMED.items():
         made = record()
         made = replace(made, key=made.key._replace(layout=name))
-        assert store.Record.parse(made.line().replace(f'"{name}"', f'"{former}"')) == made
+        assert Record.parse(made.line().replace(f'"{name}"', f'"{former}"')) == made
 
 
 def test_user_over_shipped_over_heuristic():
@@ -228,7 +229,7 @@ for i in range(40):
 )
 def test_a_line_with_values_of_another_kind_is_none(change):
     with pytest.raises(ValueError, match=f"{next(iter(change))}: wanted"):
-        store.Record.parse(json.dumps(json.loads(record().line()) | change))
+        Record.parse(json.dumps(json.loads(record().line()) | change))
 
 
 def test_a_table_that_cannot_be_written(tmp_path, monkeypatch, caplog):
@@ -251,20 +252,20 @@ for i in range(60):
 """
     children = [subprocess.Popen([sys.executable, "-c", script, str(i)]) for i in range(4)]
     assert [child.wait() for child in children] == [0] * 4
-    records, bad = store.parse_lines((folder / store.USER_FILE).read_text().splitlines())
+    records, bad = parse_lines((folder / store.USER_FILE).read_text().splitlines())
     assert not bad and sorted(r.us for r in records) == sorted(i * 1000.0 + j for i in range(4) for j in range(60))
-    assert len(store.effective(records)) == 1
+    assert len(effective(records)) == 1
 
 
 def test_cpus_are_told_apart_by_model_and_threads():
-    name, threads = store.device_facts(Device("cpu"))
+    name, threads = device_facts(Device("cpu"))
     assert name and threads == torch.get_num_threads()
 
 
 def test_the_shipped_tables_can_be_read(monkeypatch):
     monkeypatch.undo()
     for path in store.shipped_tables():
-        records, bad = store.parse_lines(path.read_text().splitlines())
+        records, bad = parse_lines(path.read_text().splitlines())
         assert records and not bad
         assert {store.shipped_path(r.key.device) for r in records} == {path}
-        assert len(store.effective(records)) == len(records)
+        assert len(effective(records)) == len(records)

@@ -1,12 +1,12 @@
-"""The choice of what runs a problem: intervals of m, plans and their cache, batch invariance, measured choices.
+"""The choice of a kernel and a config for a problem: intervals of m, plans, measured choices, batch invariance.
 
-A plan is chosen for an interval of m, as if m were the interval's last value, so a call with another number of tokens
-rarely chooses anything; for many tokens it is chosen for m itself, of a shortlist of configs, so that few are compiled.
-Importing this imports no DSL.
+Up to 256 tokens a plan is chosen once for an interval of m, as if m were the interval's last value, so that a call with
+another number of tokens rarely has to choose. For more tokens a plan is chosen for m itself, from a shortlist of
+configs, so that only a few kernels are compiled. Importing this does not import CuTe DSL.
 """
 
 from w4gemm.choice.ahead import Prepared, prepare
-from w4gemm.choice.choose import Decision, Plan, compiled_for, configs, decide, met, plan, recorded
+from w4gemm.choice.choose import Choice, Decision, Plan, compiled_for, configs, decide, met, plan, recorded
 from w4gemm.choice.explanation import Explanation, explain
 from w4gemm.choice.intervals import (
     BOUNDS,
@@ -26,6 +26,7 @@ from w4gemm.choice.verdict import Verdict, why
 __all__ = [
     "BOUNDS",
     "WAVES_FROM",
+    "Choice",
     "Decision",
     "Explanation",
     "Plan",

@@ -1,4 +1,4 @@
-"""Plans of a whole model before its first call: :func:`prepare` compiles what is missing in several processes."""
+"""The plans of a whole model, made before its first call: :func:`prepare` compiles in several processes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ class Prepared(NamedTuple):
     """Result of :func:`prepare`."""
 
     units: int
-    """Compiled kernels that the plans and helpers need."""
+    """Number of compiled kernels that the plans and helpers need."""
     compiled: int
-    """Number of them that were compiled; the others were in memory or in the cache folder."""
+    """Number of these that had to be compiled; the others were in memory or in the cache folder."""
     seconds: float
+    """Time that all of it took."""
 
 
 def prepare(keys: Iterable[PlanKey], helpers: Collection[Unit] = (), rank: int = 0, ranks: int = 1) -> Prepared:
-    """Choose and compile the plans of ``keys``, and compile helpers, so that no call with them waits.
+    """Choose and compile the plans of ``keys`` and compile ``helpers``, so that no later call has to wait for them.
 
-    Processes of one machine that prepare the same share the work through the cache folder: each has its part of the
-    processors, and begins at another unit.
+    Several processes of one machine may prepare the same keys, as the ranks of a tensor-parallel engine do. They then
+    divide the work through the cache folder: each uses its fraction of the processors and begins at another unit.
 
     Args:
-        helpers: units that run beside the products.
-        rank, ranks: which of how many such processes this one is.
+        keys: the products, each with a number of tokens: ``PlanKey.of(weight, m, dtype, epilogue)``.
+        helpers: units of small kernels that run beside the products.
+        rank, ranks: the index of this process among ``ranks`` processes that prepare the same.
 
     Raises:
-        UnsupportedError: if nothing runs one of the products, or a unit cannot be compiled; with the reason.
+        UnsupportedError: if no kernel runs one of the products, or a unit cannot be compiled; with the reason.
     """
     started = time.perf_counter()
     decisions = {key: decide(key.problem()) for key in dict.fromkeys(keys) if not plan_cache.is_known(key)}

@@ -1,8 +1,9 @@
-"""From a problem to what runs it: :func:`plan`.
+"""The choice of a kernel and a config for a problem: :func:`plan`.
 
-The choice is the config that the caller forces, else one that was measured here (``tuned``) or that comes with the
-package (``shipped``), if it is legal and its kernel has the revision that was measured, else the first by predicted
-time (``heuristic``).
+The choice is, in this order, the config that the caller forces (``forced``), the one that was measured on this machine
+(``tuned``), the one that was measured before and comes with the package (``shipped``), or the one of least predicted
+time (``heuristic``). A measured config counts only if it is legal today and its kernel has the revision that was
+measured.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from w4gemm.choice import store
 from w4gemm.choice.cost import copy_us, timer
 from w4gemm.choice.intervals import LARGEST, all_planned, interval_of, representative
 from w4gemm.choice.invariance import legal_ranked, status_of
+from w4gemm.choice.records import Record
 from w4gemm.choice.shortlist import is_by_waves, shortlist
 from w4gemm.core import environment
 from w4gemm.core.config import GemmConfig
@@ -32,11 +34,12 @@ from w4gemm.packing.layouts import layout_named, native_layout
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel, its config and its compiled form (None if there is nothing to compile) for an interval of m."""
+    """A kernel, a config and its compiled function, which run every m of an interval."""
 
     kernel: Kernel
     config: GemmConfig
     compiled: Any
+    """The compiled function; None if the kernel has nothing to compile."""
     problem: GemmProblem
     """The problem at the interval's last m; ``gathered`` as :func:`resolve_gather` decides."""
     source: str = "forced"
@@ -44,7 +47,7 @@ class Plan:
 
     @functools.cached_property
     def launch(self) -> Callable[[Operands], None]:
-        """The kernel's ``launcher`` for this plan; if the kernel gathers no rows, it copies them first."""
+        """Launch the plan on operands. If the kernel gathers no rows of x, they are copied first."""
         launch = self.kernel.launcher(self.compiled, self.problem, self.config)
         if self.problem.experts and not self.problem.gathered:
             return lambda operands: launch(operands.gathered_first())
@@ -55,7 +58,7 @@ class Plan:
 
 
 class _NamedPlan(Plan):
-    """A plan whose launches show in a profiler as NVTX ranges, by its name."""
+    """A plan whose launches are NVTX ranges in a profiler, with its name."""
 
     @functools.cached_property
     def launch(self) -> Callable[[Operands], None]:
@@ -82,6 +85,14 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
     return decide(problem, config).plan()
 
 
+class Choice(NamedTuple):
+    """A kernel and a config, and where the choice came from: tuned, shipped or heuristic."""
+
+    kernel: Kernel
+    config: GemmConfig
+    source: str
+
+
 class Decision(NamedTuple):
     """A choice for a problem, not compiled yet."""
 
@@ -92,18 +103,19 @@ class Decision(NamedTuple):
 
     @property
     def unit(self) -> Unit | None:
-        """The unit to compile; None if the kernel has none."""
+        """The unit to compile; None if the kernel has nothing to compile."""
         return self.kernel.unit(self.problem, self.config)
 
     def plan(self) -> Plan:
-        """Return the plan, compiled or loaded."""
+        """Return the plan, whose function is loaded from the cache or compiled now."""
         made = _NamedPlan if environment.nvtx() and self.problem.device.kind == "cuda" else Plan
         function = compiled_for(self.kernel, self.problem, self.config)
         return made(self.kernel, self.config, function, self.problem, self.source)
 
 
 def decide(problem: GemmProblem, config: GemmConfig | str | None = None) -> Decision:
-    """Choose a kernel and a config for ``problem``; arguments and errors as for :func:`plan`."""
+    """Choose a kernel and a config for ``problem``, and compile nothing. Arguments and errors are those of
+    :func:`plan`."""
     if config is not None:
         return Decision(problem, *forced(problem, config), "forced")
     problem = resolve_gather(problem)
@@ -114,7 +126,7 @@ def decide(problem: GemmProblem, config: GemmConfig | str | None = None) -> Deci
 
 
 def compiled_for(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
-    """Return what ``kernel.launcher`` takes: the compiled unit of a config, None if it has none."""
+    """Return the compiled function of a config, as ``kernel.launcher`` takes it; None if it has nothing to compile."""
     unit = kernel.unit(problem, config)
     return None if unit is None else compiled(unit)
 
@@ -125,15 +137,16 @@ def resolve_gather(problem: GemmProblem) -> GemmProblem:
     if not problem.gathered:
         return problem
     before = replace(problem, gathered=False)
-    best = [min((us for us, _, _ in legal_ranked(KERNELS, p)), default=math.inf) for p in (problem, before)]
+    best = [min((ranked.us for ranked in legal_ranked(KERNELS, p)), default=math.inf) for p in (problem, before)]
     return before if best[1] + copy_us(problem) < best[0] else problem
 
 
 def configs(problem: GemmProblem) -> list[str]:
-    """Every legal config of every kernel that supports ``problem`` as ``"<kernel>/<config>"``, best guess first.
+    """Return every legal config of every kernel that supports ``problem``, as ``"<kernel>/<config>"``, least predicted
+    time first. ``linear(..., config=)`` takes such a string. The list is empty if no kernel supports the problem.
 
     Raises:
-        TypeError, ValueError: for sizes, dtypes, formats and layouts that there are not.
+        TypeError, ValueError: if a field of the problem is wrong, naming it.
 
     Examples:
         >>> problem = w4gemm.GemmProblem(16, 4096, 4096, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
@@ -145,15 +158,16 @@ def configs(problem: GemmProblem) -> list[str]:
 
 
 def check(problem: GemmProblem) -> None:
+    """Raise TypeError or ValueError, naming the field, unless ``problem`` is one that a kernel could be asked about."""
     if not isinstance(problem, GemmProblem):
         raise TypeError(f"problem: wanted a GemmProblem, got {type(problem).__name__}")
     problem.check()
     layout_named(problem.layout)
 
 
-def recorded(problem: GemmProblem) -> tuple[str, store.Record] | None:
-    """(``"tuned"`` or ``"shipped"``, record) of what was measured for the interval of ``problem``; None if nothing was,
-    and the heuristic decides."""
+def recorded(problem: GemmProblem) -> tuple[str, Record] | None:
+    """Return ``"tuned"`` or ``"shipped"`` and the record that was measured for the interval of ``problem``; None if
+    nothing was measured, so that the heuristic decides."""
     last = interval_of(problem.m)[1]
     for source, record in store.find(problem):
         if record.m[1] != last:  # an interval was longer once, and its end says little about tiles for fewer tokens
@@ -173,47 +187,49 @@ def _is_legal(problem: GemmProblem, choice: str) -> bool:
     return any(not kernel.exclusions(problem, GemmConfig.parse(text)) for kernel in kernels)
 
 
-def chosen(problem: GemmProblem) -> tuple[Kernel, GemmConfig, str] | None:
-    """The kernel, the config, and where the choice came from; None if no kernel supports the problem."""
-    found = recorded(problem)
-    measured = None if found is None else _parts(found[1])
+def chosen(problem: GemmProblem) -> Choice | None:
+    """Return what runs ``problem``; None if no kernel supports it."""
+    measured = _measured(problem)
     if is_by_waves(problem):
-        return _chosen_by_waves(problem, measured, found[0] if found else "")
-    if found is not None and measured is not None:
-        return *measured, found[0]
+        return _chosen_by_waves(problem, measured)
+    if measured is not None:
+        return measured
     ranking = legal_ranked(KERNELS, problem)
-    return (*ranking[0][1:], "heuristic") if ranking else None
+    return Choice(ranking[0].kernel, ranking[0].config, "heuristic") if ranking else None
 
 
-def _parts(record: store.Record) -> tuple[Kernel, GemmConfig]:
-    return kernel_named(record.kernel), GemmConfig.parse(record.config)
+def _measured(problem: GemmProblem) -> Choice | None:
+    found = recorded(problem)
+    if found is None:
+        return None
+    source, record = found
+    return Choice(kernel_named(record.kernel), GemmConfig.parse(record.config), source)
 
 
-def _chosen_by_waves(
-    problem: GemmProblem, measured: tuple[Kernel, GemmConfig] | None, source: str
-) -> tuple[Kernel, GemmConfig, str] | None:
-    """The config of the shortlist that is predicted to be the fastest at the problem's own m, or the one that was
-    measured to be the fastest at the last m of its interval: its predictions are scaled so that they say so, too."""
+def _chosen_by_waves(problem: GemmProblem, measured: Choice | None) -> Choice | None:
+    """Return the config of the shortlist that is predicted to be the fastest at the problem's own m, or ``measured``,
+    the fastest at the last m of its interval, if it is predicted to be as fast. A prediction for the measured config
+    that contradicts the measurement is scaled first, so that this config is the fastest at the last m."""
     candidates, m = shortlist(problem), problem.m
     if not candidates:
         return None
     best = min(candidates, key=lambda candidate: candidate.us(m))
     if measured is not None:
-        last, us = representative(m), timer(measured[0], problem, measured[1])
+        last, us = representative(m), timer(measured.kernel, problem, measured.config)
         scale = min(1.0, min(candidate.us(last) for candidate in candidates) / us(last))
         if scale * us(m) <= best.us(m):
-            return *measured, source
-    return best.kernel, best.config, "heuristic"
+            return measured
+    return Choice(best.kernel, best.config, "heuristic")
 
 
 def met(problem: GemmProblem, last: int | None = None) -> list[GemmProblem]:
-    """The problems of different choices that an m of the interval of ``problem``, up to ``last``, can meet: what is to
-    be compiled for an interval. Of few tokens, and of experts, the one that stands for the interval."""
+    """Return one problem for each choice that an m of the interval of ``problem``, up to ``last``, can meet: what has
+    to be compiled for the interval. For up to 256 tokens, and for experts, that is the problem itself."""
     if not is_by_waves(problem):
         return [problem]
     first, end = interval_of(problem.m)
     end = min(end or LARGEST, last or LARGEST)
-    found: dict[tuple[Kernel, GemmConfig, str] | None, GemmProblem] = {}
+    found: dict[Choice | None, GemmProblem] = {}
     for m in all_planned(first, max(first, end)):
         there = replace(problem, m=m)
         found[chosen(there)] = there
@@ -235,7 +251,8 @@ def _require_support(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> None:
 
 
 def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, GemmConfig]:
-    """The kernel named in ``config``, or the first that supports the problem and has the config."""
+    """Return the kernel named in ``config``, or the first that supports the problem and has the config; and the config.
+    Errors are those of :func:`plan`."""
     name, _, text = str(config).rpartition("/")
     wanted = GemmConfig.parse(text)
     candidates = (kernel_named(name),) if name else KERNELS

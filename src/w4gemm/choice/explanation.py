@@ -1,4 +1,4 @@
-"""Why a problem is run as it is: :class:`Explanation`, made by :func:`explain`."""
+"""The config that runs a problem, and why: :func:`explain`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,21 @@ from w4gemm.kernels import KERNELS, Resources, Status
 _COLUMNS = ("#", "us", "score", "kernel/config", "CTAs", "waves", "threads", "registers", "shared", "stages")
 
 
+class ChosenConfig(NamedTuple):
+    """A config and the name of its kernel. ``str`` is ``"<kernel>/<config>"``, as ``linear(..., config=)`` takes it."""
+
+    kernel: str
+    config: GemmConfig
+
+    def __str__(self) -> str:
+        return f"{self.kernel}/{self.config}"
+
+
 class Candidate(NamedTuple):
-    """One config that can run the problem."""
+    """A config that can run the problem."""
 
     us: float
-    """Predicted microseconds."""
+    """Predicted microseconds per launch."""
     kernel: str
     config: GemmConfig
     resources: Resources
@@ -31,24 +41,24 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a problem is run as it is. ``str`` gives it in a few lines, :meth:`table` with every config."""
+    """The config that runs a problem, and why. ``str`` says it in a few lines, :meth:`table` lists every config."""
 
     problem: GemmProblem
-    """The problem as it runs, see :func:`w4gemm.choice.choose.resolve_gather`."""
+    """The problem as it runs: ``gathered`` is False if the rows of x are copied first."""
     status: dict[str, Status]
-    """Every kernel's answer."""
+    """Each kernel's answer by its name: true if it supports the problem, else its ``reason`` says why not."""
     candidates: tuple[Candidate, ...] = ()
-    """Every config that can run it, best guess first."""
-    chosen: tuple[str, GemmConfig] | None = None
-    """(kernel, config) that runs; None if nothing can."""
+    """Every config that can run the problem, least predicted time first."""
+    chosen: ChosenConfig | None = None
+    """The kernel and config that run; None if no kernel supports the problem."""
     source: str = ""
     """Where the choice came from: forced, tuned, shipped or heuristic."""
     copied: bool = False
-    """True if rows of x that the kernel was to gather are copied first."""
+    """True if rows of x are copied first, although the problem asked the kernel to gather them."""
 
     @property
     def ranking(self) -> tuple[tuple[float, str, GemmConfig], ...]:
-        """(predicted us, kernel, config) of each of the candidates."""
+        """The candidates without their resources: (predicted us, kernel, config)."""
         return tuple((c.us, c.kernel, c.config) for c in self.candidates)
 
     def __str__(self) -> str:
@@ -58,18 +68,20 @@ class Explanation:
             configs = f"{count} config" if count == 1 else f"{count} configs"
             lines.append(f"  {name}: {configs if status else status.reason}")
         if self.chosen is not None:
-            kernel, config = self.chosen
-            lines.append(f"  chosen: {kernel}/{config} ({self.source}{', of a copy of the rows' * self.copied})")
+            lines.append(f"  chosen: {self.chosen} ({self.source}{', of a copy of the rows' * self.copied})")
         if self.candidates and (basis := unmeasured(self.problem.device)):
             lines.append(f"  predicted by: {basis}")
         return "\n".join(lines)
 
     def table(self, rows: int | None = None) -> str:
-        """Every config, best guess first: predicted time, score (the best prediction over this one), launch and
-        resources. The chosen one is marked with ``*``.
+        """Return a table of the configs, least predicted time first; ``*`` marks the chosen one.
+
+        The columns are the predicted microseconds, the score (least prediction / this prediction), the config, the
+        CTAs of a launch, the waves they make, threads per CTA, registers per thread of a consumer warpgroup, shared
+        memory per CTA and stages of the pipeline.
 
         Args:
-            rows: how many at most, besides the chosen one; None for all.
+            rows: the largest number of configs, besides the chosen one; None for all.
         """
         if not self.candidates:
             return ""
@@ -85,15 +97,17 @@ class Explanation:
 
 
 def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Explanation:
-    """Return what each kernel says about ``problem`` and what ``linear`` runs for its m, by the plan that serves it.
-    Compiles nothing.
+    """Return which config ``linear`` runs for ``problem`` and why, what each kernel says about it, and every other
+    config with its predicted time. Nothing is compiled, and the problem's device need not be there.
 
     Args:
-        config: to force one, as for :func:`w4gemm.choice.plan`.
+        problem: the product; its ``device`` is an H200 unless it says another.
+        config: explain the call in which this config is forced: a :class:`GemmConfig`, its string, or
+            ``"<kernel>/<config>"``. None explains the call without one.
 
     Raises:
-        TypeError, ValueError: as :func:`configs`; and for a forced config, as :func:`w4gemm.choice.plan`.
-        UnsupportedError: for a forced config, as :func:`w4gemm.choice.plan`.
+        TypeError, ValueError: if a field of the problem is wrong, or the config malformed or not legal.
+        UnsupportedError: if a config is given and no kernel, or not the one named, supports the problem.
 
     Examples:
         >>> cpu = w4gemm.Device("cpu")
@@ -108,20 +122,22 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         problem = replace(choose.resolve_gather(replace(problem, m=plan_m)), m=problem.m)
     status = {kernel.name: status_of(kernel, problem) for kernel in KERNELS}
     ranked_configs = legal_ranked(KERNELS, problem)
-    candidates = tuple(Candidate(us, k.name, c, k.resources(problem, c)) for us, k, c in ranked_configs)
+    candidates = tuple(
+        Candidate(r.us, r.kernel.name, r.config, r.kernel.resources(problem, r.config)) for r in ranked_configs
+    )
     if config is not None:
         kernel, forced = choose.forced(problem, config)
-        return Explanation(problem, status, candidates, (kernel.name, forced), "forced")
+        return Explanation(problem, status, candidates, ChosenConfig(kernel.name, forced), "forced")
     if not candidates:
         return Explanation(problem, status)
     found = choose.chosen(replace(problem, m=plan_m))
     assert found is not None
-    kernel, chosen, source = found
-    return Explanation(problem, status, candidates, (kernel.name, chosen), source, asked != problem)
+    runs = ChosenConfig(found.kernel.name, found.config)
+    return Explanation(problem, status, candidates, runs, found.source, asked != problem)
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
-    """The name of the config to the left, numbers to the right."""
+    """Return a line of the table: the config flush left, numbers flush right."""
     left = _COLUMNS.index("kernel/config")
     cells = (c.ljust(w) if i == left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
     return "  ".join(cells)

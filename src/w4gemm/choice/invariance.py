@@ -1,6 +1,7 @@
-"""Which configs a problem may be served by: all, or, if it is batch invariant, those of one reduction order.
+"""Batch invariance: a problem that asks for it is served only by configs of one order of additions.
 
-That order is the same for every m: the one that costs the least over all intervals, by predicted times.
+That reduction order is the same for every m. It is the one of least predicted time, in the geometric mean over the
+intervals of m.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
-from w4gemm.choice.cost import Candidate, candidates, in_order
+from w4gemm.choice.cost import Candidate, Ranked, candidates, in_order
 from w4gemm.choice.intervals import BOUNDS, FEW, LARGEST
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS, Kernel, Status
 
 
-def legal_ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
-    """Rank legal configs like ``ranked``; for a batch-invariant problem only those of the one reduction order."""
+def legal_ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Ranked]:
+    """Return the configs that ``problem`` may be served by, least predicted time first."""
     return in_order(legal_candidates(kernels, problem), problem)
 
 
 def legal_candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidate]:
-    """The configs that ``problem`` may be served by, whatever its m."""
+    """Return the configs that ``problem`` may be served by, whatever its m: every legal one or, if the problem is batch
+    invariant, those of the one reduction order."""
     found = candidates(kernels, problem)
     if not problem.batch_invariant:
         return found
@@ -34,7 +35,8 @@ def legal_candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Ca
 @functools.cache
 def _invariant_order(problem: GemmProblem) -> Hashable | None:
     """Return the reduction order with the least geometric mean of predicted times over the intervals of m, among those
-    that do not depend on other rows; None if there is none. Intervals up to 8 tokens count as one: they share tiles."""
+    that do not depend on other rows; None if there is none. Intervals of up to 8 tokens count as one, because they
+    share tiles."""
     times: dict[Hashable | None, list[float]] = {}
     found = candidates(KERNELS, replace(problem, m=LARGEST))
     for m in (*BOUNDS[len(FEW) :], LARGEST):
@@ -48,6 +50,7 @@ def _invariant_order(problem: GemmProblem) -> Hashable | None:
 
 
 def status_of(kernel: Kernel, problem: GemmProblem) -> Status:
+    """Return a kernel's answer to ``problem``: also no if it is to be batch invariant and no config is."""
     status = kernel.supports(problem)
     if not status or not problem.batch_invariant:
         return status

@@ -1,4 +1,4 @@
-"""Plans that were chosen: :class:`PlanKey`, and :func:`plan_for`, which chooses once for each."""
+"""The plans that were chosen: :func:`plan_for` chooses once for each :class:`PlanKey`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from w4gemm.weights.weight import QuantizedWeight
 _log = logging.getLogger("w4gemm")
 
 Tuner = Callable[[GemmProblem], None]
-"""Called with a problem before a plan is chosen for it; may store a record for it."""
+"""A function that is called with a problem before a plan is chosen for it, and may store a record for it."""
 
 
 class PlanKey(NamedTuple):
-    """All that a plan depends on, cheap to build and to look up."""
+    """All that a plan depends on; cheap to build and to look up."""
 
     m: int
-    """That of the problem that is chosen for, see :func:`w4gemm.choice.intervals.representative_rows`."""
+    """The m that the plan is chosen for, see :func:`w4gemm.choice.intervals.representative_rows`."""
     weight: PackedShape
     dtype: torch.dtype
     epilogue: Epilogue
@@ -54,7 +54,12 @@ class PlanKey(NamedTuple):
         config: str = "",
         device: torch.device | None = None,
     ) -> PlanKey:
-        """Key of the plan for m rows of x, of all experts together, and a weight on its device, or ``device``."""
+        """Return the key of the plan for m rows of x, of all experts together.
+
+        Args:
+            w: the weight; of a PackedShape, which has no device, ``device`` says where it is.
+            dtype: dtype of x as it is multiplied.
+        """
         if isinstance(w, PackedShape):
             assert device is not None
             weight, at = w, device
@@ -64,7 +69,7 @@ class PlanKey(NamedTuple):
         return cls(stands, weight, dtype, epilogue, at, config, batch_invariant, gathered)
 
     def problem(self) -> GemmProblem:
-        """The problem that is chosen for."""
+        """Return the problem that the plan is chosen for."""
         weight = self.weight
         return GemmProblem(
             self.m,
@@ -83,18 +88,19 @@ class PlanKey(NamedTuple):
 
 _plans: dict[PlanKey, Plan] = {}
 _beside: dict[PlanKey, Plan] = {}
-"""Plans that were chosen without a tuner while another thread has one, which must find these problems undecided."""
+"""Plans that were chosen without a tuner while another thread has one. They are kept apart, because that thread's tuner
+must still see their problems."""
 _tuners: ContextVar[tuple[Tuner, ...]] = ContextVar("w4gemm_tuners", default=())
-"""Tuners of this thread or task, the innermost last."""
+"""The tuners of this thread or task, the innermost last."""
 _open_tuners = 0
-"""Number of :func:`tuning_with` blocks in all threads."""
+"""Number of :func:`tuning_with` blocks that are open in all threads."""
 _lock = threading.Lock()
 generation = 0
-"""Number of times that plans were forgotten: what keeps a plan by itself drops it when this has changed."""
+"""Number of times that plans were forgotten. Code that keeps plans of its own drops them when this has changed."""
 
 
 def plan_for(key: PlanKey) -> Plan:
-    """The plan for every problem of ``key``; resolved once. Errors as :func:`w4gemm.choice.plan`."""
+    """Return the plan of ``key``, which is chosen and compiled once. Errors are those of :func:`w4gemm.choice.plan`."""
     found = _plans.get(key)
     return _resolved(key) if found is None else found
 
@@ -116,29 +122,31 @@ def _resolved(key: PlanKey) -> Plan:
 
 
 def meeting(key: PlanKey, most: int) -> list[int]:
-    """Return numbers of tokens within 1 .. most that meet every choice of plans like ``key``, for a single weight."""
+    """Return numbers of tokens within 1 .. most that between them need every plan that a single weight like the key's
+    needs for 1 .. most tokens."""
     problem = key.problem()
     starts = (start for start in (1, *(bound + 1 for bound in BOUNDS)) if start <= most)
     return [min(met.m, most) for start in starts for met in choose.met(replace(problem, m=representative(start)), most)]
 
 
 def is_known(key: PlanKey) -> bool:
-    """True if the plan of ``key`` is chosen already."""
+    """True if the plan of ``key`` was chosen already."""
     return key in _plans
 
 
 def keep(key: PlanKey, found: Plan) -> None:
-    """Let ``found`` be the plan of ``key`` until plans are forgotten, unless another is by now."""
+    """Make ``found`` the plan of ``key`` until plans are forgotten, unless ``key`` has a plan by now."""
     _plans.setdefault(key, found)
 
 
 def stays(key: PlanKey, found: Plan) -> bool:
-    """True if ``found`` is the plan of ``key`` until plans are forgotten, not only beside another thread's tuner."""
+    """True if ``found`` is the plan of ``key`` until plans are forgotten; False if it only serves while another thread
+    tunes."""
     return _plans.get(key) is found
 
 
 def forget(n: int | None = None, k: int | None = None) -> None:
-    """Choose anew from now on, for weights (n, k) or for all: the tables have changed."""
+    """Forget the plans of weights (n, k), or of all weights, because the tables of measured configs have changed."""
     _outdate()
     for key in list(_plans):
         if n is None or (key.weight.n, key.weight.k) == (n, k):
@@ -152,8 +160,8 @@ def _outdate() -> None:
 
 @contextmanager
 def tuning_with(tuner: Tuner) -> Iterator[None]:
-    """Inside, ``tuner`` sees every problem before a plan is chosen for it in this thread, or task; plans so far are
-    chosen anew. Other threads tune nothing. Blocks of several threads may overlap in any order."""
+    """Let ``tuner`` see every problem, in this thread or task, before a plan is chosen for it. Plans that were chosen
+    before are chosen anew. Other threads tune nothing, and blocks of several threads may overlap in any order."""
     global _open_tuners
     _tuners.set((*_tuners.get(), tuner))
     with _lock:

@@ -1,9 +1,9 @@
-"""Plans for many tokens: the few configs that serve them, and the one of them for the m that comes.
+"""The shortlist: the few configs that serve a weight with more than 256 tokens.
 
-The waves of tiles that m fills decide which config is the fastest, so each m has its own. But each config is a kernel
-to compile, so all m beyond :data:`WAVES_FROM` share a shortlist of at most :data:`MOST` configs, chosen so that every m
-has one that is predicted to be near the best of all. What a model can meet is therefore known beforehand, and a new m
-costs no more than the predictions of a few configs.
+Which config is the fastest depends on the waves of tiles that m fills, so it differs from m to m. But each config is a
+kernel to compile. So all m above :data:`WAVES_FROM` share a shortlist of at most :data:`MOST` configs, chosen so that
+for every m one of them is predicted to be nearly as fast as the best of all. What a model can need is therefore known
+beforehand, and a new m costs no more than the predictions of a few configs.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS
 
 MOST = 12
-"""Configs of a shortlist. Over layers drawn at random the best of 8 is predicted to take 0.8 % longer than the best of
-all in the mean, and 7 % at worst; of 4, 3 % and 24 % (2026-11-22)."""
+"""Largest number of configs of a shortlist. Over layers drawn at random, the best of 8 is predicted to take 0.8 %
+longer than the best of all in the mean and 7 % at worst; the best of 4, 3 % and 24 % (2026-11-22)."""
 _SAMPLES = 40
-"""Numbers of tokens that a shortlist is chosen for, evenly in the logarithm."""
+"""Number of m that a shortlist is chosen for, evenly spaced in the logarithm."""
 _LOOKS = (320, 640, 1280, 2560, 5120, 12288)
+"""The m at which a config has to be near the best to be considered."""
 _NEAR = 1.25
-"""Largest time over the best's, at one of ``_LOOKS``, of a config that is considered."""
+"""Largest predicted time / best predicted time, at one of ``_LOOKS``, of a config that is considered."""
 _LEAST_GAIN = 5e-4
-"""Gain in the mean that is worth another config."""
+"""Least gain in the mean logarithm of the time that is worth another config."""
 
 
 def is_by_waves(problem: GemmProblem) -> bool:
-    """True if a problem is planned for by its own m, from a shortlist."""
+    """True if the plan of a problem is chosen for its own m, from a shortlist."""
     return problem.m > WAVES_FROM and not problem.experts
 
 
 def shortlist(problem: GemmProblem) -> tuple[Candidate, ...]:
-    """The configs that serve the problem with any m beyond :data:`WAVES_FROM`; none if no kernel supports it."""
+    """Return the configs that serve the problem with any m above :data:`WAVES_FROM`; none if no kernel supports it."""
     return _shortlist(replace(problem, m=LARGEST))
 
 
@@ -55,7 +56,12 @@ def _shortlist(problem: GemmProblem) -> tuple[Candidate, ...]:
 
 
 def _cover(logs: dict[Candidate, list[float]]) -> list[Candidate]:
-    """At most ``MOST`` candidates, each the one that lowers the mean of the least logarithms the most."""
+    """Return at most ``MOST`` candidates. Each is the one that most lowers the mean, over the samples, of the least
+    logarithm of a time.
+
+    Args:
+        logs: for each candidate, the logarithm of its time at each sample.
+    """
     chosen: list[Candidate] = []
     least = [math.inf] * _SAMPLES
     while len(chosen) < min(MOST, len(logs)):

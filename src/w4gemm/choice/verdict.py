@@ -14,25 +14,26 @@ from w4gemm.kernels.space import Exclusion
 
 @dataclass(frozen=True)
 class Verdict:
-    """One kernel's answer about a config for a problem. ``str`` gives a line per reason."""
+    """One kernel's answer about a config for a problem. ``str`` says it, a line for each reason."""
 
     kernel: str
     config: GemmConfig
     exclusions: tuple[Exclusion, ...] = ()
-    """The rules that exclude it, those of correctness first; none if it is legal."""
+    """The rules that exclude the config, those of correctness first; empty if it is legal."""
     unsupported: str = ""
-    """Why the kernel cannot run the problem with any config; empty if it can."""
+    """Why the kernel cannot run the problem with any config; the empty string if it can."""
     rank: int = 0
-    """From 1 on, by predicted time, among all legal configs of all kernels; 0 if it may not be chosen."""
+    """Rank by predicted time among all legal configs of all kernels, from 1 on; 0 if the config may not be chosen."""
     of: int = 0
-    """Number of those configs."""
+    """Number of legal configs of all kernels."""
     us: float = 0.0
-    """Predicted microseconds."""
+    """Predicted microseconds per launch."""
     best_us: float = 0.0
-    """Predicted microseconds of the first."""
+    """Predicted microseconds of the config of rank 1."""
 
     @property
     def legal(self) -> bool:
+        """True if the kernel can run the problem and no rule excludes the config."""
         return not (self.exclusions or self.unsupported)
 
     def __str__(self) -> str:
@@ -48,31 +49,32 @@ class Verdict:
 
 
 def why(problem: GemmProblem, config: GemmConfig | str) -> list[Verdict]:
-    """Return each kernel's answer about ``config``: the rules that exclude it, or its rank.
+    """Return each kernel's answer about ``config`` for ``problem``: the rules that exclude it, or its rank.
 
     Args:
         config: a config, its string, or ``"<kernel>/<config>"`` to ask one kernel only.
 
     Returns:
-        A verdict of the kernel that is named, or of every kernel that supports the problem (of all if none does), those
-        that can run it first.
+        The verdict of the kernel that is named, or one verdict of each kernel that supports the problem (of every
+        kernel if none does). Verdicts of kernels that can run the config come first.
 
     Raises:
-        TypeError, ValueError: for a problem that there is not, a config that cannot be read, or an unknown kernel.
+        TypeError, ValueError: if a field of the problem is wrong, the config malformed, or the kernel unknown.
     """
     choose.check(problem)
     name, _, text = str(config).rpartition("/")
     wanted = GemmConfig.parse(text)
     kernels = (kernel_named(name),) if name else KERNELS
     supporting = tuple(kernel for kernel in kernels if status_of(kernel, problem))
-    ranking = [(us, kernel.name, c) for us, kernel, c in legal_ranked(KERNELS, problem)]
+    ranking = legal_ranked(KERNELS, problem)
     verdicts = []
     for kernel in supporting or kernels:
         if not (status := status_of(kernel, problem)):
             verdicts.append(Verdict(kernel.name, wanted, unsupported=status.reason))
             continue
         exclusions = tuple(kernel.exclusions(problem, wanted))
-        found = [(rank, us) for rank, (us, *which) in enumerate(ranking, 1) if which == [kernel.name, wanted]]
+        places = enumerate(ranking, 1)
+        found = [(rank, r.us) for rank, r in places if (r.kernel, r.config) == (kernel, wanted)]
         rank, us = found[0] if found else (0, 0.0)
-        verdicts.append(Verdict(kernel.name, wanted, exclusions, "", rank, len(ranking), us, ranking[0][0]))
+        verdicts.append(Verdict(kernel.name, wanted, exclusions, "", rank, len(ranking), us, ranking[0].us))
     return sorted(verdicts, key=lambda verdict: not verdict.legal)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.choice.records import Record, effective, parse_lines
 from w4gemm.console.progress import say
 from w4gemm.core import environment
 from w4gemm.jit import disk
@@ -52,13 +53,13 @@ def _list(args: argparse.Namespace) -> None:
     size = sum(path.stat().st_size for path in objects)
     print(f"{environment.cache_dir() or 'nothing is kept'}: {len(objects)} compiled kernels, {size / 2**20:.1f} MiB")
     for name, path in (("tuned", store.user_path()), *(("shipped", path) for path in store.shipped_tables())):
-        records = store.effective(store.read(path)) if path else []
+        records = effective(store.read(path)) if path else []
         print(f"{name}: {path}, {len(records)} configs")
         for record in records if name == "tuned" or args.all else ():
             print(f"  {_line(record)}")
 
 
-def _line(record: store.Record) -> str:
+def _line(record: Record) -> str:
     key, span = record.key, choice.span(*record.m)
     fused = f", {key.epilogue}" * bool(key.epilogue) + ", batch invariant" * key.batch_invariant
     what = f"{key.device}, {key.dtype} x {key.format}, n {key.n}, k {key.k}, {span}{fused}"
@@ -66,7 +67,7 @@ def _line(record: store.Record) -> str:
     return f"{what}: {record.choice}, {record.us:.1f} us, {record.date}{stale}"
 
 
-def is_current(record: store.Record) -> bool:
+def is_current(record: Record) -> bool:
     """True if the kernel of a record still has the revision that was measured."""
     try:
         return record.revision == kernel_named(record.kernel).revision
@@ -83,7 +84,7 @@ def _clear(args: argparse.Namespace) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     path = store.user_path()
-    records = store.effective(store.read(path)) if path else []
+    records = effective(store.read(path)) if path else []
     text = "".join(record.line() for record in records)
     if args.file:
         Path(args.file).write_text(text)
@@ -97,7 +98,7 @@ def _import(args: argparse.Namespace) -> None:
     assert path is not None
     if not Path(args.file).is_file():
         raise FileNotFoundError(f"FILE: no file {args.file!r}")
-    records, bad = store.parse_lines(Path(args.file).read_text().splitlines())
+    records, bad = parse_lines(Path(args.file).read_text().splitlines())
     there = {(record.key, record.m): record for record in store.read(path)}  # the last line of a problem holds
     new = [record for record in records if there.get((record.key, record.m)) != record]
     store.append(path, new)

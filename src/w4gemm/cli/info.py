@@ -13,6 +13,7 @@ import torch
 import w4gemm
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.choice.records import device_facts, effective
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
 from w4gemm.core import environment, trust
@@ -94,7 +95,7 @@ def _cache() -> dict[str, Any]:
     folder, user = environment.cache_dir(), store.user_path()
     tables = []
     for path in (*((user,) if user else ()), *store.shipped_tables()):
-        records = store.effective(store.read(path))
+        records = effective(store.read(path))
         stale = sum(not is_current(record) for record in records)
         name = "tuned" if path == user else f"shipped for {path.stem}"
         tables.append({"name": name, "file": str(path), "records": len(records), "stale": stale})
@@ -120,13 +121,13 @@ def _device(name: str) -> dict[str, Any]:
     on_gpu = described.kind == "cuda"
     return {
         "device": name,
-        "name": described.name if on_gpu else store.device_facts(described)[0],
+        "name": described.name if on_gpu else device_facts(described)[0],
         "capability": list(described.capability) if on_gpu else None,
         "multiprocessors": described.sms if on_gpu else None,
         "memory": torch.cuda.get_device_properties(name).total_memory if on_gpu else None,
         "problem": str(problem),
         "kernels": {kernel: status.reason for kernel, status in found.status.items()},
-        "config": "/".join(map(str, found.chosen)) if found.chosen else "",
+        "config": str(found.chosen or ""),
         "source": found.source,
     }
 

@@ -135,7 +135,7 @@ def _runs(module: Module, tokens: list[int], device: Device, dtype: torch.dtype)
     found = {}
     for m, problem in zip(tokens, problems(layers_of([module]), tokens, device, dtype), strict=True):
         answer = choice.explain(problem)
-        found[m] = "/".join(map(str, answer.chosen)) if answer.chosen else "nothing: see w4gemm explain"
+        found[m] = str(answer.chosen or "nothing: see w4gemm explain")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm import choice
-from w4gemm.choice import store
+from w4gemm.choice.records import Record
 from w4gemm.cli.problems import Layer, problems
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError
@@ -81,7 +81,7 @@ def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
     return (helper.unit() for kind in HELPERS for helper in kind.needed(use.device, facts))
 
 
-def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[store.Record]]:
+def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[Record]]:
     """Return the units of what would be chosen, each once, and the user's records that decided.
 
     top: how many of the best guesses to take besides what is chosen.
@@ -90,12 +90,12 @@ def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None
         UnsupportedError: if nothing runs one of the problems.
     """
     units: dict[Unit, None] = {}
-    records: dict[store.Record, None] = {}
+    records: dict[Record, None] = {}
     for problem in (met for one in wanted for met in choice.met(one)):
         found = choice.explain(problem)
         if found.chosen is None:
             raise UnsupportedError(str(found))
-        for name, config in (found.chosen, *((name, config) for _, name, config in found.ranking[: top - 1])):
+        for name, config in (found.chosen, *((c.kernel, c.config) for c in found.candidates[: top - 1])):
             if (unit := kernel_named(name).unit(found.problem, config)) is not None:
                 units[unit] = None
         decided = choice.recorded(found.problem)

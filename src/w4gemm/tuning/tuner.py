@@ -20,6 +20,7 @@ import torch
 
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.choice.records import Record, key_of
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.errors import require_int
 from w4gemm.core.problem import GemmProblem
@@ -63,7 +64,7 @@ class Outcome:
     """Configs that could not be compiled or gave a wrong result, and why."""
     first_guess: str
     """The heuristic's choice."""
-    record: store.Record
+    record: Record
 
     @property
     def gain(self) -> float:
@@ -201,8 +202,8 @@ def _measure(
     times, ragged = _times(launches, operands, workload, first)
     best = _best(times, ragged, first)
     kernel_name, _, config_text = best.rpartition("/")
-    record = store.Record(
-        store.key_of(problem),
+    record = Record(
+        key_of(problem),
         choice.interval_of(problem.m),
         kernel_name,
         config_text,

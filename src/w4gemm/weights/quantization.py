@@ -10,8 +10,7 @@ import torch
 
 from w4gemm.core.errors import kind_of, require_dense
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.codecs import E2M1_MMA8, EXACT_BINADES
-from w4gemm.packing.layouts import WeightComponents, layout_named
+from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.dequantize import rounded_products
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -77,88 +76,6 @@ def quantize(
     return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels, factors=parts.factors)
 
 
-def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
-    """Round a weight to what fp8 products with group scales inside the weights multiply, and say what that costs.
-
-    An int4 weight gets e4m3 group scales with a float32 scale per output channel (as vLLM's CUTLASS kernel has them):
-    a channel's scale is its largest group scale / 56, and a group's is its own scale over the channel's, rounded to
-    e4m3; 56 * 8 is 448, the largest e4m3. The codes do not change.
-
-    An e2m1 weight with e8m0 scales, MXFP4, keeps its format. Those products take its weights in e5m2, in which the 29
-    binades below a row's largest scale are exact. Groups with smaller scales, if there are any, are rounded as they
-    would be there: to multiples of 0.5 times the least of these scales, ties to even.
-
-    Args:
-        w: an int4 weight with 16-bit scales and without zero points, or an e2m1 one with e8m0 scales, in any layout;
-            experts are converted one by one.
-
-    Returns:
-        (weight, error): the weight in w's layout if that can hold it, else in the canonical one; error is the relative
-        RMS difference to ``w.dequantize()``.
-
-    Raises:
-        TypeError, ValueError: if w is no such weight.
-
-    Examples:
-        >>> folded, error = w4gemm.fold_scales(w4gemm.quantize(torch.randn(512, 1024)))
-        >>> str(folded.format), error < 0.05
-        ('int4_g128_e4m3', True)
-    """
-    if not isinstance(w, QuantizedWeight):
-        raise TypeError(f"w: wanted a QuantizedWeight, got {kind_of(w)}")
-    if E2M1_MMA8.holds(w.format):
-        format, fold = w.format, _within_range
-    elif w.format.has_zero or w.format.scale_dtype.itemsize < 2:
-        raise ValueError(f"w: wanted a format without zero points and with 16-bit scales, got {w.format}")
-    elif not w.format.element_rule.counts:
-        raise ValueError(f"w: wanted int4 elements, got {w.format}: no kernel decodes others for fp8 activations")
-    else:
-        format, fold = replace(w.format, scale="e4m3"), with_e4m3_scales
-    layout = "canonical" if layout_named(w.layout).supports(format) else w.layout
-    errors: list[tuple[float, float]] = []
-    if not w.experts:
-        folded = _folded(w, format, fold, errors).repack(layout)
-    else:
-        experts = (_folded(w.expert(e), format, fold, errors) for e in range(w.experts))
-        folded = QuantizedWeight.stack(experts, w.experts, layout)
-    wrong, whole = (sum(part) for part in zip(*errors, strict=True))
-    return folded, (wrong / whole) ** 0.5 if whole else 0.0
-
-
-_Fold = Callable[[WeightComponents, WeightFormat], WeightComponents]
-
-
-def _folded(
-    w: QuantizedWeight, format: WeightFormat, fold: _Fold, errors: list[tuple[float, float]]
-) -> QuantizedWeight:
-    """One weight; its squared error and its own square are appended to ``errors``."""
-    tensors = layout_named("canonical").pack(fold(w.parts(), format), format)
-    folded = QuantizedWeight(format, w.n, w.k, "canonical", tensors, w.perm, activations=w.activations)
-    before = w.dequantize()
-    errors.append(((folded.dequantize() - before).square().sum().item(), before.square().sum().item()))
-    return folded
-
-
-def with_e4m3_scales(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
-    """Return rows of an int4 weight with 16-bit scales as :func:`fold_scales` rounds them: the same codes, e4m3 scales,
-    and the scales of channels beside which these use their range. format: with e4m3 scales."""
-    scales = parts.scales.float()
-    channels = _channels(scales, format)
-    return WeightComponents(parts.codes, (scales / channels[:, None]).to(format.scale_dtype), None, channels)
-
-
-def _within_range(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
-    """The same e2m1 weights, those with a scale below the range that is exact in e5m2 rounded to its least scale."""
-    scales = parts.scales.view(torch.uint8).int()
-    least = scales.amax(1, keepdim=True) - (EXACT_BINADES - 1)
-    kept = torch.maximum(scales, least)
-    factor = torch.exp2((scales - kept).float()).repeat_interleave(format.group_length(parts.codes.shape[1]), dim=1)
-    factor = factor[:, : parts.codes.shape[1]]
-    rounded = (2 * format.element_rule.numbers(parts.codes) * factor).round() / 2
-    codes = torch.where(factor < 1, format.element_rule.nearest(rounded).to(torch.uint8), parts.codes)
-    return WeightComponents(codes, kept.to(torch.uint8).view(format.scale_dtype), None)
-
-
 def _plain(format: WeightFormat) -> WeightFormat:
     """The format whose scales are found first: without scales of channels and factors."""
     if format.has_factors:
@@ -166,7 +83,7 @@ def _plain(format: WeightFormat) -> WeightFormat:
     return replace(format, scale="bf16") if format.has_channels else format
 
 
-def _channels(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+def channel_scales(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
     """Scales of channels, float32 (n), beside which the group scales (n, groups) use the range of the stored ones."""
     top = torch.finfo(format.scale_dtype).max
     if format.scales_in_weights:
@@ -249,7 +166,7 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
             return _Rounded(((values - w) * is_column).square().sum(-1), scales, zeros, codes)
         effective = scales
         if format.has_channels:
-            channels = _channels(scales, format) if channels is None else channels
+            channels = channel_scales(scales, format) if channels is None else channels
             scales = (scales / channels[:, None]).to(format.scale_dtype).float()
             effective = scales * channels[:, None]
             if again:

@@ -59,8 +59,17 @@ class Candidate(NamedTuple):
     config: GemmConfig
 
 
+class Ranked(NamedTuple):
+    """A legal config with its prediction for one m."""
+
+    us: float
+    """Predicted microseconds per launch."""
+    kernel: Kernel
+    config: GemmConfig
+
+
 def candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidate]:
-    """Every config of every kernel that supports ``problem``, whatever its m."""
+    """Return every config of every kernel that supports ``problem``, whatever its m."""
     found = []
     for kernel in kernels:
         if kernel.supports(problem):
@@ -69,13 +78,13 @@ def candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidat
     return found
 
 
-def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
-    """(predicted us, kernel, config) of every kernel that supports ``problem``, best guess first."""
+def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Ranked]:
+    """Return every config of every kernel that supports ``problem``, least predicted time first."""
     return in_order(candidates(kernels, problem), problem)
 
 
-def in_order(found: Iterable[Candidate], problem: GemmProblem) -> list[tuple[float, Kernel, GemmConfig]]:
-    """(predicted us, kernel, config) of candidates, best guess first.
+def in_order(found: Iterable[Candidate], problem: GemmProblem) -> list[Ranked]:
+    """Return candidates with their predictions for the m of ``problem``, least predicted time first.
 
     If m stands for an interval of few tokens, us is the geometric mean for this m and one inside the interval, because
     some configs are slow where a tile reaches far past m.
@@ -86,8 +95,19 @@ def in_order(found: Iterable[Candidate], problem: GemmProblem) -> list[tuple[flo
     timed = []
     for us, kernel, config in found:
         at = us(m)
-        timed.append((at if inside == m else math.sqrt(at * us(inside)), kernel, config))
-    return sorted(timed, key=lambda entry: (entry[0], entry[1].name, str(entry[2])))
+        timed.append(Ranked(at if inside == m else math.sqrt(at * us(inside)), kernel, config))
+    return sorted(timed, key=lambda entry: (entry.us, entry.kernel.name, str(entry.config)))
 
 
-__all__ = ["Candidate", "Timer", "candidates", "copy_us", "in_order", "predicted_us", "ranked", "timer", "unmeasured"]
+__all__ = [
+    "Candidate",
+    "Ranked",
+    "Timer",
+    "candidates",
+    "copy_us",
+    "in_order",
+    "predicted_us",
+    "ranked",
+    "timer",
+    "unmeasured",
+]

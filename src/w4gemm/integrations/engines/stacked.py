@@ -16,8 +16,8 @@ from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import ROWS
+from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.make import check_range
-from w4gemm.weights.quantization import with_e4m3_scales
 from w4gemm.weights.weight import QuantizedWeight
 
 _ELEMENTS = 2**24

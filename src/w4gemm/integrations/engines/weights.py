@@ -20,8 +20,8 @@ from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import pack_rows
 from w4gemm.weights.act_order import sorting_perm
+from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.make import check_range
-from w4gemm.weights.quantization import with_e4m3_scales
 from w4gemm.weights.weight import QuantizedWeight
 
 _SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "bf16"}
