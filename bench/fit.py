@@ -1,7 +1,7 @@
 """Fit the times of Hopper configs in ``w4gemm/choice/cost/<gpu>.jsonl``: ``python -m bench.fit ROWS...``.
 
-ROWS are JSON lines with n, k, m, format, config ("kernel/config") and us, all of fp8 or all of 16-bit activations;
-grouped ones have experts as well, and m tokens for each. Each file is of one machine, and only its own rows are
+ROWS are files of timings as bench.sweep writes them, all of fp8 or all of 16-bit activations; grouped ones have
+experts as well, and m tokens for each. Each file is of one machine, and only its own rows are
 compared; all are of one kind of GPU, an H200 if they do not say. Rows of two launches, predicted as what each takes,
 and of dequantize_gemm are passed over.
 
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bench.sweep import gpu_of
+from bench.timings import rows_of
 
 from w4gemm.choice.cost import constants, waves
 from w4gemm.choice.cost.constants import Scale, SliceTimes
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.others_stay and not args.adjust:
         parser.error("--others-stay wants --adjust")
-    rows = [json.loads(line) | {"file": str(path)} for path in args.rows for line in path.read_text().splitlines()]
+    rows = [row | {"file": str(path)} for path in args.rows for row in rows_of(path)]
     device = gpu_of(rows)
     begin(device)
     known = constants.constants_for(device).configs

@@ -1,11 +1,11 @@
 """Time the likeliest configs of products side by side: ``python -m bench.sweep --shapes models --m 1.. --out FILE``.
 
-FILE gets a JSON line for each, with n, k, m, format, config and us, and the machine: what bench/fit.py makes constants
-of the model of, and ``bench.tune --rows`` the shipped table. Take a new FILE for each machine, since they differ by
-more than configs do. ``--drawn`` takes layers and ragged m at random, as bench.unknown does, but none of its own. For a
-GPU or a kernel that the model does not know, ``--configs 1000`` times all configs.
+FILE gets a JSON line for each product: n, k, m, format, the microseconds of each config, and the machine. bench/fit.py
+makes constants of the cost model of it, and ``bench.tune --rows`` the shipped table. Take a new FILE for each machine,
+because machines differ by more than configs do. ``--drawn`` takes layers and ragged m at random, as bench.unknown does,
+but none of its own. For a GPU or a kernel that the model does not know, ``--configs 1000`` times all configs.
 
-Of mixtures of experts, ``python -m bench.grouped --configs N`` times configs; ``--grouped FILE`` copies their lines to
+``python -m bench.grouped --configs N`` times configs of mixtures of experts; ``--grouped FILE`` copies these timings to
 ``--out`` in the same form.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from bench.drawn.points import draw
 from bench.shapes import parse_layers
+from bench.timings import by_problem
 
 from w4gemm import choice
 from w4gemm.console.devices import chosen_device
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.grouped:
         rows = list(rows_of_experts(args.grouped))
-        record.append(args.out, *rows)
+        record.append(args.out, *by_problem(rows))
         print(f"{args.out}: {len(rows)} timings of experts' products")
         return
     device, where = chosen_device(args.device)
@@ -78,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return
             workload = workload or Workload(problem, where)
             times = measure(problem, found[problem], workload)
-            common = {"n": n, "k": k, "m": problem.m, "format": str(problem.format)}
-            record.append(args.out, *(common | {"config": c, "us": round(us, 3)} | facts for c, us in times.items()))
+            what = {"n": n, "k": k, "m": problem.m, "format": str(problem.format)}
+            record.append(args.out, what | {"us": {c: round(us, 3) for c, us in times.items()}} | facts)
             count += len(times)
             print(f"{n} x {k}, m {problem.m}: " + ", ".join(f"{us:.1f} {c}" for c, us in times.items()), flush=True)
     print(f"{args.out}: {count} timings")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from bench.shapes import SETS
 from bench.sweep import gpu_of
+from bench.timings import rows_of
 
 from w4gemm import choice
 from w4gemm.choice import store
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, nargs="+", help="timings of configs, as of bench/fit.py")
     args = parser.parse_args(argv)
     if args.rows:
-        timed_on = gpu_of([json.loads(line) for path in args.rows for line in path.read_text().splitlines()])
+        timed_on = gpu_of([row for path in args.rows for row in rows_of(path)])
         records = from_rows(args.rows, args, timed_on)
         replace(args.table or store.shipped_path(timed_on.name), records)
         print(f"{len(records)} records of {len({r.key for r in records})} layers")
@@ -115,7 +115,7 @@ def measured(paths: Sequence[Path], format: str) -> dict[tuple[int, int, int], d
     ratios: dict[tuple[int, int, int], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for path in paths:
         points: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
-        for row in map(json.loads, path.read_text().splitlines()):
+        for row in rows_of(path):
             if row["format"] == format and not row.get("experts"):
                 points[row["n"], row["k"], row["m"]][row["config"]] = row["us"]
         for point, times in points.items():

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
 sys.path.insert(0, str(ROOT))
 
-from bench import fit, pages, report, support, sweep, tune  # noqa: E402
+from bench import fit, pages, report, support, sweep, timings, tune  # noqa: E402
 from bench.drawn import page as unknown_page  # noqa: E402
 from bench.peers import PEERS, peers_named  # noqa: E402
 from bench.shapes import (  # noqa: E402
@@ -143,6 +143,7 @@ def test_every_stored_row_can_be_read():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert rows, path.name
         if path.name.startswith("configs"):
+            rows = list(timings.rows_of(path))
             assert all(row["us"] > 0 and row["n"] > 0 and row["k"] > 0 and row["m"] > 0 for row in rows), path.name
             assert {str(WeightFormat.parse(row["format"])) for row in rows} == {row["format"] for row in rows}
         elif path.name.startswith("unknown"):
@@ -164,11 +165,7 @@ def test_the_stored_rows_stay_small_and_are_described():
 
 def rows_file(path: Path, points: dict[int, dict[str, float]]) -> Path:
     """Timings by m and config of a layer of the main table."""
-    rows = [
-        {"n": 8192, "k": 8192, "m": m, "format": "int4_g128", "config": config, "us": us}
-        for m, times in points.items()
-        for config, us in times.items()
-    ]
+    rows = [{"n": 8192, "k": 8192, "m": m, "format": "int4_g128", "us": times} for m, times in points.items()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -198,7 +195,7 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("W4GEMM_COMMIT", "0123abc")  # where git cannot be asked, as in an unpacked sdist
     rows, table = tmp_path / "rows.jsonl", tmp_path / "table.jsonl"
     sweep.main(["--shapes", "96x128", "--m", "1,5..8", "--configs", "2", "--device", "cpu", "--out", str(rows)])
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    found = list(timings.rows_of(rows))
     assert {row["m"] for row in found} == {1, 8} and all(row["us"] > 0 and row["commit"] for row in found)
     assert len({(row["m"], row["config"]) for row in found}) == len(found) >= 3
     assert "timings" in capsys.readouterr().out
@@ -209,7 +206,7 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsy
     row = found[0] | {"impl": "w4gemm_config", "routing": "balanced", "experts": 8, "us_p50": 3.5}
     grouped.write_text("\n".join(json.dumps(row | other) for other in ({}, {"impl": "w4gemm"}, {"routing": "hot"})))
     sweep.main(["--grouped", str(grouped), "--out", str(tmp_path / "experts.jsonl")])
-    (kept,) = (json.loads(line) for line in (tmp_path / "experts.jsonl").read_text().splitlines())
+    (kept,) = timings.rows_of(tmp_path / "experts.jsonl")
     assert kept["experts"] == 8 and kept["us"] == 3.5 and "impl" not in kept
 
 
@@ -331,3 +328,16 @@ def test_a_device_without_a_kernel_gets_a_sentence(name):
         assert ".".join(map(str, device.capability)) in str(e.value)
     nameless = replace(problem, device=replace(device, name=""))
     assert all(bool(k.supports(nameless)) == bool(k.supports(problem)) for k in KERNELS)
+
+
+def test_timings_of_configs_are_a_line_for_each_problem(tmp_path):
+    """In the order in which they were measured; a config that was timed again begins another line."""
+    rows = [
+        {"n": 64, "k": 128, "m": m, "config": config, "us": us}
+        for m, config, us in ((1, "a", 2.0), (1, "b", 3.0), (2, "a", 4.0), (2, "a", 5.0), (1, "a", 6.0))
+    ]
+    lines = list(timings.by_problem(rows))
+    assert [line["us"] for line in lines] == [{"a": 2.0, "b": 3.0}, {"a": 4.0}, {"a": 5.0}, {"a": 6.0}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert list(timings.rows_of(file)) == rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,12 @@ from w4gemm.jit import disk
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.tuning import record
 
-RESULTS = Path(__file__).resolve().parent.parent / "bench/results"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.timings import rows_of  # noqa: E402
+
+RESULTS = ROOT / "bench/results"
 HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm")
 H20 = Device("cuda", "NVIDIA H20", (9, 0), 78, 232448)
 MEASURED = tuple(constants.measured().values())
@@ -167,7 +173,7 @@ def test_rates_of_a_gpu_that_is_not_known():
 def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
     """Times of the legal configs of each problem in a file of bench/sweep.py."""
     found: dict[GemmProblem, dict[str, float]] = defaultdict(dict)
-    for row in map(json.loads, path.read_text().splitlines()):
+    for row in rows_of(path):
         name, _, text = row["config"].partition("/")
         if name not in HOPPER:
             continue
