@@ -69,6 +69,13 @@ def test_every_public_name_is_on_the_site() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_powers_are_code(document: Path) -> None:
+    """Markdown takes what is between two ``**`` for bold."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", document.read_text(), flags=re.DOTALL)
+    assert not re.findall(r"\d\*\*[-(\d].*", text)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_lists_are_lists_on_the_site_too(document: Path) -> None:
     """GitHub shows a list without an empty line before it, or within another list by two spaces; the site's Markdown
     does not."""
