@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import agreement, launch, layer, page, preload, profile, rows, serve, worker  # noqa: E402
+from bench.engine import agreement, launch, layer, options, page, preload, profile, rows, serve, worker  # noqa: E402
 from bench.engine.checkpoint import tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
@@ -118,6 +119,24 @@ def test_models_are_as_large_as_the_published_ones(name, format, gigabytes):
     assert size / 1e9 == pytest.approx(gigabytes, abs=0.1)
 
 
+def documented() -> list[list[str]]:
+    """Arguments of the commands of bench.engine in "To be run next"."""
+    page = Path(__file__).parents[1] / "docs/measured/engine.md"
+    (block,) = re.findall(r"## To be run next.*?```console\n(.*?)```", page.read_text(), re.DOTALL)
+    commands = [shlex.split(line) for line in block.replace("\\\n", " ").split("$ ") if line]
+    return [command[3:] for command in commands if command[2] == "bench.engine"]
+
+
+@pytest.mark.parametrize("arguments", documented(), ids=" ".join)
+def test_the_checkpoints_of_documented_commands_are_written_and_open(arguments, tmp_path):
+    args = options.parser().parse_args([*arguments, "--tiny"])
+    packings = [Packing.parse(text) for text in args.format]
+    for model, packing in (pair for text in args.model for pair in options.pairs_of(text, packings, args)):
+        folder = tmp_path / f"{model.name}-{packing}"
+        assert write(model, packing, folder) == sum(t.nbytes for t in tensors_of(model, packing))
+        assert open_checkpoint(folder).modules
+
+
 def test_layers_differ_and_a_second_folder_is_the_same(tmp_path):
     model, packing = tiny(model_named("llama-3-8b")), Packing.parse("gptq-int4-g128")
     for folder in ("a", "b"):
@@ -137,10 +156,10 @@ def test_bad_models_and_formats_are_named():
         program.main(["--model", "gpt-oss-20b", "--format", "gptq-int4-g128"])
     with pytest.raises(ValueError, match="llama-3-8b wants a format of int4, got mxfp4"):
         program.main(["--model", "llama-3-8b", "--format", "mxfp4"])
-    pairs = program.formats_of(model_named("gpt-oss-20b"), [Packing.parse("gptq-int4-g128"), Packing.parse("mxfp4")])
+    pairs = options.formats_of(model_named("gpt-oss-20b"), [Packing.parse("gptq-int4-g128"), Packing.parse("mxfp4")])
     assert [str(packing) for _, packing in pairs] == ["mxfp4"]
-    args = program.parser().parse_args(["--layers", "2"])
-    own = program.pairs_of("mixtral-8x7b=ct-int4-g128-fp8", [Packing.parse("bf16")], args)
+    args = options.parser().parse_args(["--layers", "2"])
+    own = options.pairs_of("mixtral-8x7b=ct-int4-g128-fp8", [Packing.parse("bf16")], args)
     assert [(model.name, str(packing)) for model, packing in own] == [("mixtral-8x7b-2-layers", "ct-int4-g128-fp8")]
     assert cut(model_named("gpt-oss-20b"), 3).config["layer_types"] == [
         "sliding_attention",

@@ -25,7 +25,6 @@ from bench.engine import profile, serve
 from bench.engine.checkpoint import tensors_of, write
 from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
 from bench.engine.launch import (
-    RESULTS,
     Caches,
     EngineError,
     EngineOptions,
@@ -35,8 +34,9 @@ from bench.engine.launch import (
     run_offline,
     work_folder,
 )
-from bench.engine.models import MODELS, Model, cut, model_named, tiny
+from bench.engine.models import Model
 from bench.engine.offline import Result, Task
+from bench.engine.options import pairs_of, parser
 from bench.engine.packing import Packing
 from bench.engine.preload import Preloaded
 from bench.engine.rows import Answers, Row, add_agreement, rows_of, table
@@ -126,67 +126,6 @@ def place_of(args: argparse.Namespace, implementations: Sequence[Implementation]
         preload = not (args.serve or args.fresh)
         preloaded = stack.enter_context(preloaded_vllm(plugin, logs / "preload.log")) if preload else None
         yield Place(work, logs, plugin, preloaded)
-
-
-def pairs_of(text: str, packings: Sequence[Packing], args: argparse.Namespace) -> list[tuple[Model, Packing]]:
-    """Return what ``text``, a model's name or name=format, is to be served as; the formats of a name are ``packings``.
-
-    Raises:
-        ValueError: for a name or format that there is not, or a model that is not published in it.
-    """
-    name, _, own = text.partition("=")
-    model = model_named(name)
-    model = tiny(model) if args.tiny else model
-    model = cut(model, args.layers) if args.layers else model
-    return formats_of(model, [Packing.parse(own)] if own else packings)
-
-
-def formats_of(model: Model, packings: Sequence[Packing]) -> list[tuple[Model, Packing]]:
-    """Return a model with each of the formats that it is published in.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    reasons = {packing: packing.refusal(model) for packing in packings}
-    found = [(model, packing) for packing, reason in reasons.items() if not reason]
-    if not found:
-        raise ValueError("; ".join(reasons.values()))
-    return found
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("python -m bench.engine", description=(__doc__ or "").partition(":")[0])
-    p.add_argument(
-        "--model",
-        nargs="+",
-        default=["llama-3-8b"],
-        help=f"of {', '.join(MODELS)}, or NAME=FORMAT (default: llama-3-8b)",
-    )
-    p.add_argument("--format", nargs="+", default=["gptq-int4-g128"], help="(default: gptq-int4-g128)")
-    p.add_argument("--impl", nargs="+", default=[DEFAULT, OURS, "marlin", "humming"], help="names, or machete+marlin")
-    p.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256], help="(default: 1 8 64 256)")
-    p.add_argument("--tokens-in", type=int, default=128, help="of each request (default: %(default)s)")
-    p.add_argument("--tokens-out", type=int, default=128, help="of each request (default: %(default)s)")
-    p.add_argument("--prefill", type=int, default=8192, help="tokens of a prompt timed alone (default: %(default)s)")
-    p.add_argument("--repeat", type=int, default=3, help="times a point is measured (default: %(default)s)")
-    p.add_argument("--serve", action="store_true", help="vllm serve under load, with --batch requests at a time")
-    p.add_argument("--profile", action="store_true", help="also: where a decode step goes at batch 1")
-    p.add_argument("--in-order", action="store_true", help="run --impl as given, not in mixed order")
-    p.add_argument("--starts", type=int, default=1, help="engine starts; the last is measured (default: %(default)s)")
-    p.add_argument("--no-compile", action="store_true", help="CUDA graphs of decode steps alone: starts sooner")
-    p.add_argument("--eager", action="store_true", help="neither compilation nor CUDA graphs")
-    p.add_argument("--fresh", action="store_true", help="each engine imports vLLM anew, instead of being forked")
-    p.add_argument("--gpus", type=int, default=1, help="tensor parallel size (default: %(default)s)")
-    p.add_argument("--memory", type=float, default=0.85, help="part of the GPU's that vLLM takes (default: 0.85)")
-    p.add_argument("--dtype", default="bfloat16", help="of activations (default: %(default)s)")
-    p.add_argument("--layers", type=int, default=0, help="only so many layers of each model")
-    p.add_argument("--tiny", action="store_true", help="two small layers of each model, for trials")
-    p.add_argument("--seconds", type=float, default=300, help="limit of each process (default: %(default)s)")
-    p.add_argument("--budget", type=float, default=1e9, help="start no further engine after so many seconds")
-    p.add_argument("--work", type=Path, help="folder of models and caches to keep (default: a temporary one)")
-    p.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
-    p.add_argument("--logs", type=Path, help="folder for what engines print and for profiles")
-    return p
 
 
 def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Place) -> Case:

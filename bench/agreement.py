@@ -1,0 +1,119 @@
+"""A real model's next tokens in 4 bits beside the same numbers in matrices: ``python -m bench.agreement``.
+
+SmolLM2 is quantized anew into the layouts of GPTQ, AWQ and compressed-tensors, as ``bench.engine.agreement`` does for
+vLLM. transformers then reads the texts of bench/engine/texts.py in bfloat16, with w4gemm behind the 4-bit layers and
+with these layers dequantized to matrices; what both predict after each token is compared. Rows of kind "agreement" go
+to bench/results/answers.jsonl. Runs on the CPU, and on a GPU with ``--device cuda``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench import answers
+from bench.engine.agreement import requantize, tokens_of
+from bench.engine.packing import Packing
+from bench.engine.rows import Row, equal_prefix
+
+import w4gemm
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.base import Checkpoint
+from w4gemm.console.progress import say
+from w4gemm.integrations.generation import default_model, generate, quiet_transformers
+from w4gemm.integrations.transformers import load
+from w4gemm.tuning import record
+
+FORMATS = ("gptq-int4-g64", "awq-int4-g64", "ct-int4-g64", "ct-int4-g64-fp8")
+
+
+class Reading(NamedTuple):
+    """The texts as a model reads them."""
+
+    predicted: torch.Tensor
+    """float32 (positions, vocabulary): log probabilities of what follows each token but a text's last one."""
+    following: torch.Tensor
+    """int64 (positions,): the tokens that follow."""
+    continued: list[list[int]]
+    """Greedy tokens behind each text."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean of -log p of the tokens that follow."""
+        return float(torch.nn.functional.nll_loss(self.predicted, self.following).exp())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    p = argparse.ArgumentParser("python -m bench.agreement", description=(__doc__ or "").partition(":")[0])
+    p.add_argument("--checkpoint", metavar="PATH", help="a 4-bit checkpoint (default: that of w4gemm generate)")
+    p.add_argument("--format", nargs="+", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
+    p.add_argument("--device", default="cpu", help="(default: %(default)s)")
+    p.add_argument("--tokens-out", type=int, default=16, help="greedy tokens after each text (default: %(default)s)")
+    p.add_argument("--out", metavar="FILE", type=Path, default=answers.RESULTS, help="(default: %(default)s)")
+    args = p.parse_args(argv)
+    packings = [Packing.parse(text) for text in args.format]
+    quiet_transformers()
+    facts = record.facts()
+    checkpoint = open_checkpoint(Path(args.checkpoint) if args.checkpoint else default_model())
+    common: Row = {"kind": "agreement", "run": record.run_name(facts), "model": checkpoint.path.stem}
+    common |= {"device": args.device, "dtype": "bfloat16", "impl": "w4gemm", "w4gemm": w4gemm.__version__}
+    for packing in packings:
+        row = measured(checkpoint, packing, torch.device(args.device), args.tokens_out)
+        record.append(args.out, common | {"format": str(packing)} | row | facts)
+        say(f"{packing}: {row}")
+
+
+def measured(checkpoint: Checkpoint, packing: Packing, device: torch.device, tokens_out: int) -> Row:
+    """Return by how much a format's products differ from those of the same numbers in matrices."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, matrices = (read(path, device, tokens_out) for path in requantize(checkpoint, packing, Path(folder)))
+    return compare(ours, matrices)
+
+
+def read(folder: Path, device: torch.device, tokens_out: int) -> Reading:
+    """Return what a folder's model predicts; dense layers stay dense."""
+    model = loaded(folder, device)
+    predicted, following, continued = [], [], []
+    for tokens in tokens_of(folder):
+        ids = torch.tensor([tokens], device=device)
+        with torch.inference_mode():
+            logits = model(ids).logits[0, :-1].float()
+        predicted.append(torch.log_softmax(logits, -1).cpu())
+        following.append(ids[0, 1:].cpu())
+        continued.append(generate(model, ids, tokens_out, 0.0, 0)[0].tolist())
+    return Reading(torch.cat(predicted), torch.cat(following), continued)
+
+
+def loaded(folder: Path, device: torch.device) -> Any:
+    """Return a folder's model in bfloat16: of 4-bit layers, or of matrices."""
+    from transformers import AutoModelForCausalLM
+
+    if "matrices" in folder.name:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    return load(folder, device, torch.bfloat16)[0]
+
+
+def compare(ours: Reading, matrices: Reading) -> Row:
+    """Return the divergence from the matrices' predictions in nats (mean and largest), the part of positions with the
+    same likeliest token, both perplexities, and the mean of greedy tokens before the first that differs."""
+    divergences = (matrices.predicted.exp() * (matrices.predicted - ours.predicted)).sum(-1)
+    prefixes = [equal_prefix(a, b) for a, b in zip(ours.continued, matrices.continued, strict=True)]
+    same = ours.predicted.argmax(-1) == matrices.predicted.argmax(-1)
+    return {
+        "positions": len(divergences),
+        "kl_mean": round(float(divergences.mean()), 6),
+        "kl_max": round(float(divergences.max()), 5),
+        "top1": round(float(same.float().mean()), 4),
+        "perplexity": round(ours.perplexity, 4),
+        "perplexity_matrices": round(matrices.perplexity, 4),
+        "tokens_out": len(matrices.continued[0]),
+        "equal_prefix": round(sum(prefixes) / len(prefixes), 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
