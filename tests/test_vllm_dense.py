@@ -42,7 +42,7 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
     forget()
     monkeypatch.syspath_prepend(STUB)
     monkeypatch.setattr(plugin, "_installed", [])
-    monkeypatch.setattr(plugin, "PARTS", (part,))
+    monkeypatch.setattr(plugin, "PARTS", {part: "layers"})
     monkeypatch.setattr(takeover, "WARMUP", Warmup(takeover.VLLM))
     monkeypatch.setattr(takeover, "_MOST_TOKENS", 8)
     monkeypatch.delenv("W4GEMM_VLLM", raising=False)
@@ -290,14 +290,15 @@ def test_what_is_left_to_vllm(dense: ModuleType, caplog: pytest.LogCaptureFixtur
     assert not refused(replace(plain, group_size=-1, full_weight_shape=rows))
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         assert "uint8b128" in refused(replace(plain, weight_type=scalar_types.uint8b128))
-    assert "w4gemm leaves 4-bit linear layers to vLLM's own kernels: weights are uint8b128" in caplog.text
+    assert "w4gemm leaves linear layers of GPTQ, AWQ and compressed-tensors to vLLM's own kernels" in caplog.text
+    assert "kernels: their weights are uint8b128" in caplog.text
     assert "int4" in refused(replace(fp8, weight_type=scalar_types.uint4b8))
     assert "activations are torch.int8" in refused(replace(plain, act_type=torch.int8))
     assert "results torch.float32" in refused(replace(plain, act_type=torch.float32))
     assert "zero points beside" in refused(replace(fp8, zero_points=True))
     assert "zero points beside" in refused(replace(plain, zero_points=True))
     assert "groups are 16 columns" in refused(replace(plain, group_size=16))
-    assert "192 input features of this GPU are not whole groups of 128" in refused(
+    assert "their 192 input features on this GPU are not whole groups of 128" in refused(
         replace(plain, partition_weight_shape=(192, N), full_weight_shape=(384, N))
     )
     assert "act-order" in refused(replace(config_of(Case("gptq", act_order=True)), full_weight_shape=rows))
@@ -326,6 +327,49 @@ def test_a_config_without_act_order(dense: ModuleType) -> None:
     kernel.process_weights_after_loading(layer)
     x = torch.randn(4, K, dtype=torch.bfloat16)
     assert torch.equal(kernel.apply_weights(layer, x), w4gemm.linear(x, w))
+
+
+def test_a_config_that_is_not_known_is_left_to_vllm(dense: ModuleType) -> None:
+    assert "this version of vLLM is not known: 'types.SimpleNamespace' object has no attribute" in refused(
+        SimpleNamespace(act_type=torch.bfloat16)
+    )
+
+
+@pytest.mark.parametrize("spoiled", ["scales", "format"])
+def test_a_layer_that_cannot_be_packed_runs_on_vllms_kernel(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spoiled: str
+) -> None:
+    from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel
+    from vllm.platforms import PlatformEnum
+
+    class Other(MPLinearKernel):
+        get_min_capability = classmethod(lambda cls: 80)
+        can_implement = classmethod(lambda cls, c: (False, "no"))
+
+    class Marlin(Other):
+        can_implement = classmethod(lambda cls, c: (True, None))
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            self.loaded = getattr(layer, self.w_q_name)
+
+        def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+            return x + 1
+
+    class Blackwell(Marlin):
+        get_min_capability = classmethod(lambda cls: 100)
+
+    monkeypatch.setitem(_POSSIBLE_KERNELS, PlatformEnum.CUDA, [dense.W4GemmLinearKernel, Other, Blackwell, Marlin])
+    kernel, layer, _ = make(Case("gptq"))
+    codes, scales = getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
+    if spoiled == "scales":
+        scales.data[1, 0] = float("nan")
+    else:
+        scales.data = scales.data.double()
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        kernel.process_weights_after_loading(layer)
+    assert type(kernel.vllm_kernel) is Marlin and kernel.vllm_kernel.loaded is codes
+    assert "w4gemm leaves linear layers of GPTQ, AWQ and compressed-tensors to vLLM's own kernels" in caplog.text
+    assert torch.equal(kernel.apply_weights(layer, torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_plans_are_ready_when_the_last_layer_is_loaded(

@@ -44,7 +44,7 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     forget()
     monkeypatch.syspath_prepend(STUB)
     monkeypatch.setattr(plugin, "_installed", [])
-    monkeypatch.setattr(plugin, "PARTS", ("experts",))
+    monkeypatch.setattr(plugin, "PARTS", {"experts": "layers"})
     monkeypatch.setattr(takeover, "WARMUP", Warmup(takeover.VLLM))
     monkeypatch.setattr(takeover, "_MOST_TOKENS", 8)
     monkeypatch.delenv("W4GEMM_VLLM", raising=False)

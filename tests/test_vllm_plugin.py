@@ -7,10 +7,13 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from w4gemm.integrations import vllm as plugin
+from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.vllm import takeover
 
 if sys.version_info >= (3, 11):
@@ -26,8 +29,6 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 class Part(types.ModuleType):
     """A part that counts its installations, or fails with ``error``."""
 
-    TAKES = "toy layers"
-
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__("toy")
         self.times, self.error = 0, error
@@ -41,7 +42,7 @@ class Part(types.ModuleType):
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Part:
     part = Part()
-    monkeypatch.setattr(plugin, "PARTS", ("toy",))
+    monkeypatch.setattr(plugin, "PARTS", {"toy": "toy layers"})
     monkeypatch.setattr(plugin, "enter_compile_key", lambda: None)
     monkeypatch.setitem(sys.modules, "w4gemm.integrations.vllm.toy", part)
     return part
@@ -72,12 +73,14 @@ def test_a_mistyped_switch_ends_no_engine(
     assert "wanted auto, on or off, got 'yes'" in caplog.records[0].message
 
 
-def test_a_vllm_that_lacks_an_interface_goes_on(toy: Part, caplog: pytest.LogCaptureFixture) -> None:
-    toy.error = ImportError("cannot import name 'MPLinearKernel'")
+@pytest.mark.parametrize("error", [ImportError("cannot import name 'MPLinearKernel'"), KeyError("PlatformEnum.CUDA")])
+def test_a_vllm_that_lacks_an_interface_goes_on(toy: Part, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+    toy.error = error
     plugin.register()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "its own toy kernels" in record.message and "MPLinearKernel" in record.message
+    assert "w4gemm leaves toy layers to vLLM's own kernels" in record.message
+    assert "in 0.26.0 to 0.33.0: " in record.message and str(error) in record.message
 
 
 def test_a_vllm_that_keys_compiled_graphs_in_another_way(
@@ -115,16 +118,50 @@ def test_where_layers_are_taken_over(
     assert reason in found and bool(reason) == bool(found)
 
 
-def test_what_info_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm = takeover.VLLM
-    monkeypatch.setattr(type(vllm), "version", lambda self: "")
-    assert vllm.answer((9, 0)) == "vLLM: not installed"
-    monkeypatch.setattr(type(vllm), "version", lambda self: "0.26.0")
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM of a version, and packages with entry points of these names."""
+
+    def install(version: str, *plugins: str) -> Engine:
+        monkeypatch.setattr(Engine, "version", lambda self: version)
+        points = [SimpleNamespace(name=name) for name in plugins]
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+        return takeover.VLLM
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    return install
+
+
+def test_what_info_says(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed("").answer((9, 0)) == "vLLM: not installed"
+    vllm = installed("0.26.0", "w4gemm", "other")
     assert vllm.answer((9, 0)) == "vLLM 0.26.0: w4gemm runs its 4-bit layers; W4GEMM_VLLM=off switches it off"
     assert vllm.answer((9, 0), "needs CuTe DSL").endswith("its own kernels run 4-bit layers: needs CuTe DSL")
-    assert vllm.answer((8, 0)).endswith("W4GEMM_VLLM=on takes over")
+    assert vllm.answer((8, 0)) == (
+        "vLLM 0.26.0: its own kernels run 4-bit layers: w4gemm is measured to be faster on Hopper (9.0) only, and this "
+        "GPU has 8.0; W4GEMM_VLLM=on takes over"
+    )
     monkeypatch.setenv("W4GEMM_VLLM", "maybe")
     assert "wanted auto, on or off, got 'maybe'" in vllm.answer((9, 0))
+
+
+def test_info_names_a_version_that_was_not_tested(installed: Any) -> None:
+    assert "vLLM 0.40.1 (tested with 0.26.0 to 0.33.0): w4gemm runs" in installed("0.40.1", "w4gemm").answer((9, 0))
+
+
+def test_info_says_why_vllm_does_not_load_the_plugin(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no installed package has w4gemm's entry point" in installed("0.33.0", "other").answer((9, 0))
+    vllm = installed("0.33.0", "other", "w4gemm")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert vllm.answer((9, 0)).endswith("its own kernels run 4-bit layers: VLLM_PLUGINS does not name w4gemm")
+    monkeypatch.setenv("VLLM_PLUGINS", "other, w4gemm")
+    assert "w4gemm runs its 4-bit layers" in vllm.answer((9, 0))
+
+
+@pytest.mark.parametrize(("value", "switch"), [("1", "on"), ("0", "off"), ("ON", "on"), ("", "auto")])
+def test_values_of_the_switch(value: str, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("W4GEMM_VLLM", value)
+    assert takeover.VLLM.switch() == switch
 
 
 def test_importing_the_plugin_imports_no_vllm() -> None:

@@ -104,9 +104,15 @@ def sglang() -> str:
 
 def _engine(name: str) -> str:
     value = os.environ.get(name, "").lower() or "auto"
+    value = {"0": "off", "1": "on"}.get(value, value)
     if value not in ("auto", "on", "off"):
         raise ValueError(f"{name}: wanted auto, on or off, got {value!r}")
     return value
+
+
+def engine_plugins(name: str) -> list[str] | None:
+    """Return the names in an engine's own variable ``name`` of the plugins that it loads; None if it is not set."""
+    return None if name not in os.environ else [each.strip() for each in os.environ[name].split(",")]
 
 
 def _switch(name: str, default: bool) -> bool:

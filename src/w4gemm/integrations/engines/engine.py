@@ -7,14 +7,17 @@ import importlib
 import importlib.metadata
 import logging
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import w4gemm
+from w4gemm.core import environment
 from w4gemm.core.formats import WeightFormat
 
 Capability = tuple[int, int]
 
+PLUGIN = "w4gemm"
+"""Name of the plugin's entry point."""
 LEAST: Capability = (8, 0)
 """Compute capability from which on the kernels run."""
 LEAST_FP8: Capability = (8, 9)
@@ -31,6 +34,9 @@ class Engine:
             raises ValueError for anything else.
         logger: name of a logger below the engine's own, whose level and format it shares.
         distributions: names of the packages that hold the engine, the usual one first.
+        group: of the entry points by which the engine finds plugins.
+        plugins: the engine's own environment variable with the names of the plugins that it loads.
+        tested: the first and the last version of the engine that the plugin was tested with.
         folds_scales: True if the engine's own W4A8 kernels multiply e4m3 weights, into which group scales are folded;
             False if they multiply the float32 sums of groups by the scales.
     """
@@ -40,6 +46,9 @@ class Engine:
     switch: Callable[[], str]
     logger: str
     distributions: tuple[str, ...]
+    group: str
+    plugins: str
+    tested: tuple[str, str]
     folds_scales: bool
 
     def multiplied(self, loaded: WeightFormat, activations: str | None) -> WeightFormat:
@@ -54,14 +63,14 @@ class Engine:
         """
         return replace(loaded, scale="e4m3") if activations == "fp8" and self.folds_scales else loaded
 
-    def register(self, package: str, parts: Sequence[str], installed: list[str]) -> None:
+    def register(self, package: str, parts: Mapping[str, str], installed: list[str]) -> None:
         """Install every part that the switch and this version of the engine allow, once in each process.
 
         Args:
             package: of the plugin.
-            parts: modules of ``package``. Each has ``TAKES``, what it takes over, in words, and ``install()``. An
-                ImportError or AttributeError, of the import or of ``install``, says what this version of the engine
-                lacks: then the engine's own kernels run these layers.
+            parts: modules of ``package``, and in words the layers that each takes over. A module has ``install()``. An
+                exception, of its import or of ``install``, says what this version of the engine lacks: then the
+                engine's own kernels run these layers.
             installed: parts that this process has installed.
         """
         try:
@@ -72,17 +81,19 @@ class Engine:
             self.log().warning("w4gemm takes over no layers: %s", e)
             return
         taken = []
-        for name in parts:
+        for name, layers in parts.items():
             if name in installed:
                 continue
             try:
-                part = importlib.import_module(f"{package}.{name}")
-                part.install()
-            except (ImportError, AttributeError) as e:
-                self.log().warning("w4gemm: %s %s runs its own %s kernels: %s", self.name, self.version(), name, e)
+                importlib.import_module(f"{package}.{name}").install()
+            except Exception as e:  # whatever it is, the engine starts without this part
+                self.log().warning(
+                    "w4gemm leaves %s to %s's own kernels, because version %s lacks what was there in %s to %s: %s: %s",
+                    *(layers, self.name, self.version(), *self.tested, type(e).__name__, e),
+                )
                 continue
             installed.append(name)
-            taken.append(part.TAKES)
+            taken.append(layers)
         if taken:
             self.announce(taken)
 
@@ -107,12 +118,22 @@ class Engine:
             return "there is no NVIDIA GPU"
         least = LEAST_FP8 if fp8 else LEAST
         if capability < least:
-            return f"needs compute capability {_dotted(least)}, this GPU has {_dotted(capability)}"
+            return f"w4gemm needs compute capability {_dotted(least)}, and this GPU has {_dotted(capability)}"
         if self.switch() == "auto" and capability[0] != 9:
             return (
-                f"is measured to be faster than {self.name}'s kernels on Hopper (9.0) only, this GPU has "
-                f"{_dotted(capability)}; {self.variable}=on takes over"
+                f"w4gemm is measured to be faster on Hopper (9.0) only, and this GPU has {_dotted(capability)}; "
+                f"{self.variable}=on takes over"
             )
+        return ""
+
+    def why_not_loaded(self) -> str:
+        """Return why the engine does not load the plugin, or the empty string."""
+        names = [point.name for point in importlib.metadata.entry_points(group=self.group)]
+        if PLUGIN not in names:
+            return f"no installed package has w4gemm's entry point in {self.group}; install w4gemm by pip"
+        loaded = environment.engine_plugins(self.plugins)
+        if loaded is not None and PLUGIN not in loaded:
+            return f"{self.plugins} does not name {PLUGIN}"
         return ""
 
     def answer(self, capability: Capability | None, needs: str = "") -> str:
@@ -125,18 +146,23 @@ class Engine:
         if not (version := self.version()):
             return f"{self.name}: not installed"
         try:
-            reason = self.why_not_here(capability) or needs
+            reason = self.why_not_here(capability) or needs or self.why_not_loaded()
         except ValueError as e:
             reason = str(e)
         if reason:
             return f"{self.name} {version}: its own kernels run 4-bit layers: {reason}"
-        return f"{self.name} {version}: w4gemm runs its 4-bit layers; {self.variable}=off switches it off"
+        first, last = self.tested
+        known = "" if version in self.tested else f" (tested with {first} to {last})"
+        return f"{self.name} {version}{known}: w4gemm runs its 4-bit layers; {self.variable}=off switches it off"
 
     def announce(self, taken: Sequence[str]) -> None:
-        """Log once an engine what is taken over; the processes that it starts say nothing."""
+        """Log once an engine what can be taken over; the processes that it starts say nothing."""
         if multiprocessing.parent_process() is None:
-            version = f"w4gemm {w4gemm.__version__} in {self.name} {self.version()}"
-            self.log().info("%s takes over %s (%s=off switches it off)", version, "; ".join(taken), self.variable)
+            self.log().info(
+                "w4gemm %s is in %s %s, with kernels for %s; what they run is logged when weights are loaded "
+                "(%s=off switches them off)",
+                *(w4gemm.__version__, self.name, self.version(), "; ".join(taken), self.variable),
+            )
 
     def refuse(self, kind: str, reason: str) -> None:
         """Log that layers of a kind are left to the engine's own kernels: once in each process for each reason."""

@@ -19,8 +19,6 @@ from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.sglang.takeover import LOADING, SGLANG, WARMUP, Hook, capability, exchange, hook
 
-TAKES = "4-bit linear layers of GPTQ, AWQ and compressed-tensors (W4A16, W4AFP8)"
-
 _QUANTIZATION = "sglang.srt.layers.quantization"
 _WEIGHT = "w4gemm_weight"
 """Attribute of a layer that was taken over."""

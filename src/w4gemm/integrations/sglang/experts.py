@@ -27,8 +27,6 @@ from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.integrations.sglang.takeover import SGLANG, WARMUP, Hook, capability, exchange, hook
 
-TAKES = "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, W4AFP8)"
-
 RUNNER = "w4gemm"
 """Our name among SGLang's runners."""
 _QUANTIZATION = "sglang.srt.layers.quantization"

@@ -16,7 +16,17 @@ from w4gemm.integrations.engines.engine import Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.weights.weight import QuantizedWeight
 
-SGLANG = Engine("SGLang", "W4GEMM_SGLANG", environment.sglang, "sglang.srt.w4gemm", ("sglang",), folds_scales=False)
+SGLANG = Engine(
+    name="SGLang",
+    variable="W4GEMM_SGLANG",
+    switch=environment.sglang,
+    logger="sglang.srt.w4gemm",
+    distributions=("sglang",),
+    group="sglang.srt.plugins",
+    plugins="SGLANG_PLUGINS",
+    tested=("0.5.23", "0.5.23"),
+    folds_scales=False,
+)
 WARMUP = Warmup(SGLANG)
 
 

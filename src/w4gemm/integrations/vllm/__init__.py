@@ -4,11 +4,8 @@ vLLM calls :func:`register`, an entry point of ``vllm.general_plugins``, in each
 model. Nothing here imports vLLM earlier, so the package costs nothing where vLLM is not.
 
 Each of ``PARTS`` is a module of this package that takes over one kind of layer. It imports what it needs of vLLM when
-it is imported, and has
-
-- ``TAKES``: what it takes over, in words;
-- ``install() -> None``: put it in vLLM's list. An ``ImportError`` or ``AttributeError``, of the import or of this, says
-  what this version of vLLM lacks: then vLLM's own kernels run these layers.
+it is imported, and ``install()`` puts its kernels where vLLM chooses one. An exception, of the import or of this, says
+what this version of vLLM lacks: then vLLM's own kernels run these layers.
 
 Where a part must decide whether it takes a layer, :func:`w4gemm.integrations.vllm.takeover.why_not_here` has the switch
 and the GPU, and :func:`w4gemm.integrations.vllm.takeover.refuse` logs the reason once.
@@ -18,8 +15,12 @@ from __future__ import annotations
 
 from w4gemm.integrations.vllm.takeover import VLLM, enter_compile_key
 
-PARTS: tuple[str, ...] = ("dense", "floats", "experts")
-"""Modules of this package, in the order in which they are installed."""
+PARTS = {
+    "dense": "4-bit linear layers of GPTQ, AWQ and compressed-tensors",
+    "floats": "linear layers in NVFP4 and MXFP4",
+    "experts": "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, NVFP4, MXFP4)",
+}
+"""Modules of this package in the order in which they are installed, and the layers that they take over."""
 
 _installed: list[str] = []
 """Parts that this process has installed."""

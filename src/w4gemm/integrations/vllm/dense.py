@@ -27,11 +27,11 @@ from w4gemm.integrations.engines.engine import LEAST
 from w4gemm.integrations.engines.supports import why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.fallback import Fallback, own_kernels
 from w4gemm.integrations.vllm.packed_layer import PackedLayer
 from w4gemm.packing.layouts import layout_for
 
-TAKES = "4-bit linear layers of GPTQ, AWQ and compressed-tensors"
-
+_KIND = "linear layers of GPTQ, AWQ and compressed-tensors"
 _FP8 = torch.float8_e4m3fn
 _SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -51,19 +51,19 @@ def why_not(c: MPLinearLayerConfig) -> str:
         return reason
     types = (scalar_types.int4,) if fp8 else (scalar_types.uint4b8, scalar_types.uint4)
     if c.weight_type not in types:
-        return f"weights are {c.weight_type}, wanted {' or '.join(map(str, types))} beside {c.act_type}"
+        return f"their weights are {c.weight_type}, wanted {' or '.join(map(str, types))} beside {c.act_type}"
     dtype = out_dtype(c)
     if dtype not in _SCALES or (not fp8 and c.act_type != dtype):
-        return f"activations are {c.act_type} and results {dtype}, wanted float16, bfloat16, or float8_e4m3fn"
+        return f"their activations are {c.act_type} and results {dtype}, wanted float16, bfloat16, or float8_e4m3fn"
     if c.zero_points and (fp8 or c.weight_type != scalar_types.uint4):
-        return f"zero points beside {c.weight_type} weights and {c.act_type} activations"
+        return f"they have zero points beside {c.weight_type} weights and {c.act_type} activations"
     if c.group_size != PER_COLUMN and (c.group_size < 32 or c.group_size % 32):
-        return f"groups are {c.group_size} columns, wanted a multiple of 32 or one group a row"
+        return f"their groups are {c.group_size} columns, wanted a multiple of 32 or one group a row"
     k, full_k = c.partition_weight_shape[0], c.full_weight_shape[0]
     if c.group_size != PER_COLUMN and k % c.group_size:
-        return f"{k} input features of this GPU are not whole groups of {c.group_size}"
+        return f"their {k} input features on this GPU are not whole groups of {c.group_size}"
     if getattr(c, "has_g_idx", False) and k != full_k:
-        return "act-order (desc_act) beside input features that are divided among GPUs"
+        return "they are in act-order (desc_act), and their input features are divided among GPUs"
     return why_no_kernel(_problem(c, 16))
 
 
@@ -93,7 +93,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class W4GemmLinearKernel(MPLinearKernel):
+class W4GemmLinearKernel(Fallback, MPLinearKernel):
     """x @ w.T + bias by :class:`PackedLayer`. The packed weight is the layer's parameter that held its codes; those of
     scales, zero points and groups are removed, because the packed weight holds these numbers."""
 
@@ -103,13 +103,18 @@ class W4GemmLinearKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        reason = why_not(c)
+        try:
+            reason = why_not(c)
+        except AttributeError as e:
+            reason = f"this version of vLLM is not known: {e}"
         if reason:
-            takeover.refuse("4-bit linear layers", reason)
+            takeover.refuse(_KIND, reason)
         return not reason, reason or None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.given = args, kwargs
+        """Arguments of the class of every kernel."""
         c = self.config
         self.vllm_quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN) if c.act_type == _FP8 else None
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
@@ -117,9 +122,14 @@ class W4GemmLinearKernel(MPLinearKernel):
         takeover.WARMUP.expect(self)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Replace the layer's parameters by the packed weight."""
-        numbers, activations = self._numbers(layer), None if self.vllm_quantize is None else "fp8"
-        w = weights.packed(numbers, activations, takeover.VLLM.multiplied(numbers.format, activations))
+        """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM."""
+        activations = None if self.vllm_quantize is None else "fp8"
+        try:
+            numbers = self._numbers(layer)
+            w = weights.packed(numbers, activations, takeover.VLLM.multiplied(numbers.format, activations))
+        except (TypeError, ValueError) as e:
+            self.leave(layer, _KIND, str(e))
+            return
         replaced = filter(None, (self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)))
         epilogue = _epilogue(self.config, False)
         self.packed = PackedLayer(layer, w, self.w_q_name, replaced, epilogue, self.batch_invariant)
@@ -129,6 +139,8 @@ class W4GemmLinearKernel(MPLinearKernel):
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x (..., k) @ w.T + bias; traced by torch.compile."""
+        if self.vllm_kernel is not None:
+            return self.vllm_kernel.apply_weights(layer, x, bias)
         rows, token_scale = x.reshape(-1, x.shape[-1]), None
         if self.vllm_quantize is not None:
             # a compiler fuses vLLM's operator with what makes x; alone, ours overlaps with the launches around it
@@ -137,6 +149,15 @@ class W4GemmLinearKernel(MPLinearKernel):
             token_scale = token_scale.view(-1)
         d = self.packed(layer, rows, bias, token_scale)
         return d.view(*x.shape[:-1], d.shape[-1])
+
+    def next_kernel(self) -> Any:
+        capability = current_platform.get_device_capability()
+        for cls in own_kernels(_POSSIBLE_KERNELS[PlatformEnum.CUDA], envs.VLLM_DISABLED_KERNELS):
+            runs = capability is None or cls.get_min_capability() <= 10 * capability[0] + capability[1]
+            if runs and cls.can_implement(self.config)[0]:
+                args, kwargs = self.given
+                return cls(*args, **kwargs)
+        raise ValueError(f"no kernel of vLLM runs these {_KIND}")
 
     def _numbers(self, layer: torch.nn.Module) -> weights.Numbers:
         """Return the numbers that the layer has loaded: words of eight neighbouring columns (input features) of a row,

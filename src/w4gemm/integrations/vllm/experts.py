@@ -30,8 +30,6 @@ from w4gemm.kernels import KERNELS
 from w4gemm.packing.layouts import layout_for
 from w4gemm.weights.weight import QuantizedWeight
 
-TAKES = "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, NVFP4, MXFP4)"
-
 CONFIGS = (
     *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
     *("compressed-tensors", "moe_wna16", "inc", "mxfp4", "gpt_oss_mxfp4"),

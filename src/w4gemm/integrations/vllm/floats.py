@@ -27,9 +27,8 @@ from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
+from w4gemm.integrations.vllm.fallback import Fallback, own_kernels
 from w4gemm.integrations.vllm.packed_layer import PackedLayer
-
-TAKES = "linear layers in NVFP4 and MXFP4"
 
 CONFIGS = ("compressed-tensors", "modelopt_fp4", "modelopt_mixed")
 """Names of vLLM's quantization configs for which it may name a kernel of NVFP4."""
@@ -79,7 +78,7 @@ def _may_replace(named: Any) -> bool:
     return ours.is_supported()[0] and ours.can_implement(named.config)[0]
 
 
-class _Floats:
+class _Floats(Fallback):
     """Our side of a kernel of both, before vLLM's base class."""
 
     possible: list[Any]
@@ -105,8 +104,6 @@ class _Floats:
         """The kernel that vLLM named for the layer; None if it asked its list."""
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.most_tokens = takeover.most_tokens()
-        self.vllm_kernel: Any = None
-        """vLLM's own, for a layer that none of our kernels runs."""
         takeover.WARMUP.expect(self)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -119,10 +116,7 @@ class _Floats:
                 raise ValueError(reason)
             w = weights.packed(numbers)
         except (TypeError, ValueError) as e:
-            takeover.refuse(_KIND, str(e))
-            self.vllm_kernel = self._next_kernel()
-            self.vllm_kernel.process_weights_after_loading(layer)
-            takeover.WARMUP.settle(self)
+            self.leave(layer, _KIND, str(e))
             return
         self.packed = PackedLayer(layer, w, "weight", self.replaced, PLAIN, self.batch_invariant)
         use = LinearUse(dtype, functools.partial(self.apply_weights, layer), self.most_tokens, self.batch_invariant)
@@ -139,13 +133,12 @@ class _Floats:
         """Return the numbers that a layer has loaded."""
         raise NotImplementedError
 
-    def _next_kernel(self) -> Any:
+    def next_kernel(self) -> Any:
         if self.named is not None:
             return self.named
         config: Any = self.config  # type: ignore[attr-defined]
-        for cls in self.possible:
-            named = cls.__name__ in envs.VLLM_DISABLED_KERNELS
-            if not issubclass(cls, _Floats) and not named and cls.is_supported()[0] and cls.can_implement(config)[0]:
+        for cls in own_kernels(self.possible, envs.VLLM_DISABLED_KERNELS):
+            if cls.is_supported()[0] and cls.can_implement(config)[0]:
                 return cls(config)
         raise ValueError(f"no kernel of vLLM runs these {_KIND}")
 

