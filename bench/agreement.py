@@ -1,15 +1,16 @@
 """A real model's next tokens in 4 bits beside the same numbers in matrices: ``python -m bench.agreement``.
 
 SmolLM2 is quantized anew into the layouts of GPTQ, AWQ and compressed-tensors, as ``bench.engine.agreement`` does for
-vLLM. transformers then reads the texts of bench/engine/texts.py in bfloat16, with w4gemm behind the 4-bit layers and
-with these layers dequantized to matrices; what both predict after each token is compared. Rows of kind "agreement" go
-to bench/results/answers.jsonl. Runs on the CPU, and on a GPU with ``--device cuda``.
+vLLM. transformers then reads the texts of bench/engine/texts.py with w4gemm behind the 4-bit layers, and with the same
+numbers in matrices; what both predict after each token is compared. Rows of kind "agreement" go to
+bench/results/answers.jsonl. Runs on the CPU, and on a GPU with ``--device cuda --dtype bfloat16``.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +24,20 @@ from bench.engine.rows import Row, equal_prefix
 import w4gemm
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.base import Checkpoint
+from w4gemm.console.options import WIDE_DTYPES
 from w4gemm.console.progress import say
 from w4gemm.integrations.generation import default_model, generate, quiet_transformers
 from w4gemm.integrations.transformers import load
 from w4gemm.tuning import record
 
 FORMATS = ("gptq-int4-g64", "awq-int4-g64", "ct-int4-g64", "ct-int4-g64-fp8")
+
+
+class Where(NamedTuple):
+    """Device and dtype of a model's activations."""
+
+    device: torch.device
+    dtype: torch.dtype
 
 
 class Reading(NamedTuple):
@@ -52,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--checkpoint", metavar="PATH", help="a 4-bit checkpoint (default: that of w4gemm generate)")
     p.add_argument("--format", nargs="+", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
     p.add_argument("--device", default="cpu", help="(default: %(default)s)")
+    p.add_argument("--dtype", choices=WIDE_DTYPES, default="float32", help="(default: %(default)s)")
     p.add_argument("--tokens-out", type=int, default=16, help="greedy tokens after each text (default: %(default)s)")
     p.add_argument("--out", metavar="FILE", type=Path, default=answers.RESULTS, help="(default: %(default)s)")
     args = p.parse_args(argv)
@@ -60,26 +70,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = record.facts()
     checkpoint = open_checkpoint(Path(args.checkpoint) if args.checkpoint else default_model())
     common: Row = {"kind": "agreement", "run": record.run_name(facts), "model": checkpoint.path.stem}
-    common |= {"device": args.device, "dtype": "bfloat16", "impl": "w4gemm", "w4gemm": w4gemm.__version__}
+    common |= {"device": args.device, "dtype": args.dtype, "impl": "w4gemm", "w4gemm": w4gemm.__version__}
     for packing in packings:
-        row = measured(checkpoint, packing, torch.device(args.device), args.tokens_out)
+        began = time.perf_counter()
+        row = measured(checkpoint, packing, Where(torch.device(args.device), WIDE_DTYPES[args.dtype]), args.tokens_out)
         record.append(args.out, common | {"format": str(packing)} | row | facts)
-        say(f"{packing}: {row}")
+        say(f"{packing}, {time.perf_counter() - began:.0f} s: {row}")
 
 
-def measured(checkpoint: Checkpoint, packing: Packing, device: torch.device, tokens_out: int) -> Row:
+def measured(checkpoint: Checkpoint, packing: Packing, where: Where, tokens_out: int) -> Row:
     """Return by how much a format's products differ from those of the same numbers in matrices."""
     with tempfile.TemporaryDirectory() as folder:
-        ours, matrices = (read(path, device, tokens_out) for path in requantize(checkpoint, packing, Path(folder)))
+        folders = requantize(checkpoint, packing, Path(folder), where.dtype)
+        ours, matrices = (read(path, where, tokens_out) for path in folders)
     return compare(ours, matrices)
 
 
-def read(folder: Path, device: torch.device, tokens_out: int) -> Reading:
+def read(folder: Path, where: Where, tokens_out: int) -> Reading:
     """Return what a folder's model predicts; dense layers stay dense."""
-    model = loaded(folder, device)
+    model = loaded(folder, where)
     predicted, following, continued = [], [], []
     for tokens in tokens_of(folder):
-        ids = torch.tensor([tokens], device=device)
+        ids = torch.tensor([tokens], device=where.device)
         with torch.inference_mode():
             logits = model(ids).logits[0, :-1].float()
         predicted.append(torch.log_softmax(logits, -1).cpu())
@@ -88,13 +100,13 @@ def read(folder: Path, device: torch.device, tokens_out: int) -> Reading:
     return Reading(torch.cat(predicted), torch.cat(following), continued)
 
 
-def loaded(folder: Path, device: torch.device) -> Any:
-    """Return a folder's model in bfloat16: of 4-bit layers, or of matrices."""
+def loaded(folder: Path, where: Where) -> Any:
+    """Return a folder's model: of 4-bit layers, or of matrices."""
     from transformers import AutoModelForCausalLM
 
     if "matrices" in folder.name:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
-    return load(folder, device, torch.bfloat16)[0]
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=where.dtype).to(where.device).eval()
+    return load(folder, *where)[0]
 
 
 def compare(ours: Reading, matrices: Reading) -> Row:

@@ -175,8 +175,10 @@ def divergence(reference: Mapping[str, float], other: Mapping[str, float]) -> fl
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def requantize(checkpoint: Checkpoint, packing: Packing, work: Path) -> tuple[Path, Path]:
-    """Write the folder of a checkpoint in another format, and one of the same numbers in matrices."""
+def requantize(
+    checkpoint: Checkpoint, packing: Packing, work: Path, matrices: torch.dtype = torch.bfloat16
+) -> tuple[Path, Path]:
+    """Write the folder of a checkpoint in another format, and one of the same numbers in matrices of a dtype."""
     from transformers import AutoConfig, AutoTokenizer
 
     source, options = checkpoint.pretrained()
@@ -193,7 +195,7 @@ def requantize(checkpoint: Checkpoint, packing: Packing, work: Path) -> tuple[Pa
             continue
         w = quantize(numbers, f"int4{suffix}")
         packed |= {f"{name}.{leaf}": tensor for leaf, tensor in packed_tensors(w, packing).items()}
-        dense[f"{name}.weight"] = w.dequantize(torch.bfloat16)
+        dense[f"{name}.weight"] = w.dequantize(matrices)
     folders = work / f"{packing}", work / f"{packing}-matrices"
     for folder, tensors in zip(folders, (packed, dense), strict=True):
         folder.mkdir(parents=True, exist_ok=True)
