@@ -140,8 +140,23 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
     return "\n".join(lines) + "\n"
 
 
+COLORS = {
+    "humming": "tab:blue",
+    "machete": "tab:orange",
+    "quack": "tab:green",
+    "cublas": "tab:red",
+    "marlin": "tab:purple",
+    "torch_int4": "tab:brown",
+    "cutlass_w4a8": "tab:pink",
+}
+"""The color of each peer, in every plot the same."""
+OVER_ROOFLINE = (1, 1.5, 2, 3, 4, 6, 8)
+"""Ticks of time over roofline; slower peers leave the plot."""
+
+
 def plot(page: Page, times: Times, names: list[str]) -> None:
-    """Plot time over roofline against m, a panel per layer, a line per implementation; experts if routed evenly."""
+    """Plot time over roofline against m, a panel per layer, a line per implementation; experts if routed evenly. What
+    has its scales in e4m3 is dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -149,10 +164,11 @@ def plot(page: Page, times: Times, names: list[str]) -> None:
     import matplotlib.pyplot as plt
 
     layers = sorted({layer for layer, _ in times if layer.routing in ("", "balanced")})
-    rows = -(-len(layers) // 4)
-    columns = -(-len(layers) // rows)
-    size = (4.2 * columns, 4.2 * rows)
-    figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
+    rows = -(-len(layers) // 2)
+    # two columns: more would shrink the words on a page's width
+    figure, panels = plt.subplots(
+        rows, 2, figsize=(8.4, 3.1 * rows + 0.7), sharey=True, squeeze=False, layout="constrained"
+    )
     for panel in panels.flat[len(layers) :]:
         panel.set_visible(False)
     for panel, layer in zip(panels.flat, layers, strict=False):
@@ -160,22 +176,28 @@ def plot(page: Page, times: Times, names: list[str]) -> None:
         for name in names:
             ms = [m for m in tokens if name in times[layer, m]]
             over = [times[layer, m][name] / page.roofline_us((layer, m)) for m in ms]
-            style = {"linewidth": 2.6, "color": "black", "zorder": 3} if name == page.ours else {"linewidth": 1.2}
-            if name == "w4gemm e4m3":
-                style = {"linewidth": 2.6, "color": "dimgray", "zorder": 3}
-            panel.plot(ms, over, marker=".", label=name, **style)
-        panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
-        title, shown = str(layer).replace("x", " x "), tokens[:: 2 if len(tokens) > 7 else 1]
-        panel.set(title=title, xscale="log", xlabel="tokens of an expert" if layer.experts else "m (tokens)")
-        panel.set(ylim=(0.8, 6))
-        panel.set_xticks(shown, [str(m) for m in shown], fontsize=7)
+            ours = name.startswith(page.ours)
+            color = "black" if ours else COLORS[name.removesuffix(" e4m3")]
+            style = {"linewidth": 2.6, "zorder": 3} if ours else {"linewidth": 1.2}
+            line = "--" if name.endswith(" e4m3") else "-"
+            panel.plot(ms, over, line, marker=".", label=name, color=color, **style)
+        panel.axhline(1, color="gray", linewidth=0.8, linestyle=":")
+        title, shown = str(layer).replace("x", " x "), tokens[:: 2 if len(tokens) > 9 else 1]
+        panel.set_title(f"{title} ({'experts x ' if layer.experts else ''}n x k)", fontsize=10)
+        panel.set(xscale="log", yscale="log", ylim=(0.9, OVER_ROOFLINE[-1]))
+        panel.set_xticks(shown, [str(m) for m in shown], fontsize=8)
+        panel.set_yticks(OVER_ROOFLINE, [str(tick) for tick in OVER_ROOFLINE], fontsize=8)
         panel.minorticks_off()
-    panels[0][0].set_ylabel("time / roofline")
-    panels[0][0].legend(fontsize=8)
-    figure.tight_layout()
+        panel.grid(axis="y", alpha=0.3)
+    for panel in panels[-1]:
+        panel.set_xlabel("tokens per expert" if layers[0].experts else "m (tokens)")
+    figure.supylabel("time / roofline", fontsize=10)
+    lines, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=min(4, len(names)), fontsize=9)
     folder = ROOT / "docs/plots"
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{page.plot}.svg", metadata={"Date": None})
+    plt.close(figure)
 
 
 if __name__ == "__main__":

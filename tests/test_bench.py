@@ -341,3 +341,8 @@ def test_timings_of_configs_are_a_line_for_each_problem(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert list(timings.rows_of(file)) == rows
+
+
+def test_every_peer_has_a_color_of_its_own():
+    others = {peer.name for peer in PEERS} - {"w4gemm", "sm80_mixed_gemm"}
+    assert report.COLORS.keys() == others and len(set(report.COLORS.values())) == len(others)

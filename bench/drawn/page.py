@@ -210,14 +210,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure, panels = plt.subplots(1, len(kinds), figsize=(4.6 * len(kinds), 4), sharey=True, squeeze=False)
     for panel, kind in zip(panels.flat, kinds, strict=True):
         own = [(point.m, ratio) for point in points if point.kind == kind and (ratio := point.ratio) is not None]
-        colors = ["crimson" if ratio < 1 else "black" for _, ratio in own]
-        panel.scatter([m for m, _ in own], [ratio for _, ratio in own], s=9, c=colors)
+        for color, label, behind in (("black", "w4gemm is faster", False), ("crimson", "the peer is faster", True)):
+            some = [pair for pair in own if (pair[1] < 1) == behind]
+            panel.scatter([m for m, _ in some], [ratio for _, ratio in some], s=9, c=color, label=label)
         panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
         panel.set(title=TITLES[kind], xscale="log", yscale="log", xlabel="m (tokens)")
         panel.set_xticks([1, 16, 64, 512, 8192], ["1", "16", "64", "512", "8192"])
-        panel.set_yticks([0.8, 1, 1.25, 1.5, 2, 3], ["0.8", "1", "1.25", "1.5", "2", "3"])
+        panel.set_yticks([0.8, 1, 1.25, 1.5, 2, 3, 4], ["0.8", "1", "1.25", "1.5", "2", "3", "4"])
         panel.minorticks_off()
-    panels[0][0].set_ylabel("best peer's time / w4gemm's")
+    panels[0][0].set_ylabel("best peer's time / w4gemm's time")
+    panels[0][0].legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})

@@ -9,20 +9,22 @@ from bench.engine.page import Case, Row, by_line, names_of
 
 
 def plot(cases: dict[Case, list[Row]], file: Path) -> None:
-    """Plot tokens/s over vLLM's choice: a panel a case, a group of bars a line, a bar an implementation."""
+    """Plot tokens/s over vLLM's choice: a panel a case in which that ran, a group of bars a line, a bar an
+    implementation."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "w4gemm"  # the same rows give the same file
     import matplotlib.pyplot as plt
 
+    cases = {case: rows for case, rows in cases.items() if any(row["chosen"] for row in rows)}
     columns = min(2, len(cases)) or 1
     height = -(-len(cases) // columns)
-    figure, panels = plt.subplots(height, columns, figsize=(6.5 * columns, 3.2 * height), squeeze=False)
+    figure, panels = plt.subplots(height, columns, figsize=(4.6 * columns, 2.9 * height), squeeze=False)
     for panel in panels.flat[len(cases) :]:
         panel.set_visible(False)
     for panel, (case, rows) in zip(panels.flat, cases.items(), strict=False):
-        names = list(names_of(rows))
+        names = names_of(rows)
         wanted = [r for r in rows if r["phase"] in ("decode", "prefill", "serve")]
         speeds = {name: found for name, (line, found) in by_line(wanted).items() if not line.is_time}
         groups = {name: found for name, found in speeds.items() if any(r["chosen"] for r in found)}
@@ -33,15 +35,19 @@ def plot(cases: dict[Case, list[Row]], file: Path) -> None:
                 gains.append(next((row["tokens_s"] / base for row in found if row["impl"] == name), 0.0))
             color = {"color": "black"} if OURS in name else {}
             panel.bar(
-                [x + i * 0.8 / len(names) for x in range(len(groups))], gains, 0.8 / len(names), label=name, **color
+                [x + i * 0.8 / len(names) for x in range(len(groups))],
+                gains,
+                0.8 / len(names),
+                label=names[name],
+                **color,
             )
         short = [name.partition(":")[0].replace(", ", "\n", 1) for name in groups]
         panel.set_xticks([x + 0.4 * (1 - 1 / len(names)) for x in range(len(groups))], short, fontsize=7)
         panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
-        panel.set_title(str(case), fontsize=9)
+        panel.set_title(str(case).replace(", NVIDIA", "\nNVIDIA"), fontsize=9)
         panel.margins(y=0.2)
         panel.legend(fontsize=7, ncols=len(names), loc="upper center")
-    panels[0][0].set_ylabel("tokens/s over vLLM's choice")
+    figure.supylabel("tokens/s over vLLM's choice", fontsize=10)
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, metadata={"Date": None})
