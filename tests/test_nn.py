@@ -339,7 +339,7 @@ def test_what_is_no_tensor_is_named():
 def test_flags_are_flags():
     with pytest.raises(TypeError, match="bias: wanted a bool, got 'int4_g64'; format is the fourth argument"):
         W4Linear(128, 64, "int4_g64")
-    with pytest.raises(TypeError, match="batch_invariant: wanted a bool, got 'no'"):
+    with pytest.raises(TypeError, match="batch_invariant: wanted a bool, got str 'no'"):
         W4Linear(128, 64, batch_invariant="no")
 
 

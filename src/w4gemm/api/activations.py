@@ -1,4 +1,4 @@
-"""Activations in 8 bits, a scale for each token: :func:`quantize_activations`."""
+"""Activations quantized to fp8, with a scale for each token: :func:`quantize_activations`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from w4gemm.api.modes import is_dual, needs_dispatcher
 from w4gemm.core.epilogue import NO_OPERANDS
-from w4gemm.core.errors import kind_of, require_dense
+from w4gemm.core.errors import kind_of, require_bool, require_dense
 from w4gemm.kernels import launcher
 from w4gemm.kernels.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
 
@@ -21,38 +21,39 @@ _Quantized = tuple[torch.Tensor, torch.Tensor]
 def quantize_activations(
     x: torch.Tensor, *, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, silu_mul: bool = False
 ) -> _Quantized:
-    """Quantize each row of x, or of its RMSNorm or silu(gate) * up, to float8_e4m3fn with a scale, in one pass over x.
+    """Quantize each row of x to float8_e4m3fn with a float32 scale, or first apply an RMSNorm or silu(gate) * up, all
+    in one pass over x.
 
-    For a row y, in float32: top = max of abs(y), token_scale = top / 448, x8 = y * (448 / top) rounded to the nearest,
-    ties to even; every operation is rounded once. A row of zeros has scale 1, and a top below 2**-100 counts as
-    2**-100. If a row has a NaN, the row and its scale are NaN. If it has an infinity and no NaN, its scale is infinite,
-    the infinities become NaN and the rest zeros, so that a product with it is NaN.
+    For a row y, computed in float32: top is the largest abs(y), token_scale = top / 448, and x8 = y * (448 / top),
+    rounded to the nearest, ties to even. Every operation is rounded once. A row of zeros has scale 1, and a top below
+    2**-100 counts as 2**-100. If a row has a NaN, the row and its scale are NaN. If it has an infinity and no NaN, its
+    scale is infinite, its infinities become NaN and its other numbers zeros, so that a product with it is NaN.
 
-    y is x, or one of these, computed in float32 and **rounded to x's dtype once**:
+    y is x or, computed in float32 and **rounded to x's dtype once**, one of these:
 
-    - RMSNorm: (x / sqrt(sum of x**2 / k + eps)) * norm_weight. Llama's in transformers rounds before the weight too.
-    - silu(gate) * up for x = (gate, up), all gates first, as a merged gate_up projection gives them. (For gates and ups
-      in pairs, as ``QuantizedWeight.interleave`` has them, use ``linear(..., activation="silu_mul")``.)
+    - RMSNorm: x / sqrt(mean(x**2) + eps) * norm_weight. (transformers' Llama also rounds before the weight.)
+    - silu(gate) * up for x = (gate, up), all gates first, as a merged gate_up projection returns them. (For gates and
+      ups in pairs, as from ``QuantizedWeight.interleave``, use ``linear(..., activation="silu_mul")``.)
 
-    On GPUs with e4m3 (SM89 and later) one kernel does it, elsewhere PyTorch's operators. Without a front both give
-    equal bits, but for the sign of a NaN; with an RMSNorm the order of its sum differs, with silu the exponential, in
-    the last bits of float32. A row's bits do not depend on the other rows.
+    On GPUs with e4m3 (SM89 and later) one kernel does it, elsewhere PyTorch's operators. Both give equal bits, except
+    for the sign of a NaN. With an RMSNorm they may differ in the last bits of float32, because the order of its sum
+    differs, and with silu because the exponential does. A row's bits do not depend on the other rows.
 
     Args:
-        x: (..., k) or, with ``silu_mul``, (..., 2 k), float16 or bfloat16; on the CPU also float32. Any strides; those
-            of rows cost nothing. The kernel is fast if k and the row stride are multiples of 8 and x is aligned to
-            16 bytes; then it takes k up to 65,536 (57,344 with silu_mul, 24,576 in the shared memory of
-            SM89 and SM120; 32,768 with RMSNorm), otherwise up to 32,768. PyTorch's operators take longer rows.
-        norm_weight: contiguous (k,) of x's dtype, or None for no RMSNorm.
-        eps: the RMSNorm's epsilon.
+        x: (..., k) or, with ``silu_mul``, (..., 2 k), float16 or bfloat16, on the CPU also float32; any strides.
+            Strided rows cost nothing. The kernel is fast if k and the row stride are multiples of 8 and x is aligned to
+            16 bytes. It then takes k up to 65,536 (57,344 with silu_mul, 32,768 with RMSNorm, 24,576 on SM89 and SM120,
+            which have less shared memory), otherwise up to 32,768. PyTorch's operators take longer rows.
+        norm_weight: (k,) of x's dtype, contiguous; None for no RMSNorm.
+        eps: epsilon of the RMSNorm.
         silu_mul: True if x holds gates and ups.
 
     Returns:
-        x8 float8_e4m3fn (..., k), contiguous, and token_scale float32 (...): x8 * token_scale[..., None] is about y.
-        There are no gradients.
+        (x8, token_scale): x8 float8_e4m3fn (..., k), contiguous, and token_scale float32 (...), so that
+        x8 * token_scale[..., None] is about y. There are no gradients.
 
     Raises:
-        TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
+        TypeError, ValueError: for a bad argument; the message names it, what was wanted and what came.
         NotImplementedError: if a gradient would be needed.
 
     Examples:
@@ -80,8 +81,7 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_m
     if x.dtype not in dtypes:
         raise TypeError(f"x: wanted {' or '.join(map(str, dtypes))} on {x.device.type}, got {x.dtype}")
     require_dense("x", x)
-    if not isinstance(silu_mul, bool):
-        raise TypeError(f"silu_mul: wanted a bool, got {type(silu_mul).__name__} {silu_mul!r}")
+    require_bool("silu_mul", silu_mul)
     if silu_mul and norm_weight is not None:
         raise ValueError("norm_weight, silu_mul: wanted one of them, got both")
     if x.dim() == 0 or x.shape[-1] == 0:

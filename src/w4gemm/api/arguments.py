@@ -1,5 +1,7 @@
-"""Checks of what users pass to products: here and nowhere below. Errors name the argument, what was wanted and what
-came."""
+"""The checks of what users pass to products. Code below the API checks nothing again.
+
+Each error names the argument, what was wanted and what came.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +75,12 @@ def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]
 
 
 def check_counts(name: str, t: torch.Tensor, size: int, x: torch.Tensor) -> None:
-    """Check m_offsets or counts: dtype, shape and device. Their values only the device knows."""
+    """Check dtype, shape and device of m_offsets or counts. Their values are known to the device alone."""
     require_tensor(name, t, torch.int32, (size,), x.device)
 
 
 def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return ``indices`` as kernels take them: contiguous int32 (total_m)."""
+    """Check ``indices``; return them as kernels take them, contiguous int32 (total_m,)."""
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
         raise TypeError(f"indices: wanted int32 or int64 (total_m), got {kind_of(indices)}")
     require_dense("indices", indices)
@@ -89,7 +91,7 @@ def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_rows(name: str, numbers: torch.Tensor, least: int, end: int) -> None:
-    """Check numbers of rows, least .. end - 1, where the host knows them."""
+    """Check that ``numbers`` are rows ``least`` .. end - 1; not on a GPU, because that would synchronize."""
     if numbers.device.type != "cpu" or not numbers.numel() or is_watched():
         return
     low, high = (int(t) for t in numbers.aminmax())
@@ -102,7 +104,7 @@ def check_rows(name: str, numbers: torch.Tensor, least: int, end: int) -> None:
 
 
 def checked_activation(activation: str | None, n: int) -> str | None:
-    """Return the one text of ``activation``, for a weight of n rows."""
+    """Check an activation for a weight of n rows; return the one text of it."""
     activation = canonical(activation)
     if n % 2 and is_gated(activation):
         raise ValueError(f"activation: {activation} wants an even n, pairs of gate and up rows in w, got n {n}")
@@ -117,12 +119,12 @@ def checked_epilogue(
     out_dtype: torch.dtype | None,
     shape: torch.Size,
 ) -> tuple[Epilogue, EpilogueOperands]:
-    """Return the epilogue of a call, and its operands as kernels take them.
+    """Check the epilogue of a call; return it and its operands as kernels take them.
 
     Args:
-        x: as it is multiplied, checked.
-        given: alpha, bias, residual and token_scale as they came.
-        shape: the result's, without its last dimension.
+        x: x as it is multiplied, checked.
+        given: the operands as the user passed them.
+        shape: shape of the result without its last dimension.
     """
     alpha, bias, residual, scale, *_ = given  # the others need no more than ``Epilogue.wanted`` says
     activation = checked_activation(activation, w.n)
@@ -165,7 +167,7 @@ def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, out_dty
 
 
 def _checked_token_scale(scale: object, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the scales of rows, or those of each 128 columns of a row: one of both, in float32."""
+    """Check token_scale; return it in float32 as (scales of rows, None) or (None, scales of each 128 columns)."""
     of_rows, blocks = x.shape[:-1], -(-x.shape[-1] // SCALE_BLOCK)
     if x.dtype != FP8:
         raise TypeError(f"token_scale: wanted None for x of {x.dtype}, since only fp8 x has scales")
@@ -206,11 +208,11 @@ def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
         raise ValueError("alpha: wanted a number of at most 1.8e308, got a larger int") from None
 
 
-# --- the rest --------------------------------------------------------------------------------------------------------
+# --- config and out ---------------------------------------------------------------------------------------------------
 
 
 def checked_config(config: GemmConfig | str) -> str:
-    """Return a forced config as a string."""
+    """Check the type of a forced config; return it as a string."""
     if isinstance(config, str):
         return config
     if not isinstance(config, GemmConfig):
@@ -218,16 +220,10 @@ def checked_config(config: GemmConfig | str) -> str:
     return str(config)
 
 
-def check_flag(name: str, value: object) -> None:
-    """Check that ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: wanted a bool, got {type(value).__name__} {value!r}")
-
-
 def check_out(
     out: torch.Tensor, x: torch.Tensor, epilogue: Epilogue, operands: EpilogueOperands, shape: tuple[int, ...]
 ) -> None:
-    """Check where the result of ``shape`` is to be written."""
+    """Check the tensor that the result of ``shape`` is written to."""
     like = "like x" if epilogue.out_dtype is None else "as out_dtype"
     require_tensor("out", out, epilogue.result_dtype(x.dtype), shape, x.device, like=like)
     if torch.is_grad_enabled() and out.requires_grad:
@@ -259,8 +255,8 @@ def require_tensor(
     size: str = "",
     contiguous: bool = True,
 ) -> None:
-    """Raise TypeError or ValueError unless ``t`` is such a tensor. ``like`` and ``size`` say in words why this dtype
-    and this shape."""
+    """Raise TypeError or ValueError unless ``t`` is a tensor of this dtype, shape and device. ``like`` and ``size`` are
+    put behind the dtype and the shape in the message, and say why it is this one."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor {shape} of {dtype}, got {type(t).__name__}")
     if t.dtype != dtype:
@@ -281,7 +277,7 @@ def check_alignment(name: str, t: torch.Tensor, bytes: int) -> None:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if the address ranges of two tensors meet."""
+    """True if the address ranges of two tensors overlap."""
     if a.numel() == 0 or b.numel() == 0:
         return False
 

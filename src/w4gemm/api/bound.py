@@ -1,4 +1,5 @@
-"""The fast way of a warm call: :class:`BoundLinear`, a linear whose facts are fixed and checked, all but x's rows."""
+"""The fast way of a warm call: :class:`BoundLinear`, a linear of which all but the number of x's rows is fixed and
+checked."""
 
 from __future__ import annotations
 
@@ -19,19 +20,20 @@ Launch = Callable[[Operands], None]
 
 
 class BoundLinear:
-    """act(x @ w.T + bias) for every w and bias of one kind: shapes, dtypes, devices, activation.
+    """The function act(x @ w.T + bias) for every w and bias of the same shapes, dtypes, devices and activation.
 
-    It holds no tensors, and its plans, one for each m that is planned for, only until they are forgotten: tuning anew
-    or moving a weight leaves nothing stale in it. Call it where :func:`w4gemm.api.modes.is_eager` holds.
+    It holds no tensors. It keeps one plan for each m that plans are chosen for, until plans are forgotten, so that
+    tuning anew or moving a weight leaves nothing stale in it. It may be called only if
+    :func:`w4gemm.api.modes.is_eager` is true.
     """
 
     __slots__ = ("columns", "device", "dtype", "facts", "generation", "key", "launches", "quantizes")
 
     def __init__(self, call: boundary.Call, facts: tuple[Hashable, ...]) -> None:
-        """Bind to all calls like one that was checked, made without residual, alpha, token_scale and config.
+        """Bind to every call like ``call``, which was checked and has no residual, alpha, token_scale and config.
 
         Args:
-            facts: :func:`argument_facts` its arguments.
+            facts: :func:`argument_facts` of the call's arguments.
         """
         self.facts = facts
         self.key = PlanKey.of(call.w, 1, call.x.dtype, call.epilogue, call.batch_invariant)
@@ -42,7 +44,7 @@ class BoundLinear:
         self.launches: dict[int, Launch] = {}
 
     def __call__(self, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x (..., k) of the dtype that is bound, before it is quantized."""
+        """Return the result for x (..., k) of the bound dtype, which is quantized here if the weight asks for that."""
         shape = x.shape
         flat = len(shape) == 2
         rows = x if flat else x.reshape(-1, shape[-1])
@@ -79,7 +81,7 @@ class BoundLinear:
 def argument_facts(
     x: torch.Tensor, bias: torch.Tensor | None, activation: str | None, batch_invariant: bool
 ) -> tuple[Hashable, ...]:
-    """Return all that the checks of a call with no more arguments look at beside a weight, but x's rows."""
+    """Return all that the checks of a call look at besides the weight and the number of x's rows."""
     shape = x.shape
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
     return shape[-1] if shape else None, x.dtype, x.device, x.layout, of_bias, activation, batch_invariant
@@ -92,10 +94,10 @@ def bind(
     activation: str | None = None,
     batch_invariant: bool = False,
 ) -> BoundLinear:
-    """Return :func:`w4gemm.linear` of these, for x of ``dtype`` on w's device.
+    """Return :func:`w4gemm.linear` with these arguments, as a function of x of ``dtype`` on w's device.
 
     Raises:
-        TypeError, ValueError: for what linear refuses.
+        TypeError, ValueError: for arguments that linear refuses.
     """
     x = torch.empty(0, w.k, dtype=dtype, device=w.device)
     arguments.check(x, w)
@@ -106,14 +108,14 @@ def bind(
 # --- calls of the function -------------------------------------------------------------------------------------------
 
 _bound: dict[tuple[Hashable, ...], BoundLinear] = {}
-"""Bound linears by everything that the checks and plans of a call depend on, except x's rows."""
+"""Bound linears by everything that the checks and plans of a call depend on, except the number of x's rows."""
 _MOST_BOUND = 4096
 
 
 def find(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, activation: str | None, batch_invariant: bool
 ) -> BoundLinear | None:
-    """Return what a call is bound to; None unless it is a plain eager call that looks like one which passed the checks
+    """Return the bound linear for a call; None unless it is a plain eager call like one that passed the checks
     before."""
     if w.__class__ is not QuantizedWeight or not is_eager(x, bias):
         return None
@@ -124,7 +126,7 @@ def find(
 
 
 def remember(call: boundary.Call, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
-    """Bind calls like one that was checked from now on. x: as it came."""
+    """Bind every later call like ``call``, which was checked. x is the user's, before it was quantized."""
     if len(_bound) >= _MOST_BOUND:
         _bound.clear()
     w, facts = call.w, argument_facts(x, bias, activation, call.batch_invariant)

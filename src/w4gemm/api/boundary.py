@@ -1,8 +1,9 @@
-"""From checked tensors to a launch: the one way for :func:`w4gemm.linear`, :func:`w4gemm.grouped_linear`,
-:func:`w4gemm.masked_linear`, their operators and :class:`w4gemm.MixedGemm`.
+"""The way from checked tensors to a launch, which :func:`w4gemm.linear`, :func:`w4gemm.grouped_linear`,
+:func:`w4gemm.masked_linear`, their operators and :class:`w4gemm.MixedGemm` share.
 
-A :class:`Call` is what a user asked for, checked and with x quantized if the weight wants it. :func:`compute` runs one
-in plain eager mode. :func:`run` takes what a launch reads and writes, looks up the plan and launches it.
+:func:`checked` makes a :class:`Call` of what a user passed, with x quantized if the weight asks for that.
+:func:`compute` runs a call in plain eager mode. :func:`run` looks up the plan for the operands of a launch, and
+:func:`launch` launches it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from w4gemm.api.modes import current_gpu
 from w4gemm.choice import PlanKey, plan_for
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands, replaced
+from w4gemm.core.errors import require_bool
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
 from w4gemm.kernels.gpu import takes_rows
@@ -28,10 +30,10 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class Call(NamedTuple):
-    """A product that passed every check, but for ``out``."""
+    """A product whose arguments passed every check, except ``out``."""
 
     x: torch.Tensor
-    """(..., k) as it is multiplied: fp8 if it was quantized."""
+    """(..., k), as it is multiplied: fp8 if it was quantized."""
     w: QuantizedWeight
     epilogue: Epilogue
     operands: EpilogueOperands
@@ -41,8 +43,9 @@ class Call(NamedTuple):
     """A forced config, or the empty string."""
     batch_invariant: bool = False
     rows: ExpertRows = NO_ROWS
+    """The rows of each expert; ``NO_ROWS`` for a single weight."""
     expected: int = 0
-    """Rows of all experts that the plan is chosen for; 0 for those that there are."""
+    """Number of rows of all experts that the plan is chosen for; 0 for the number of rows of the result."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,12 +69,16 @@ def checked(
     rows: ExpertRows = NO_ROWS,
     expected: int = 0,
 ) -> Call:
-    """Check what a product is made with besides x and w, which :func:`w4gemm.api.arguments.check` has seen.
+    """Check the arguments of a product besides x and w, which :func:`w4gemm.api.arguments.check` has checked.
 
-    x of a weight with ``activations="fp8"`` is quantized, unless it is fp8 already; the result keeps its dtype.
+    If w has ``activations="fp8"`` and x is not fp8, x is quantized, and the result keeps the dtype that x had.
+
+    Args:
+        given: the tensors and the alpha of the epilogue, as the user passed them.
+        rows, expected: as the fields of :class:`Call`.
     """
     text = "" if config is None else arguments.checked_config(config)
-    arguments.check_flag("batch_invariant", batch_invariant)
+    require_bool("batch_invariant", batch_invariant)
     if w.activations == "fp8" and x.dtype != arguments.FP8:
         if given.token_scale is not None:
             raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which is quantized here")
@@ -84,7 +91,7 @@ def checked(
 
 
 def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the result of a call in plain eager mode; ``out``, checked here, if given."""
+    """Return the result of a call in plain eager mode, written to ``out`` if given, which is checked here."""
     x, w = call.x, call.w
     if out is None:
         dtype = call.dtype  # plain numbers take two thirds of the time of a tuple with a dtype
@@ -114,7 +121,11 @@ def run(
     batch_invariant: bool = False,
     expected: int = 0,
 ) -> None:
-    """Look up the plan for checked operands, or for so many rows as are expected, and launch it."""
+    """Look up the plan for checked operands and launch it.
+
+    Args:
+        expected: as the field of :class:`Call`.
+    """
     x, m, device = operands.x, operands.out.shape[0], operands.x.device
     if m == 0:
         return
@@ -128,7 +139,7 @@ def run(
 
 
 def launch(function: Callable[[Operands], None], operands: Operands, device: torch.device) -> None:
-    """Launch a plan on x's device, which need not be the current one. m >= 1."""
+    """Launch a plan on x's device, which need not be the current one. There is at least one row."""
     x = operands.x
     if not x.is_contiguous() and not _is_matrix(x):
         operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x))
@@ -140,13 +151,13 @@ def launch(function: Callable[[Operands], None], operands: Operands, device: tor
 
 
 def _is_matrix(x: torch.Tensor) -> bool:
-    """True if columns of x are contiguous and its rows do not overlap, as they do after ``expand``."""
+    """True if the columns of x (m, k) are contiguous and its rows do not overlap; after ``expand`` rows overlap."""
     row, column = x.stride()
     return column == 1 and (row >= x.shape[1] or x.shape[0] == 1)
 
 
 @functools.cache
 def _several_gpus() -> bool:
-    """True if several GPUs are visible, so that x may be on a GPU that is not current. Guards the query of the current
-    device, which takes about 1 us."""
+    """True if several GPUs are visible, so that x may be on a GPU that is not current. It guards the query of the
+    current device, which takes about 1 us."""
     return torch.cuda.device_count() > 1

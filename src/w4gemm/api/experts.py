@@ -1,4 +1,4 @@
-"""Layers for mixtures of experts: :class:`W4Experts`, and :class:`W4GroupedLinear`, of which it has two."""
+"""Layers for mixtures of experts: :class:`W4Experts`, which consists of two :class:`W4GroupedLinear`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class W4GroupedLinear(W4Linear):
-    """:func:`w4gemm.grouped_linear` as a layer: x (total_m, k) sorted by expert, or rows of x that indices (total_m)
-    name, and m_offsets (experts + 1) to (total_m, n). Made with :meth:`from_weight`; the bias is (experts, n).
+    """The layer of :func:`w4gemm.grouped_linear`: x (total_m, k), sorted by expert, and m_offsets (experts + 1,) to
+    (total_m, n). It is made with :meth:`from_weight`, and its bias is (experts, n).
 
-    ``expert_scale`` float32 (experts,), or None, multiplies each expert's products: for weights whose tensors have a
-    scale each. ``state_dict`` holds it, a loaded one may bring it, and ``half()`` and ``to(dtype)`` leave it float32.
+    ``expert_scale`` is float32 (experts,) or None, a factor for each expert's products: for weights that were quantized
+    with a scale for each tensor. A state dict holds it, and a loaded one may bring it. ``half()`` and ``to(dtype)``
+    leave it float32.
 
     Examples:
         >>> stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(256, 64))] * 4)
@@ -35,7 +36,7 @@ class W4GroupedLinear(W4Linear):
     expert_scale: torch.Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("W4GroupedLinear: made with from_weight alone")
+        raise TypeError("W4GroupedLinear: wanted W4GroupedLinear.from_weight(w), which makes one, got a direct call")
 
     @classmethod
     def from_weight(
@@ -46,7 +47,16 @@ class W4GroupedLinear(W4Linear):
         dtype: torch.dtype | None = None,
         expert_scale: torch.Tensor | None = None,
     ) -> W4GroupedLinear:
-        """Return a layer, see :meth:`W4Linear.from_weight`. expert_scale: float32 (experts,) on w's device, or None."""
+        """Return a layer with weight ``w`` (experts, n, k).
+
+        Args:
+            bias: (experts, n) on w's device, or None.
+            dtype: as for :meth:`W4Linear.from_weight`.
+            expert_scale: float32 (experts,) on w's device, or None.
+
+        Raises:
+            TypeError, ValueError: for a bad weight, bias, dtype or scale; the message names it.
+        """
         layer = super().from_weight(w, bias, dtype=dtype)
         assert isinstance(layer, cls)
         if expert_scale is not None:
@@ -64,7 +74,8 @@ class W4GroupedLinear(W4Linear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None, settled: bool = False
     ) -> torch.Tensor:
-        """x (total_m, k), or any rows and indices (total_m), and m_offsets int32 (experts + 1) to (total_m, n)."""
+        """Return :func:`w4gemm.grouped_linear` of these: x (total_m, k), or any rows of which ``indices`` (total_m,)
+        take some, and m_offsets int32 (experts + 1,), to (total_m, n)."""
         x, bias = autocast(x, self._parameters["bias"])
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
         return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, **fused)
@@ -74,7 +85,7 @@ class W4GroupedLinear(W4Linear):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4GroupedLinear:
         scale = self.expert_scale
-        if scale is not None:  # as integers, which no conversion of a module's dtype touches
+        if scale is not None:  # view it as integers, because a conversion of the module's dtype leaves those alone
             self.expert_scale = scale.view(torch.int32)
         super()._apply(fn, recurse)
         if self.expert_scale is not None:
@@ -90,21 +101,24 @@ class W4GroupedLinear(W4Linear):
 
 
 class W4Experts(torch.nn.Module):
-    """The experts of a mixture, each with 4-bit weights: down @ act(gate @ x, up @ x), weighted and summed.
+    """The experts of a mixture, with 4-bit weights: each computes down @ act(gate @ x, up @ x), and a token's results
+    are weighted by the router and added.
 
     All data stays on the device, and the launches are the same whatever the router chose, so that a CUDA graph can
-    capture them. A token's terms are added in the order of its choices. Gradients flow to x, to the router's weights
-    and to biases, see :func:`w4gemm.grouped_linear`; the weights are frozen. If a weight's ``activations`` is "fp8",
-    its product quantizes x; gate_up and down each say their own, and a state dict keeps it.
+    capture them. A token's results are added in the order of its choices. Gradients flow to x, to the router's weights
+    and to biases, as from :func:`w4gemm.grouped_linear`; the weights are frozen. If the ``activations`` of gate_up or
+    of down is "fp8", that product quantizes its input. A state dict keeps it.
 
     Args:
-        gate_up: (2 * hidden, features) per expert, gates and ups in pairs: :meth:`QuantizedWeight.interleave`. A
-            :class:`W4GroupedLinear` besides has a bias for each expert, added before the activation, or a scale.
-        down: (features, hidden) per expert, or a :class:`W4GroupedLinear`, whose bias the router's weights multiply.
-        activation: a gated one of :func:`w4gemm.linear`, such as "silu_mul", "swiglu_oai" (gpt-oss) or
-            "silu_mul(limit=10)" (DeepSeek-V4); an attribute too.
-        dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`; of weights that are no layers yet.
-        activations: "fp8" or None for both products; "same" for what each weight says.
+        gate_up: a weight (experts, 2 * hidden, features), gates and ups in pairs: :meth:`QuantizedWeight.interleave`,
+            then :meth:`QuantizedWeight.stack`. Or a :class:`W4GroupedLinear`, which may have a bias for each expert,
+            added before the activation, and a scale for each expert.
+        down: a weight (experts, features, hidden), or a :class:`W4GroupedLinear`. Its bias is multiplied by the
+            router's weights.
+        activation: a gated activation of :func:`w4gemm.linear`, such as "silu_mul", "swiglu_oai" (gpt-oss) or
+            "silu_mul(limit=10)" (DeepSeek-V4). It is an attribute and may be set later.
+        dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`; for weights that are not layers yet.
+        activations: "fp8" or None for both products; "same" keeps that of each weight.
 
     Raises:
         TypeError, ValueError: for weights without experts, sizes that do not match, or an activation that is not gated.
@@ -154,7 +168,7 @@ class W4Experts(torch.nn.Module):
 
     @property
     def activation(self) -> str:
-        """The activation between both products."""
+        """The activation between the two products."""
         activation = self.gate_up.activation
         assert activation is not None
         return activation
@@ -166,8 +180,17 @@ class W4Experts(torch.nn.Module):
         self.gate_up.activation = checked_activation(activation, self.gate_up.weight.n)
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
-        """x (tokens, features); expert_ids int32 or int64 and expert_weights floating point (tokens, top k), what the
-        router chose: (tokens, features). Ids of experts that are not here add nothing."""
+        """Return the weighted sum (tokens, features) of each token's experts.
+
+        Args:
+            x: (tokens, features).
+            expert_ids: int32 or int64 (tokens, top k), the experts that the router chose. An id outside 0 ..
+                experts - 1 adds nothing.
+            expert_weights: floating point (tokens, top k), the router's weight of each choice.
+
+        Raises:
+            TypeError, ValueError: for another dtype or shape; the message names the argument.
+        """
         routing = route(expert_ids, self.gate_up.weight.experts)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: wanted a tensor (tokens, features), got {type(x).__name__}")

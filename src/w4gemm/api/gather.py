@@ -1,4 +1,4 @@
-"""x's columns in the order of a weight's ``perm``: :func:`gather_columns`."""
+"""The columns of x in the order of a weight's ``perm`` (act-order): :func:`gather_columns`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from w4gemm.kernels.column_gather.spec import ColumnGather
 
 
 def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
-    """Return x (m, k) with its columns in the order of perm int32 (k,), bit for bit: a contiguous (m, k).
+    """Return x[:, perm], contiguous, for x (m, k) and perm int32 (k,).
 
-    On Hopper a kernel of our own does it if rows of x and perm are aligned to 16 bytes: 1.5 us for 16 tokens of k 8192,
-    where ``index_select`` takes 6, and 39 us for 4096 tokens, where it takes 151 (H200, 2026-11-21). Elsewhere
-    ``index_select`` does it.
+    On Hopper a kernel of our own does it if the rows of x and perm are aligned to 16 bytes, and ``index_select``
+    elsewhere. For k 8192 the kernel takes 1.5 us for 16 tokens and 39 us for 4096, ``index_select`` 6 and 151 us
+    (H200, 2026-11-21).
     """
     device = x.device
     if device.type == "cuda" and x.shape[0] and ColumnGather.takes(x, perm):
@@ -34,5 +34,6 @@ def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _gather_on(device: torch.device, dtype: torch.dtype, k: int) -> tuple[Callable[..., Any] | None, int]:
-    """Return the compiled gather, None where it does not run, and the device's multiprocessors: one look-up a call."""
+    """Return the compiled gather, None if it does not run here, and the device's number of multiprocessors. Both are
+    kept together, so that a call looks up once."""
     return launcher(ColumnGather.of, device, dtype, k), Device.of(device).sms

@@ -1,4 +1,4 @@
-"""The boundary for mixtures of experts: :func:`grouped_linear`, :func:`masked_linear`."""
+"""Products of mixtures of experts: :func:`grouped_linear` of sorted rows, :func:`masked_linear` of padded ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from w4gemm.api.grouped_operators import differentiable, product
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import EpilogueOperands
+from w4gemm.core.errors import require_bool
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -31,38 +32,41 @@ def grouped_linear(
     config: GemmConfig | str | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """Compute, in one launch, for every expert e and its rows r = m_offsets[e] .. m_offsets[e + 1]:
+    """Multiply each expert's rows of x by the expert's weight, in one launch.
+
+    Expert e has the rows r = m_offsets[e] .. m_offsets[e + 1] - 1, and row r of the result is
     act(alpha * expert_scale[e] * token_scale[r] * (x[r] @ w[e].T) + bias[e]) + residual[r].
 
-    On a GPU the device alone reads ``m_offsets``: nothing synchronizes, and a CUDA graph of a call serves any division
-    of the rows. Experts may have no rows, or all of them.
+    On a GPU only the device reads ``m_offsets``. So nothing synchronizes, and a CUDA graph of a call serves any
+    division of the rows. An expert may have no rows, or all of them.
 
     Args:
         x: activations (total_m, k), sorted by expert, of the dtypes that :func:`w4gemm.linear` takes.
-        w: the weights of up to 1024 experts, see :meth:`QuantizedWeight.stack`; on x's device.
-        m_offsets: int32 (experts + 1,) on x's device, ascending from 0 or more to total_m or less. **Not checked**,
-            because that would take a synchronization; other values are undefined behaviour.
+        w: the weights (experts, n, k) of up to 1024 experts, as :meth:`QuantizedWeight.stack` makes them; on x's
+            device.
+        m_offsets: int32 (experts + 1,) on x's device, ascending, within 0 .. total_m. The values are **not checked**,
+            because that would take a synchronization; wrong ones are undefined behaviour.
         bias: (experts, n) of x's dtype, or None.
-        indices: int32 or int64 (total_m,). Row i of the product is computed from x[indices[i]] and
-            token_scale[indices[i]]; x has any number of rows. Values are not checked. A GPU kernel reads the rows in
-            place if x's address, row stride and row length are multiples of 16 bytes and this is predicted to be
-            faster; otherwise the rows are copied first.
-        expert_scale: float32 (experts,), or None; for weights whose tensors have a scale each.
-        alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`. Without a config
-            it is chosen for total_m / experts tokens each.
-        settled: True if another launch, such as the product that x comes from, lies between this one and what wrote
-            ``m_offsets`` and ``indices``. On Hopper the kernel then reads them, and requests weights, while that launch
-            still runs.
+        indices: int32 or int64 (total_m,), or None. Row i of the result is computed from x[indices[i]] and
+            token_scale[indices[i]], and x has any number of rows. On a GPU the values are not checked. The kernel reads
+            the rows of x in place if their address, stride and length are multiples of 16 bytes and that is predicted
+            to be faster; otherwise the rows are copied first.
+        expert_scale: float32 (experts,), or None: a factor for each expert, for weights that were quantized with a
+            scale for each tensor.
+        alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`, with total_m
+            rows. The config is chosen for total_m / experts rows of an expert.
+        settled: True if another launch, such as the one that computes x, comes between this launch and the one that
+            wrote ``m_offsets`` and ``indices``. On Hopper the kernel then starts early (programmatic dependent launch):
+            it reads them and requests weights while the launch before it still runs.
 
     Returns:
-        (total_m, n), or (total_m, n / 2) with a gated activation; ``out`` if given. Rows of no expert are not written.
-        Gradients flow to x, bias, alpha, expert_scale and residual, never to w; see
-        :mod:`w4gemm.api.grouped_operators`.
+        (total_m, n), or (total_m, n / 2) with a gated activation; ``out`` if given. Rows that no expert has are not
+        written. Gradients flow to x, bias, alpha, expert_scale and residual, never to w; a backward pass synchronizes.
 
     Raises:
-        TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
-        UnsupportedError: if no kernel can run this here.
-        NotImplementedError: if gradients beside fp8 activations would be needed, or forward-mode derivatives.
+        TypeError, ValueError: for a bad argument; the message names it, what was wanted and what came.
+        UnsupportedError: if no kernel can run this here; the message has each kernel's reason.
+        NotImplementedError: if forward-mode derivatives, or gradients beside fp8 activations, would be needed.
 
     Examples:
         >>> stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(256, 64)) for _ in range(4)])
@@ -76,7 +80,7 @@ def grouped_linear(
     arguments.check_counts("m_offsets", m_offsets, w.experts + 1, x)
     if indices is not None:
         indices = arguments.checked_indices(indices, x)
-    arguments.check_flag("settled", settled)
+    require_bool("settled", settled)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices, int(settled))
     given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=rows), out)
@@ -98,21 +102,26 @@ def masked_linear(
     config: GemmConfig | str | None = None,
     expected_m: int | None = None,
 ) -> torch.Tensor:
-    """Compute :func:`grouped_linear` for padded rows: expert e has the first counts[e] rows of x[e].
+    """Multiply each expert's rows of x by the expert's weight, in one launch, if the rows are padded: expert e has the
+    first counts[e] rows of x[e].
 
     Args:
-        x: contiguous (experts, max_m, k).
-        counts: int32 (experts,) on x's device, each 0 .. max_m; not checked.
-        bias, alpha, activation, residual, token_scale, expert_scale, out_dtype, out, config: as for
-            :func:`grouped_linear`.
-        expected_m: rows that an expert has on average, from 1 on, for which a config is then chosen; None for max_m.
-            Any counts give the same results up to rounding.
+        x: activations (experts, max_m, k), contiguous, of the dtypes that :func:`w4gemm.linear` takes.
+        w: the weights (experts, n, k), as for :func:`grouped_linear`.
+        counts: int32 (experts,) on x's device, each within 0 .. max_m. The values are **not checked**; wrong ones are
+            undefined behaviour.
+        bias, expert_scale: as for :func:`grouped_linear`.
+        alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`, with
+            (experts, max_m) rows.
+        expected_m: rows that an expert will have on average, at least 1. The config is chosen for them; None for max_m.
+            It changes no result but by rounding.
 
     Returns:
-        (experts, max_m, n), or n / 2; rows from counts[e] on are not written.
+        (experts, max_m, n), or (experts, max_m, n / 2) with a gated activation; ``out`` if given. Rows from counts[e]
+        on are not written. Gradients flow as from :func:`grouped_linear`.
 
     Raises:
-        TypeError, ValueError, UnsupportedError, NotImplementedError: as :func:`grouped_linear`.
+        TypeError, ValueError, UnsupportedError, NotImplementedError: as from :func:`grouped_linear`.
 
     Examples:
         >>> stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(256, 64)) for _ in range(4)])

@@ -1,9 +1,9 @@
 """The operators of products of experts: ``torch.ops.w4gemm.grouped_linear`` and ``grouped_linear_dx``, its gradient.
 
-The gradient to x is grad[r] @ w[e] for the rows r of each expert e. A kernel for that would read the weight across its
-packed order, so experts are dequantized instead, some at a time, and each is one matmul: memory beyond the result stays
-below :data:`_DENSE_BYTES`, or what one expert takes. The host reads the rows' bounds, which takes a synchronization, so
-a CUDA graph cannot capture a backward pass.
+The gradient to x is grad[r] @ w[e] for the rows r of each expert e. A kernel for that would have to read the weight
+across its packed order. So experts are dequantized instead, a few at a time, and each is multiplied by one matmul. The
+memory beyond the result stays below :data:`_DENSE_BYTES`, or what one expert takes. The host reads the bounds of the
+rows, which synchronizes, so a CUDA graph cannot capture a backward pass.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from w4gemm.api.operator_arguments import (
     flat_epilogue,
     flat_weight,
     named,
+    names_of_weight,
     nested_epilogue,
     nested_weight,
     schema,
@@ -33,9 +34,9 @@ from w4gemm.weights.experts import as_one
 from w4gemm.weights.weight import QuantizedWeight
 
 _DENSE_BYTES = 256 * 2**20
-"""Bytes of dequantized experts at a time, with what dequantizing them takes."""
+"""Largest number of bytes of experts that are dequantized together, temporaries included."""
 _BYTES_PER_WEIGHT = 16
-"""Upper limit of the bytes that dequantizing a weight takes meanwhile."""
+"""Upper limit of the bytes for each number of a weight while it is dequantized."""
 _FLOAT32 = Epilogue(out_dtype=torch.float32)
 
 _ROWS = {"starts": "Tensor", "ends": "Tensor"}
@@ -46,7 +47,7 @@ _Grouped, _GroupedDx = named(_GROUPED), named(_GROUPED_DX)
 
 
 def product(call: Call, epilogue: Epilogue, operands: EpilogueOperands) -> torch.Tensor:
-    """Return the product of a call (rows, columns) by the operator, with an epilogue that may be another."""
+    """Return the product of a call (rows, columns) by the operator, with this epilogue instead of the call's."""
     flat = _Grouped(
         call.x.reshape(-1, call.w.k), *call.rows, **flat_weight(call.w), **flat_epilogue(epilogue, operands)
     )
@@ -54,11 +55,11 @@ def product(call: Call, epilogue: Epilogue, operands: EpilogueOperands) -> torch
 
 
 def differentiable(call: Call) -> torch.Tensor:
-    """Return the result of a call where gradients are needed: PyTorch's operators do what comes after the product.
-    Rows of no expert give no gradients.
+    """Return the result of a call where gradients are needed. PyTorch's operators compute what comes after the product.
+    Rows of no expert are zero and give no gradients.
 
     Raises:
-        NotImplementedError: beside fp8 activations.
+        NotImplementedError: if x is fp8.
     """
     if call.x.dtype == FP8:
         raise NotImplementedError("x: gradients beside fp8 activations are not implemented; call it under no_grad")
@@ -78,7 +79,7 @@ def _is_plain(epilogue: Epilogue) -> bool:
 
 
 def _owners(starts: torch.Tensor, ends: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert of each of m rows, int64 (m,); and bool (m, 1), True for rows of an expert."""
+    """Return the expert of each of m rows, int64 (m,), and bool (m, 1), True for rows of an expert."""
     rows = torch.arange(m, dtype=torch.int32, device=starts.device)
     owner = (torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)
     return owner, ((rows >= starts[owner]) & (rows < ends[owner]))[:, None]
@@ -129,7 +130,8 @@ def _grouped_dx_op(*flat: Any) -> torch.Tensor:
 
 
 def _dequantized(w: QuantizedWeight, needed: list[int], dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """The first expert and the dense weights (count, n, k) of runs of experts; every expert of ``needed`` is in one."""
+    """Yield the first expert and the dense weights (count, n, k) of runs of experts, which between them hold every
+    expert of ``needed``."""
     most = max(1, _DENSE_BYTES // (_BYTES_PER_WEIGHT * w.n * w.k))
     end = 0
     for first in needed:
@@ -152,12 +154,13 @@ def _grouped_dx_fake(*flat: Any) -> torch.Tensor:
 
 
 def _keep(ctx: Any, given: Any, indices: torch.Tensor | None) -> None:
+    """Keep the rows and the weight for the backward pass."""
     ctx.save_for_backward(given.starts, given.ends, indices, *given.weight)
-    ctx.names = {name: getattr(given, name) for name in WEIGHT if name != "weight"}
+    ctx.names = names_of_weight(given)
 
 
 def _kept(ctx: Any) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Return the operators' arguments of rows and weight, and the indices."""
+    """Return the arguments of rows and weight, and the indices, that :func:`_keep` kept."""
     starts, ends, indices, *weight = ctx.saved_tensors
     return {"starts": starts, "ends": ends, "weight": weight, **ctx.names}, indices
 

@@ -1,4 +1,4 @@
-"""PyTorch's mode around a call: plain eager execution, or a compiler, autograd, a mode, a transform."""
+"""Tells plain eager execution from a call under a compiler, autograd, a mode or a transform of PyTorch's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ try:  # private: PyTorch 2.8 to 2.13 have all of them, but none has a public nam
 except ImportError:
 
     def _len_torch_dispatch_stack() -> int:
-        """A mode seems to be on, always: then the dispatcher is taken, which is right in any mode, only slower."""
+        """Say that a mode is always on, so that every call takes the dispatcher: always right, only slower."""
         return 1
 
 
@@ -24,16 +24,16 @@ current_gpu = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
-"""dtypes that autocast casts; it leaves float64 as it is."""
+"""The dtypes that autocast casts; it leaves float64 as it is."""
 
 
 def is_plain(t: object) -> bool:
-    """True if ``t`` is a tensor and no subclass with behaviour of its own."""
+    """True if ``t`` is a tensor or a parameter, and of no subclass with behaviour of its own."""
     return type(t) in _PLAIN
 
 
 def is_eager(x: object, bias: object = None) -> bool:
-    """True if x and a bias, or None, are plain tensors that plain eager execution multiplies, without gradients."""
+    """True if x and the bias are plain tensors in plain eager execution that need no gradient; the bias may be None."""
     if type(x) not in _PLAIN or not (bias is None or type(bias) in _PLAIN) or x.is_meta:  # type: ignore[attr-defined]
         return False
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):  # type: ignore[attr-defined]
@@ -42,15 +42,14 @@ def is_eager(x: object, bias: object = None) -> bool:
 
 
 def needs_dispatcher(x: torch.Tensor, operands: EpilogueOperands) -> bool:
-    """True if anything but plain eager execution is going on: then only the registered operator is right."""
+    """True if a call is not plain eager execution, so that it must go through the registered operator."""
     if type(x) not in _PLAIN or x.is_meta:  # on the meta device there are shapes only
         return True
     return (torch.is_grad_enabled() and requires_grad(x, operands)) or is_watched()
 
 
 def is_watched() -> bool:
-    """True if a compiler, a mode, a transform or a tracer sees or changes what is called, or if this PyTorch does not
-    tell."""
+    """True if a compiler, a mode, a transform or a tracer watches or changes calls, or if this PyTorch cannot tell."""
     return (
         is_compiling()
         or _len_torch_dispatch_stack() > 0
@@ -77,7 +76,7 @@ def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
 
 
 def refuse_duals(x: torch.Tensor, operands: EpilogueOperands) -> None:
-    """Raise NotImplementedError where forward-mode derivatives would silently be lost."""
+    """Raise NotImplementedError if forward-mode derivatives would silently be lost."""
     if is_compiling():
         return
     for name, t in (("x", x), *operands._asdict().items()):
@@ -88,15 +87,15 @@ def refuse_duals(x: torch.Tensor, operands: EpilogueOperands) -> None:
 
 
 def is_dual(t: object) -> bool:
-    """True if ``t`` has a tangent of forward-mode differentiation, for which the operator would silently give zeros."""
+    """True if ``t`` has a tangent of forward-mode differentiation, which the operator would silently drop."""
     if getattr(forward_ad, "_current_level", 0) < 0:  # unpack_dual says the same, but takes longer
         return False
     return isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
 
 
 def autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return x and a bias, under ``torch.autocast`` on a CPU or GPU both in its dtype, as
-    torch.nn.functional.linear takes them."""
+    """Return x and the bias, in autocast's dtype if ``torch.autocast`` is on, as torch.nn.functional.linear sees
+    them."""
     if not isinstance(x, torch.Tensor) or x.dtype not in _CAST:
         return x, bias
     kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else ""  # x.device.type takes ten times as long

@@ -12,7 +12,7 @@ from w4gemm.api.bound import argument_facts, bind
 from w4gemm.api.modes import autocast, is_eager
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule
-from w4gemm.core.errors import device_named, kind_of, require_int
+from w4gemm.core.errors import device_named, kind_of, require_bool, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.act_order import PERM_DTYPE, is_permutation
@@ -22,29 +22,34 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class W4Linear(PackedModule):
-    """y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's dtype.
+    """The layer y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's
+    dtype. It replaces torch.nn.Linear.
 
-    ``weight`` is a :class:`QuantizedWeight` in the layout of its device: ``to(device)`` repacks it. Its tensors are
-    registered as buffers of bytes, so ``half()`` and ``to(dtype)`` reach only the bias and ``dtype``. ``state_dict``
-    holds ``codes``, ``scales``, ``zeros``, ``channels`` and ``factors`` in the canonical layout, for a weight in
-    act-order also ``perm``, and the names of the format and the activations: the same bits whatever device wrote it.
+    Make one with :meth:`from_linear` or :meth:`from_weight`, or make it with zeros and load a state dict.
 
-    ``pre_quant_scale`` (k,), a buffer, or None, multiplies x before anything else, in x's dtype: for checkpoints that
-    moved factors of x into the weight, such as ModelOpt's AWQ. ``state_dict`` holds it.
+    ``weight`` is a :class:`QuantizedWeight`, always in the layout of its device: ``to(device)`` repacks it. Its tensors
+    are registered as buffers of bytes, so ``half()`` and ``to(dtype)`` convert the bias and set ``dtype``, and leave
+    the weight as it is. A state dict holds ``codes``, ``scales`` and, as the format has them, ``zeros``, ``channels``
+    and ``factors``, in the canonical layout; ``perm`` for a weight in act-order; and the names of the format and the
+    activations. Its bits are the same whatever device wrote it.
+
+    ``pre_quant_scale`` is a buffer (in_features,) or None. It multiplies x before anything else, in x's dtype: for
+    checkpoints that moved factors of x into the weight, such as ModelOpt's AWQ. A state dict holds it.
 
     Args:
         in_features, out_features: k and n, the weight's columns and rows.
-        bias: True for a bias (n,), which starts at zero, without requires_grad.
-        format: of the weight, which starts at zero: load a state dict, or use :meth:`from_linear` or
-            :meth:`from_weight`.
-        dtype: of the bias and of the activations to expect; ``dtype`` advertises it to frameworks.
-        activation, batch_invariant: as for :func:`w4gemm.linear`; attributes, which may also be set later. With a
-            gated one y has out_features / 2 columns.
-        activations: "fp8" to quantize x before it is multiplied (W4A8), on every device, or None; an attribute too,
-            which is the weight's. A loaded state dict says its own.
+        bias: True for a bias (out_features,), which starts at zero and requires no gradient.
+        format: format of the weight, or its string. The weight starts at zero.
+        dtype: dtype of the bias and of the activations to expect, which frameworks read from the attribute ``dtype``;
+            None for torch's default dtype.
+        device: device of the layer; None for torch's default device.
+        activation, batch_invariant: as for :func:`w4gemm.linear`. They are attributes and may be set later. With a
+            gated activation y has out_features / 2 columns.
+        activations: "fp8" to quantize x before it is multiplied (W4A8), on every device, or None. It is an attribute of
+            the weight, which a loaded state dict replaces.
 
     Raises:
-        TypeError, ValueError: for a bad size, format or dtype.
+        TypeError, ValueError: for a bad size, format, dtype or device; the message names it.
 
     Examples:
         >>> layer = w4gemm.W4Linear.from_linear(torch.nn.Linear(1024, 512), "int4_g64_zint")
@@ -70,10 +75,10 @@ class W4Linear(PackedModule):
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             require_int(name, size)
-        for name, flag in (("bias", bias), ("batch_invariant", batch_invariant)):
-            if not isinstance(flag, bool):
-                hint = "; format is the fourth argument" if isinstance(flag, (str, WeightFormat)) else ""
-                raise TypeError(f"{name}: wanted a bool, got {flag!r}{hint}")
+        if isinstance(bias, (str, WeightFormat)):
+            raise TypeError(f"bias: wanted a bool, got {str(bias)!r}; format is the fourth argument")
+        require_bool("bias", bias)
+        require_bool("batch_invariant", batch_invariant)
         format = WeightFormat.of(format)
         device = torch.get_default_device() if device is None else device_named("device", device)
         shapes = packed_shape(format, "canonical", out_features, in_features).tensors
@@ -92,7 +97,7 @@ class W4Linear(PackedModule):
         self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad))
 
     def adopt(self, w: QuantizedWeight, dtype: torch.dtype) -> None:
-        """Become a layer with weight ``w`` that advertises ``dtype``; the bias and the module's hooks stay."""
+        """Take ``w`` as the weight and ``dtype`` as the dtype to advertise; the bias and the module's hooks stay."""
         self.activation, self.batch_invariant, self.dtype = None, False, dtype
         if "pre_quant_scale" not in self._buffers:
             self.register_buffer("pre_quant_scale", None)
@@ -107,11 +112,14 @@ class W4Linear(PackedModule):
         *,
         activations: str | None = None,
     ) -> W4Linear:
-        """Return a quantized copy of a dense layer, on its device.
+        """Return a quantized copy of a dense layer, on its device. The bias is shared.
 
         Args:
-            search: as for :func:`w4gemm.quantize`.
+            format, search: as for :func:`w4gemm.quantize`.
             activations: as for the class.
+
+        Raises:
+            TypeError, ValueError: if ``linear`` is no torch.nn.Linear, or as :func:`w4gemm.quantize`.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: wanted a torch.nn.Linear, got {type(linear).__name__}")
@@ -122,10 +130,15 @@ class W4Linear(PackedModule):
     def from_weight(
         cls, w: QuantizedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> W4Linear:
-        """Return a layer with weight ``w``, on its device and with its activations; the bias (n,) is used as it is.
+        """Return a layer with weight ``w``, on its device and with its activations.
 
         Args:
-            dtype: dtype to advertise; None for the bias's dtype, or torch's default dtype without a bias.
+            bias: (n,) on w's device, floating point, or None; it is shared, unless ``dtype`` is another than its own.
+            dtype: dtype of the bias, and to advertise; None for the bias's dtype, or torch's default dtype without a
+                bias.
+
+        Raises:
+            TypeError, ValueError: for a bad weight, bias or dtype; the message names it.
         """
         if not isinstance(w, QuantizedWeight):
             raise TypeError(f"w: wanted a QuantizedWeight, got {type(w).__name__}")
@@ -148,7 +161,8 @@ class W4Linear(PackedModule):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in_features) to y (..., out_features), or half as many with a gated activation, in x's dtype."""
+        """Return y (..., out_features) for x (..., in_features), in x's dtype; with a gated activation (...,
+        out_features / 2)."""
         if (scale := self._buffers.get("pre_quant_scale")) is not None:
             x = x * scale.to(x.dtype)
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
@@ -177,7 +191,7 @@ class W4Linear(PackedModule):
     # --- state dict -------------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:
-        """The words for format and activations, see :mod:`w4gemm.weights.state`."""
+        """Return the names of the format and the activations as bytes, see :mod:`w4gemm.weights.state`."""
         return as_tensor(in_words(self.format, self.activations))
 
     def set_extra_state(self, state: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Arguments of the registered operators: one list for the schema, for flattening and for gradients by name.
+"""The arguments of the registered operators: one list for the schema, for flattening and for gradients by name.
 
-An operator takes flat tensors, numbers and names only. The list follows
-:class:`w4gemm.core.epilogue.EpilogueOperands`, so that one more operand is in the schema without a change here.
+An operator takes only tensors, numbers and strings, no values of several fields. The list follows the fields of
+:class:`w4gemm.core.epilogue.EpilogueOperands`, so that a new operand is in the schema without a change here.
 """
 
 from __future__ import annotations
@@ -19,39 +19,46 @@ from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
 _OPERANDS = tuple(name for name in EpilogueOperands._fields if name in Epilogue._fields)
-"""Epilogue operands from the user; channel_scale is a tensor of the weight."""
+"""The epilogue's operands that a caller passes: all but channel_scale, which is a tensor of the weight."""
 WEIGHT = {"weight": "Tensor[]", "format": "str", "layout": "str", "n": "int", "k": "int"}
+"""The arguments that a weight becomes, with their types in a schema."""
 EPILOGUE = dict.fromkeys(_OPERANDS, "Tensor?") | {
     "alpha_number": "float?",
     "activation": "str?",
     "out_dtype": "ScalarType?",
 }
+"""The arguments that an epilogue and its operands become, with their types in a schema."""
 
 _parse_format = functools.cache(WeightFormat.parse)
 
 
 def schema(arguments: Mapping[str, str]) -> str:
-    """Return an operator's signature."""
+    """Return an operator's signature, as torch.library.define takes it."""
     return f"({', '.join(f'{kind} {name}' for name, kind in arguments.items())}) -> Tensor"
 
 
 def named(arguments: Mapping[str, str]) -> type[Any]:
-    """Return a named tuple of an operator's arguments, each None unless given."""
+    """Return the class of a named tuple of an operator's arguments, each None unless given."""
     return namedtuple("Arguments", arguments, defaults=[None] * len(arguments))
 
 
 def flat_weight(w: QuantizedWeight) -> dict[str, Any]:
-    """Return the arguments ``WEIGHT``."""
+    """Return a weight as the arguments ``WEIGHT``."""
     return {"weight": list(w.tensors), **named_shape(w)}
 
 
 def named_shape(w: QuantizedWeight | PackedShape) -> dict[str, Any]:
-    """Return the arguments ``WEIGHT`` but for the tensors."""
+    """Return a weight as the arguments ``WEIGHT``, without the tensors."""
     return {"format": w.format.name, "layout": w.layout, "n": w.n, "k": w.k}
 
 
+def names_of_weight(given: Any) -> dict[str, Any]:
+    """Return the arguments ``WEIGHT`` of an operator's arguments, without the tensors."""
+    return {name: getattr(given, name) for name in WEIGHT if name != "weight"}
+
+
 def flat_epilogue(epilogue: Epilogue, operands: EpilogueOperands) -> dict[str, Any]:
-    """Return the arguments ``EPILOGUE``: alpha is a tensor, or the number ``alpha_number``."""
+    """Return an epilogue as the arguments ``EPILOGUE``: a number as alpha becomes ``alpha_number``."""
     flat = {name: getattr(operands, name) for name in _OPERANDS}
     number = None if isinstance(operands.alpha, torch.Tensor) else operands.alpha
     flat["alpha"] = operands.alpha if number is None else None
@@ -59,7 +66,7 @@ def flat_epilogue(epilogue: Epilogue, operands: EpilogueOperands) -> dict[str, A
 
 
 def nested_weight(given: Any, experts: int = 0) -> PackedShape:
-    """Return the shape of the weight in an operator's arguments."""
+    """Return the packed shape of the weight in an operator's arguments."""
     return packed_shape(_parse_format(given.format), given.layout, given.n, given.k, experts)
 
 

@@ -1,4 +1,4 @@
-"""The boundary: :func:`linear`, and the operator ``torch.ops.w4gemm.linear``. What users pass is checked here.
+"""The function :func:`linear`, and the operator ``torch.ops.w4gemm.linear`` behind it.
 
 In plain eager mode ``linear`` runs the kernel itself, because PyTorch's dispatcher would cost as much as the launch.
 Under ``torch.compile``, autograd, tensor subclasses and modes it goes through the operator, which takes flat tensors
@@ -20,6 +20,7 @@ from w4gemm.api.operator_arguments import (
     flat_epilogue,
     flat_weight,
     named,
+    names_of_weight,
     nested_epilogue,
     nested_weight,
     schema,
@@ -48,42 +49,43 @@ def linear(
     """Return act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in one launch in float32 and rounded
     once.
 
-    On a GPU it runs on the current stream of x's device. It does not synchronize, except in the first launch of a
+    On a GPU the launch goes to the current stream of x's device. Nothing synchronizes, except the first launch of a
     config with stream-k.
 
     Args:
-        x: activations (..., k), float16 or bfloat16; on the CPU also float32. Any strides; without tokens the result is
-            empty and nothing runs. If ``w.activations`` is "fp8", x is quantized first, on every device, by
-            :func:`w4gemm.quantize_activations`; the result keeps its dtype. x may also be float8_e4m3fn itself, for a
-            weight in the mma8 layout and on the CPU.
-        w: the weight (n, k), on x's device and in a layout that a kernel reads there: see ``w.repack()``.
-        bias: (n,) of x's dtype (beside fp8 x, of the result's 16-bit dtype or bfloat16), or None.
+        x: activations (..., k), float16 or bfloat16, on the CPU also float32; any strides. If ``w.activations`` is
+            "fp8", x is quantized first, as by :func:`w4gemm.quantize_activations`, and the result keeps x's dtype. x
+            itself may be float8_e4m3fn for a weight in the mma8 layout, and on the CPU.
+        w: the weight (n, k), on x's device and in a layout that a kernel reads there, as ``w.repack()`` returns it.
+        bias: (n,) of x's dtype, or None. For fp8 x: of the result's dtype if that has 16 bits, else bfloat16.
         alpha: a number, or a float32 tensor of one element on x's device, which is read when the kernel runs.
-        activation: "relu", "silu", "gelu" or "gelu_tanh" as torch has them. Or a gated one, with n / 2 columns, for a
-            weight whose even rows are gates and odd rows up projections (:meth:`QuantizedWeight.interleave`):
-            "silu_mul", silu(gate) * up, "gelu_mul", "gelu_tanh_mul", "swiglu_oai" of gpt-oss, "situ_mul" of Kimi-K3.
-            Their constants may be others: "silu_mul(limit=10)"; see :mod:`w4gemm.core.activation`.
-        residual: contiguous, of the result's shape and dtype.
-        token_scale: float32 (...), for fp8 x only: the number that each row of it is multiplied by; or, on Hopper and
-            the CPU, (..., ceil(k / 128)) of any strides: one for each 128 columns of a row; they are read in place if
-            the tokens of a block are contiguous, and copied otherwise. Powers of two may come as
-            torch.float8_e8m0fnu, or four blocks of them in an int32, as DeepEP sends UE8M0; they are converted first.
-        out_dtype: dtype of the result: float32, float16 or bfloat16; None for x's, bfloat16 for fp8 x.
-        out: where to write the result: contiguous, of its shape and dtype, 16-byte aligned, sharing no memory with the
-            other tensors; but it may be the residual itself. Not together with gradients.
-        config: forces a kernel's config, as :func:`w4gemm.choice.plan` takes it; for tests and measurements.
-        batch_invariant: True if a row of the result must have the same bits whatever the other rows hold and however
-            many there are. One order of additions then serves every m, which costs time if another is faster (see
+        activation: "relu", "silu", "gelu" or "gelu_tanh", as torch.nn.functional has them; or a gated one, which makes
+            a column of each pair of gate and up rows of w (:meth:`QuantizedWeight.interleave`): "silu_mul", that is
+            silu(gate) * up, "gelu_mul", "gelu_tanh_mul", "swiglu_oai" (gpt-oss), "situ_mul" (Kimi-K3). Constants are
+            given in parentheses, as in "silu_mul(limit=10)"; :mod:`w4gemm.core.activation` has the formulas.
+        residual: the result's shape and dtype, contiguous; it is added after the activation.
+        token_scale: for fp8 x only, the factor of each row of x: float32 (...). Or, on Hopper and the CPU, of each 128
+            columns of a row: (..., ceil(k / 128)), any strides, read in place if the tokens of a block are contiguous
+            and copied otherwise. Powers of two may also be torch.float8_e8m0fnu, or four blocks of them in an int32,
+            as DeepEP sends UE8M0; they are converted first.
+        out_dtype: dtype of the result: float32, float16 or bfloat16. None for x's dtype, or bfloat16 if x is fp8.
+        out: tensor to write the result to: of its shape and dtype, contiguous, 16-byte aligned. It shares no memory
+            with the other tensors, but may be the residual itself. Not together with gradients.
+        config: the config to run instead of the chosen one, as :func:`w4gemm.configs` lists them; for tests and
+            measurements.
+        batch_invariant: True if the bits of a row of the result must not depend on the other rows or their number. One
+            order of additions then serves every m, which takes longer where another order is faster (see
             docs/measured/batch_invariant.md). Gradients are computed, but without this guarantee.
 
     Returns:
-        (..., n), or (..., n / 2) with a gated activation; ``out`` if given. Gradients flow to x, bias, alpha and
-        residual, never to w. If they are needed, PyTorch's operators do what comes after the bias.
+        (..., n), or (..., n / 2) with a gated activation; ``out`` if given. Without tokens it is empty, and nothing
+        runs. Gradients flow to x, bias, alpha and residual, never to w; if they are needed, PyTorch's operators compute
+        what comes after the product.
 
     Raises:
-        TypeError, ValueError: for a bad argument, naming it, what was wanted and what came.
-        UnsupportedError: if no kernel can run this here; lists each kernel's reason.
-        NotImplementedError: if forward-mode derivatives would be needed, or gradients beside fp8 activations.
+        TypeError, ValueError: for a bad argument; the message names it, what was wanted and what came.
+        UnsupportedError: if no kernel can run this here; the message has each kernel's reason.
+        NotImplementedError: if forward-mode derivatives, or gradients beside fp8 activations, would be needed.
 
     Examples:
         >>> w = w4gemm.quantize(torch.randn(512, 1024)).repack()
@@ -105,7 +107,7 @@ def linear(
 
 
 def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the result of a call under anything but plain eager execution."""
+    """Return the result of a call under a compiler, autograd, a mode or a transform, by the registered operator."""
     x, w, epilogue, operands = call.x, call.w, call.epilogue, call.operands
     differentiated = torch.is_grad_enabled() and requires_grad(x, operands)
     refuse_duals(x, operands)
@@ -187,12 +189,13 @@ def _linear_dx_fake(*flat: Any) -> torch.Tensor:
 
 
 def _keep_weight(ctx: Any, given: Any) -> None:
+    """Keep the arguments ``WEIGHT`` for the backward pass."""
     ctx.save_for_backward(*given.weight)
-    ctx.names = {name: getattr(given, name) for name in WEIGHT if name != "weight"}
+    ctx.names = names_of_weight(given)
 
 
 def _kept_weight(ctx: Any) -> dict[str, Any]:
-    """Return the operators' arguments ``WEIGHT``."""
+    """Return the arguments ``WEIGHT`` that :func:`_keep_weight` kept."""
     return {"weight": list(ctx.saved_tensors), **ctx.names}
 
 

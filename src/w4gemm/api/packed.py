@@ -26,10 +26,12 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.
 
 
 class PackedLinear:
-    """act(token_scale * (x @ w.T) + bias) of every weight of one kind. It holds no tensors; nothing is checked.
+    """The function act(token_scale * (x @ w.T) + bias) for every weight of one packed shape. It holds no tensors, and
+    checks nothing.
 
     Args:
-        epilogue: with bias, token_scale, activation and out_dtype only.
+        packed: format, layout, n and k of the weights.
+        epilogue: of bias, token_scale, activation and out_dtype only.
         batch_invariant: as for :func:`w4gemm.linear`.
     """
 
@@ -47,7 +49,7 @@ class PackedLinear:
 
     @classmethod
     def named(cls, name: str) -> PackedLinear:
-        """Return the one whose ``name`` this is."""
+        """Return the PackedLinear that has this ``name``."""
         format, layout, n, k, activation, out_dtype, flags = name.split(";")
         on = flags.split(",")
         epilogue = Epilogue(activation or None, bias="bias" in on, token_scale="token_scale" in on)
@@ -62,11 +64,12 @@ class PackedLinear:
         token_scale: torch.Tensor | None = None,
         perm: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the product (m, columns), without gradients; traced by torch.compile.
+        """Return the result (m, columns), without gradients. torch.compile can trace this.
 
         Args:
-            x: (m, k), columns contiguous; already quantized if the epilogue has token_scale.
-            tensors, perm: of a :class:`w4gemm.QuantizedWeight`.
+            x: activations (m, k), columns contiguous; already quantized if the epilogue has token_scale.
+            tensors, perm: the fields of a :class:`w4gemm.QuantizedWeight`.
+            bias, token_scale: (n,) and float32 (m,), if the epilogue has them.
         """
         if is_eager(x, bias):
             return self.run(x if perm is None else gather_columns(x, perm), tensors, bias, token_scale)
@@ -80,7 +83,7 @@ class PackedLinear:
         bias: torch.Tensor | None,
         token_scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Launch; arguments as for a call."""
+        """Return the result of a launch in plain eager mode. The arguments are those of a call, x in packed order."""
         out, m, device = self.empty_result(x), x.shape[0], x.device
         if m:
             if self._generation != plan_cache.generation:
@@ -93,7 +96,7 @@ class PackedLinear:
         return out
 
     def empty_result(self, x: torch.Tensor) -> torch.Tensor:
-        """Return memory for the product."""
+        """Return an empty tensor for the result."""
         dtype = self.epilogue.result_dtype(x.dtype)
         if dtype is x.dtype:  # plain numbers take a fraction of the time of a tuple with a dtype
             return x.new_empty(x.shape[0], self.columns)

@@ -1,4 +1,4 @@
-"""A module that holds a packed weight: its tensors as buffers, which others may move, convert or replace."""
+"""A module that holds the tensors of a packed weight as buffers, which others may move, convert or replace."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class PackedModule(torch.nn.Module):
-    """A module with ``weight``, whose tensors are the buffers ``packed0``, ... of bytes, and ``packed_perm``.
+    """A module with a ``weight``, whose tensors are the buffers ``packed0``, ``packed1``, ... and ``packed_perm``.
 
-    Bytes, because no conversion of a module's dtype touches integers, and every backend of torch.distributed sends
-    them. What stands in the buffers is what is multiplied: accelerate's hooks and ``torch.func.functional_call``
-    replace them.
+    The buffers ``packed0``, ... hold bytes, because a conversion of a module's dtype leaves integers alone, and because
+    every backend of torch.distributed sends bytes. The product always takes what the buffers hold, since accelerate's
+    hooks and ``torch.func.functional_call`` replace them.
     """
 
     grouped = False
@@ -31,12 +31,12 @@ class PackedModule(torch.nn.Module):
     format: WeightFormat
     _weight: QuantizedWeight
     _packed: tuple[tuple[str, torch.Tensor], ...]
-    """Names and buffers that are ``_weight``'s tensors; a tuple, which every warm call walks over."""
+    """Names and buffers of ``_weight``'s tensors. A tuple, because every warm call iterates over it."""
     _bound: BoundLinear | None
 
     @property
     def weight(self) -> QuantizedWeight:
-        """The weight, in the layout that its device reads. Another one may be assigned, of any size and format."""
+        """The weight, in the layout of its device. Another weight of any size and format may be assigned."""
         buffers = self._buffers
         for name, t in self._packed:
             if buffers.get(name) is not t:
@@ -55,7 +55,8 @@ class PackedModule(torch.nn.Module):
 
     @property
     def activations(self) -> str | None:
-        """ "fp8" if x is quantized before it is multiplied, else None: ``weight.activations``. Setting it repacks."""
+        """The weight's ``activations``: "fp8" if x is quantized before it is multiplied, else None. Setting it repacks
+        the weight."""
         return self._weight.activations
 
     @activations.setter
@@ -63,7 +64,7 @@ class PackedModule(torch.nn.Module):
         self._set_weight(self.weight.repack(activations=activations))
 
     def _set_weight(self, w: QuantizedWeight) -> None:
-        """Take ``w`` in the layout of its device and register its tensors."""
+        """Repack ``w`` for its device, keep it and register its tensors."""
         for name in [name for name in self._buffers if name.startswith("packed")]:
             del self._buffers[name]
         w = w.repack()
@@ -75,7 +76,7 @@ class PackedModule(torch.nn.Module):
         self._weight, self._packed, self._bound = w, tuple(packed.items()), None
 
     def _of_buffers(self) -> QuantizedWeight:
-        """Return the weight of buffers that were replaced, and keep it if nothing is being traced."""
+        """Return the weight of the buffers after some were replaced; keep it, unless something is being traced."""
         buffers = {name: self._buffers.get(name) for name, _ in self._packed}
         for name, old in self._packed:
             t = buffers[name]
@@ -89,7 +90,7 @@ class PackedModule(torch.nn.Module):
         return w.repack()
 
     def _with(self, buffers: dict[str, Any]) -> QuantizedWeight:
-        """Return the weight with the numbers of other buffers."""
+        """Return the weight with the tensors of ``buffers``."""
         old = self._weight
         tensors = tuple(buffers[f"packed{i}"].view(t.dtype) for i, t in enumerate(old.tensors))
         return replace(old, tensors=tensors, perm=buffers.get("packed_perm"))
@@ -112,7 +113,8 @@ class PackedModule(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the buffers: they are views of the weight, and ``torch.save`` refuses two dtypes of one memory."""
+        """Return the state without the buffers of bytes: they are views of the weight's tensors, and ``torch.save``
+        refuses two dtypes of one memory."""
         buffers = {name: t for name, t in self._buffers.items() if not name.startswith("packed")}
         state = {**self.__dict__, "_weight": self.weight, "_buffers": buffers, "_bound": None}
         del state["_packed"]
@@ -124,6 +126,7 @@ class PackedModule(torch.nn.Module):
 
 
 def _moved(t: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return fn(t), but for a conversion, as ``module.type`` makes of all that it has: then only the device counts."""
+    """Return fn(t). If that is a conversion to another dtype, as ``module.type`` makes of every tensor, only move t to
+    the device of the result."""
     new = fn(t)
     return new if new.dtype == t.dtype else t.to(new.device)

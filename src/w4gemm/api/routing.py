@@ -1,4 +1,4 @@
-"""Steps before and after the products of a mixture of experts: :func:`route`, :func:`combine`."""
+"""The steps before and after the products of a mixture of experts: :func:`route` and :func:`combine`."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ _MOST_EXPERTS = 2**20
 
 
 class Routing(NamedTuple):
-    """Rows in order of experts: each token has one row for each of its experts. All tensors are on the tokens'
-    device."""
+    """The choices of tokens as rows that are sorted by expert. Each token has one row for each expert that it chose.
+    All tensors are on the device of the expert ids."""
 
     m_offsets: torch.Tensor
-    """int32 (experts + 1,): expert e has rows m_offsets[e] to m_offsets[e + 1] - 1."""
+    """int32 (experts + 1,): expert e has the rows m_offsets[e] .. m_offsets[e + 1] - 1. For :func:`grouped_linear`."""
     tokens: torch.Tensor
-    """int32 (tokens * top k,): the token of each row."""
+    """int32 (tokens * top k,): the token of each row. The first product's ``indices``."""
     row_of_choice: torch.Tensor
-    """int32 (tokens, top k): the row of each choice; -1 if its expert is elsewhere."""
+    """int32 (tokens, top k): the row of each choice, or -1 if its expert is elsewhere. For :func:`combine`."""
 
 
 def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None = None) -> Routing:
-    """Sort the choices of tokens by expert. The host reads nothing, so that a CUDA graph can capture it.
+    """Sort the choices of tokens by expert, stably. The host reads nothing, so that a CUDA graph can capture it.
 
     On Hopper a kernel of our own does it in one launch, elsewhere PyTorch's operators in more than a dozen; both give
     the same.
 
     Args:
-        expert_ids: integers (tokens, top k), the router's choices. An id outside 0 .. experts - 1 is an expert
-            elsewhere (expert parallelism): its rows come last and belong to no expert here. Their ``tokens`` are any of
-            the tokens.
-        expert_map: int32 (global experts,) on the ids' device, or None. Ids then name global experts, of which this
-            gives the one here, or a negative number; an id outside the map is elsewhere.
+        expert_ids: int32 or int64 (tokens, top k), the experts that the router chose. An id outside 0 .. experts - 1
+            is an expert elsewhere (expert parallelism). Its rows come last and belong to no expert here, and their
+            ``tokens`` are any of the tokens.
+        experts: number of experts here.
+        expert_map: int32 (global experts,) on the ids' device, or None. If given, ids are those of global experts, and
+            the map has the expert here for each, or a negative number. An id outside the map is elsewhere.
 
     Raises:
-        TypeError, ValueError: for another dtype, shape or device.
+        TypeError, ValueError: for another dtype, shape or device; the message names the argument.
 
     Examples:
         >>> routing = w4gemm.route(torch.tensor([[2, 0], [2, 1]]), 3)
@@ -85,7 +86,7 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
 def _routed(
     sort: Callable[..., None], expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
 ) -> Routing:
-    """Return what the kernel ``sort`` makes of contiguous ids."""
+    """Return the routing of contiguous ids, which the kernel ``sort`` computes."""
     choices, device = expert_ids.numel(), expert_ids.device
     m_offsets, tokens = (torch.empty(size, dtype=torch.int32, device=device) for size in (experts + 1, choices))
     row_of_choice = torch.empty(expert_ids.shape, dtype=torch.int32, device=device)
@@ -102,21 +103,25 @@ def combine(
     out: torch.Tensor | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """out[t] = sum over j of weights[t, j] * d[row_of_choice[t, j]], in float32, in the order of j, rounded once.
+    """Add up the experts' outputs of each token, weighted by the router.
+
+    Row t of the result is the sum over j of weights[t, j] * d[row_of_choice[t, j]], added in float32 in the order of j
+    and rounded once.
 
     Args:
-        d: (rows, n), the experts' outputs.
-        row_of_choice: int32 (tokens, top k), rows of d as :func:`route` gives them; a negative one adds nothing.
+        d: floating point (rows, n), the experts' outputs.
+        row_of_choice: int32 (tokens, top k), rows of d as :func:`route` returns them. A negative one adds nothing.
         weights: floating point (tokens, top k), the router's weight of each choice.
-        out: contiguous (tokens, n) of d's dtype, in memory apart from d's, or None.
-        settled: True if another launch, such as the product that d comes from, lies between this one and what wrote
-            ``row_of_choice`` and ``weights``: on Hopper the kernel reads them while that launch still runs.
+        out: tensor to write the result to: (tokens, n) of d's dtype, contiguous, in memory apart from d's. Or None.
+        settled: True if another launch, such as the product that d comes from, comes between this launch and the one
+            that wrote ``row_of_choice`` and ``weights``. On Hopper the kernel then reads them while that launch still
+            runs (programmatic dependent launch).
 
     Returns:
-        (tokens, n) in d's dtype; ``out`` if given.
+        (tokens, n) in d's dtype; ``out`` if given. Gradients flow to d and weights.
 
     Raises:
-        TypeError, ValueError: for other dtypes or shapes.
+        TypeError, ValueError: for another dtype, shape or device; the message names the argument.
 
     Examples:
         >>> routing = w4gemm.route(torch.tensor([[2, 0], [2, 1]]), 3)

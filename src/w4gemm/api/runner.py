@@ -1,9 +1,9 @@
-"""The kernels without the rest of the library, for engine authors: :class:`MixedGemm`.
+"""The kernels without the rest of the library, for authors of engines: :class:`MixedGemm`.
 
 It takes packed tensors of torch or of any framework with DLPack (``__dlpack__``), such as JAX, CuPy or Paddle. On a GPU
-:meth:`MixedGemm.run` does not synchronize and allocates only the workspace of configs that have one, if none is given,
-so it can be captured in a CUDA graph. (dequantize_gemm also copies an x with strides. The first launch with stream-k
-synchronizes if no workspace is given.)
+:meth:`MixedGemm.run` does not synchronize, and it allocates nothing but the workspace of a config that needs one and is
+given none. So it can be captured in a CUDA graph. There are two exceptions: dequantize_gemm copies an x with strides,
+and the first launch with stream-k synchronizes if no workspace is given.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ _B = tuple(f"b[{i}]" for i in range(4))
 
 @dataclass(frozen=True)
 class MixedGemm:
-    """d = act(alpha * token_scale * (a @ b.T) + bias) + residual for one kind of weight on one device, any m, n and k.
+    """The product out = act(alpha * token_scale * (a @ b.T) + bias) + residual, for one format of weights on one device
+    and any m, n and k.
 
     Args:
-        format: what the numbers of b mean, or its string.
+        format: format of b, or its string, such as "int4_g128".
         dtype: dtype of a: float16, bfloat16 or float8_e4m3fn, on the CPU also float32.
         device: device of all tensors.
-        layout: layout of b; None for the one that the fastest kernel reads. ``w.repack(layout).tensors`` of a
-            :class:`w4gemm.QuantizedWeight` are such tensors; their shapes are :meth:`weight_shapes`.
-        epilogue: says which of alpha, bias, residual, token_scale and activation :meth:`run` gets, and the dtype of d.
+        layout: layout of b; None for the one that the fastest kernel of the device reads. The tensors are
+            ``w.repack(layout).tensors`` of a :class:`w4gemm.QuantizedWeight`; :meth:`weight_shapes` says their shapes.
+        epilogue: says which of alpha, bias, residual and token_scale :meth:`run` gets, the activation, and the dtype of
+            out.
         batch_invariant: as for :func:`w4gemm.linear`.
 
     Raises:
-        TypeError, ValueError: for an unknown format, layout or epilogue.
+        TypeError, ValueError: for an unknown format, dtype, layout or epilogue, or a device that is not there.
 
     Examples:
         >>> gemm = w4gemm.MixedGemm("int4_g128", torch.bfloat16, "cpu")
@@ -73,23 +75,28 @@ class MixedGemm:
         object.__setattr__(self, "layout", layout_named(layout).name)
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
-        """Return the problem that a config is chosen for at these sizes: m is its interval's last, or, of more than
-        256 tokens, rounded up a little."""
+        """Return the problem that a config is chosen for at these sizes. Its m is the last of m's interval or, above
+        256 tokens, m rounded up by at most 1/64."""
         return self._key(self._weight(n, k), m).problem()
 
     def weight_shapes(self, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        """Return dtype and shape of each tensor of b; all are contiguous."""
+        """Return the dtype and shape of each tensor of b, for a weight (n, k). All are contiguous."""
         return self._weight(n, k).tensors
 
     def configs(self, m: int, n: int, k: int) -> list[str]:
-        """Return every config that :meth:`run` takes, best guess first; empty if nothing can run this, with the reasons
-        in :func:`w4gemm.explain` of :meth:`problem`."""
+        """Return every config that :meth:`run` takes at these sizes, as strings, least predicted time first. The list
+        is empty if no kernel can run them; ``w4gemm.explain(gemm.problem(m, n, k))`` has the reasons."""
         return choice.configs(self.problem(m, n, k))
 
     def workspace_bytes(self, m: int, n: int, k: int, config: str) -> int:
-        """Bytes of device memory that a launch needs: the size of ``workspace`` in :meth:`run`. Without one,
-        :meth:`run` allocates them from PyTorch's allocator, in the order of its stream, and frees them. On a GPU 0 but
-        for stream-k and dequantize_gemm, because split-k reduces in the cluster's shared memory."""
+        """Return the bytes of device memory that a launch of ``config`` needs: the least size of :meth:`run`'s
+        ``workspace``. If run is given none, it takes them from PyTorch's allocator, in the order of its stream, and
+        frees them. On a GPU only stream-k and dequantize_gemm need any, because split-k reduces in the shared memory of
+        a cluster.
+
+        Raises:
+            UnsupportedError, ValueError: if nothing runs these sizes, or the config is not legal.
+        """
         name, _, _ = config.rpartition("/")
         problem = self.problem(m, n, k)
         chosen = choice.explain(problem, config).chosen
@@ -97,15 +104,19 @@ class MixedGemm:
         return kernel_named(name or chosen[0]).workspace_bytes(problem, chosen[1])
 
     def tokens(self, most: int, n: int, k: int) -> list[int]:
-        """Return values of m within 1 .. most that between them need every kernel that any of 1 .. most needs."""
+        """Return values of m within 1 .. most whose kernels are all that any m of 1 .. most needs; :meth:`prepare` each
+        of them before serving."""
         require_int("most", most)
         return choice.meeting(self._key(self._weight(n, k), 1), most)
 
     def prepare(self, m: int, n: int, k: int, config: str | None = None) -> str:
-        """Compile or load what :meth:`run` needs for m tokens; return the config that it will use.
+        """Compile or load what :meth:`run` needs for m tokens, and return the config that it will use.
+
+        Args:
+            config: one of :meth:`configs`; None for the tuned or predicted one.
 
         Raises:
-            UnsupportedError, ValueError: if nothing runs this, or the config is not legal.
+            UnsupportedError, ValueError: if nothing runs these sizes, or the config is not legal.
         """
         return str(choice.plan_for(self._key(self._weight(n, k), m, config)))
 
@@ -123,25 +134,26 @@ class MixedGemm:
         workspace: Any = None,
         stream: torch.cuda.Stream | int | None = None,
     ) -> None:
-        """Launch once. The first call that needs a kernel compiles it; :meth:`prepare` does that beforehand.
+        """Launch the product once. The first call that needs a kernel compiles it, unless :meth:`prepare` did.
 
         Args:
-            a: (m, k), columns contiguous, rows at multiples of 16 bytes.
+            a: activations (m, k), columns contiguous, rows at multiples of 16 bytes.
             b: the packed tensors of a weight (n, k), a sequence.
-            out: (m, n), or (m, n / 2) with silu_mul; contiguous. It may be the residual.
-            alpha: a number or a float32 tensor of one element, as the epilogue says.
-            bias: (n,) of a's dtype; beside fp8 a, of out's 16-bit dtype or bfloat16.
-            residual: of out's shape and dtype.
+            out: tensor that the result is written to: (m, n), or (m, n / 2) with a gated activation; contiguous, its
+                dtype as the epilogue says. It may be the residual.
+            alpha: a number if ``epilogue.alpha`` is "host", a float32 tensor of one element if it is "device".
+            bias: (n,) of a's dtype. For fp8 a: of out's dtype if that has 16 bits, else bfloat16.
+            residual: the shape and dtype of out.
             token_scale: float32 (m,), for fp8 a.
             config: one of :meth:`configs`; None for the tuned or predicted one.
-            workspace: device buffer of at least :meth:`workspace_bytes` bytes, zero-filled before its first use;
-                launches that may overlap need separate buffers. None: each launch allocates what it needs. Ignored on
-                the CPU.
+            workspace: device buffer of at least :meth:`workspace_bytes` bytes, zero-filled before its first use.
+                Launches that may overlap need separate buffers. If None, each launch allocates what it needs. Ignored
+                on the CPU.
             stream: a torch stream or the address of a ``CUstream``; None for torch's current one.
 
         Raises:
-            TypeError, ValueError: for an argument that does not fit, naming it.
-            UnsupportedError: if nothing runs this.
+            TypeError, ValueError: for an argument that does not fit; the message names it.
+            UnsupportedError: if no kernel runs these sizes; the message has each kernel's reason.
         """
         a, out = _tensor("a", a), _tensor("out", out)
         if stream is not None and not isinstance(stream, (int, torch.cuda.Stream)):
@@ -193,7 +205,7 @@ class MixedGemm:
         return given.view(-1).view(torch.uint8)[:wanted]
 
     def _check(self, operands: Operands) -> PackedShape:
-        """Check everything that a kernel takes for granted, and return the weight's shape."""
+        """Check everything that a kernel takes for granted; return the weight's packed shape."""
         a, out, epilogue, device = operands.x, operands.out, self.epilogue, self.device
         assert isinstance(device, torch.device)
         if not isinstance(a, torch.Tensor) or not isinstance(out, torch.Tensor):

@@ -1,5 +1,8 @@
-"""``torch.func``: grad, vjp, jacrev, hessian and vmap of :func:`w4gemm.linear`, which a registered operator's own
-gradients do not serve. The product is an autograd.Function with a rule for vmap; what comes after it is PyTorch's."""
+"""The transforms of ``torch.func`` (grad, vjp, jacrev, hessian, vmap) of :func:`w4gemm.linear`.
+
+The gradients of a registered operator do not serve them. So the product is an autograd.Function with a rule for vmap,
+and PyTorch's operators compute what comes after it.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,6 @@ class _Transposed(torch.autograd.Function):
 
 
 def _batched(function: Any, dim: int, rows: torch.Tensor, *others: Any) -> tuple[torch.Tensor, int]:
-    """Return the function of a batch of rows, which are more rows to it."""
+    """Return a function of a batch of rows, by calling it once with all rows of the batch."""
     rows = rows.movedim(dim, 0)
     return function.apply(rows.flatten(0, 1), *others).unflatten(0, rows.shape[:2]), 0

@@ -32,6 +32,12 @@ def require_int(name: str, value: object, least: int = 1, most: int = LARGEST_SI
         raise ValueError(f"{name}: wanted an int of at most {most}, got {value!r:.40}")
 
 
+def require_bool(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: wanted a bool, got {type(value).__name__} {value!r:.40}")
+
+
 def require_dense(name: str, t: torch.Tensor) -> None:
     """Raise TypeError for a sparse or MKL-DNN tensor."""
     if t.layout is not torch.strided:

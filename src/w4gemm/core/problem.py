@@ -1,7 +1,6 @@
-"""The product to compute, and the device for it: :class:`GemmProblem` and :class:`Device`.
+"""A product and the device that computes it, as values: :class:`GemmProblem` and :class:`Device`.
 
-Both are plain values without tensors, so choosing, explaining and compiling need no GPU, and any device can be
-described in a test.
+Neither holds tensors. So choosing, explaining and compiling need no GPU, and a test can describe any device.
 """
 
 from __future__ import annotations
@@ -19,13 +18,21 @@ from w4gemm.core.gpu_rates import rates_of
 
 @dataclass(frozen=True)
 class Device:
-    """The facts about a device that kernels choose by: capability, limits and rates. Of its name nothing depends but
-    the rates, if they are not given, and which measured choices hold."""
+    """The facts about a device that a choice depends on: capability, limits and rates.
+
+    :meth:`of` describes a device of this machine. ``w4gemm.core.problem`` has descriptions of others, such as ``H200``
+    and ``H100``. The name decides which measured choices are used, and the rates that are not given.
+
+    Raises:
+        ValueError: for a kind that is no device type.
+    """
 
     kind: str
-    """``"cuda"`` or ``"cpu"``."""
+    """Type of the device as PyTorch names it: "cuda" or "cpu"."""
     name: str = ""
+    """Exact name of the GPU, such as "NVIDIA H200"."""
     capability: tuple[int, int] = (0, 0)
+    """Compute capability, such as (9, 0)."""
     sms: int = 0
     """Number of multiprocessors."""
     shared_memory: int = 0
@@ -33,11 +40,11 @@ class Device:
     rocm: bool = False
     """True for an AMD device behind ``torch.cuda``."""
     clock: float = 0.0
-    """Boost clock of a multiprocessor, MHz; 0 if unknown, as the two below."""
+    """Boost clock of a multiprocessor in MHz; 0 if unknown."""
     bandwidth: float = 0.0
-    """Memory bandwidth, bytes per us."""
+    """Memory bandwidth in bytes per us; 0 if unknown."""
     operations: float = 0.0
-    """Dense 16-bit tensor-core operations per us."""
+    """Dense 16-bit tensor-core operations per us; 0 if unknown."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("cuda", "cpu") and not _is_device_type(self.kind):
@@ -91,7 +98,7 @@ H200 = Device("cuda", "NVIDIA H200", (9, 0), 132, 232448)
 """Equal to :meth:`Device.of` on an H200; for choosing and compiling without one."""
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448)
-"""The SXM form, likewise."""
+"""Equal to :meth:`Device.of` on an H100 SXM."""
 
 GPUS = {
     "sm_80": Device("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912),
@@ -106,19 +113,21 @@ GPUS = {
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """x (m, k) @ w (n, k).T and what ``epilogue`` makes of it, on a device. It holds no tensors.
+    """The product x (m, k) @ w (n, k).T with its epilogue, on a device. It holds no tensors.
 
     Args:
-        m, n, k: tokens, output features, input features.
-        dtype: of x.
-        format: of the weight.
-        layout: name of the pack layout that the weight lies in.
+        m, n, k: number of tokens, output features, input features.
+        dtype: dtype of x.
+        format: format of the weight, or its string.
+        layout: the layout of the weight, ``w.layout``: "mma16" on GPUs, "mma8" there for fp8 x, "cpu" or "canonical" on
+            the CPU.
         epilogue: the operations on the products before they are stored.
-        device: the device, described or real.
-        batch_invariant: True if the bits of a row of d must depend on that row of x alone, not even on m.
-        experts: number of weights, each for some of the m rows of x: how many, only the device knows; 0 for one weight.
-        gathered: of a grouped problem: row i of d is made of the row of x that the i-th of m indices says, which only
-            the device knows; x may then have any number of rows.
+        device: the device: :meth:`Device.of` one of this machine, or a description. An H200 unless another is given.
+        batch_invariant: True if the bits of a row of the result must not depend on the other rows or on m.
+        experts: number of experts; 0 for a single weight. Each expert has its weight and some of the m rows of x, and
+            only the device knows which.
+        gathered: True if row i of the result is computed from row indices[i] of x. Only the device knows the indices,
+            and x may have any number of rows. For a problem of experts.
     """
 
     m: int
@@ -138,7 +147,7 @@ class GemmProblem:
             object.__setattr__(self, "format", WeightFormat.parse(self.format))
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for what makes no problem, naming it."""
+        """Raise TypeError or ValueError, naming the field, if a field is wrong."""
         for name, least in (("m", 1), ("n", 1), ("k", 1), ("experts", 0)):
             require_int(name, getattr(self, name), least)
         if not isinstance(self.dtype, torch.dtype):
