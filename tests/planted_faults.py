@@ -206,8 +206,8 @@ FAULTS = (
     Fault(
         "GPTQ's zero points without the stored 1",
         "src/w4gemm/checkpoints/gptq.py",
-        "zeros = (stored - self.stored_zero).T.contiguous()",
-        "zeros = stored.T.contiguous()",
+        "zeros = unpack_int4(words) - self.stored_zero",
+        "zeros = unpack_int4(words)",
         "tests/test_gptq.py",
     ),
     Fault(
