@@ -60,6 +60,17 @@ def _numbers_of_this_test(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def dtype(device: str) -> torch.dtype:
+    """dtype of x that a device's kernels take."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
 @pytest.fixture
 def new_seed(request: pytest.FixtureRequest) -> int:
     """Another seed for each commit; of the time, in a run that names what it wants. A test that fails shows it."""

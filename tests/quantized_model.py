@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tiny_model import write_dense
+from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.transformers import dequantize_layers, load, summarize
 
@@ -115,6 +117,20 @@ def change(folder: Path, tensors: Callable[[dict[str, torch.Tensor]], Any]) -> N
     found = load_file(folder / "model.safetensors")
     tensors(found)
     save_file(found, folder / "model.safetensors")
+
+
+def refusals(folder: Path) -> Callable[[str, Callable[[dict[str, torch.Tensor]], Any]], None]:
+    """Return a function that changes tensors of the folder as it is now, and wants loading to be refused with a
+    message."""
+    whole = (folder / "model.safetensors").read_bytes()
+
+    def refused(message: str, changed: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+        (folder / "model.safetensors").write_bytes(whole)
+        change(folder, changed)
+        with pytest.raises(FormatError, match=message):
+            load(folder)
+
+    return refused
 
 
 def put(folder: Path, name: str, tensor: torch.Tensor | None) -> None:

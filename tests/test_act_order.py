@@ -22,17 +22,6 @@ from w4gemm.packing.layouts import LAYOUTS
 
 N, K = 130, 576
 FORMATS = ["int4_g32", "int4_g64_zint_fp16", "int4_g128_zfloat", "int4_g256_zint"]  # 128 and 256: a short last group
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def dtype(device) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def random_g_idx(format: WeightFormat, k: int = K, seed: int = 0) -> torch.Tensor:

@@ -15,18 +15,7 @@ from w4gemm.jit import object_code
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 
 E4M3 = torch.float8_e4m3fn
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FRONTS = ["", "rms", "silu_mul"]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def dtype(device) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> torch.Tensor:

@@ -10,11 +10,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, write_model
+from quantized_model import Numbers, Writer, assert_loads, configure, pack, refusals, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.integrations.transformers import load
 
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 32}
@@ -76,14 +75,7 @@ def test_configs_that_are_refused(tmp_path: Path, settings: dict[str, Any], mess
 
 def test_damaged_folders(tmp_path: Path) -> None:
     write_model(tmp_path, CONFIG, writer(zeros=(0, 15)))
-    whole = (tmp_path / "model.safetensors").read_bytes()
-
-    def refused(message: str, changed: Any) -> None:
-        (tmp_path / "model.safetensors").write_bytes(whole)
-        change(tmp_path, changed)
-        with pytest.raises(FormatError, match=message):
-            load(tmp_path)
-
+    refused = refusals(tmp_path)
     refused(f"{DOWN}: there is no qweight beside its qzeros, scales", lambda t: t.pop(f"{DOWN}.qweight"))
     refused(f"{DOWN}: there is no qzeros", lambda t: t.pop(f"{DOWN}.qzeros"))
     refused(f"no tensor for {DOWN}.weight", lambda t: [t.pop(f"{DOWN}.{x}") for x in ("qweight", "qzeros", "scales")])

@@ -27,14 +27,8 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import KERNELS
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 H200_PROBLEM = GemmProblem(16, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200, batch_invariant=True)
 CPU_PROBLEM = replace(H200_PROBLEM, n=130, k=576, dtype=torch.float32, layout="cpu", device=Device("cpu"))
-
-
-@pytest.fixture(params=DEVICES)
-def device(request) -> str:
-    return request.param
 
 
 @pytest.fixture(params=[f for f in FEW_FORMATS if not f.has_channels], ids=str)

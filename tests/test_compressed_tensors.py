@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import save_file
 
-from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, write_model
+from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, refusals, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError, WeightFormat
 from w4gemm.checkpoints import open_checkpoint
@@ -264,14 +264,7 @@ def test_configs_that_are_refused(tmp_path: Path, settings: dict[str, Any], mess
 
 def test_damaged_folders(tmp_path: Path) -> None:
     write_model(tmp_path, config(), writer())
-    whole = (tmp_path / "model.safetensors").read_bytes()
-
-    def refused(message: str, changed: Any) -> None:
-        (tmp_path / "model.safetensors").write_bytes(whole)
-        change(tmp_path, changed)
-        with pytest.raises(FormatError, match=message):
-            load(tmp_path)
-
+    refused = refusals(tmp_path)
     parts = ("weight_packed", "weight_scale", "weight_shape")
     refused(f"{DOWN}: there is no weight_packed beside its weight_s", lambda t: t.pop(f"{DOWN}.weight_packed"))
     refused(f"{DOWN}: there is no weight_scale", lambda t: t.pop(f"{DOWN}.weight_scale"))

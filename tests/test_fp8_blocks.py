@@ -19,7 +19,6 @@ from w4gemm.weights.reference import grouped_reference, linear_reference
 
 FP8 = torch.float8_e4m3fn
 FORMATS = ("int4_g128", "int4_g32_zint", "int4_col", "int4_g128_e4m3", "mxfp4")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {"cpu": 4e-3, "cuda": 5e-3}
 """Relative errors: roundings to bf16, on a GPU also of sums of fp8 products."""
 
@@ -45,7 +44,6 @@ def close(d: torch.Tensor, wanted: torch.Tensor) -> None:
     assert (d.double() - wanted).norm() <= TOLERANCE[d.device.type] * wanted.norm()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("m, n, k", [(1, 200, 512), (7, 130, 333), (40, 192, 2752), (300, 200, 1100)])
 def test_linear(device, format, m, n, k):
@@ -95,7 +93,6 @@ def test_every_config_on_a_gpu(format):
         assert torch.equal(d, exact), str(config)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
 def test_experts(device, format):
     """Contiguous, gathered and padded rows."""
@@ -179,7 +176,6 @@ def test_machine_code(format, m, experts):
     assert codes[1].count("UTMALDG") == codes[0].count("UTMALDG") + 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [128, 640])
 def test_scales_in_ue8m0(device, k):
     """DeepEP sends four powers of two in an int32, with contiguous tokens."""

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, write_model
+from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, refusals, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
@@ -139,14 +139,7 @@ def test_configs_that_are_refused(tmp_path: Path, settings: dict[str, Any], mess
 
 def test_damaged_folders(tmp_path: Path) -> None:
     write_model(tmp_path, CONFIG, writer(-1))
-    whole = (tmp_path / "model.safetensors").read_bytes()
-
-    def refused(message: str, changed: Any) -> None:
-        (tmp_path / "model.safetensors").write_bytes(whole)
-        change(tmp_path, changed)
-        with pytest.raises(FormatError, match=message):
-            load(tmp_path)
-
+    refused = refusals(tmp_path)
     refused(f"{DOWN}: there is no qweight beside its g_idx, qzeros, scales", lambda t: t.pop(f"{DOWN}.qweight"))
     refused(f"{DOWN}: there is no scales", lambda t: t.pop(f"{DOWN}.scales"))
     refused(
@@ -170,6 +163,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
             }
         ),
     )
+    whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(FormatError, match="is not a whole safetensors file"):
         open_checkpoint(tmp_path)

@@ -15,16 +15,10 @@ from w4gemm.packing.layouts import native_layout
 
 IN, OUT = 333, 130
 FORMATS = ["int4_g32_zfloat_fp16", "int4_g128", "int4_col_zint"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=FORMATS)
 def format(request) -> str:
-    return request.param
-
-
-@pytest.fixture(params=DEVICES)
-def device(request) -> str:
     return request.param
 
 

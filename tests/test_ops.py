@@ -29,17 +29,6 @@ from w4gemm.core.problem import Device, GemmProblem
 ROOT = Path(__file__).resolve().parent.parent
 N, K = 130, 96
 FORMAT = WeightFormat.parse("int4_g32_zint_fp16")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def dtype(device) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 @pytest.fixture

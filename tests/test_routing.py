@@ -43,10 +43,6 @@ def assert_right(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
         assert int(found.tokens.min()) >= 0 and int(found.tokens.max()) < len(ids)
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("mapped", [False, True], ids=["local", "mapped"])
 @pytest.mark.parametrize(
@@ -64,7 +60,6 @@ def test_every_choice_has_its_row(device: str, dtype: torch.dtype, mapped: bool,
     assert_right(ids.to(device), experts, expert_map)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_uneven_choices(device: str) -> None:
     """All of one expert, none here, and ids that do not lie contiguously."""
     assert_right(torch.full((50, 4), 3, device=device), 8)
