@@ -50,7 +50,7 @@ FP8_FORMATS = (
     *(format for format in FORMATS if format.zero != "float"),
     *(WeightFormat(group_size, "none", "e4m3") for group_size in (32, 64, 128, 256, PER_COLUMN)),
 )
-"""For fp8 activations; the README says so beside the table."""
+"""For fp8 activations; docs/support.md says so above the table."""
 
 PARTIAL = "dequantize_gemm"
 """Takes a single weight without an epilogue, and not all formats; the documents say so below the table."""
@@ -74,6 +74,15 @@ def kernels_by_device() -> str:
     """By device and dtype of x the kernels that take every format, dense (experts 0) and grouped."""
     rows = ((name, *(_cell(device, dtype) for dtype in DTYPES.values())) for name, device in DEVICES.items())
     return markdown(("device", *DTYPES), rows)
+
+
+def dtypes_by_device() -> str:
+    """By device the dtypes of x that some kernel takes with every format; devices with the same dtypes are one row."""
+    rows: dict[str, list[str]] = {}
+    for name, device in DEVICES.items():
+        dtypes = (f"`{word}`" for word, dtype in DTYPES.items() if _cell(device, dtype) != "-")
+        rows.setdefault(", ".join(dtypes) or "-", []).append(name)
+    return markdown(("device", "dtypes of x"), (("; ".join(names), dtypes) for dtypes, names in rows.items()))
 
 
 def _cell(device: Device, dtype: torch.dtype) -> str:
@@ -204,6 +213,7 @@ def _runs(device: Device, format: WeightFormat, dtype: torch.dtype) -> bool:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "dtypes": dtypes_by_device,
     "kernels": kernels_by_device,
     "formats": formats_by_device,
     "features": features_by_kernel,
