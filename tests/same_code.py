@@ -6,8 +6,9 @@
 
 A refactoring of device code proves itself this way: every instruction of every sampled variant is the same, registers
 included. Variants are drawn at random (--seed), evenly over kernels, schedules, dense, grouped and gathered problems,
-activations of 16 bits and fp8, formats and epilogues. Both trees compile every variant anew, each in processes of its
-own; the code of a commit is kept in the git folder, so the next comparison with it compiles one tree only.
+activations of 16 bits and fp8, formats and epilogues; some forms of each helper come besides. Both trees compile every
+variant anew, each in processes of its own; the code of a commit is kept in the git folder, so the next comparison with
+it compiles one tree only.
 
 Exit status: 0 if all are equal, 1 if any differs or is not legal in one of the trees.
 """
@@ -32,8 +33,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ((8192, 8192), (28672, 4096), (6144, 1100), (1024, 4096))
 TOKENS = (1, 2, 4, 8, 16, 24, 48, 64, 100, 192, 256, 1000, 4096)
-FORMATS_16 = ("int4_g128", "int4_g128", "int4_g32", "int4_g64_zint", "int4_g32_zfloat", "int4_col", "int4_g128_fp16")
-FORMATS_FP8 = ("int4_g128", "int4_g128_e4m3", "int4_g32_e4m3", "int4_g64_zint", "int4_col")
+FORMATS_16 = (
+    *("int4_g128", "int4_g32", "int4_g64_zint", "int4_g32_zfloat", "int4_col", "int4_g128_fp16"),
+    *("mxfp4", "nvfp4", "nf4", "iq4_g32_fp16", "iq4_g32_fp32", "q4_k", "int4_g64_zfloat_fp32"),
+)
+FORMATS_FP8 = ("int4_g128", "int4_g128_e4m3", "int4_g32_e4m3", "int4_g64_zint", "int4_col", "mxfp4")
 EPILOGUES: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -43,6 +47,21 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
     {"alpha": "device", "residual": True},
     {"alpha": "host", "out_dtype": "float32"},
 )
+BLOCK_SCALE: dict[str, Any] = {"block_scale": True}
+"""Epilogue of a tenth of the cases with fp8 x, whose rows else have one scale each."""
+HELPERS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "column_gather": (("bfloat16", 4096),),
+    "expert_route": (("int64", 128, False), ("int32", 8, True)),
+    "row_combine": (("bfloat16", 8), ("float16", 2)),
+    "activation_quantize": (
+        *(("bfloat16", 4096, "", True), ("float16", 4096, "rms", True)),
+        *(("bfloat16", 4096, "silu_mul", True), ("bfloat16", 4099, "silu_mul", False)),
+    ),
+    "rms_norm": (("bfloat16", 4096),),
+    "gate_halves": (("bfloat16", "silu_mul"),),
+    "step_attention": (("bfloat16", 128, 4, 2, False), ("float16", 64, 8, 1, True)),
+}
+"""By the helper's name, what its ``of`` takes beside the device; dtypes by name. All are in every sample."""
 GPUS = (
     ("NVIDIA H200", (9, 0), 132, 232448),
     ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912),
@@ -116,7 +135,9 @@ def drawn(count: int, seed: int, only: str) -> list[dict[str, Any]]:
             "gathered": grouping == 2,
             "gpu": r.choices(GPUS, (8, 1, 1))[0],
         }
-        if fp8:
+        if fp8 and r.random() < 0.1:
+            case["epilogue"] = dict(BLOCK_SCALE)
+        elif fp8:
             case["epilogue"]["token_scale"] = True
         legal = [name for name in w4gemm.configs(problem_of(case)) if only in name and not name.startswith("cpu")]
         by_kind: dict[tuple[Any, ...], list[str]] = {}
@@ -132,17 +153,44 @@ def drawn(count: int, seed: int, only: str) -> list[dict[str, Any]]:
         if text not in cases:
             cases[text] = case
             kinds[kind] += 1
-    return list(cases.values())
+    return list(cases.values()) + helper_cases(only)
+
+
+def helpers_by_name() -> dict[str, Any]:
+    """The helpers of this tree, of which an older one may have none."""
+    return {helper.name: helper for helper in getattr(importlib.import_module("w4gemm.kernels"), "HELPERS", ())}
+
+
+def helper_cases(only: str) -> list[dict[str, Any]]:
+    """The cases of the helpers that this tree has."""
+    known = helpers_by_name()
+    named = [(name, given) for name, several in HELPERS.items() for given in several]
+    return [{"helper": name, "given": given} for name, given in named if name in known and only in name]
+
+
+def compile_helper(case: dict[str, Any]) -> None:
+    """Compile a helper for the first of ``GPUS``."""
+    import torch
+
+    import w4gemm
+
+    name, capability, sms, shared_memory = GPUS[0]
+    device = w4gemm.Device(kind="cuda", name=name, capability=capability, sms=sms, shared_memory=shared_memory)
+    dtype, *others = case["given"]
+    helper = helpers_by_name()[case["helper"]].of(device, getattr(torch, dtype), *others)
+    importlib.import_module("w4gemm.jit").compiled(helper.unit())
 
 
 def code_of(case: dict[str, Any]) -> list[str]:
     """The instructions of each kernel of a case, compiled anew by this tree."""
     from sass import functions
 
-    plan = _first("w4gemm.choice:plan", "w4gemm.dispatch:plan")
     with tempfile.TemporaryDirectory(prefix="same-code-") as folder:
         os.environ["W4GEMM_CACHE_DIR"] = folder
-        plan(problem_of(case), case["config"])
+        if "helper" in case:
+            compile_helper(case)
+        else:
+            _first("w4gemm.choice:plan", "w4gemm.dispatch:plan")(problem_of(case), case["config"])
         (file,) = Path(folder).glob("*.o")  # none, if a variant that was compiled before serves this case too
         return functions(file.read_bytes())
 
@@ -216,6 +264,25 @@ def compiled_by(tree: Path, cases: list[dict[str, Any]], jobs: int, kept: Path |
     return [result for result in found if result is not None]
 
 
+def append_row(out: Path, cases: list[dict[str, Any]], counts: Counter[str], commit: str, seed: int) -> None:
+    """Append the counts of a comparison with ``commit`` to a file of results."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from w4gemm.tuning import record
+
+    facts = record.facts()
+    compared = Counter(case["helper"] if "helper" in case else case["config"].split("/")[0] for case in cases)
+    row = {
+        "kind": "same_code",
+        "run": record.run_name(facts),
+        "against": commit[:12],
+        "seed": seed,
+        "variants": len(cases),
+        **{name: counts[name] for name in ("equal", "differs", "error")},
+        "kernels": dict(compared),
+    }
+    record.append(out, row | facts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", default="HEAD", metavar="COMMIT", help="the commit to compare with (HEAD)")
@@ -250,20 +317,7 @@ def main() -> int:
         f"{counts['equal']} equal, {counts['differs']} different, {counts['error']} not compiled, against {commit[:12]}"
     )
     if args.json:
-        sys.path.insert(0, str(ROOT / "src"))
-        from w4gemm.tuning import record
-
-        facts = record.facts()
-        row = {
-            "kind": "same_code",
-            "run": record.run_name(facts),
-            "against": commit[:12],
-            "seed": args.seed,
-            "variants": len(cases),
-            **{name: counts[name] for name in ("equal", "differs", "error")},
-            "kernels": dict(Counter(case["config"].split("/")[0] for case in cases)),
-        }
-        record.append(args.json, row | facts)
+        append_row(args.json, cases, counts, commit, args.seed)
     return 0 if counts["equal"] == len(cases) and cases else 1
 
 
