@@ -6,10 +6,10 @@ compared; all are of one kind of GPU, an H200 if they do not say. Rows of two la
 and of dequantize_gemm are passed over.
 
 Writes that GPU's file, which no compiled kernel depends on, and prints, for each (n, k, m, experts), how far the first
-choice is from the fastest config. If there is no such file, it begins as that of the likest GPU, scaled by what is
-known of both. What belongs to no legal config is left out. With ``--keep``, configs that have constants keep them: new
-ones are fitted beside them, and no choice among the others changes. With ``--adjust``, constants are scaled as far as
-ROWS ask for it, which may then be few; configs that ROWS lack change as those of as many tokens, or, with
+choice is from the fastest config. If there is no such file, it begins as that of the most similar GPU, scaled by what
+is known of both. What belongs to no legal config is left out. With ``--keep``, configs that have constants keep them:
+new ones are fitted beside them, and no choice among the others changes. With ``--adjust``, constants are scaled as far
+as ROWS ask for it, which may then be few; configs that ROWS lack change as those of as many tokens, or, with
 ``--others-stay``, not. ``--unknown`` fits for other layers than those of ROWS. ``--hold-out 4`` keeps no fit: it fits
 to the layers of three quarters, four times, and prints how far the first choice is off at those of the fourth, before
 and after. Needs numpy and scipy.
@@ -146,7 +146,7 @@ def hold_out(rows: list[dict[str, Any]], known: dict[str, SliceTimes], how: How,
 
 
 def begin(device: Device) -> None:
-    """Make a GPU's file, if it has none, of that of the likest GPU: what holds there, scaled to this one."""
+    """Make a GPU's file, if it has none, of that of the most similar GPU: what holds there, scaled to this one."""
     target = constants.path_of(device.name)
     if not target.exists():
         like, scale = constants.constants_for(device).device, constants.scale_of(device)
@@ -160,7 +160,7 @@ _SM_TERMS = defaultdict[str, tuple[str, ...]](tuple)
 _SM_TERMS |= {
     "": ("alone", "tile"),
     "waves": ("gathered_us", "row_us", "row_past_us", "expert_tile_us", "expert_start_us"),
-    "mma_sync": ("slot", "decode", "operations", "read", "sums"),
+    "mma_sync": ("k_slice", "decode", "operations", "read", "sums"),
 }
 """Terms that are work of one multiprocessor, by model; the empty name for a config."""
 

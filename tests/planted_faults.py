@@ -321,7 +321,7 @@ FAULTS = (
     ),
     Fault(
         "the table of pairs is not counted in shared memory",
-        "src/w4gemm/kernels/gpu.py",
+        "src/w4gemm/kernels/variant.py",
         "return TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes",
         "return self.weight.codec.table_bytes",
         "tests/test_codecs.py -k room",
@@ -364,12 +364,12 @@ FAULTS = (
     Fault(
         "every Hopper GPU is ranked by the H200's times",
         "src/w4gemm/choice/cost/constants.py",
-        "return reference() if likest.name == _REFERENCE else read(path_of(likest.name))",
+        "return reference() if nearest.name == _REFERENCE else read(path_of(nearest.name))",
         "return reference()",
         "tests/test_cost.py -k gpu",
     ),
     Fault(
-        "the likest GPU is found without its multiprocessors",
+        "the most similar GPU is found without its multiprocessors",
         "src/w4gemm/choice/cost/constants.py",
         "_ratio(a.bandwidth / a.sms, b.bandwidth / b.sms)",
         "_ratio(a.bandwidth, b.bandwidth)",
@@ -378,7 +378,7 @@ FAULTS = (
     # --- device code that only a GPU runs
     Fault(
         "a second scale group in a k chunk takes the first one's scale",
-        _SM90 + "mainloop.py",
+        _SM90 + "weight_fragments.py",
         "if step == 0 or column == 0:",
         "if step == 0:",
         "fuzz --config sm90_mixed --like format=_g32",
@@ -386,7 +386,7 @@ FAULTS = (
     ),
     Fault(
         "every k set reads the first one's blocks",
-        _SM90 + "mainloop.py",
+        _SM90 + "weight_fragments.py",
         "index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block",
         "index = row + block",
         "fuzz --config sm90_mixed_gemm/.*x64x(256|512)_",
@@ -514,7 +514,7 @@ FAULTS = (
     ),
     Fault(
         "relu makes a 0 of a NaN",
-        _DEVICE + "ptx.py",
+        _DEVICE + "arithmetic.py",
         "max.NaN.f32 $0, $1, $2;",
         "max.f32 $0, $1, $2;",
         "fuzz --like activation=relu",

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from conformance.cases import FORMATS
 from ptx_interpreter import run_ptx
 from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, fold_scales, grouped_linear, linear, quantize
@@ -289,6 +290,17 @@ def test_codes_are_lossless(codec):
     assert words.shape == (1, 1, 1024) and torch.equal(codec.codes_of(words), codes)
     masks = [bits.mask << bits.shift for bits in codec.bits]
     assert sum(masks) == 2**32 - 1, "each bit of a word once"
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_each_codec_is_tested(codec):
+    """By a format in the conformance suite and, where there is a compiler, one whose machine code is looked at."""
+    assert any(map(codec.holds, FORMATS)), "add a format to FORMATS in conformance/cases.py"
+    pytest.importorskip("cutlass")
+    from test_sass import INSTRUCTION, formats_of
+
+    compiled = {name for kernel in INSTRUCTION for name, _ in formats_of(kernel)}
+    assert any(codec.holds(WeightFormat.parse(name)) for name in compiled), "add a format to formats_of in test_sass.py"
 
 
 def test_each_codec_has_a_decoder():

@@ -118,15 +118,15 @@ def test_explain_says_where_predictions_come_from():
     )
 
 
-def test_other_gpus_are_scaled_from_the_likest():
+def test_other_gpus_are_scaled_from_the_most_similar():
     """By clock, and bandwidth and matrix instructions per multiprocessor."""
     hopper = {gpu: Device("cuda", f"NVIDIA {gpu}", (9, 0), 132, 232448) for gpu in ("H800", "H200 NVL", "H100 NVL")}
     hopper |= {"H20": H20, "H100 PCIe": H100_PCIE}
-    likest = {gpu: constants.constants_for(device).device for gpu, device in hopper.items()}
-    assert likest["H200 NVL"] == likest["H20"] == H200
-    assert set(likest.values()) <= set(MEASURED)
+    most_similar = {gpu: constants.constants_for(device).device for gpu, device in hopper.items()}
+    assert most_similar["H200 NVL"] == most_similar["H20"] == H200
+    assert set(most_similar.values()) <= set(MEASURED)
     for gpu, device in hopper.items():
-        of_file, scale = likest[gpu], constants.scale_of(device)
+        of_file, scale = most_similar[gpu], constants.scale_of(device)
         assert scale.memory == pytest.approx(of_file.bandwidth / device.bandwidth)
         assert scale.clock == pytest.approx(of_file.clock / device.clock)
 

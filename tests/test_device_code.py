@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import w4gemm
+from w4gemm.core.activation import ACTIVATIONS
 
 KERNELS = Path(w4gemm.__file__).parent / "kernels"
 MOST = 2
@@ -125,6 +126,11 @@ def _is_name_of(node: ast.expr, names: set[str]) -> bool:
 def test_values_have_names(file):
     found = list(complaints(ast.parse(file.read_text())))
     assert not found, "\n".join(found)
+
+
+def test_each_activation_has_device_code():
+    device = pytest.importorskip("w4gemm.kernels.device.activation")
+    assert set(device._ACTIVATIONS) == set(ACTIVATIONS)
 
 
 @pytest.mark.parametrize(

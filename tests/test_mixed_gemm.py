@@ -12,8 +12,8 @@ from w4gemm.choice.cost import ranked
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named
-from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
 KERNEL = kernel_named("sm90_mixed_gemm")
 PROBLEM = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)

@@ -13,7 +13,7 @@ from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels import HELPERS, KERNELS
 from w4gemm.kernels.helper import LayerFacts
-from w4gemm.kernels.rms_norm.spec import RowNorm
+from w4gemm.kernels.rms_norm.spec import RmsNorm
 
 GPU_KERNELS = {kernel.name for kernel in KERNELS} - {"cpu_mixed_gemm"}
 
@@ -47,7 +47,7 @@ def test_a_helper_call_runs_on_the_cpu(name):
 def test_names_of_kernels_are_those_that_are_instrumented():
     """A kernel of another name would pass unseen; that of a dataclass holds no name of a module."""
     text = sanitize_matrix.KERNELS.partition("=")[2].encode()
-    norm = RowNorm.of(H200, torch.bfloat16, 4096)
+    norm = RmsNorm.of(H200, torch.bfloat16, 4096)
     helpers = [*HELPERS[0].needed(H200, LayerFacts(4096, torch.bfloat16, act_order=True)), norm]
     assert len(helpers) > 1
     for helper in helpers[-2:]:

@@ -29,7 +29,7 @@ from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.jit.disk import source_hash
 from w4gemm.kernels import KERNELS, Kernel, kernel_named
-from w4gemm.kernels.gpu import EXPERT_MAPS
+from w4gemm.kernels.variant import EXPERT_MAPS
 
 pytest.importorskip("cutlass")
 
@@ -151,7 +151,7 @@ def count_waits(sass: Sass) -> int:
 
 
 def configs_of(kernel: Kernel, p: GemmProblem) -> list[GemmConfig]:
-    """Configs of one launch; those of two are tested in test_parts.py."""
+    """Configs of one launch; those of two are tested in test_two_launches.py."""
     return [c for c in kernel.configs(p) if c.tail is None]
 
 

@@ -14,10 +14,10 @@ from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.transformers.fused_attention import Cached, attention_in_torch, step_attention
 from w4gemm.integrations.transformers.fused_step import gate_halves, rms_norm
 from w4gemm.jit import object_code
-from w4gemm.kernels.gate_halves.spec import GatedHalves
+from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper, launcher
-from w4gemm.kernels.rms_norm.spec import RowNorm
-from w4gemm.kernels.step_attention.spec import StepAttentionHelper
+from w4gemm.kernels.rms_norm.spec import RmsNorm
+from w4gemm.kernels.step_attention.spec import StepAttention
 
 
 @pytest.mark.gpu
@@ -95,14 +95,14 @@ def test_norm(m: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("dim", "sinks"), [(64, True), (128, False), (256, False)])
 def test_no_registers_are_spilled(dim: int, sinks: bool) -> None:
     group = 4 if dim == 256 else 8
-    helper = StepAttentionHelper.of(H200, torch.bfloat16, dim, group, 8, sinks)
+    helper = StepAttention.of(H200, torch.bfloat16, dim, group, 8, sinks)
     assert helper is not None
     assert disassemble(object_code(helper.unit())).stack == 0
-    assert StepAttentionHelper.of(H200, torch.bfloat16, 96, 1, 1) is None
+    assert StepAttention.of(H200, torch.bfloat16, 96, 1, 1) is None
 
 
 def test_splits_fill_the_gpu() -> None:
-    splits = StepAttentionHelper.splits_for
+    splits = StepAttention.splits_for
     assert splits(units=8, length=256, sms=132) == 4
     assert splits(units=8, length=8192, sms=132) == 8
     assert splits(units=512, length=8192, sms=132) == 1
@@ -110,11 +110,11 @@ def test_splits_fill_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "helper", [GatedHalves.of(H200, torch.float16, "silu_mul"), RowNorm.of(H200, torch.bfloat16, 16384)]
+    "helper", [GateHalves.of(H200, torch.float16, "silu_mul"), RmsNorm.of(H200, torch.bfloat16, 16384)]
 )
 def test_the_small_kernels_compile(helper: Helper) -> None:
     assert disassemble(object_code(helper.unit())).stack == 0
-    assert RowNorm.of(H200, torch.bfloat16, 4100) is None
+    assert RmsNorm.of(H200, torch.bfloat16, 4100) is None
 
 
 def test_helpers_launch_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_helpers_launch_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Device, "of", lambda _: H200)
     monkeypatch.setattr("w4gemm.kernels.helper.compiled", lambda _: lambda *given: seen.append((current[0], given)))
     for index in (1, 0):
-        run = launcher.__wrapped__(RowNorm.of, torch.device("cuda", index), torch.bfloat16, 4096)
+        run = launcher.__wrapped__(RmsNorm.of, torch.device("cuda", index), torch.bfloat16, 4096)
         assert run is not None
         run("x", "weight")
     assert seen == [(1, ("x", "weight")), (0, ("x", "weight"))] and current == [0]

@@ -26,7 +26,8 @@ from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.choice.cost import ranked
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue, default_out_dtype
-from w4gemm.kernels.gpu import EXPERT_MAPS, takes_rows
+from w4gemm.kernels.gpu import takes_rows
+from w4gemm.kernels.variant import EXPERT_MAPS
 from w4gemm.weights.reference import grouped_reference
 
 pytestmark = pytest.mark.sampled(0.25)

@@ -112,7 +112,7 @@ class WeightFormat:
 
     Args:
         group_size: elements of k that share a scale: a positive multiple of 16, or -1 for one scale per output channel.
-            No GPU kernel takes groups that are no multiple of 32 yet.
+            GPU kernels take multiples of 32; those of 16 beside 8-bit scales alone, as in nvfp4.
         zero: ``"none"``, ``"int"`` or ``"float"``; see the table in the module's docstring.
         scale: name of the scale rule, one of :data:`SCALES`; a float zero point has the dtype of the scales.
         element: name of the element, one of :data:`ELEMENTS` or what :func:`codebook` returns; only int4 takes zero

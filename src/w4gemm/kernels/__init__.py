@@ -8,16 +8,16 @@ from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm
 from w4gemm.kernels.expert_route.spec import ExpertRoute
-from w4gemm.kernels.gate_halves.spec import GatedHalves
+from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper, launcher
-from w4gemm.kernels.rms_norm.spec import RowNorm
+from w4gemm.kernels.rms_norm.spec import RmsNorm
 from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
-from w4gemm.kernels.step_attention.spec import StepAttentionHelper
+from w4gemm.kernels.step_attention.spec import StepAttention
 
 KERNELS: tuple[Kernel, ...] = (
     Sm90Decode(),
@@ -31,7 +31,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 HELPERS: tuple[type[Helper], ...] = (
     *(ColumnGather, ExpertRoute, RowCombine, ActivationQuantize),
-    *(RowNorm, GatedHalves, StepAttentionHelper),
+    *(RmsNorm, GateHalves, StepAttention),
 )
 """The small kernels beside the products."""
 

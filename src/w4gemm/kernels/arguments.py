@@ -62,8 +62,8 @@ class Arguments(NamedTuple):
     """int32: the clusters of this kernel that the device holds at once."""
 
     def behind_tma(self) -> Arguments:
-        """The arguments of device code that gets x and its scales beside them, as TMA sees them, and a grid of the
-        right size."""
+        """Return the arguments without those that only the host function needs, because device code reads x and its
+        block scales through TMA."""
         return self._replace(x=None, epilogue=self.epilogue._replace(block_scale=None), max_clusters=None)
 
 
@@ -91,8 +91,9 @@ def nested(values: Sequence[Any]) -> Arguments:
 
 
 def stand_ins(variant: Any, workspace: bool) -> Arguments:
-    """Arguments with the dtypes and symbolic shapes of a :class:`w4gemm.kernels.gpu.Variant`, for ``cute.compile``.
+    """Return arguments for ``cute.compile``, with dtypes and symbolic shapes.
 
+    variant: a :class:`w4gemm.kernels.variant.GpuVariant`.
     workspace: True if a launch takes partials and flags.
     """
     import cutlass

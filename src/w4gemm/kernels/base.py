@@ -85,7 +85,7 @@ class Resources(NamedTuple):
     ctas: int | None = None
     """Output tiles x split_k: the CTAs of the launch, or the tiles of a persistent one."""
     waves: float | None = None
-    """CTAs / those that the device holds at once."""
+    """CTAs / number of CTAs that the device holds at once."""
     threads: int | None = None
     """Threads per CTA."""
     registers: int | None = None

@@ -5,156 +5,29 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import SCALE_BLOCK, Epilogue
+from w4gemm.core.epilogue import SCALE_BLOCK
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.space import Exclusion, Space
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
+from w4gemm.kernels.variant import EXPERT_MAPS, GpuVariant
+from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs import WeightOperand
-from w4gemm.packing.codecs.pairs import TABLE_BYTES, Pairs
 from w4gemm.packing.layouts import layout_named
 
-HOPPER_SHARED_MEMORY = 232448
-"""Bytes that one CTA may use on SM90."""
-
-EXPERT_MAPS = (512, 1024)
-"""Sizes of the expert map, in experts: a launch takes the smaller one that is enough, which leaves the pipeline more
-shared memory."""
-
-_OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _MIN_SCALE_GROUP = 32
-"""Columns of a step of an fp8 matrix instruction, or of two steps of a 16-bit one. Of one such step, 16, only 8-bit
-scales can be decoded: the registers have no room for 16-bit ones."""
+"""The smallest scale group that GPU kernels decode: one step along k of an fp8 matrix instruction, or two of a 16-bit
+one. Beside 8-bit scales it is one step of a 16-bit one, 16; for 16-bit scales of so small groups there are no
+registers."""
 MIN_DRIVER = (12, 0)
 """CUDA version that the driver must support."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """All compile-time parameters of a kernel. Equal variants share one compiled object, which serves all m, n and k.
-
-    Args:
-        config: tile, cluster, schedule, split_k, tail.
-        weight: facts of the weight's format: codec, dtypes, geometry of a packed block.
-        epilogue: the operations on the sums, with out_dtype given.
-        vector: True if rows of d can be stored 16 bytes at a time.
-        expert_map: of :data:`EXPERT_MAPS` if there are several weights, experts, each for some rows of x; else 0.
-        gathered: True if a row of d is computed from the row of x that an index says.
-    """
-
-    config: GemmConfig
-    weight: WeightOperand
-    epilogue: Epilogue
-    vector: bool
-    expert_map: int = 0
-    gathered: bool = False
-
-    @staticmethod
-    def ctas_per_sm(config: GemmConfig) -> int:
-        """Number of CTAs of a launch that one multiprocessor holds at once."""
-        return 1
-
-    @property
-    def occupancy(self) -> int:
-        """:meth:`ctas_per_sm` of this one's config."""
-        return self.ctas_per_sm(self.config)
-
-    @property
-    def grouped(self) -> bool:
-        """True if there are several weights, experts, each for some rows of x."""
-        return self.expert_map > 0
-
-    @property
-    def expert_map_bytes(self) -> int:
-        """Bytes of shared memory of the experts' tiles, see kernels/device/expert_tiles.py."""
-        return 4 * self.expert_map
-
-    @property
-    def out_kind(self) -> str:
-        """dtype of d: "f16", "bf16" or "f32"."""
-        return _OUT_KIND[self.epilogue.out_dtype or torch.float32]
-
-    @property
-    def kind(self) -> str:
-        """dtype of x and of decoded weights: "f16", "bf16" or "e4m3"."""
-        return self.weight.kind
-
-    @property
-    def block(self) -> Block:
-        """Sizes and offsets of one 64 x 128 block of the packed weight."""
-        return self.weight.block
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of x."""
-        return 1 if self.kind == "e4m3" else 2
-
-    @property
-    def chunk_k(self) -> int:
-        """Columns of a k chunk, 128 bytes of x: what is decoded at a time."""
-        return 128 // self.itemsize
-
-    @property
-    def scales_on_sums(self) -> bool:
-        """True if scales multiply the sums of each group, not its weights."""
-        return self.weight.codec.scales_on_sums
-
-    @property
-    def block_scales(self) -> bool:
-        """True if each 128 columns of a row of x have a scale."""
-        return self.epilogue.block_scale
-
-    @property
-    def promotes(self) -> bool:
-        """True if sums of ranges of columns are scaled before they are added to the accumulators."""
-        return self.scales_on_sums or self.block_scales
-
-    @property
-    def pairs(self) -> Pairs | None:
-        """Form of the numbers in the table by which two codes are decoded at a time; None without one."""
-        return None
-
-    @property
-    def decode_table_bytes(self) -> int:
-        """Bytes of shared memory of the decoder's table."""
-        return TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes
-
-    @property
-    def channel_scales(self) -> bool:
-        """True if a float32 scale for each output channel multiplies the sums."""
-        return self.weight.channels
-
-    @property
-    def bias_kind(self) -> str:
-        """dtype of the bias."""
-        if self.kind != "e4m3":
-            return self.kind
-        return "bf16" if self.out_kind == "f32" else self.out_kind
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers per consumer thread; 0 if an equal share of the register file is enough."""
-        return 0
-
-    @classmethod
-    def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
-        return cls(
-            config,
-            WeightOperand.of(problem.format, problem.dtype),
-            epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
-            vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
-            expert_map=next((size for size in (0, *EXPERT_MAPS) if problem.experts <= size), EXPERT_MAPS[-1]),
-            gathered=problem.gathered,
-        )
 
 
 def refused_groups(problem: GemmProblem) -> str:
@@ -184,7 +57,7 @@ class GpuKernel(ABC):
     """dtypes of x."""
     block_scales = False
     """True if it takes a scale for each 128 columns of a row of x."""
-    variant: type[Variant]
+    variant: type[GpuVariant]
     space: Space
     """Which configs are legal, and why others are not."""
 
@@ -223,15 +96,15 @@ class GpuKernel(ABC):
         reason = missing_for_dsl(MIN_DRIVER)
         return Status.no(reason) if reason else OK
 
-    def like(self, problem: GemmProblem) -> Any:
-        """A variant for the rules of ``space``, whatever its config: legality does not depend on m."""
+    def any_variant(self, problem: GemmProblem) -> Any:
+        """Return a variant for the rules of ``space``, with any config: they replace it, and do not look at m."""
         return self.variant.of(problem, GemmConfig(8, BLOCK_N, BLOCK_K))
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        return list(self.space.legal(self.like(problem)))
+        return list(self.space.legal(self.any_variant(problem)))
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
-        return self.space.exclusions(self.like(problem), config)
+        return self.space.exclusions(self.any_variant(problem), config)
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         return self.variant.ctas_per_sm(config)
@@ -248,7 +121,7 @@ class GpuKernel(ABC):
         along_m = m_tiles(problem, config.tile_m * config.cluster_m) * config.cluster_m
         n_tiles = -(-problem.n // (config.tile_n * config.cluster_n)) * config.cluster_n
         ctas, per_sm = along_m * n_tiles * config.split_k, self.ctas_per_sm(config)
-        if config.schedule == "stream":  # of as many CTAs as there is room for, each has a part of a tile at least
+        if config.schedule == "stream":  # as many CTAs as the device holds, each with at least one block of k
             ctas = min(ctas * -(-problem.k // BLOCK_K), problem.device.sms * per_sm)
         even = min(255, 65536 // (variant.threads * per_sm) // 8 * 8)
         return Resources(

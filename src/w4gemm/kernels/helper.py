@@ -60,7 +60,7 @@ class Helper(Protocol):
 
 @dataclass(frozen=True)
 class Sm90Helper(ABC):
-    """Base of the helpers on SM90: frozen dataclasses whose fields are all compiled for."""
+    """Base of the helpers on SM90: frozen dataclasses of compile-time parameters."""
 
     name: ClassVar[str]
 
@@ -71,7 +71,7 @@ class Sm90Helper(ABC):
 
     @classmethod
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[Helper]:
-        """No form: that of a helper which a layer's facts do not tell of."""
+        """No form, because a layer's facts do not tell whether the helper is launched; others say so here."""
         return ()
 
     def unit(self) -> Unit:

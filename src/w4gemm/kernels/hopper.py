@@ -8,7 +8,8 @@ from typing import Any
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels.base import Resources
-from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY, GpuKernel
+from w4gemm.kernels.gpu import GpuKernel
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
 
 def full_wave_n_tiles(m_tiles: Any, n_tiles: Any, ctas: Any) -> Any:

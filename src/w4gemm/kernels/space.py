@@ -84,16 +84,20 @@ class Space:
         for kind in KINDS:
             yield from ((kind, rule) for rule in getattr(self, kind))
 
-    def legal(self, like: Any) -> tuple[GemmConfig, ...]:
-        """Every legal config, in the order of the candidates. like: a variant; its config does not matter."""
-        return _legal(self, replace(like, config=_ANY))
+    def legal(self, variant: Any) -> tuple[GemmConfig, ...]:
+        """Every legal config, in the order of the candidates. variant: of the problem; its config does not matter."""
+        return _legal(self, replace(variant, config=_ANY))
 
-    def exclusions(self, like: Any, config: GemmConfig) -> list[Exclusion]:
-        """Every rule that excludes ``config``; none if it is legal. like: a variant; its config does not matter."""
+    def exclusions(self, variant: Any, config: GemmConfig) -> list[Exclusion]:
+        """Every rule that excludes ``config``; none if it is legal. variant: as for :meth:`legal`."""
         sizes = Sizes.of(config)
         if config.tail is not None or sizes not in _candidates(self):
             return [Exclusion("pruned", "sizes", f"not among the sizes that are looked at, {self.sizes}")]
-        shown = {"sizes": sizes, "variant": _plain(like, config), "epilogue": replace(like, config=config)}
+        shown = {
+            "sizes": sizes,
+            "variant": _plain(variant, config),
+            "epilogue": replace(variant, config=config),
+        }
         excluding = ((kind, rule) for kind, rule in self.rules() if rule.excludes(shown[rule.of]))
         return [Exclusion(kind, rule.name, rule.reason) for kind, rule in excluding]
 
@@ -101,24 +105,26 @@ class Space:
 _ANY = GemmConfig(8, 64, 128)
 
 
-def _plain(like: Any, config: GemmConfig) -> Any:
+def _plain(variant: Any, config: GemmConfig) -> Any:
     """The variant that is shown to rules that do not look at the epilogue. Scales of x, which are multiplied by in the
     main loop, are no part of it."""
-    return replace(like, config=config, epilogue=PLAIN._replace(block_scale=like.epilogue.block_scale), vector=True)
+    return replace(
+        variant, config=config, epilogue=PLAIN._replace(block_scale=variant.epilogue.block_scale), vector=True
+    )
 
 
 @functools.cache
-def _legal(space: Space, like: Any) -> tuple[GemmConfig, ...]:
+def _legal(space: Space, variant: Any) -> tuple[GemmConfig, ...]:
     excluded = _excluded(space, "epilogue")
-    variants = [replace(like, config=config) for config in _legal_if_plain(space, _plain(like, _ANY))]
+    variants = [replace(variant, config=config) for config in _legal_if_plain(space, _plain(variant, _ANY))]
     return tuple(v.config for v in variants if not excluded(v))
 
 
 @functools.cache
-def _legal_if_plain(space: Space, like: Any) -> tuple[GemmConfig, ...]:
-    """The configs that no rule excludes whatever the epilogue. like: a variant with a plain one."""
+def _legal_if_plain(space: Space, variant: Any) -> tuple[GemmConfig, ...]:
+    """The configs that no rule excludes whatever the epilogue. variant: one with a plain epilogue."""
     excluded = _excluded(space, "variant")
-    variants = (replace(like, config=config) for config in _legal_sizes(space))
+    variants = (replace(variant, config=config) for config in _legal_sizes(space))
     return tuple(v.config for v in variants if not excluded(v))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -18,31 +19,35 @@ _ELEMENTS = 2**22
 Tensors = tuple[torch.Tensor, ...]
 
 
-def repack_rows(
-    target: PackLayout, into: Tensors, source: PackLayout, tensors: Tensors, what: tuple[WeightFormat, int, int]
-) -> None:
-    """Fill ``into``, tensors of the target layout, with what ``tensors`` of the source layout hold: a weight of
-    ``what``, (format, n, k).
+class Matrix(NamedTuple):
+    """The format and size of a weight, whatever its layout."""
+
+    format: WeightFormat
+    n: int
+    k: int
+
+
+def repack_rows(target: PackLayout, into: Tensors, source: PackLayout, tensors: Tensors, matrix: Matrix) -> None:
+    """Fill ``into``, tensors of the target layout, with the weight that ``tensors`` of the source layout hold.
 
     Raises:
         ValueError: if the target cannot hold the format.
     """
-    format, _, k = what
 
     def unpacked(first: int, last: int) -> WeightComponents:
-        rows = tuple(_entries(t, i, source, format, k, first, last) for i, t in enumerate(tensors))
-        return source.unpack(rows, format, last - first, k)
+        rows = tuple(_entries(t, i, source, matrix, first, last) for i, t in enumerate(tensors))
+        return source.unpack(rows, matrix.format, last - first, matrix.k)
 
-    pack_rows(target, into, unpacked, what)
+    pack_rows(target, into, unpacked, matrix)
 
 
 def pack_rows(
     target: PackLayout,
     into: Tensors,
     rows: Callable[[int, int], WeightComponents],
-    what: tuple[WeightFormat, int, int],
+    matrix: Matrix,
 ) -> None:
-    """Fill ``into``, tensors of the target layout, with a weight of ``what``, (format, n, k).
+    """Fill ``into``, tensors of the target layout, with a weight.
 
     Args:
         rows: return the weight's rows from the first to before the last; the first is a multiple of 128.
@@ -50,7 +55,7 @@ def pack_rows(
     Raises:
         ValueError: if the target cannot hold the format.
     """
-    format, n, k = what
+    format, n, k = matrix.format, matrix.n, matrix.k
     if reason := target.supports(format):
         raise ValueError(f"layout: {target.name} cannot hold {format}: {reason}")
     step = max(ROWS, _ELEMENTS // k // ROWS * ROWS)
@@ -58,13 +63,11 @@ def pack_rows(
         last = min(first + step, n)
         packed = target.pack(rows(first, last), format)
         for i, (t, part) in enumerate(zip(into, packed, strict=True)):
-            _entries(t, i, target, format, k, first, last).copy_(part)
+            _entries(t, i, target, matrix, first, last).copy_(part)
 
 
-def _entries(
-    t: torch.Tensor, index: int, layout: PackLayout, format: WeightFormat, k: int, first: int, last: int
-) -> torch.Tensor:
+def _entries(t: torch.Tensor, index: int, layout: PackLayout, matrix: Matrix, first: int, last: int) -> torch.Tensor:
     """Entries of packed tensor ``index`` of a layout that hold the rows first .. last; first is a multiple of ROWS."""
-    _, shape = layout.shapes(format, ROWS, k)[index]
+    _, shape = layout.shapes(matrix.format, ROWS, matrix.k)[index]
     each = shape[0]
     return t[first // ROWS * each : -(-last // ROWS) * each]

@@ -11,7 +11,7 @@ from w4gemm.core.errors import kind_of
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.packing.repack import repack_rows
+from w4gemm.packing.repack import Matrix, repack_rows
 
 if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
@@ -46,4 +46,4 @@ def repack_into(w: QuantizedWeight, layout: str, tensors: tuple[torch.Tensor, ..
         for t, own in zip(tensors, w.tensors, strict=True):
             t.copy_(own)
         return
-    repack_rows(layout_named(layout), tensors, layout_named(w.layout), w.tensors, (w.format, w.n, w.k))
+    repack_rows(layout_named(layout), tensors, layout_named(w.layout), w.tensors, Matrix(w.format, w.n, w.k))

@@ -1,8 +1,8 @@
 """Measured constants of the cost models: :func:`constants_for` a device, read from one file of JSON lines per GPU.
 
-A GPU without a file takes the times of the likest one that has, scaled by what is known of both. A file begins with its
-GPU. Its other lines are constants of a model (``"model"``), times of a config (``"config"``), or
-say where some came from (``"source"`` and ``"text"``). A term that is 0 is left out. ``bench/fit.py`` writes the times.
+A GPU without a file takes the times of the most similar one that has one, scaled by what is known of both. A file
+begins with its GPU. Its other lines are constants of a model (``"model"``), times of a config (``"config"``), or say
+where some came from (``"source"`` and ``"text"``). A term that is 0 is left out. ``bench/fit.py`` writes the times.
 The files are data: no compiled kernel depends on them.
 """
 
@@ -173,13 +173,13 @@ def reference() -> Constants:
 
 @functools.cache
 def constants_for(device: Device) -> Constants:
-    """The constants of the measured GPU that is likest to ``device``: itself, or the one of the same compute capability
-    whose clock, and whose bandwidth and matrix instructions per multiprocessor, are the nearest."""
+    """The constants of the measured GPU that is most similar to ``device``: itself, or the one of the same compute
+    capability whose clock, and whose bandwidth and matrix instructions per multiprocessor, are the nearest."""
     alike = [gpu for gpu in measured().values() if gpu.capability == device.capability]
     if not alike or not device.sms:
         return reference()
-    likest = min(alike, key=lambda gpu: (gpu.name != device.name, _unlikeness(gpu, device), gpu.name != _REFERENCE))
-    return reference() if likest.name == _REFERENCE else read(path_of(likest.name))
+    nearest = min(alike, key=lambda gpu: (gpu.name != device.name, _unlikeness(gpu, device), gpu.name != _REFERENCE))
+    return reference() if nearest.name == _REFERENCE else read(path_of(nearest.name))
 
 
 def unmeasured(device: Device) -> str:

@@ -19,9 +19,9 @@ _FEW = 32
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> float:
-    """The m tiles of a problem. Of experts those of equally many rows each, or as many as are expected of few rows at
-    random if those are more. If those are fewer, because some experts have none, it is of no use: how full the last
-    wave of tiles is depends on the routing."""
+    """Return the m tiles of a problem. With experts, it is their number if all have equally many rows or, for few rows,
+    the expected number under random routing, if that is larger. A smaller expected number, because some experts have no
+    rows, is not used: how full the last wave of tiles is then depends on the routing."""
     even = gpu.m_tiles(problem, tile_m)
     if not problem.experts or problem.m > _FEW * problem.experts:
         return even

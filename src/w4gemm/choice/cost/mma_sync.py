@@ -1,9 +1,7 @@
 """Model of sm80_mixed_gemm and sm89_fp8_gemm: the multiprocessor with the most output tiles.
 
-It takes them one after the other, also if it holds two CTAs. With stream-k all have as much, and each part of a tile is
-passed on by one CTA to the next. No launch takes less than the bytes that it moves. Constants, in us: ``launch``;
-``slot``, a k-slice; ``decode``, 8192 codes; ``operations``, 1e6 of them; ``read``, 8 KiB of x from shared memory;
-``sums``, 8192 that are stored, or, with stream-k, passed on.
+It takes them one after the other, also if it holds two CTAs. With stream-k all have equal work, and a CTA that has only
+a k-range of a tile hands its sums to another one. No launch takes less than the bytes that it moves.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import constants_for, scale_of
 from w4gemm.choice.cost.experts import m_tiles
@@ -21,20 +19,36 @@ from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs import scales_on_sums
 
-_TERMS = ("launch", "slot", "decode", "operations", "read", "sums")
+
+class Terms(NamedTuple):
+    """Constants of one schedule, in us."""
+
+    launch: float = 0.0
+    k_slice: float = 0.0
+    """Time of a k-slice, whatever its size."""
+    decode: float = 0.0
+    """Time of 8192 codes."""
+    operations: float = 0.0
+    """Time of 1e6 operations."""
+    read: float = 0.0
+    """Time of reading 8 KiB of x from shared memory."""
+    sums: float = 0.0
+    """Time of storing 8192 sums or, with stream-k, handing them over."""
 
 
 def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
     """Return what gives the microseconds of a launch by m of each config."""
-    like, clock, sms = kernel.like(problem), scale_of(problem.device).clock, problem.device.sms
+    any_variant, clock, sms = kernel.any_variant(problem), scale_of(problem.device).clock, problem.device.sms
 
     def timer(config: GemmConfig) -> Timer:
-        v = replace(like, config=config)
-        launch, slot, decode, operations, read, sums = _terms(kernel, v, problem, config)
+        v = replace(any_variant, config=config)
+        us_of = _terms(kernel, v, problem, config)
         tile = config.tile_m * config.tile_n
-        slot += decode * config.tile_n * config.tile_k / 8192 * v.m_warps
-        slot += operations * 2 * tile * config.tile_k / 1e6 + read * v.x_bytes / 8192 * v.n_warps
-        slice_us = max(slot * clock, mma_us(problem, config, wgmma=False))
+        codes_us = us_of.decode * config.tile_n * config.tile_k / 8192 * v.m_warps
+        x_us = us_of.read * v.x_bytes / 8192 * v.n_warps
+        products_us = us_of.operations * 2 * tile * config.tile_k / 1e6
+        slice_us = us_of.k_slice + codes_us + (products_us + x_us)
+        slice_us = max(slice_us * clock, mma_us(problem, config, wgmma=False))
         moved = moved_us(problem)
         stream, n_tiles, slices = v.stream, -(-problem.n // config.tile_n), -(-problem.k // config.tile_k)
 
@@ -42,7 +56,7 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
             along_m = m_tiles(replace(problem, m=m), config.tile_m) if problem.experts else -(-m // config.tile_m)
             waves = along_m * n_tiles / sms
             waves, stored = (waves, max(1.0, 2 / waves)) if stream else (math.ceil(waves), math.ceil(waves))
-            busy = launch + waves * slices * slice_us + sums * stored * tile / 8192 * clock
+            busy = us_of.launch + waves * slices * slice_us + us_of.sums * stored * tile / 8192 * clock
             return float((busy**SHARPNESS + moved(m) ** SHARPNESS) ** (1 / SHARPNESS))
 
         return us
@@ -50,24 +64,22 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
     return timer
 
 
-def _terms(kernel: Any, v: Any, problem: GemmProblem, config: GemmConfig) -> tuple[float, ...]:
-    """Constants in the order of ``_TERMS``. With e4m3 x, those of 16-bit x with twice the operations per us, or, if
+def _terms(kernel: Any, v: Any, problem: GemmProblem, config: GemmConfig) -> Terms:
+    """Constants of a config. With e4m3 x, those of 16-bit x with twice the operations per us, or, if
     e4m3 are widened, half as many instructions again for a code; and with what the scales of sums take."""
     models = constants_for(problem.device).models
-    launch, slot, decode, operations, read, sums = (
-        models[f"mma_sync/{config.schedule}"].get(term, 0.0) for term in _TERMS
-    )
+    model = models[f"mma_sync/{config.schedule}"]
+    found = Terms(**{name: us for name, us in model.items() if name in Terms._fields})
     if kernel.name != "sm89_fp8_gemm":
-        return launch, slot, decode, operations, read, sums
+        return found
     fp8 = models["mma_sync_fp8"]
     slower = fp8["stream"] if config.schedule == "stream" else 1.0
-    launch, slot, decode, operations, read, sums = (
-        slower * us for us in (launch, slot, decode, operations, read, sums)
-    )
+    found = Terms(*(slower * us for us in found))
     if v.widened:
-        decode *= fp8["widened_decode"]
+        found = found._replace(decode=found.decode * fp8["widened_decode"])
     else:
-        operations /= 2
+        found = found._replace(operations=found.operations / 2)
     if scales_on_sums(problem.format):
-        operations += fp8["promotion"] / Block.of(problem.format).scale_group
-    return launch, slot, decode, operations, read, sums
+        promotion = fp8["promotion"] / Block.of(problem.format).scale_group
+        found = found._replace(operations=found.operations + promotion)
+    return found

@@ -1,4 +1,4 @@
-"""Least times, by data sheets: of what moves bytes alone, a launch or a copy of rows of x, and of multiplying alone."""
+"""Lower bounds of times, by data sheets: of moving a problem's bytes, of copying rows of x, of matrix instructions."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def roofline_us(problem: GemmProblem) -> float:
 
 
 def mma_us(problem: GemmProblem, config: GemmConfig, wgmma: bool) -> float:
-    """Least time of the matrix instructions of a k-slice, WGMMA or mma.sync; 0 where the measured times, at this clock,
-    have them already."""
+    """Least time of the matrix instructions of a k-slice, WGMMA or mma.sync; 0 if tensor cores are no slower than the
+    clock says, because measured times, scaled by the clock, then include them."""
     ours, scale = constants_for(problem.device).device, scale_of(problem.device)
     if scale.mma <= 1.01 * scale.clock:
         return 0.0

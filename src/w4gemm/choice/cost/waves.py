@@ -12,9 +12,9 @@ If m is less than a TMA box, the box reaches past m, and TMA takes several times
 x: a k-slice takes no less than its rows take TMA.
 
 heat: large products bring the GPU to its power limit, which lowers the clock, unless its tensor cores are far slower
-than the measured one's. bound is a smooth maximum. If rows are
-gathered on load, a k-slice takes longer by its bytes of x, because cp.async brings them, which takes instructions. A
-format that takes more instructions to decode has longer k-slices if a tile has few tokens.
+than those of the measured GPU. bound is a smooth maximum. If rows are gathered on load, a k-slice takes longer by its
+bytes of x, because cp.async takes instructions for them. A format that takes more instructions to decode has longer
+k-slices if a tile has few tokens.
 
 On another Hopper GPU than the measured one, times of a multiprocessor change with its clock, contention with the
 bandwidth per multiprocessor, and a k-slice takes no less than its matrix instructions on tensor cores that are slower
@@ -37,6 +37,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import first_features
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, RESERVED_SHARED_MEMORY
 from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import scales_on_sums
 from w4gemm.packing.codecs.pairs import Pairs
@@ -48,8 +49,8 @@ two."""
 _ROOT = 1 / SHARPNESS
 _DECODE_BOUND_TOKENS = 60
 """Largest tile_m of which the time to decode a k-slice shows in full; for more tokens the tensor cores hide it."""
-_MEMORY_OF_SM, _RESERVED = 233472, 1024
-"""Bytes of shared memory of a multiprocessor, and those of a CTA that the system takes."""
+_MEMORY_OF_SM = HOPPER_SHARED_MEMORY + RESERVED_SHARED_MEMORY
+"""Bytes of shared memory of a multiprocessor."""
 _FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
 """CTAs with one consumer warpgroup that the registers of a multiprocessor are enough for: three with 67 a thread, as
 tiles of 16 tokens take, two with 89, as tiles of 32 do."""
@@ -70,27 +71,27 @@ class Facts(NamedTuple):
     decode_overheads: dict[int, float]
     """By tile_m, as far as it was asked for, the part by which the format makes a k-slice of few tokens slower than the
     measured one."""
-    like: Any
+    any_variant: Any
     """A variant of the kernel with a plain epilogue, whatever its config."""
     residents: dict[GemmConfig, int]
     """CTAs that share a multiprocessor, by config, as far as they were asked for."""
 
     @classmethod
     def of(cls, kernel: Any, problem: GemmProblem) -> Facts:
-        like = kernel.like(replace(problem, epilogue=PLAIN))
+        any_variant = kernel.any_variant(replace(problem, epilogue=PLAIN))
         return cls(
             kernel,
             constants_for(problem.device),
             scale_of(problem.device),
             timed_as(kernel, problem),
             {},
-            like,
-            _residents.setdefault(like, {}),
+            any_variant,
+            _residents.setdefault(any_variant, {}),
         )
 
 
 _residents: dict[Any, dict[GemmConfig, int]] = {}
-"""``Facts.residents`` by ``Facts.like``."""
+"""``Facts.residents`` by ``Facts.any_variant``."""
 
 
 def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
@@ -211,9 +212,9 @@ def _resident(facts: Facts, config: GemmConfig) -> int:
         return meant
     found = facts.residents.get(config)
     if found is None:
-        variant, room = replace(facts.like, config=config), 1
+        variant, room = replace(facts.any_variant, config=config), 1
         if variant.warpgroups == 1 and not variant.persistent:
-            room = _MEMORY_OF_SM // (variant.shared_bytes + _RESERVED)
+            room = _MEMORY_OF_SM // (variant.shared_bytes + RESERVED_SHARED_MEMORY)
         found = max(meant, min(room, _MOST_FEW if config.tile_m <= _FEW_TOKENS else _MOST))
         facts.residents[config] = found
     return found
@@ -229,7 +230,7 @@ def _first_box(facts: Facts, config: GemmConfig) -> int:
         return 0
     name = facts.kernel.name, config.tile_m
     if name not in _boxes:
-        _boxes[name] = replace(facts.like, config=config).box_tokens
+        _boxes[name] = replace(facts.any_variant, config=config).box_tokens
     return _boxes[name]
 
 
@@ -237,7 +238,7 @@ def _decode_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> 
     """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
     found = facts.decode_overheads.get(config.tile_m)
     if found is None:
-        found = _overhead(facts, problem, replace(facts.like, config=config).pairs)
+        found = _overhead(facts, problem, replace(facts.any_variant, config=config).pairs)
         facts.decode_overheads[config.tile_m] = found
     return found
 

@@ -18,7 +18,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.packing.repack import pack_rows
+from w4gemm.packing.repack import Matrix, pack_rows
 from w4gemm.weights.act_order import sorting_perm
 from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.make import check_range
@@ -164,7 +164,7 @@ def packed(numbers: Numbers, activations: str | None = None, format: WeightForma
     dtype = torch.float8_e4m3fn if activations == "fp8" else None
     layout = layout_for(Device.of(device), format, dtype)
     tensors = packed_shape(format, layout, n, k).empty(device)
-    pack_rows(layout_named(layout), tensors, rows, (format, n, k))
+    pack_rows(layout_named(layout), tensors, rows, Matrix(format, n, k))
     return QuantizedWeight(format, n, k, layout, tensors, perm, activations=activations)
 
 

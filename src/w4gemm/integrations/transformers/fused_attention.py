@@ -18,7 +18,7 @@ from torch import nn
 
 from w4gemm.core.problem import Device
 from w4gemm.kernels import launcher
-from w4gemm.kernels.step_attention.spec import StepAttentionHelper
+from w4gemm.kernels.step_attention.spec import StepAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,9 +163,9 @@ def step_attention(
     run = None
     if q.is_cuda and q.dtype == keys.dtype == cos.dtype:
         sms = Device.of(q.device).sms
-        splits = StepAttentionHelper.splits_for(batch * k.shape[1], keys.shape[2], sms)
+        splits = StepAttention.splits_for(batch * k.shape[1], keys.shape[2], sms)
         facts = q.dtype, dim, heads // k.shape[1], splits, sinks is not None
-        run = launcher(StepAttentionHelper.of, q.device, *facts)
+        run = launcher(StepAttention.of, q.device, *facts)
     if run is None:
         return attention_in_torch(q, k, v, cos, sin, keys, values, cached, scale, window, sinks)
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)

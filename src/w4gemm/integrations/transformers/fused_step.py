@@ -29,10 +29,10 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable, Patches, fuse_attention
 from w4gemm.kernels import launcher
-from w4gemm.kernels.gate_halves.spec import GatedHalves
+from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper
-from w4gemm.kernels.rms_norm.spec import RowNorm
-from w4gemm.kernels.step_attention.spec import StepAttentionHelper
+from w4gemm.kernels.rms_norm.spec import RmsNorm
+from w4gemm.kernels.step_attention.spec import StepAttention
 from w4gemm.weights.rows import joined, parts
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -131,14 +131,14 @@ class Fusion:
     def helpers(self, model: PreTrainedModel, batch: int, length: int) -> list[Helper | None]:
         """The small kernels of a step, for caches of ``length`` tokens."""
         device, dtype, config = Device.of(model.device), model.dtype, model.config.get_text_config(decoder=True)
-        helpers: list[Helper | None] = [RowNorm.of(device, dtype, len(n.get_parameter("weight"))) for n in self.norms]
-        helpers += [GatedHalves.of(device, dtype, activation) for _, activation in self.mlps.values()]
+        helpers: list[Helper | None] = [RmsNorm.of(device, dtype, len(n.get_parameter("weight"))) for n in self.norms]
+        helpers += [GateHalves.of(device, dtype, activation) for _, activation in self.mlps.values()]
         heads, kv_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
         if heads and kv_heads:
             dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-            splits = StepAttentionHelper.splits_for(batch * kv_heads, length, device.sms)
+            splits = StepAttention.splits_for(batch * kv_heads, length, device.sms)
             sinks = any(hasattr(m, "sinks") for m in model.modules())
-            helpers.append(StepAttentionHelper.of(device, dtype, dim, heads // kv_heads, splits, sinks))
+            helpers.append(StepAttention.of(device, dtype, dim, heads // kv_heads, splits, sinks))
         return helpers
 
 
@@ -180,7 +180,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x ** 2) + eps), rounded to x's dtype, times weight."""
     k = len(weight)
     x = x.contiguous() if x.is_cuda else x  # heads of a joint product are not, of several sequences
-    run = launcher(RowNorm.of, x.device, x.dtype, k) if x.is_cuda and RowNorm.takes(x, weight) else None
+    run = launcher(RmsNorm.of, x.device, x.dtype, k) if x.is_cuda and RmsNorm.takes(x, weight) else None
     if run is None:
         y = x.float()
         return (y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
@@ -230,7 +230,7 @@ def _gated(mlp: nn.Module, joint: Joint, activation: str) -> Callable[[torch.Ten
 
 def gate_halves(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Return act(gate, up) (m, n) of x (m, 2 n), gates in its left half."""
-    run = launcher(GatedHalves.of, x.device, x.dtype, activation) if x.is_cuda and GatedHalves.takes(x) else None
+    run = launcher(GateHalves.of, x.device, x.dtype, activation) if x.is_cuda and GateHalves.takes(x) else None
     if run is None:
         gate, up = x.float().chunk(2, -1)
         return parse(activation).apply(torch.stack((gate, up), -1).flatten(-2)).to(x.dtype)

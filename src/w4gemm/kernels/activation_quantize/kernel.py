@@ -28,24 +28,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from w4gemm.kernels.device.activation import silu
-from w4gemm.kernels.device.ptx import (
-    copies_wait,
-    copy_async_if,
+from w4gemm.kernels.device.arithmetic import (
     divide,
     fma,
-    load_global,
-    load_global_half,
-    load_shared,
     maximum,
     maximum_halves,
     pack_e4m3,
     pack_half2,
-    shared_address,
     square_root,
-    store_global,
-    store_global_byte,
     to_float,
     warp_maximum,
+)
+from w4gemm.kernels.device.memory import (
+    copies_wait,
+    copy_async_if,
+    load_global,
+    load_global_half,
+    load_shared,
+    shared_address,
+    store_global,
+    store_global_byte,
 )
 from w4gemm.kernels.device.sums import cta_sum
 
@@ -53,7 +55,7 @@ _MAGNITUDES = 0x7FFF7FFF
 
 
 @dataclass(frozen=True)
-class Quantize:
+class ActivationQuantizeKernel:
     """The kernel for x of ``kind`` "f16" or "bf16" and rows of at most 8 * threads * chunks columns.
 
     Args:

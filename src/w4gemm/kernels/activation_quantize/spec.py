@@ -110,7 +110,7 @@ class ActivationQuantize:
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.activation_quantize.kernel import Quantize
+        from w4gemm.kernels.activation_quantize.kernel import ActivationQuantizeKernel
 
         kind = HALF_KINDS[self.dtype]
         dtype = half_dtype(kind)
@@ -125,7 +125,7 @@ class ActivationQuantize:
         x8 = make_fake_compact_tensor(cutlass.Uint8, (m, k), stride_order=(1, 0), assumed_align=vector)
         scales = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        kernel = Quantize(
+        kernel = ActivationQuantizeKernel(
             kind, self.front, self.wide, *self.shape, self.staged_bytes, LARGEST, SMALLEST, self.dependent_launch
         )
         return Program(kernel, (x, weight, x8, scales, 0.0, stream))

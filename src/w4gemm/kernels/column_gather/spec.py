@@ -10,8 +10,8 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.gpu import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, Sm90Helper, half_dtype
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
 _BARRIER_BYTES = 64
 _LARGEST = (HOPPER_SHARED_MEMORY - _BARRIER_BYTES) // 2 // 8 * 8
@@ -64,7 +64,7 @@ class ColumnGather(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.column_gather.kernel import Gather
+        from w4gemm.kernels.column_gather.kernel import ColumnGatherKernel
 
         dtype = half_dtype(HALF_KINDS[self.dtype])
         m, k = cute.sym_int(), cute.sym_int()
@@ -72,4 +72,4 @@ class ColumnGather(Sm90Helper):
         perm = make_fake_compact_tensor(cutlass.Int32, (k,), assumed_align=16)
         out = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(Gather(self.capacity), (x, perm, out, 1, stream))
+        return Program(ColumnGatherKernel(self.capacity), (x, perm, out, 1, stream))

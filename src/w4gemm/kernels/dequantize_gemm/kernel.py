@@ -10,8 +10,8 @@ of a quad takes one step, with the words of all four lanes, so that it has 16 co
 
 Neighbouring lanes exchange the halves that the other one stores, because two lanes then fill a sector of 32 bytes.
 
-Programmatic dependent launch: the fp8 decoder's table is filled before ``griddepcontrol.wait``. The dense matrix is
-written after it, because the kernel before may still read that memory.
+Programmatic dependent launch: the decoder's table, if it has one, is filled before ``griddepcontrol.wait``. The dense
+matrix is written after it, because the kernel before may still read that memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from w4gemm.kernels.device.decoders import decoder_of
-from w4gemm.kernels.device.ptx import load_global, shared_address, store_global
-from w4gemm.kernels.gpu import Variant
+from w4gemm.kernels.device.memory import load_global, shared_address, store_global
+from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, LANE_BYTES
 
 _THREADS = 128
 _CHUNK_BYTES = 128
 
 
-class Dequantize:
+class DequantizeKernel:
     """The kernel for a variant, of which only the formats of the weight and of x matter. ``hopper``: True for SM90 and
     later, which have arithmetic on pairs of bf16 and programmatic dependent launch."""
 
-    def __init__(self, variant: Variant, hopper: bool):
+    def __init__(self, variant: GpuVariant, hopper: bool):
         self.variant = variant
         self.hopper = hopper
         self.decoder = decoder_of(variant.weight, only_fma=not hopper)

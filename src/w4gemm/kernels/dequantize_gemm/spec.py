@@ -22,10 +22,11 @@ from w4gemm.core.problem import GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.gpu import MIN_DRIVER, Variant, refused_groups
+from w4gemm.kernels.gpu import MIN_DRIVER, refused_groups
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.space import Exclusion
+from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.layouts import layout_named
 
@@ -101,9 +102,9 @@ class DequantizeGemm:
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
         return Resources(memory=self._variant(problem).decode_table_bytes)
 
-    def _variant(self, problem: GemmProblem) -> Variant:
+    def _variant(self, problem: GemmProblem) -> GpuVariant:
         """Return the variant, which depends on the formats of weight and x alone."""
-        v: Variant = Variant.of(problem, GemmConfig(_TOKENS, BLOCK_N, BLOCK_K))
+        v: GpuVariant = GpuVariant.of(problem, GemmConfig(_TOKENS, BLOCK_N, BLOCK_K))
         return replace(v, epilogue=PLAIN, vector=True)
 
     def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit:
@@ -115,14 +116,14 @@ class DequantizeGemm:
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.dequantize_gemm.kernel import Dequantize
+        from w4gemm.kernels.dequantize_gemm.kernel import DequantizeKernel
 
         v = self._variant(problem)
         blocks = (cute.sym_int(), cute.sym_int(), v.block.words)
         weight = make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16)
         words = (cute.sym_int(), cute.sym_int(divisibility=32))
         dense = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(1, 0), assumed_align=16)
-        entry = Dequantize(v, problem.device.capability >= (9, 0))
+        entry = DequantizeKernel(v, problem.device.capability >= (9, 0))
         return Program(entry, (weight, dense, 1, make_fake_stream(use_tvm_ffi_env_stream=True)))
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:

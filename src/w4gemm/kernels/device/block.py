@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from w4gemm.kernels.device.ptx import load_shared
+from w4gemm.kernels.device.memory import load_shared
 from w4gemm.packing.block import LANE_BYTES, STRIP_BYTES, STRIP_N, Block
 
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.ptx import asm, broadcast_half, half_to_float, pack_half2
+from w4gemm.kernels.device.arithmetic import broadcast_half, half_to_float, pack_half2
+from w4gemm.kernels.device.asm import asm
 
 _BIAS = {"f16": 1024.0, "bf16": 128.0}
 _SUBNORMAL, _SCALE_UP = 2.0**-133, 2.0**100  # the smallest bf16, and what scales are multiplied by beside it
@@ -140,6 +141,15 @@ class Decoder:
         return fma_pair("bf16", *factors)
 
 
+class SubnormalRow(NamedTuple):
+    """Operands that turn the codes of one row and group into weights, each in both halves of a word."""
+
+    scales: list[Int32]
+    """The scale or, if it is an fp16 one, two bf16 numbers that add up to it."""
+    addend: Int32
+    """Addend of the code or, if one fma makes the weight, of the product."""
+
+
 class SubnormalDecoder(Decoder):
     """Decodes to bf16 in fewer instructions: beside a matrix instruction each takes twice its time (H200, 2026-11-21).
 
@@ -160,10 +170,8 @@ class SubnormalDecoder(Decoder):
     def decodes(kind: str, scale_kind: str, zero: str) -> bool:
         return kind == "bf16" and (scale_kind == "bf16" or zero != "float")
 
-    def prepare(
-        self, words: tuple[Int32, ...], _table: Int32, _field: int = 0
-    ) -> tuple[tuple[list[Int32], Int32], ...]:
-        """For rows g and g + 8: the parts of the scale, and the addend of the code or, in one fma, of the product."""
+    def prepare(self, words: tuple[Int32, ...], _table: Int32, _field: int = 0) -> tuple[SubnormalRow, ...]:
+        """Once per group: what :meth:`decode` needs of rows g and g + 8."""
         if self.zero == "int":
             zeros = pack_half2("bf16", *self._floats(words[1])) if self.mixed else words[1]
             addends = self._pairwise("mul", zeros, pair(-_SUBNORMAL, -16 * _SUBNORMAL))
@@ -175,7 +183,8 @@ class SubnormalDecoder(Decoder):
             addends = self._pairwise("mul", words[0], pair(-8 / self.sum_scale, -8 / self.sum_scale))
         scales = self._scaled_up(words[0])
         return tuple(
-            ([broadcast_half(part, high) for part in scales], broadcast_half(addends, high)) for high in (False, True)
+            SubnormalRow([broadcast_half(both, high) for both in scales], broadcast_half(addends, high))
+            for high in (False, True)
         )
 
     def _floats(self, word: Int32) -> list[Float32]:
@@ -192,17 +201,18 @@ class SubnormalDecoder(Decoder):
         low_bits = [value - half_to_float("bf16", nearest, bool(h)) for h, value in enumerate(values)]
         return [nearest, pack_half2("bf16", *low_bits)]
 
-    def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[list[Int32], Int32], ...]) -> tuple[Int32, ...]:
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[SubnormalRow, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights / sum_scale, rounded once."""
-        return tuple(self._weight(code, *prepared[i % 2]) for i, code in enumerate(codes_of(words[0])))
+        return tuple(self._weight(code, prepared[i % 2]) for i, code in enumerate(codes_of(words[0])))
 
-    def _weight(self, code: Int32, scale: list[Int32], addend: Int32) -> Int32:
+    def _weight(self, code: Int32, row: SubnormalRow) -> Int32:
         if not self.mixed and self.zero != "int":
-            return fma_pair("bf16", code, scale[0], addend)
-        number = self._pairwise("add", code, addend)
+            return fma_pair("bf16", code, row.scales[0], row.addend)
+        number = self._pairwise("add", code, row.addend)
         if not self.mixed:
-            return self._pairwise("mul", number, scale[0])
-        return fma_pair("bf16", number, scale[0], self._pairwise("mul", number, scale[1]))
+            return self._pairwise("mul", number, row.scales[0])
+        nearest, low_bits = row.scales
+        return fma_pair("bf16", number, nearest, self._pairwise("mul", number, low_bits))
 
 
 def codes_of(word: Int32, bias: int = 0) -> tuple[Int32, ...]:

@@ -1,10 +1,11 @@
-"""From packed places in a codebook to the 16-bit elements of a matrix instruction's operand A, in registers.
+"""From packed indices of a codebook's numbers to the 16-bit elements of a matrix instruction's operand A, in registers.
 
-prmt picks four bytes out of eight, by the low three bits of four nibbles, and gives eight times a byte's sign where a
-nibble's high bit is set. So with differences of up to 127 between the numbers at places 0..7 and those eight places on,
-one prmt finds the difference or 0, another one the number at the later place, and their sum is the number wanted
-(packing/codecs/codebook.py). The sum is a multiplication's: the FMA pipe has less to do. Where no order of the numbers
-allows that, both halves are looked up as they are, and the nibbles' high bits choose.
+prmt picks four bytes out of eight by the low three bits of four nibbles; where a nibble's high bit is set, it gives
+eight copies of the byte's sign instead. The numbers are ordered such that each byte of number i, i < 8, exceeds that of
+number i + 8 by 0 to 127 (packing/codecs/codebook.py). One prmt looks up these differences: its result is 0 for indices
+from 8 on. Another one, without the high bits, looks up numbers 8..15. The sum is the number wanted; an integer
+multiplication adds, because the FMA pipe has less to do than the others. If the numbers have no such order, both halves
+are looked up as they are, and the nibbles' high bits choose.
 
     numbers     of eight codes
     16-bit      low and high bytes apart: 3 instructions for selectors, 12 that find, 4 that join a number's two bytes
@@ -23,8 +24,9 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
+from w4gemm.kernels.device.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
+from w4gemm.kernels.device.asm import asm
 from w4gemm.kernels.device.decode import Decoder, fma_pair, pair
-from w4gemm.kernels.device.ptx import asm, fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
 from w4gemm.packing.codecs.codebook import bits_in, found_by_sum
 
 _CHOOSE = 0xCA  # of lop3: the second operand where the first one's bit is set, else the third
@@ -40,7 +42,7 @@ class CodebookDecoder(Decoder):
     """Decodes to one of 16 numbers as ``kind`` holds it, times the scale."""
 
     values: tuple[float, ...] = ()
-    """Number at each place."""
+    """Number at each index."""
 
     def offsets(self, words: tuple[Int32, ...], _table: Int32) -> tuple[Any, ...]:
         """No offsets: what is found are the numbers themselves."""
@@ -148,23 +150,23 @@ class IntegerDecoder(CodebookDecoder):
 
 
 class _Finder:
-    """PTX that finds bytes of numbers by a word of eight places.
+    """PTX that finds bytes of numbers by a word of eight indices.
 
     Args:
-        numbers: the bytes of the number at each place.
+        numbers: the bytes of the number at each index.
     """
 
     def __init__(self, numbers: list[bytes]) -> None:
         self.by_sum = found_by_sum(numbers)
         self.tables: list[tuple[list[int], list[int]]] = []
-        """For each byte, what is looked up for places 0..7, and for 8..15, or for all if the sum is wanted."""
+        """For each byte, what is looked up for indices 0..7, and for 8..15, or for all if the sum is wanted."""
         for table in zip(*numbers, strict=True):
             first, later = table[:8], table[8:]
             differences = [a - b for a, b in zip(first, later, strict=True)] if self.by_sum else first
             self.tables.append((_words(differences), _words(later)))
 
     def find(self, to: str, byte: int, half: int) -> str:
-        """PTX that finds a byte of four numbers. half: 1 for the upper four places of the word."""
+        """PTX that finds a byte of four numbers. half: 1 for the upper four indices of the word."""
         (_, first), (_, later) = self.tables[byte]
         selector = f"w{half}" if self.by_sum else f"m{half}"
         text = f"prmt.b32 a, t{2 * byte}, {first:#x}, {selector}; prmt.b32 b, t{2 * byte + 1}, {later:#x}, m{half}; "
@@ -173,7 +175,7 @@ class _Finder:
         return f"{text}lop3.b32 {to}, k{half}, b, a, {_CHOOSE:#x}; "
 
     def run(self, text: str, outputs: int, word: Int32) -> tuple[Int32, ...]:
-        """Run PTX behind the selectors: w0 and w1 places, m0 and m1 without their high bits, k0 and k1 bytes of ones
+        """Run PTX behind the selectors: w0 and w1 indices, m0 and m1 without their high bits, k0 and k1 bytes of ones
         where the high bit is set."""
         held = [hidden_constant(words[0]) for tables in self.tables for words in tables]
         moved = "".join(f"mov.b32 t{i}, ${outputs + 1 + i}; " for i in range(len(held)))

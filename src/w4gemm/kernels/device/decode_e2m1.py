@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from cutlass import Float32, Int32
 
+from w4gemm.kernels.device.arithmetic import half_to_float, pack_half2, repeat_half
+from w4gemm.kernels.device.asm import asm
 from w4gemm.kernels.device.decode import Decoder, pair
-from w4gemm.kernels.device.ptx import asm, half_to_float, pack_half2, repeat_half
 from w4gemm.packing.codecs.e2m1_mma16 import POWER_BIAS
 
 _BITS_IN_PLACE = (

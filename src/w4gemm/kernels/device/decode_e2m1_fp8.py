@@ -15,7 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.ptx import asm, load_shared, pack_e5m2, store_shared, to_float
+from w4gemm.kernels.device.arithmetic import pack_e5m2, to_float
+from w4gemm.kernels.device.asm import asm
+from w4gemm.kernels.device.memory import load_shared, store_shared
 from w4gemm.packing.codecs.e2m1_mma8 import LARGEST_EXPONENT
 
 _ROWS, _ROW_BYTES = 256, 8

@@ -8,8 +8,8 @@ the products.
     symmetric            a code is 2 * t + s with v = t, or for s = 1 v = -1 - t; adding 129 * s to it gives the byte
     integer zero points  the bytes of 2 * (u - z) for all 16 codes are a row of a table in shared memory, one row for
                          each z; prmt picks four of eight bytes, once from the lower half and once from the upper
-    e4m3 scales          likewise with one row for each scale s: s * v, rounded to e4m3; the upper half is of v from -4
-                         to 3, the lower half what is to be added for those from -8 to -5 and 4 to 7. prmt replaces a
+    e4m3 scales          the same with one row for each scale s: s * v, rounded to e4m3; the upper half is of v from -4
+                         to 3, the lower half what is to be added for v from -8 to -5 and from 4 to 7. prmt replaces a
                          byte by its sign, here 0, where a selector's high bit is set, and no sum of bytes carries
 
 One code word (packing/codecs/int4.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
@@ -24,7 +24,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.ptx import asm, half_to_float, load_shared, pack_e4m3, store_shared
+from w4gemm.kernels.device.arithmetic import half_to_float, pack_e4m3
+from w4gemm.kernels.device.asm import asm
+from w4gemm.kernels.device.memory import load_shared, store_shared
 
 _SUM_SCALE = 256.0
 """Factor from sums of bytes to sums of u - z."""

@@ -20,18 +20,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from w4gemm.kernels.device.arithmetic import float_word, fma, half_to_float, pack_half2, to_float
+from w4gemm.kernels.device.asm import asm
 from w4gemm.kernels.device.decode_codebook import CodebookDecoder
 from w4gemm.kernels.device.decode_wide import TwoLevelDecoder, WideDecoder
-from w4gemm.kernels.device.ptx import (
-    asm,
-    float_word,
-    fma,
-    half_to_float,
-    load_shared,
-    pack_half2,
-    store_shared,
-    to_float,
-)
+from w4gemm.kernels.device.memory import load_shared, store_shared
 from w4gemm.packing.codecs.pairs import ROW_BYTES, Pairs
 
 _BYTES = 4  # of a code word
@@ -102,7 +95,7 @@ class PairDecoder(PairTable, CodebookDecoder):
 
 
 class _CodePairs(PairTable):
-    """A table of codes themselves, whose word has those of rows g and g + 8 in a byte."""
+    """A table of the codes themselves; a byte of a code word has the codes of rows g and g + 8."""
 
     def rows(self, index: Int32) -> list[tuple[Int32, Int32]]:
         bytes_of_word = [index * _BYTES + byte for byte in range(_BYTES)]

@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
+from w4gemm.kernels.device.arithmetic import fma, half_to_float, hidden_constant, pack_half2, to_float
+from w4gemm.kernels.device.asm import asm
 from w4gemm.kernels.device.decode import Decoder, codes_of, fma_pair, pair
-from w4gemm.kernels.device.ptx import asm, fma, half_to_float, hidden_constant, pack_half2, to_float
 
 _SCALE_DOWN = 2.0**-48
 """Factor of decoded weights."""

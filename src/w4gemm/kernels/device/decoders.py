@@ -1,4 +1,20 @@
-"""The device's half of every codec: :func:`decoder_of`."""
+"""The device's half of every codec: :func:`decoder_of`.
+
+A decoder turns code words into the registers of operand A. What a kernel calls:
+
+    all                   ``prepare(words, table, field)`` once per scale group: the scale words, and what ``decode``
+                          needs of rows g and g + 8. ``decode(words, prepared)``: the fragment registers of one matrix
+                          instruction, in the order row g, row g + 8, and both again further along k.
+                          ``words_per_step``: code words of one ``decode``. ``sum_scale``: what a decoded 1.0 stands
+                          for; the epilogue multiplies the sums by it, so without allow_sum_scale it must be 1
+    sm90_decode           if ``separate_scales``, it multiplies numbers without scales: ``offsets(words, table)``,
+                          ``decode_exact(word, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``
+    codec.scales_on_sums  ``scales(words)``: float32 factors of the sums of rows g and g + 8
+    codec.table_bytes     ``fill_table(table, thread, threads)``, before a barrier
+
+For 16-bit x, a subclass of :class:`Decoder` has all of this, and may override only ``decode_exact`` if its numbers are
+multiplied by a scale of 16 bits.
+"""
 
 from __future__ import annotations
 

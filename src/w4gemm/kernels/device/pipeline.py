@@ -1,4 +1,4 @@
-"""The place of a warp in a pipeline, a ring of shared-memory stages with mbarriers: advanced here and nowhere else."""
+"""The position of a warp in a pipeline, the ring of stages with their mbarriers: advanced here and nowhere else."""
 
 from __future__ import annotations
 

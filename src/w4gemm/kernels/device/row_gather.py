@@ -7,7 +7,7 @@ the order vector ^ (token % 8). One copy of a warp is four rows of such a k chun
 Each thread arrives at an mbarrier through ``cp.async.mbarrier.arrive.noinc``: the hardware performs that arrival when
 all copies that the thread requested before are done. So the producer never waits for its copies, and as many stages as
 the pipeline has are in flight. cp.async writes through the generic proxy and WGMMA reads through the async proxy, so a
-consumer executes ``fence_proxy_async`` (ptx.py) between its wait for that mbarrier and the WGMMA. No fence is needed
+consumer executes ``fence_proxy_async`` (memory.py) between its wait for that mbarrier and the WGMMA. No fence is needed
 before a stage is filled again, because its reads are over.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from w4gemm.kernels.device.ptx import copy_async_if, load_row_index
+from w4gemm.kernels.device.memory import copy_async_if, load_row_index
 
 _COPIES_IN_FLIGHT = 4  # copies of a warp whose row indices are shuffled together
 

@@ -16,12 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.kernels.device.ptx import (
-    load_acquire,
-    load_global_f32x4,
-    store_global_f32x4,
-    store_release,
-)
+from w4gemm.kernels.device.memory import load_acquire, load_global_f32x4, store_global_f32x4, store_release
 
 _LOADS_IN_FLIGHT = 8
 """Loads of 16 bytes that a thread issues before it adds."""
@@ -79,8 +74,8 @@ class StreamSum:
     def address(self, workspace: StreamWorkspace, cta: Int32, own: WarpgroupThread) -> Int64:
         """The address of a thread's partials."""
         size = 64 * self.tokens * 4
-        place = (cta * self.warpgroups + own.warpgroup) * size + own.thread * 16
-        return workspace.partials.iterator.toint() + Int64(place)
+        offset = (cta * self.warpgroups + own.warpgroup) * size + own.thread * 16
+        return workspace.partials.iterator.toint() + Int64(offset)
 
     def flag(self, workspace: StreamWorkspace, cta: Int32, own: WarpgroupThread) -> Int64:
         """The address of a warpgroup's flag."""

@@ -16,7 +16,7 @@ The lanes of a warp meet after the counters are read and after they are written.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -27,7 +27,22 @@ _WARPS = THREADS // 32
 _ALL = 0xFFFFFFFF
 
 
-class Route:
+class Tensors(NamedTuple):
+    """Inputs and results of a sort of choices."""
+
+    ids: cute.Tensor
+    """int32 or int64 (choices,)."""
+    expert_map: cute.Tensor | None
+    """int32 (global experts,): the expert here; None if ids are those of experts here."""
+    m_offsets: cute.Tensor
+    """int32 (experts + 1,): each expert's first row, then the number of rows."""
+    tokens: cute.Tensor
+    """int32 (choices,): the token of each row."""
+    row_of_choice: cute.Tensor
+    """int32 (choices,): -1 for an expert elsewhere."""
+
+
+class ExpertRouteKernel:
     """The kernel for ``experts`` experts, at most 1024; ``mapped`` if ids name global ones."""
 
     def __init__(self, experts: int, mapped: bool) -> None:
@@ -44,22 +59,14 @@ class Route:
         top_k: Int32,
         stream: Any,
     ) -> None:
-        """ids int32 or int64, tokens and row_of_choice int32, all (choices,); expert_map int32 (global experts,);
-        m_offsets int32 (experts + 1,)."""
-        self.kernel(ids, expert_map, m_offsets, tokens, row_of_choice, top_k).launch(
+        """Launch; tensors as in :class:`Tensors`. top_k: choices of a token."""
+        self.kernel(Tensors(ids, expert_map, m_offsets, tokens, row_of_choice), top_k).launch(
             grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        ids: cute.Tensor,
-        expert_map: cute.Tensor | None,
-        m_offsets: cute.Tensor,
-        tokens: cute.Tensor,
-        row_of_choice: cute.Tensor,
-        top_k: Int32,
-    ) -> None:
+    def kernel(self, tensors: Tensors, top_k: Int32) -> None:
+        tokens, row_of_choice = tensors.tokens, tensors.row_of_choice
         thread = cute.arch.thread_idx()[0]
         lane, warp = thread % 32, thread // 32
         smem = cutlass.memory.SmemAllocator()
@@ -67,7 +74,7 @@ class Route:
         first_rows = smem.allocate_tensor(Int32, cute.make_layout(self.experts + 1))
         sums = smem.allocate_tensor(Int32, cute.make_layout(32))
         mine = warp * self.experts  # the warp's counters
-        choices = ids.shape[0]
+        choices = tensors.ids.shape[0]
         run = cute.ceil_div(cute.ceil_div(choices, 32), _WARPS) * 32
         start = warp * run
         end = cutlass.min(choices, start + run)
@@ -81,7 +88,7 @@ class Route:
 
         at = start
         while at < end:
-            expert = self.expert(ids, expert_map, at + lane, choices)
+            expert = self.expert(tensors, at + lane)
             peers = cute.arch.match_sync(_ALL, expert)
             if expert >= 0 and (peers & cute.arch.lanemask_lt()) == 0:
                 counters[mine + expert] = counters[mine + expert] + Int32(cute.arch.popc(peers))
@@ -89,13 +96,13 @@ class Route:
             at += 32
         cute.arch.sync_threads()
 
-        self.first_rows_of(counters, first_rows, sums, m_offsets, thread)
+        self.first_rows_of(counters, first_rows, sums, tensors.m_offsets, thread)
         cute.arch.sync_threads()
 
         at = start
         while at < end:
             choice = at + lane
-            expert = self.expert(ids, expert_map, choice, choices)
+            expert = self.expert(tensors, choice)
             peers = cute.arch.match_sync(_ALL, expert)
             earlier = Int32(cute.arch.popc(peers & cute.arch.lanemask_lt()))
             row = Int32(-1)
@@ -115,10 +122,11 @@ class Route:
             row += THREADS
 
     @cute.jit
-    def expert(self, ids: cute.Tensor, expert_map: cute.Tensor | None, choice: Int32, choices: Int32) -> Int32:
+    def expert(self, tensors: Tensors, choice: Int32) -> Int32:
         """Return the expert of a choice; -1 if it is elsewhere, or past the last choice."""
+        ids, expert_map = tensors.ids, tensors.expert_map
         found = Int32(-1)
-        if choice < choices:
+        if choice < ids.shape[0]:
             given = Int64(ids[choice])
             if cutlass.const_expr(self.mapped):
                 if given >= 0 and given < expert_map.shape[0]:

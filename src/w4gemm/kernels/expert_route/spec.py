@@ -53,7 +53,7 @@ class ExpertRoute(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.expert_route.kernel import Route
+        from w4gemm.kernels.expert_route.kernel import ExpertRouteKernel
 
         choices = cute.sym_int()
 
@@ -66,4 +66,4 @@ class ExpertRoute(Sm90Helper):
         tokens, row_of_choice = vector(cutlass.Int32, choices), vector(cutlass.Int32, choices)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         arguments = (ids, expert_map, m_offsets, tokens, row_of_choice, 1, stream)
-        return Program(Route(self.experts, self.mapped), arguments)
+        return Program(ExpertRouteKernel(self.experts, self.mapped), arguments)

@@ -12,13 +12,14 @@ from cutlass import Int32, Int64
 
 from w4gemm.core.activation import Activation
 from w4gemm.kernels.device.activation import activated
-from w4gemm.kernels.device.ptx import load_global, pack_half2, store_global, to_float
+from w4gemm.kernels.device.arithmetic import pack_half2, to_float
+from w4gemm.kernels.device.memory import load_global, store_global
 
 _THREADS = 128
 _VECTOR = 8  # columns of a thread
 
 
-class GateHalves:
+class GateHalvesKernel:
     """The kernel for an activation and x of ``kind`` "f16" or "bf16"."""
 
     def __init__(self, kind: str, activation: Activation) -> None:

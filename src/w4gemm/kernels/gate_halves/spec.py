@@ -14,7 +14,7 @@ from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper, half_rows
 
 
 @dataclass(frozen=True)
-class GatedHalves(Sm90Helper):
+class GateHalves(Sm90Helper):
     """act(gate, up) of 16-bit rows, on SM90. activation: a gated one."""
 
     dtype: torch.dtype
@@ -23,7 +23,7 @@ class GatedHalves(Sm90Helper):
     name: ClassVar[str] = "gate_halves"
 
     @classmethod
-    def of(cls, device: Device, dtype: torch.dtype, activation: str) -> GatedHalves | None:
+    def of(cls, device: Device, dtype: torch.dtype, activation: str) -> GateHalves | None:
         """Return the kernel; None where it does not run."""
         return cls(dtype, activation) if dtype in HALF_KINDS and cls.runs(device) else None
 
@@ -36,10 +36,10 @@ class GatedHalves(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_stream
 
-        from w4gemm.kernels.gate_halves.kernel import GateHalves
+        from w4gemm.kernels.gate_halves.kernel import GateHalvesKernel
 
         kind = HALF_KINDS[self.dtype]
         m, n, both = cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int(divisibility=16)
         x, out = half_rows(kind, m, both), half_rows(kind, m, n)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(GateHalves(kind, parse(self.activation)), (x, out, stream))
+        return Program(GateHalvesKernel(kind, parse(self.activation)), (x, out, stream))

@@ -16,14 +16,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from w4gemm.kernels.device.ptx import divide, fma, load_global, pack_half2, square_root, store_global, to_float
+from w4gemm.kernels.device.arithmetic import divide, fma, pack_half2, square_root, to_float
+from w4gemm.kernels.device.memory import load_global, store_global
 from w4gemm.kernels.device.sums import cta_sum
 
 _VECTOR = 8
 
 
 @dataclass(frozen=True)
-class RmsNorm:
+class RmsNormKernel:
     """The kernel for x of ``kind`` "f16" or "bf16" and rows of at most 8 * threads * chunks columns."""
 
     kind: str

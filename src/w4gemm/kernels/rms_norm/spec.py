@@ -17,7 +17,7 @@ _MOST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
-class RowNorm(Sm90Helper):
+class RmsNorm(Sm90Helper):
     """x / sqrt(mean(x ** 2) + eps) * weight of 16-bit rows, on SM90."""
 
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class RowNorm(Sm90Helper):
     name: ClassVar[str] = "rms_norm"
 
     @classmethod
-    def of(cls, device: Device, dtype: torch.dtype, k: int) -> RowNorm | None:
+    def of(cls, device: Device, dtype: torch.dtype, k: int) -> RmsNorm | None:
         """Return the kernel for rows of k columns; None where it does not run."""
         vectors = -(-k // _VECTOR)
         threads = min(_MOST_THREADS, 1 << max(5, (vectors - 1).bit_length()))
@@ -45,11 +45,11 @@ class RowNorm(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.rms_norm.kernel import RmsNorm
+        from w4gemm.kernels.rms_norm.kernel import RmsNormKernel
 
         kind = HALF_KINDS[self.dtype]
         m, k = cute.sym_int(), cute.sym_int(divisibility=_VECTOR)
         x, out = half_rows(kind, m, k), half_rows(kind, m, k)
         weight = make_fake_compact_tensor(half_dtype(kind), (k,), assumed_align=16)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(RmsNorm(kind, self.threads, self.chunks), (x, weight, out, 0.0, stream))
+        return Program(RmsNormKernel(kind, self.threads, self.chunks), (x, weight, out, 0.0, stream))

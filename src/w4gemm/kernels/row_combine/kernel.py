@@ -15,14 +15,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.kernels.device.ptx import load_global, load_int32, pack_half2, store_global, to_float
+from w4gemm.kernels.device.arithmetic import pack_half2, to_float
+from w4gemm.kernels.device.memory import load_global, load_int32, store_global
 
 _THREADS = 128
 _VECTOR = 8  # columns of a thread
 _CTAS_PER_SM = 4  # that registers must suffice for; if ptxas has the choice it takes 32, and loads row after row
 
 
-class Combine:
+class RowCombineKernel:
     """The kernel for ``terms`` rows per token of ``kind`` "f16" or "bf16"."""
 
     def __init__(self, kind: str, terms: int) -> None:

@@ -47,7 +47,7 @@ class RowCombine(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.row_combine.kernel import Combine
+        from w4gemm.kernels.row_combine.kernel import RowCombineKernel
 
         kind = HALF_KINDS[self.dtype]
         n, tokens = cute.sym_int(divisibility=8), cute.sym_int()
@@ -58,4 +58,4 @@ class RowCombine(Sm90Helper):
             for dtype in (cutlass.Int32, cutlass.Float32)
         )
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(Combine(kind, self.terms), (d, rows, weights, out, 1, stream))
+        return Program(RowCombineKernel(kind, self.terms), (d, rows, weights, out, 1, stream))

@@ -12,7 +12,7 @@ All warps of a CTA have the same role: copy, decode, multiply. Along a tile's to
 
 Pipeline of ``stages`` stages, one cp.async group per stage, no mbarriers:
 
-    stage   x        [k chunk][token][128 bytes]; the eight 16-byte parts of a row lie in the order part ^ (token % 8),
+    stage   x        [k chunk][token][128 bytes]; the eight vectors of 16 bytes lie in the order vector ^ (token % 8),
                      so that ldmatrix has no bank conflicts; zeros past m and k
             weights  [64 rows][128 columns, or 64 of them if tile_k = 64]: the packed block as it is, codes, then scales
 
@@ -58,6 +58,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
+from w4gemm.kernels.device.arithmetic import e4m3_to_halves, e5m2_to_halves, fma, mma_sync, to_float
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
@@ -70,20 +71,15 @@ from w4gemm.kernels.device.expert_tiles import (
     weight_of_expert,
     with_indexed_scales,
 )
-from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.ptx import (
+from w4gemm.kernels.device.memory import (
     copy_async,
-    e4m3_to_halves,
-    e5m2_to_halves,
-    fma,
     load_global,
     load_matrix,
     load_shared,
-    mma_sync,
     shared_address,
     store_shared_f32,
-    to_float,
 )
+from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import stream_share, stream_tile, tile_coordinates
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
@@ -138,7 +134,7 @@ class Packed(NamedTuple):
     """Function that gives a group's scale words (and zero words) by m16 atom."""
 
 
-class MixedGemm:
+class Sm80MixedGemmKernel:
     """The kernel for one :class:`Variant`; an instance is what ``cute.compile`` is given."""
 
     def __init__(self, variant: Variant):
@@ -217,7 +213,7 @@ class MixedGemm:
 
     @cute.jit
     def run_stream_k(self, args: Arguments, pipeline: Int32, grid: Grid):
-        """Run the work tiles of this CTA: those that it shares with other CTAs, then its own."""
+        """Run the work tiles of this CTA: first its k-ranges of shared tiles, then its own tiles."""
         variant, workspace = self.variant, args.workspace
         ctas = cute.arch.grid_dim()[0]
         own = WarpgroupThread(0, cute.arch.thread_idx()[0], _STREAM_BARRIER)
@@ -225,17 +221,17 @@ class MixedGemm:
         cta = ctas - 1 - cute.arch.block_idx()[0]
         share = stream_share(cta, ctas, grid.m_tiles * grid.n_tiles, grid.k_slices)
         for index in cutlass.range(share.work_tiles(grid.k_slices), unroll=1):
-            part = stream_tile(index, cta, ctas, grid.k_slices, share)
-            m_tile, n_tile = tile_coordinates(part.tile, grid.m_tiles, grid.n_tiles, self.band)
-            tile = WorkTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, part.first, part.stop)
+            own_range = stream_tile(index, cta, ctas, grid.k_slices, share)
+            m_tile, n_tile = tile_coordinates(own_range.tile, grid.m_tiles, grid.n_tiles, self.band)
+            tile = WorkTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, own_range.first, own_range.stop)
             acc = self.multiply(args.x, args.weight, pipeline, tile)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(variant.accumulators))
-            if part.first > 0:
+            if own_range.first > 0:
                 self.stream_sum.store_partials(flat, workspace, cta, own)
             else:
                 other = cta + 1
-                if part.stop < grid.k_slices:  # add what the next CTAs multiplied of this tile
-                    while other * (share.cut * grid.k_slices) // ctas < (part.tile + 1) * grid.k_slices:
+                if own_range.stop < grid.k_slices:  # add what the next CTAs multiplied of this tile
+                    while other * (share.cut * grid.k_slices) // ctas < (own_range.tile + 1) * grid.k_slices:
                         self.stream_sum.add_partials(flat, workspace, other, own)
                         other += 1
                 self.store(acc, args.out, args.epilogue, pipeline, tile)
@@ -252,7 +248,7 @@ class MixedGemm:
             cute.arch.griddepcontrol_launch_dependents()
 
     def decode_table(self, pipeline: Int32) -> Int32:
-        """Address of the fp8 decoder's table, behind the pipeline."""
+        """Address of the decoder's table, if it has one, behind the pipeline."""
         return pipeline + self.variant.stages * self.variant.stage_bytes
 
     def warp_coord(self) -> WarpCoord:
@@ -307,16 +303,16 @@ class MixedGemm:
         variant, config = self.variant, self.variant.config
         thread = cute.arch.thread_idx()[0]
         columns = 16 // variant.itemsize
-        parts = config.tile_k // columns
-        part, row = thread % parts, thread // parts
-        column = k_slice * config.tile_k + part * columns
+        vectors = config.tile_k // columns
+        vector, row = thread % vectors, thread // vectors
+        column = k_slice * config.tile_k + vector * columns
         size = cutlass.max(cutlass.min((x.shape[1] - column) * variant.itemsize, 16), 0)
-        step = variant.threads // parts
+        step = variant.threads // vectors
         source = x.iterator.toint() + (Int64(tile.row + row) * x.stride[0] + column) * variant.itemsize
-        target = pipeline + stage * variant.stage_bytes + part // 8 * (config.tile_m * 128)
+        target = pipeline + stage * variant.stage_bytes + vector // 8 * (config.tile_m * 128)
         rows = self.row_indices(tile, tile.row + row, step)
         for i in cutlass.range_constexpr(-(-config.tile_m // step)):
-            to = target + (row + i * step) * 128 + ((part ^ (row + i * step)) % 8) * 16
+            to = target + (row + i * step) * 128 + ((vector ^ (row + i * step)) % 8) * 16
             bytes = size if tile.row + row + i * step < tile.end else Int32(0)
             if const_expr(variant.gathered):
                 source = x.iterator.toint() + (Int64(rows[i]) * x.stride[0] + column) * variant.itemsize
@@ -351,10 +347,10 @@ class MixedGemm:
         """Request ``count`` times 16 bytes of each block of a k-slice, from byte ``start`` of the block on."""
         variant, threads = self.variant, self.variant.threads
         thread, total = cute.arch.thread_idx()[0], variant.blocks_n * variant.blocks_k * count
-        # a round of copies is a part of one block, or several blocks
-        first, part = (thread // count, thread % count) if const_expr(count < threads) else (0, thread)
+        # a round of copies, one of each thread, covers several blocks, or some vectors of one block
+        first, vector = (thread // count, thread % count) if const_expr(count < threads) else (0, thread)
         for i in cutlass.range_constexpr(-(-total // threads)):
-            block, at = i * threads // count + first, (i * threads % count + part) * 16
+            block, at = i * threads // count + first, (i * threads % count + vector) * 16
             # past the last block: that block again, whose rows are not stored, or which meets zeros of x
             row = cutlass.min(n_tile * variant.blocks_n + block // variant.blocks_k, weight.shape[0] - 1)
             if const_expr(variant.half_block_stages):
@@ -386,20 +382,20 @@ class MixedGemm:
             block, half = 0, 0
         else:
             block, half = (chunk, 0) if halves == 2 else (chunk // 2, chunk % 2)
-        atom = coord.n * variant.m16_atoms_per_warp
+        first_atom = coord.n * variant.m16_atoms_per_warp
         base = pipeline + stage * variant.stage_bytes + variant.x_bytes
-        base += (atom // 4 * variant.blocks_k + block) * variant.stage_block.bytes
-        codes = base + half * variant.stage_block.half_bytes + atom % 4 * STRIP_BYTES + coord.lane * LANE_BYTES
+        base += (first_atom // 4 * variant.blocks_k + block) * variant.stage_block.bytes
+        codes = base + half * variant.stage_block.half_bytes + first_atom % 4 * STRIP_BYTES + coord.lane * LANE_BYTES
         atoms = range(variant.m16_atoms_per_warp)
-        words = [sum((self.reader.codes(codes, i, u) for i in range(halves)), ()) for u in atoms]
+        words = [sum((self.reader.codes(codes, i, atom) for i in range(halves)), ()) for atom in atoms]
         held = variant.stage_block
-        scales = base + held.code_bytes + (atom % 4 * 8 + coord.lane // 4) * held.pair_bytes
+        scales = base + held.code_bytes + (first_atom % 4 * 8 + coord.lane // 4) * held.pair_bytes
         factors = scales
         if variant.block.scale_group < BLOCK_K:
             scales += held.run(half * self.groups_per_chunk) * held.pair_bytes
 
         def read_scales(group: int) -> list[tuple[Int32, ...]]:
-            return [self.reader.scales(scales, group, u) + self.reader.factors(factors, u) for u in atoms]
+            return [self.reader.scales(scales, group, atom) + self.reader.factors(factors, atom) for atom in atoms]
 
         first = read_scales(0)
         return Packed(words, lambda group: read_scales(group) if group else first)
@@ -416,13 +412,13 @@ class MixedGemm:
             for step in range(group * steps, (group + 1) * steps):
                 if variant.token_blocks > 1 or step % 2 == 0:
                     fragments = self.read_x(x_address, step)
-                for u in range(variant.m16_atoms_per_warp):
-                    a = self.decoder.decode(packed.codes[u][step * width : (step + 1) * width], prepared[u])
+                for atom in range(variant.m16_atoms_per_warp):
+                    a = self.decoder.decode(packed.codes[atom][step * width : (step + 1) * width], prepared[atom])
                     for t in range(variant.token_blocks):
                         b = fragments[t] if variant.token_blocks > 1 else fragments[step % 2]
-                        product = self.add_product([sums[i, t, u] for i in range(4)], a, b)
+                        product = self.add_product([sums[i, t, atom] for i in range(4)], a, b)
                         for i in range(4):
-                            sums[i, t, u] = product[i]
+                            sums[i, t, atom] = product[i]
             if variant.scales_on_sums:
                 self.add_scaled_sums(acc, sums, scale_words)
 
@@ -434,11 +430,11 @@ class MixedGemm:
 
     def add_scaled_sums(self, acc: cute.Tensor, sums: cute.Tensor, scale_words: list[tuple[Int32, ...]]) -> None:
         """acc += a group's sums times the scales of rows g and g + 8."""
-        for u, words in enumerate(scale_words):
+        for atom, words in enumerate(scale_words):
             factors = self.decoder.scales(words)
             for t in range(self.variant.token_blocks):
                 for i in range(4):
-                    acc[i, t, u] = fma(sums[i, t, u], factors[i // 2], acc[i, t, u])
+                    acc[i, t, atom] = fma(sums[i, t, atom], factors[i // 2], acc[i, t, atom])
 
     def add_product(self, sums: list[Float32], a: tuple[Int32, ...], b: tuple[Int32, ...]) -> Sequence[Float32]:
         """sums + a @ b, one step along k. A GPU without an instruction for e4m3 multiplies two halves as fp16: ptxas
@@ -459,9 +455,9 @@ class MixedGemm:
         chunk = self.k_chunk(coord, j)
         row, matrix = coord.lane % 8, coord.lane // 8
         token = coord.m * (8 * variant.token_blocks) + row + (matrix // 2 * 8 if variant.token_blocks > 1 else 0)
-        part = matrix % 2 if variant.token_blocks > 1 else matrix
+        vector = matrix % 2 if variant.token_blocks > 1 else matrix
         base = pipeline + stage * variant.stage_bytes + chunk * (variant.config.tile_m * 128)
-        return base + token * 128 + (part ^ row) * 16
+        return base + token * 128 + (vector ^ row) * 16
 
     def read_x(self, address: Int32, step: int) -> list[tuple[Int32, ...]]:
         """Fragments, two registers each: of a step's token blocks or, if a warp has one block, of two steps."""
@@ -487,10 +483,10 @@ class MixedGemm:
         first_feature = coord.n * (16 * variant.m16_atoms_per_warp)
         address = pipeline + (token * variant.sums_row + first_feature + coord.lane // 4) * 4
         for t in range(variant.token_blocks):
-            for u in range(variant.m16_atoms_per_warp):
+            for atom in range(variant.m16_atoms_per_warp):
                 for i in range(4):
-                    offset = (8 * t + i % 2) * variant.sums_row + 16 * u + i // 2 * 8
-                    store_shared_f32(address + offset * 4, acc[i, t, u])
+                    offset = (8 * t + i % 2) * variant.sums_row + 16 * atom + i // 2 * 8
+                    store_shared_f32(address + offset * 4, acc[i, t, atom])
 
     @cute.jit
     def store_tile(self, out: cute.Tensor, operands: EpilogueOperands, pipeline: Int32, tile: WorkTile):

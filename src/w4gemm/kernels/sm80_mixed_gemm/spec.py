@@ -30,28 +30,21 @@ TARGETS = {
 }
 """Targets of CuTe DSL by compute capability."""
 
-Tiles = dict[str, tuple[tuple[int, int, int], ...]]
+Tiles = dict[str, str]
+"""By schedule, tiles as ``<tile_m>x<tile_n>x<tile_k>``, separated by spaces."""
 
 SHARED_MEMORY = 101376
 """Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
 
 TILES: Tiles = {
-    "coop": (
-        *((8, 64, 256), (16, 64, 256), (32, 64, 256), (64, 64, 256), (64, 128, 128), (64, 256, 64)),
-        *((64, 256, 128), (128, 128, 64), (128, 128, 128), (128, 256, 64)),
-    ),
-    "pingpong": (
-        *((8, 64, 128), (8, 64, 256), (8, 128, 128), (16, 64, 128), (16, 64, 256), (16, 128, 128), (32, 64, 128)),
-        *((32, 128, 128), (64, 64, 128), (64, 128, 64), (64, 128, 128), (128, 128, 64)),
-    ),
-    "stream": (
-        *((8, 64, 256), (16, 64, 128), (16, 64, 256), (16, 128, 128), (32, 128, 128), (64, 64, 128), (64, 128, 64)),
-        *((64, 128, 128), (64, 128, 256)),
-    ),
+    "coop": "8x64x256 16x64x256 32x64x256 64x64x256 64x128x128 64x256x64 64x256x128 128x128x64 128x128x128 128x256x64",
+    "pingpong": "8x64x128 8x64x256 8x128x128 16x64x128 16x64x256 16x128x128 32x64x128 32x128x128 64x64x128 64x128x64 "
+    "64x128x128 128x128x64",
+    "stream": "8x64x256 16x64x128 16x64x256 16x128x128 32x128x128 64x64x128 64x128x64 64x128x128 64x128x256",
 }
-"""(tile_m, tile_n, tile_k) by schedule: those that were the fastest somewhere on an H200 (2026-11-21), smaller ones for
-the shared memory of other GPUs, and those between. Others, of whole row units and at most 128 accumulators, compile as
-well; streams of 128 accumulators spill."""
+"""Tiles that were the fastest somewhere on an H200 (2026-11-21), smaller ones for the shared memory of other GPUs, and
+those between. Others compile too, if a warp has 16, 32 or 64 features and at most 128 accumulators; with stream-k, 128
+spill."""
 
 
 def space_of(tiles: Tiles, *slow: Rule) -> Space:
@@ -60,14 +53,13 @@ def space_of(tiles: Tiles, *slow: Rule) -> Space:
 
     def candidates() -> Iterator[Sizes]:
         for schedule, sizes in tiles.items():
-            for size in sizes:
-                yield Sizes(*size, schedule=schedule)
+            for tile in sizes.split():
+                tile_m, tile_n, tile_k = map(int, tile.split("x"))
+                yield Sizes(tile_m, tile_n, tile_k, schedule=schedule)
 
     return Space(
         candidates,
-        "; ".join(
-            f"{schedule} {listed('x'.join(map(str, size)) for size in sizes)}" for schedule, sizes in tiles.items()
-        ),
+        "; ".join(f"{schedule} {listed(sizes.split())}" for schedule, sizes in tiles.items()),
         impossible=(
             Rule(
                 "experts and stream-k",
@@ -102,12 +94,7 @@ class Sm80MixedGemm(GpuKernel):
         Rule(
             "gathered rows and wide scales",
             "indices of rows take registers: beside 128 sums a thread, weights formed in float32 would spill",
-            lambda v: (
-                v.gathered
-                and v.weight.codec.element == "int4"
-                and v.weight.codec.scale_bits != 16
-                and v.accumulators >= 128
-            ),
+            lambda v: v.gathered and v.weight.formed_in_float32 and v.accumulators >= 128,
         ),
     )
     least = (8, 0)
@@ -116,9 +103,9 @@ class Sm80MixedGemm(GpuKernel):
     otherwise = "w.to('cpu') runs on the CPU"
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
-        from w4gemm.kernels.sm80_mixed_gemm.kernel import MixedGemm
+        from w4gemm.kernels.sm80_mixed_gemm.kernel import Sm80MixedGemmKernel
 
-        return MixedGemm
+        return Sm80MixedGemmKernel
 
     def refusal(self, device: Device) -> str:
         least = ".".join(map(str, self.least))
@@ -145,7 +132,7 @@ class Sm80MixedGemm(GpuKernel):
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set of warps on all of k adds up steps of 16 in order: nothing else matters. Several sets take runs of
-        columns of each slot; a stream cuts k where the number of tiles says."""
+        columns of each stage; a stream cuts k where the number of tiles says."""
         if config.schedule == "stream":
             return None
         sets = Variant.of(problem, config).k_sets

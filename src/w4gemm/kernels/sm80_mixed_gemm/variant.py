@@ -7,20 +7,18 @@ from typing import Any
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels import gpu
-from w4gemm.packing.block import BLOCK_K, Block
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, KSliceVariant, shared_memory_of_each
 
 _E4M3 = ((8, 9), (12, 0), (12, 1))
 """Compute capabilities whose mma.sync takes e4m3. Others from 8.9 on have that instruction in PTX only."""
 
-_RESERVED = 1024  # bytes of shared memory that the system takes per CTA
 _ALIGNMENT = 128
 _MAX_STAGES = 8
 
 
 @dataclass(frozen=True)
-class Variant(gpu.Variant):
-    shared_memory: int = gpu.HOPPER_SHARED_MEMORY
+class Variant(KSliceVariant):
+    shared_memory: int = HOPPER_SHARED_MEMORY
     """Bytes of shared memory that one CTA may use."""
     dependent_launch: bool = True
     """True if the device has programmatic dependent launch."""
@@ -94,36 +92,6 @@ class Variant(gpu.Variant):
     # --- shared memory
 
     @property
-    def blocks_n(self) -> int:
-        """Packed blocks along the features of a tile."""
-        return self.config.tile_n // 64
-
-    @property
-    def blocks_k(self) -> int:
-        """Packed blocks along k in a stage."""
-        return max(1, self.config.tile_k // 128)
-
-    @property
-    def half_block_stages(self) -> bool:
-        """True if a stage holds half a block along k, with the scales of its 64 columns."""
-        return self.config.tile_k == 64
-
-    @property
-    def stage_block(self) -> Block:
-        """The part of a block that a stage holds: all of it, or its codes and scales of 64 columns."""
-        return self.block.sub_block(columns=min(self.config.tile_k, BLOCK_K))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights per stage."""
-        return self.blocks_n * self.blocks_k * self.stage_block.bytes
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of x per stage."""
-        return self.config.tile_m * self.config.tile_k * self.itemsize
-
-    @property
     def stage_bytes(self) -> int:
         """Bytes per stage."""
         return self.x_bytes + self.weight_bytes
@@ -131,7 +99,7 @@ class Variant(gpu.Variant):
     @property
     def stages(self) -> int:
         """Stages of the pipeline: as many as shared memory holds, up to eight."""
-        room = (self.shared_memory + _RESERVED) // self.occupancy - _RESERVED - _ALIGNMENT
+        room = shared_memory_of_each(self.shared_memory, self.occupancy) - _ALIGNMENT
         room -= self.expert_map_bytes + self.decode_table_bytes
         return min(_MAX_STAGES, room // self.stage_bytes)
 

@@ -8,17 +8,12 @@ from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, Tiles, space_of
 from w4gemm.kernels.space import Rule
 
 _TILES: Tiles = {
-    "coop": (
-        *((8, 64, 512), (16, 64, 512), (32, 64, 512), (64, 64, 256), (64, 128, 128), (64, 128, 256), (64, 256, 128)),
-        *((128, 64, 128), (128, 128, 128)),
-    ),
-    "pingpong": (
-        *((8, 64, 256), (8, 128, 256), (16, 64, 256), (16, 128, 256), (32, 64, 256), (64, 64, 128), (64, 128, 128)),
-    ),
-    "stream": ((8, 64, 256), (16, 128, 256), (32, 128, 256), (64, 64, 128), (64, 128, 128)),
+    "coop": "8x64x512 16x64x512 32x64x512 64x64x256 64x128x128 64x128x256 64x256x128 128x64x128 128x128x128",
+    "pingpong": "8x64x256 8x128x256 16x64x256 16x128x256 32x64x256 64x64x128 64x128x128",
+    "stream": "8x64x256 16x128x256 32x128x256 64x64x128 64x128x128",
 }
-"""(tile_m, tile_n, tile_k) by schedule: as those of sm80_mixed_gemm, with as many bytes of x in a slot. At most 64
-accumulators, since those of 128 spill where e4m3 are multiplied as fp16."""
+"""Tiles like those of sm80_mixed_gemm, with as many bytes of x in a stage. A thread has at most 64 accumulators,
+because 128 spill on GPUs that multiply e4m3 as fp16."""
 
 
 _SUMS_OF_GROUPS = Rule(

@@ -45,6 +45,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
+from w4gemm.kernels.device.arithmetic import mma_sync
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.decode_pairs import own_pairs
 from w4gemm.kernels.device.decoders import decoder_of
@@ -57,17 +58,16 @@ from w4gemm.kernels.device.expert_tiles import (
     operands_of_expert,
     weight_of_expert,
 )
-from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.ptx import (
+from w4gemm.kernels.device.memory import (
     bulk_copy,
     cluster_address,
     load_matrix,
     load_shared_cluster,
-    mma_sync,
     shared_address,
     store_shared_f32,
     store_shared_f32x4,
 )
+from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_decode.variant import ReductionRound, Variant
@@ -142,7 +142,7 @@ class LoadedQuad(NamedTuple):
     """Scales of the four features; None without such scales."""
 
 
-class Decode:
+class Sm90DecodeKernel:
     """The kernel for one :class:`Variant`; an instance is what ``cute.compile`` is given."""
 
     def __init__(self, variant: Variant):
@@ -196,8 +196,8 @@ class Decode:
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
-        weight_bytes = variant.stages * variant.weight_bytes  # per warp
-        s_weight = smem.allocate_array(Int32, variant.warps * weight_bytes // 4, byte_alignment=128)
+        warp_weight_bytes = variant.stages * variant.weight_bytes
+        s_weight = smem.allocate_array(Int32, variant.warps * warp_weight_bytes // 4, byte_alignment=128)
         s_sums = smem.allocate_array(Float32, variant.reduction_bytes // 4, byte_alignment=16)
         table = Int32(0)
         if const_expr(variant.pairs is not None):
@@ -236,7 +236,7 @@ class Decode:
         k_blocks_per_warp = (end - first + variant.warps - 1) // variant.warps
         tiles = (m_tiles * n_tiles - cluster + clusters - 1) // clusters
         total = k_blocks_per_warp * tiles
-        pipeline = Pipeline(full, s_x, shared_address(s_weight) + warp * weight_bytes, warp)
+        pipeline = Pipeline(full, s_x, shared_address(s_weight) + warp * warp_weight_bytes, warp)
         params = LoopParams(
             clusters, m_tiles, n_tiles, first, k_blocks_per_warp, blocks_n, expert_tiles, args.rows.indices
         )

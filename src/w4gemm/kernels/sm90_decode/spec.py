@@ -39,14 +39,14 @@ class Sm90Decode(HopperKernel):
     space = SPACE
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
-        from w4gemm.kernels.sm90_decode.kernel import Decode
+        from w4gemm.kernels.sm90_decode.kernel import Sm90DecodeKernel
 
-        return Decode
+        return Sm90DecodeKernel
 
-    def like(self, problem: GemmProblem) -> Any:
-        return replace(super().like(problem), tokens=0)  # no rule looks at them, and they depend on m
+    def any_variant(self, problem: GemmProblem) -> Any:
+        return replace(super().any_variant(problem), tokens=0)  # no rule looks at them, and they depend on m
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        """The warps of all CTAs take k blocks in turn, and their sums are added in a fixed order."""
+        """Each warp of a CTA takes every W-th k block, and their sums are added in a fixed order."""
         variant = Variant.of(problem, config)
         return self.name, variant.warps, variant.reduction_warps, config.split_k

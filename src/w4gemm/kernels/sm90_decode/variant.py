@@ -8,17 +8,15 @@ from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels import gpu
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, GpuVariant, shared_memory_of_each
 from w4gemm.packing.block import BLOCK_N, Block
-from w4gemm.packing.codecs import CodebookCodec
 from w4gemm.packing.codecs.pairs import Pairs
 
 _BARRIERS_AND_ALIGNMENT = 1536
-_RESERVED = 1024  # bytes of shared memory that the system takes per CTA
 _PAD = 4  # floats between token rows of the reduction buffer, so that a warp's stores fall into different banks
-_STAGES = (
-    2  # more stages measured slower: the first x copy queues behind all weight copies before it (H200, 2026-11-21)
-)
+_STAGES = 2
+"""Stages of each warp. More were slower, because the first x copy queues behind all weight copies before it (H200,
+2026-11-21)."""
 
 
 class ReductionRound(NamedTuple):
@@ -36,7 +34,7 @@ class Warps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variant(gpu.Variant):
+class Variant(GpuVariant):
     tokens: int = 0
     """Rows of x in a tile: tile_m, or m if that is less. A TMA box that reaches past m makes a launch 2 to 6 % longer
     (H200, 2026-11-22), so boxes have this many rows. The matrix instruction still takes tile_m rows: it multiplies
@@ -100,8 +98,8 @@ class Variant(gpu.Variant):
 
     @property
     def pairs(self) -> Pairs | None:
-        """Numbers of codebooks come from a table; scales multiply sums."""
-        return Pairs.HALVES if isinstance(self.weight.codec, CodebookCodec) else None
+        """Codebooks have a table of numbers without scales, because scales multiply sums."""
+        return Pairs.HALVES if self.weight.is_codebook else None
 
     @property
     def early_stages(self) -> int:
@@ -122,7 +120,7 @@ class Variant(gpu.Variant):
     @functools.cached_property
     def _warps(self) -> Warps:
         """The largest number of warps whose pipelines fit shared memory; none if fewer than four fit."""
-        room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
+        room = shared_memory_of_each(HOPPER_SHARED_MEMORY, self.occupancy) - _BARRIERS_AND_ALIGNMENT
         room -= self.expert_map_bytes + self.decode_table_bytes
         pipeline = self.stages * (self.weight_bytes + self.x_bytes)
         # two CTAs of eight warps leave 128 registers per thread, too few for the x fragments of 16 tokens

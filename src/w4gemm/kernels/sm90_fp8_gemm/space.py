@@ -75,10 +75,9 @@ SPACE = Space(
         mixed.SHARED_MEMORY,
     ),
     slow=(
-        Rule(
-            "registers",
-            "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
-            lambda v: v.config.tile_m > _MAX_TILE_M[v.promotes][v.config.schedule].get(v.config.tile_n, 0),
+        mixed.REGISTERS._replace(
+            excludes=lambda v: v.config.tile_m > _MAX_TILE_M[v.promotes][v.config.schedule].get(v.config.tile_n, 0),
+            of="variant",
         ),
         Rule(
             "long slices of two row blocks",
@@ -125,11 +124,7 @@ SPACE = Space(
         ),
     ),
     pruned=(
-        Rule(
-            "experts between",
-            "sizes between the powers of two are not looked at for experts",
-            lambda v: v.grouped and v.config.tile_m in _BETWEEN,
-        ),
+        mixed.EXPERTS_BETWEEN._replace(excludes=lambda v: v.grouped and v.config.tile_m in _BETWEEN),
         Rule(
             "between",
             "tile_m 96 and 112 are kept with tile_n 256, without a cluster along n",

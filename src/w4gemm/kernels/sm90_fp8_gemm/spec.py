@@ -19,7 +19,7 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
     revision = 2
     space = SPACE
     block_scales = True
-    parts = (
+    launch_pairs = (
         "256x128x128_1x1x1_coop+128x64x256_1x1x1_coop",
         "256x128x128_1x1x1_coop+256x64x128_1x1x1_coop",
         "256x128x128_1x1x1_coop+192x64x128_1x1x1_coop",

@@ -45,16 +45,18 @@ consumers form two or four k sets, which divide the blocks of a stage; at the en
 
 A dense grid is persistent (a CTA loops over tiles) except with split_k or several k sets: a cluster then has one tile,
 because its sums pass through the drained pipeline. A grouped grid always is; its k sets reduce through memory of their
-own. Programmatic dependent launch: the weights of the first stage are
-requested before ``griddepcontrol.wait``. So nothing earlier in the stream may still be writing them; this holds
-because this kernel lets its successor start only after its own wait.
+own.
+
+Programmatic dependent launch: the weights of the first stage are requested before ``griddepcontrol.wait``. So nothing
+earlier in the stream may still be writing them; this holds because this kernel lets its successor start only after its
+own wait.
 
 With fp8 activations (variant.kind "e4m3", the kernel sm90_fp8_gemm) a k chunk is 128 columns, still 128 bytes of x, and
 the codes become e4m3. If variant.scales_on_sums, the scales multiply the float32 sums of each group:
-``multiply_groups`` takes the place of ``multiply_stage``, with two sets of sums of a range of tokens beside the
-accumulators. So it does if each 128 columns of a row of x have a scale (variant.block_scales), which multiplies the
-sums too: TMA brings a stage's scales, those of a tile's tokens for each weight block along k, with x and on the same
-barrier.
+``multiply_groups`` then replaces ``multiply_stage``, with two sets of sums of a range of tokens beside the
+accumulators. It also does if each 128 columns of a row of x have a scale (variant.block_scales), because that scale
+multiplies the sums too: TMA brings a stage's scales, those of a tile's tokens for each weight block along k, with x
+and on the same barrier.
 
 If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a
 warp of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2
@@ -85,11 +87,11 @@ from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.epilogue_store import EpilogueStore, TmaStore
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, max_m_tiles, with_indexed_scales
-from w4gemm.kernels.device.ptx import shared_address
+from w4gemm.kernels.device.memory import shared_address
 from w4gemm.kernels.sm90_mixed_gemm.roles.consumer import Consumer, ConsumerMemory, Output
 from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import Mainloop
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, ScaleSource, XSource
-from w4gemm.kernels.sm90_mixed_gemm.roles.producer import Producer, WeightSource
+from w4gemm.kernels.sm90_mixed_gemm.roles.producer import Inputs, Producer, WeightSource
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 
@@ -111,7 +113,7 @@ class OutTarget(NamedTuple):
     """All staging buffers, two boxes each."""
 
 
-class Sm90Kernel:
+class Sm90MixedGemmKernel:
     """The device code of one :class:`Variant`."""
 
     def __init__(self, variant: Variant):
@@ -247,9 +249,11 @@ class Sm90Kernel:
                 self.scheduler.expert_tile_map.fill(expert_tiles)
         if const_expr(variant.k_set_bytes > 0):
             s_k_sets = smem.allocate_array(Int32, variant.k_set_bytes // 4, byte_alignment=128)
-        decode_lut = Int32(0)
+        decode_table = Int32(0)
         if const_expr(variant.decode_table_bytes > 0):
-            decode_lut = shared_address(smem.allocate_array(Int32, variant.decode_table_bytes // 4, byte_alignment=16))
+            decode_table = shared_address(
+                smem.allocate_array(Int32, variant.decode_table_bytes // 4, byte_alignment=16)
+            )
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(variant.stages):
@@ -286,11 +290,12 @@ class Sm90Kernel:
         if warp >= 4 * variant.warpgroups:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(variant.producer_registers)
-            weight, m = WeightSource(blocks, n_blocks), out.shape[0]
+            weight = WeightSource(blocks, n_blocks)
+            inputs = Inputs(x_source, weight, rows.indices, out.shape[0], expert_tiles)
             if const_expr(variant.gathered):
-                self.producer.run(x_source, rows.indices, weight, m, expert_tiles, pipeline, params, rank)
+                self.producer.run(inputs, pipeline, params, rank)
             elif warp == 4 * variant.warpgroups:
-                self.producer.run(x_source, rows.indices, weight, m, expert_tiles, pipeline, params, rank)
+                self.producer.run(inputs, pipeline, params, rank)
             if const_expr(config.split_k > 1):  # every thread of the cluster takes part in its barriers
                 self.scheduler.cluster_barrier()
                 self.scheduler.cluster_barrier()
@@ -298,5 +303,5 @@ class Sm90Kernel:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(variant.consumer_registers)
             output = Output(out, with_indexed_scales(args.epilogue, rows.indices))
-            memory = ConsumerMemory(staging, store, s_k_sets, decode_lut)
-            self.consumer.run(mma, pipeline, params, rank, output, args.workspace, expert_tiles, memory)
+            memory = ConsumerMemory(staging, store, s_k_sets, decode_table, args.workspace)
+            self.consumer.run(mma, pipeline, params, rank, output, expert_tiles, memory)

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
-from w4gemm.packing.codecs import CodebookCodec
 
 TILE_M = (8, 16, 32, 64, 128, 192, 256)
 TILE_N = (64, 128, 192, 256)
 _TILE_K = (64, 128, 256, 512)
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
 """(cluster_m, cluster_n, split_k)."""
-_MANY = set(itertools.product(("coop",), (64, 128), (128,), (1, 2)))
-_FEW = {("coop", 256, 128, 1), *itertools.product(("coop",), (64, 128), (256,), (1, 2))}
-_STREAM = {("stream", 128, 128, 1)}
+
+
+class Beside(NamedTuple):
+    """The other sizes of a config beside tile_m, of one that has no cluster but for split_k."""
+
+    schedule: str
+    tile_n: int
+    tile_k: int
+    split_k: int = 1
+
+
+_MANY = {Beside("coop", tile_n, 128, split_k) for tile_n in (64, 128) for split_k in (1, 2)}
+_FEW = {Beside("coop", 256, 128)} | {Beside("coop", tile_n, 256, split_k) for tile_n in (64, 128) for split_k in (1, 2)}
+_STREAM = {Beside("stream", 128, 128)}
 _BETWEEN = {
-    24: _FEW | {("coop", 64, 512, 1), ("coop", 64, 512, 2)},
+    24: _FEW | {Beside("coop", 64, 512), Beside("coop", 64, 512, 2)},
     **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
-    **dict.fromkeys((80, 96, 112), _MANY | _STREAM | {("coop", 64, 256, 1), ("coop", 192, 128, 2)}),
+    **dict.fromkeys((80, 96, 112), _MANY | _STREAM | {Beside("coop", 64, 256), Beside("coop", 192, 128, 2)}),
     **dict.fromkeys((160, 224), _MANY),
 }
-"""tile_m between the powers of two, for about as many tokens: what was the fastest of its neighbours somewhere, as
-(schedule, tile_n, tile_k, split_k). Tokens past m cost time, so a tile of 48 is better for 48 tokens than one of 64."""
+"""tile_m between the powers of two, with the sizes that were the fastest for its neighbours somewhere. Tokens past m
+cost time, so a tile of 48 is better for 48 tokens than one of 64."""
 _MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
 
@@ -44,7 +55,7 @@ def _is_between(c: Sizes) -> bool:
     """True if tile_m is one of ``_BETWEEN`` and the other sizes are not among those that it was chosen with."""
     if c.tile_m not in _BETWEEN:
         return False
-    return c.cluster_m * c.cluster_n > 1 or (c.schedule, c.tile_n, c.tile_k, c.split_k) not in _BETWEEN[c.tile_m]
+    return c.cluster_m * c.cluster_n > 1 or Beside(c.schedule, c.tile_n, c.tile_k, c.split_k) not in _BETWEEN[c.tile_m]
 
 
 GROUPED_CLUSTER = Rule(
@@ -71,7 +82,7 @@ SPLIT_ROW_BLOCKS = Rule(
 )
 SPLIT_PINGPONG = Rule(
     "split_k of pingpong",
-    "two warpgroups in turn walk over output tiles, split_k gives a CTA one tile",
+    "two warpgroups alternate between the output tiles of a CTA, split_k gives a CTA one tile",
     lambda c: c.tile_m > 128 and c.schedule == "pingpong" and c.split_k > 1,
     of="sizes",
 )
@@ -104,6 +115,17 @@ MULTICAST_TOKENS = Rule(
     lambda c: c.cluster_m > 1 and (c.tile_m < 128 or c.schedule != "coop"),
     of="sizes",
 )
+REGISTERS = Rule(
+    "registers",
+    "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
+    lambda c: c.tile_m > _MAX_TILE_M[c.schedule].get(c.tile_n, 0),
+    of="sizes",
+)
+EXPERTS_BETWEEN = Rule(
+    "experts between",
+    "sizes between the powers of two are not looked at for experts",
+    lambda v: v.grouped and v.config.tile_m in _BETWEEN,
+)
 WIDE_FEW = Rule(
     "192 features of few tokens",
     "tile_n 192 was never the fastest with tile_m under 64",
@@ -119,18 +141,6 @@ def _many_groups(v: Variant) -> bool:
 def _large(v: Variant) -> bool:
     c = v.config
     return (c.tile_m, c.schedule) == (128, "pingpong") or (c.tile_m, c.tile_n) == (256, 128)
-
-
-def _decodes_by_floats(v: Variant) -> bool:
-    return v.weight.codec.element == "int4" and v.weight.codec.scale_bits != 16
-
-
-def _looks_up(v: Variant) -> bool:
-    return isinstance(v.weight.codec, CodebookCodec)
-
-
-def _decodes_floats(v: Variant) -> bool:
-    return v.weight.codec.element == "e2m1"
 
 
 SPACE = Space(
@@ -150,20 +160,15 @@ SPACE = Space(
         SPLIT_PINGPONG,
         Rule(
             "stream-k and other sums",
-            "a CTA of stream-k walks over parts of tiles, which other sums through the drained stages do not allow: "
-            "tile_k 128 at most, no split_k, no cluster along n",
+            "a CTA of stream-k goes from tile to tile, so that its pipeline is never drained, as the sums of several k "
+            "sets or CTAs need it: tile_k 128 at most, no split_k, no cluster along n",
             lambda c: c.schedule == "stream" and (c.tile_k > 128 or c.cluster_n * c.split_k > 1),
             of="sizes",
         ),
         SHARED_MEMORY,
     ),
     slow=(
-        Rule(
-            "registers",
-            "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
-            lambda c: c.tile_m > _MAX_TILE_M[c.schedule].get(c.tile_n, 0),
-            of="sizes",
-        ),
+        REGISTERS,
         Rule(
             "long slices of many tokens",
             "ptxas serializes some configs with tile_k and tile_m over 128, and none was ever the fastest",
@@ -193,7 +198,7 @@ SPACE = Space(
             "the bits of a word and tables take registers: a residual in rows that are no multiple of 16 bytes would "
             "spill in pingpong of 128 tokens and streams of 256; beside experts' rows any would in pingpong of 256",
             lambda v: (
-                (_decodes_floats(v) or _looks_up(v))
+                (v.weight.codec.element == "e2m1" or v.weight.is_codebook)
                 and v.epilogue.residual
                 and (
                     (not v.vector and (v.config.tile_m, v.config.schedule) in ((128, "pingpong"), (256, "stream")))
@@ -209,7 +214,7 @@ SPACE = Space(
             "long slices",
             lambda v: (
                 v.grouped
-                and _looks_up(v)
+                and v.weight.is_codebook
                 and (
                     (v.config.schedule == "pingpong" and v.config.tile_m > 128)
                     or (v.block.scale_bits == 32 and v.config.schedule == "pingpong" and v.config.tile_n == 128)
@@ -224,7 +229,7 @@ SPACE = Space(
             "64 tokens of four warpgroups with split_k; beside float32 scales and zero points for each 32 columns 192 "
             "tokens, and long slices of gathered rows",
             lambda v: (
-                _decodes_by_floats(v)
+                v.weight.formed_in_float32
                 and (
                     (v.config.tile_m, v.config.schedule) == (128, "pingpong")
                     or (
@@ -247,11 +252,7 @@ SPACE = Space(
         ),
     ),
     pruned=(
-        Rule(
-            "experts between",
-            "sizes between the powers of two are not looked at for experts",
-            lambda v: v.grouped and v.config.tile_m in _BETWEEN,
-        ),
+        EXPERTS_BETWEEN,
         Rule(
             "between",
             "a tile_m between the powers of two is kept with the sizes that were the fastest somewhere",

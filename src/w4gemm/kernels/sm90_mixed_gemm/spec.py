@@ -21,7 +21,7 @@ class Sm90MixedGemm(HopperKernel):
     revision = 2
     variant = Variant
     space = SPACE
-    parts: tuple[str, ...] = (
+    launch_pairs: tuple[str, ...] = (
         "256x128x128_1x1x1_coop+128x128x128_1x1x1_coop",
         "256x128x128_1x1x1_coop+112x128x128_1x1x1_coop",
         "128x256x64_1x1x1_coop+128x192x128_1x1x1_coop",
@@ -32,14 +32,14 @@ class Sm90MixedGemm(HopperKernel):
     """Configs of two launches, for one weight: see two_launches.py."""
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
-        from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90Kernel
+        from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90MixedGemmKernel
         from w4gemm.kernels.sm90_mixed_gemm.two_launches import TwoLaunches
 
-        return lambda variant: TwoLaunches(variant) if variant.config.tail else Sm90Kernel(variant)
+        return lambda variant: TwoLaunches(variant) if variant.config.tail else Sm90MixedGemmKernel(variant)
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         found = super().configs(problem)
-        pairs = [] if problem.experts else [GemmConfig.parse(text) for text in self.parts]
+        pairs = [] if problem.experts else [GemmConfig.parse(text) for text in self.launch_pairs]
         legal = set(found)
         return found + [c for c in pairs if {replace(c, tail=None), c.tail} <= legal]
 
@@ -50,8 +50,8 @@ class Sm90MixedGemm(HopperKernel):
         if problem.experts:
             reason = "the host does not know how many tiles experts have, nor so which fill whole waves"
             found.insert(0, Exclusion("impossible", "experts and a tail launch", reason))
-        if str(config) not in self.parts:
-            listed = "only pairs that were the fastest somewhere are kept: " + ", ".join(self.parts)
+        if str(config) not in self.launch_pairs:
+            listed = "only pairs that were the fastest somewhere are kept: " + ", ".join(self.launch_pairs)
             found.append(Exclusion("pruned", "pairs", listed))
         return found
 

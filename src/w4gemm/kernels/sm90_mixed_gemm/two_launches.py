@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.hopper import full_wave_n_tiles
-from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90Kernel
+from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90MixedGemmKernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.packing.block import BLOCK_N
 
@@ -29,8 +29,8 @@ class TwoLaunches:
     def __init__(self, variant: Variant):
         config = variant.config
         assert config.tail is not None
-        self.waves = Sm90Kernel(replace(variant, config=replace(config, tail=None)))
-        self.tail = Sm90Kernel(replace(variant, config=config.tail))
+        self.waves = Sm90MixedGemmKernel(replace(variant, config=replace(config, tail=None)))
+        self.tail = Sm90MixedGemmKernel(replace(variant, config=config.tail))
         self.gated = variant.epilogue.gated
 
     @cute.jit
@@ -47,7 +47,7 @@ class TwoLaunches:
             self.launch(self.tail, args, Range(blocks, n_blocks), stream)
 
     @cute.jit
-    def launch(self, gemm: Sm90Kernel, args: Arguments, blocks: Range, stream: Any):
+    def launch(self, gemm: Sm90MixedGemmKernel, args: Arguments, blocks: Range, stream: Any):
         """Launch ``gemm`` for some of the weight's 64-row blocks."""
         given, rows = args.epilogue, Range(blocks.begin * BLOCK_N, blocks.end * BLOCK_N)
         columns = Range(rows.begin // 2, rows.end // 2) if self.gated else rows

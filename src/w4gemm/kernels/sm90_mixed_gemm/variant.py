@@ -1,4 +1,4 @@
-"""Sizes, threads and registers that follow from one compiled variant of the kernel."""
+"""Shared memory of one compiled variant of the kernel: its stages, and the buffers through which it stores d."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from w4gemm.core.config import GemmConfig
-from w4gemm.kernels import gpu
 from w4gemm.kernels.device.staging import FLOAT32_BYTES, TOKEN_BYTES
-from w4gemm.kernels.space import Sizes
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
-from w4gemm.packing.codecs import INT4_TWO_LEVELS_MMA16, INT4_WIDE_MMA16, CodebookCodec
+from w4gemm.kernels.sm90_mixed_gemm.warps import WarpsVariant
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, shared_memory_of_each
+from w4gemm.packing.block import BLOCK_K, Block
 from w4gemm.packing.codecs.pairs import Pairs
 
 ONE_GROUP = Block().bytes
@@ -20,7 +18,6 @@ ONE_GROUP = Block().bytes
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
 """Registers besides the accumulators: fragments, packed words, addresses."""
-_RESERVED = 1024  # shared memory that the system takes for each CTA
 _FEW_TOKENS = 64
 """The largest tile_m of which decoding decides the time."""
 
@@ -34,130 +31,15 @@ class Prefetches(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variant(gpu.Variant):
-    # --- warps
-
-    @staticmethod
-    def ctas_per_sm(config: GemmConfig) -> int:
-        return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
-
-    @staticmethod
-    def m64_atoms_of(config: GemmConfig | Sizes) -> int:
-        """Number of 64-row blocks of the weight that one warpgroup owns: two if four warpgroups would have too few
-        registers each."""
-        return 2 if config.tile_n == 256 and config.tile_m > 64 else 1
-
-    @property
-    def m64_atoms(self) -> int:
-        """:meth:`m64_atoms_of` this one's config."""
-        return self.m64_atoms_of(self.config)
-
-    @property
-    def blocks_n(self) -> int:
-        """Number of 64-row blocks of the weight in a tile."""
-        return self.config.tile_n // BLOCK_N
-
-    @property
-    def warpgroups_n(self) -> int:
-        """Number of consumer warpgroups along the features of a tile."""
-        return self.blocks_n // self.m64_atoms
-
-    @property
-    def k_sets(self) -> int:
-        """Number of sets of consumer warpgroups that divide the k blocks of a stage: as many as there are registers
-        for, because with few tokens one set cannot keep the tensor cores busy while it decodes."""
-        limit = 4 if self.occupancy == 1 and self.config.tile_m <= 64 else 2
-        if self.kind == "e4m3":  # both fragment buffers are used within a stage
-            return max(1, min(self.blocks_k // 2, limit // self.warpgroups_n))
-        return min(self.blocks_k, max(1, limit // self.warpgroups_n)) if self.config.tile_m <= 128 else 1
-
-    @property
-    def pingpong_warpgroups(self) -> int:
-        """Number of consumer warpgroups of one CTA that alternate between its tiles, so that one multiplies while
-        another stores: two if schedule is pingpong and a tile is too large for two CTAs per multiprocessor."""
-        return 2 if self.config.schedule == "pingpong" and self.occupancy == 1 else 1
-
-    @property
-    def warpgroups(self) -> int:
-        """Number of consumer warpgroups."""
-        return self.warpgroups_n * self.k_sets * self.pingpong_warpgroups
-
-    @property
-    def threads(self) -> int:
-        """Threads per CTA."""
-        return 128 * (self.warpgroups + 1)
-
-    @property
-    def stage_readers(self) -> int:
-        """Number of consumer threads that read a stage."""
-        return 128 * self.warpgroups_n * self.k_sets
-
-    @property
-    def gather_threads(self) -> int:
-        """Number of producer threads that copy x by cp.async."""
-        return 128 if self.gathered else 0
-
-    @property
-    def multicast_peers(self) -> int:
-        """Number of CTAs of a cluster that share x or weights with one CTA, itself included."""
-        return self.config.cluster_m + self.config.cluster_n - 1
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers per consumer thread; 0 if an equal share of the register file is enough."""
-        if self.occupancy == 2:
-            return {1: 0, 2: 104}[self.warpgroups]
-        return {1: 0, 2: 232 if self.gathered else 240, 3: 160, 4: 112}[self.warpgroups]
-
-    @property
-    def producer_registers(self) -> int:
-        """Registers per producer thread; more if it copies x itself, as far as the consumers leave any."""
-        if not self.gathered:
-            return 24
-        return 40 if self.consumer_registers == 232 else 32
-
-    # --- work tiles
-
-    @property
-    def persistent(self) -> bool:
-        """True if a CTA loops over output tiles.
-
-        A dense CTA cannot if sums pass through the drained pipeline's memory. A grouped CTA must, because the host does
-        not know the number of tiles; its k sets then reduce through memory of their own.
-        """
-        return self.grouped or (self.k_sets == 1 and self.config.split_k == 1)
-
-    @property
-    def stream_k(self) -> bool:
-        """True if CTAs divide tiles along k, see device/stream_k.py."""
-        return self.config.schedule == "stream"
-
-    @property
-    def short(self) -> bool:
-        """True if a launch can be so short that its first microsecond counts."""
-        return self.config.tile_m <= 128 and self.config.cluster_m == 1
+class Variant(WarpsVariant):
+    """All compile-time parameters of the kernel; warps and registers are in warps.py."""
 
     # --- stages
 
     @property
-    def half_block_stages(self) -> bool:
-        """True if a stage holds half a block along k: 64 columns and their scales."""
-        return self.config.tile_k == 64
-
-    @property
-    def stage_block(self) -> Block:
-        """The part of a block that a stage holds: all of it, or half if ``half_block_stages``."""
-        return self.block.sub_block(columns=min(self.config.tile_k, BLOCK_K))
-
-    @property
-    def blocks_k(self) -> int:
-        """Number of weight blocks along k in a stage."""
-        return max(1, self.config.tile_k // BLOCK_K)
-
-    @property
     def stages_per_iteration(self) -> int:
         """Stages per main-loop iteration: 2 if a stage holds half a block (tile_k = 64) or a single MMA batch
-        (tile_k * m64_atoms == chunk_k), so that both fragment buffers are used in turn; else 1."""
+        (tile_k * m64_atoms == chunk_k), so that both fragment buffers are used; else 1."""
         return 2 if self.half_block_stages or self.config.tile_k * self.m64_atoms == self.chunk_k else 1
 
     @property
@@ -174,16 +56,6 @@ class Variant(gpu.Variant):
         registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
         room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
         return next(splits for splits in (1, 2, 4, 8) if self.config.tile_m // splits <= max(room, 8))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights per stage."""
-        return self.blocks_n * self.blocks_k * self.stage_block.bytes
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of x per stage."""
-        return self.config.tile_m * self.config.tile_k * self.itemsize
 
     @property
     def scale_tokens(self) -> int:
@@ -221,15 +93,13 @@ class Variant(gpu.Variant):
 
     @property
     def pairs(self) -> Pairs | None:
-        """Codebooks and what is formed in float32 have a table where decoding decides the time: with more tokens the
-        tensor cores do, and a table would take the memory of a stage."""
-        codec = self.weight.codec
+        """Codebooks and weights that are formed in float32 have a table if tile_m is at most 64, where decoding decides
+        the time. With more tokens the tensor cores do, and a table would take the memory of a stage."""
         if self.config.tile_m > _FEW_TOKENS:
             return None
-        if isinstance(codec, CodebookCodec) and self.weight.scale == self.kind:
+        if self.weight.is_codebook and self.weight.scale == self.kind:
             return Pairs.HALVES
-        wide = isinstance(codec, CodebookCodec) or codec in (INT4_WIDE_MMA16, INT4_TWO_LEVELS_MMA16)
-        return Pairs.FLOATS if wide else None
+        return Pairs.FLOATS if self.weight.is_codebook or self.weight.formed_in_float32 else None
 
     # --- epilogue
 
@@ -338,7 +208,7 @@ class Variant(gpu.Variant):
     @functools.cached_property
     def _room(self) -> int:
         """Bytes for stages and staging buffers."""
-        room = (gpu.HOPPER_SHARED_MEMORY + _RESERVED) // self.occupancy - _RESERVED - _BARRIERS_AND_ALIGNMENT
+        room = shared_memory_of_each(HOPPER_SHARED_MEMORY, self.occupancy) - _BARRIERS_AND_ALIGNMENT
         return room - self.k_set_bytes - self.expert_map_bytes - self.decode_table_bytes
 
     @property

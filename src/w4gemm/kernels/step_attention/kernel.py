@@ -3,7 +3,7 @@
 The new token's key is rotated too, and it and its value are written to the cache at ``slot``, which all sequences
 share. Sequence b sees slots first[b] .. slot, at most ``window`` of them. Keys and values are (batch, kv heads, length,
 dim) in 16 bits, and ``group`` heads of q share those of one kv head. With ``sinks`` the softmax of a head of q has one
-more score, its sink, whose share no value gets.
+more score, its sink, which adds to the sum of shares and to no value.
 
 A cluster of ``splits`` CTAs has one sequence and kv head; each takes an equal run of slots. The CTA whose run has the
 newest slot writes the new token's key and value, and reads them back behind a barrier. ``lanes`` neighbouring lanes
@@ -27,18 +27,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.kernels.device.ptx import (
-    asm,
+from w4gemm.kernels.device.arithmetic import divide, exp2, fma, maximum, pack_half2, to_float
+from w4gemm.kernels.device.memory import (
     cluster_address,
-    divide,
-    exp2,
-    fma,
     load_global,
-    maximum,
-    pack_half2,
+    load_shared_cluster_f32,
     shared_address,
     store_global_half,
-    to_float,
 )
 
 WARPS = 8
@@ -105,7 +100,7 @@ class Running(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepAttention:
+class StepAttentionKernel:
     """The kernel for heads of ``dim`` elements of ``kind`` "f16" or "bf16".
 
     Args:
@@ -361,11 +356,6 @@ class StepAttention:
     def store(self, out: cute.Tensor, head: Head, at: Int32, value: Float32) -> None:
         offset = (Int64(head.batch) * out.shape[1] + head.number * self.group) * self.dim + at
         store_global_half(out.iterator.toint() + offset * 2, pack_half2(self.kind, value, value), Boolean(True))
-
-
-def load_shared_cluster_f32(address: Int32) -> Float32:
-    """Load one float32 from an address of any CTA of the cluster."""
-    return asm("ld.shared::cluster.f32 $0, [$1];", [Float32], [address])[0]
 
 
 def plus(x: Float32, y: Float32) -> Float32:

@@ -20,7 +20,7 @@ _SLOTS_PER_SPLIT = 64
 
 
 @dataclass(frozen=True)
-class StepAttentionHelper(Sm90Helper):
+class StepAttention(Sm90Helper):
     """Attention of one new token of each sequence on SM90; see the kernel."""
 
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class StepAttentionHelper(Sm90Helper):
     @classmethod
     def of(
         cls, device: Device, dtype: torch.dtype, dim: int, group: int, splits: int, sinks: bool = False
-    ) -> StepAttentionHelper | None:
+    ) -> StepAttention | None:
         """Return the kernel; None where it does not run."""
         fits = dim in DIMS and group <= _MOST_HEADS[dim] and dtype in HALF_KINDS
         return cls(dtype, dim, group, splits, sinks) if fits and cls.runs(device) else None
@@ -52,7 +52,7 @@ class StepAttentionHelper(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.step_attention.kernel import StepAttention
+        from w4gemm.kernels.step_attention.kernel import StepAttentionKernel
 
         kind = HALF_KINDS[self.dtype]
         dtype = half_dtype(kind)
@@ -73,4 +73,4 @@ class StepAttentionHelper(Sm90Helper):
         sinks = make_fake_compact_tensor(dtype, (heads,), assumed_align=2) if self.sinks else None
         given = (rows(heads), rows(kv_heads), rows(kv_heads), *angles, *cache, slot, first, sinks, out, 1.0, 1)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(StepAttention(kind, self.dim, self.group, self.splits, self.sinks), (*given, stream))
+        return Program(StepAttentionKernel(kind, self.dim, self.group, self.splits, self.sinks), (*given, stream))

@@ -87,6 +87,16 @@ class WeightOperand:
         """Kind of number that codes are decoded to."""
         return self.codec.decoded or self.kind
 
+    @property
+    def formed_in_float32(self) -> bool:
+        """True if a weight is computed in float32, because scales have 32 bits or two levels."""
+        return self.codec in (INT4_WIDE_MMA16, INT4_TWO_LEVELS_MMA16)
+
+    @property
+    def is_codebook(self) -> bool:
+        """True if codes are indices into a table of 16 numbers."""
+        return isinstance(self.codec, CodebookCodec)
+
     @classmethod
     def of(cls, format: WeightFormat, dtype: torch.dtype) -> WeightOperand:
         """The operand of a format beside activations of a dtype.

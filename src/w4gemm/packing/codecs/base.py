@@ -60,7 +60,7 @@ class Bits(NamedTuple):
     """Where bits of what is stored for a code lie in its word."""
 
     position: int
-    """Place of the code among the eight of its word."""
+    """Index of the code among the eight of its word."""
     mask: int
     """Bits of what is stored."""
     shift: int
@@ -71,8 +71,7 @@ class Bits(NamedTuple):
 class Codec:
     """How the numbers of some formats lie in packed blocks, for operand A of one kind of matrix instruction.
 
-    The decoder is the device's half: :mod:`w4gemm.kernels.device.decode` finds it by the codec's name. A new element
-    needs a codec for each fragment, and a decoder for each codec.
+    The decoder is the device's half: :mod:`w4gemm.kernels.device.decoders` has one for each codec.
 
     Args:
         name: unique; part of a compiled kernel's key.

@@ -20,17 +20,18 @@ class CodebookCodec(Codec):
     """Eight nibbles: register row8 + 2 * col8 has the two neighbours at bits 8 * (row8 + 2 * col8), its first element
     in the low one. The four selectors of a prmt are thus those of two registers.
 
-    A nibble is a place in the codebook, of which prmt finds 0..7 and 8..15 apart. Where that can be, numbers lie such
-    that each byte of the one at a place is that of the one eight places on, or up to 127 more: so a number is the sum
-    of what is found at both, the former as a difference, which is 0 for places from 8 on.
+    A nibble is an index into the codebook's numbers in an order of their own, :attr:`values`. One prmt looks up indices
+    0..7, another one 8..15. If there is such an order, each byte of number i (i < 8) exceeds that of number i + 8 by 0
+    to 127. The first prmt then looks up this difference, which is 0 for indices from 8 on, and the sum of both results
+    is the number.
     """
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The numbers, by place."""
+        """The numbers in the order of their indices."""
         element = element_named(self.element)
         assert element is not None
-        return tuple(element.values[self.stored.index(place)] for place in range(16))
+        return tuple(element.values[self.stored.index(stored)] for stored in range(16))
 
     def block(self, format: WeightFormat) -> Block:
         return Block.of(format, 8 * format.scale_dtype.itemsize)
@@ -51,7 +52,7 @@ def are_bytes(values: tuple[float, ...]) -> bool:
 
 
 def found_by_sum(numbers: list[bytes]) -> bool:
-    """Return whether each byte of the number at a place is that eight places on, or up to 127 more."""
+    """Return whether each byte of number i, i < 8, exceeds that of number i + 8 by 0 to 127."""
     return all(_exceeds(a, b) for a, b in zip(numbers[:8], numbers[8:], strict=True))
 
 
@@ -59,8 +60,9 @@ def _exceeds(a: bytes, b: bytes) -> bool:
     return all(0 <= x - y <= 127 for x, y in zip(a, b, strict=True))
 
 
-def _places(values: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the place of each number: such that those of bf16 are :func:`found_by_sum`, or else in their order."""
+def _indices(values: tuple[float, ...]) -> tuple[int, ...]:
+    """Return the index of each code's number: an order in which the bf16 numbers are :func:`found_by_sum`, or, if there
+    is none, that of the codes."""
     if are_bytes(values):
         numbers = [bytes([int(value) + 128]) for value in values]
     else:
@@ -91,7 +93,7 @@ def codebook_codec(element: str) -> CodebookCodec:
     found = element_named(element)
     assert found is not None
     scales = ("bf16", "fp16", "fp32")
-    return CodebookCodec(f"{element}_mma16", MMA16, element, scales, ("none",), _places(found.values), _NEIGHBOURS)
+    return CodebookCodec(f"{element}_mma16", MMA16, element, scales, ("none",), _indices(found.values), _NEIGHBOURS)
 
 
 def codec_of_codebook(format: WeightFormat) -> Codec | None:

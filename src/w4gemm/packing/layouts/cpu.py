@@ -2,8 +2,8 @@
 
 rows uint8 (ceil(n / 128), k, 68): entry [c, j] holds the 128 codes w[128 * c .. 128 * c + 127, j], the even row of w in
 the low nibble, then the float16 factor 1 and offset -8. scales (ceil(n / 128), groups, 128); zeros the same shape if
-any; factors (ceil(n / 128), 2 * superblocks, 128) if any, those of scales and of zero points in turn. Padding has scale
-and zero point 0, so its weight is 0. The order is the same on every machine.
+any; factors (ceil(n / 128), 2 * superblocks, 128) if any, alternately those of scales and of zero points. Padding has
+scale and zero point 0, so its weight is 0. The order is the same on every machine.
 
 PyTorch's ``embedding_bag_4bit`` gives sum_j x[j] * (factor * code[j] + offset) over a range of j, in float32: the dot
 products of one token with 128 output features, before the scale. The codes are centred because a sum of codes 0..15

@@ -14,14 +14,15 @@ from w4gemm.kernels.arguments import StreamWorkspace
 from w4gemm.kernels.device.decode_pairs import own_pairs
 from w4gemm.kernels.device.epilogue_store import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
+from w4gemm.kernels.device.memory import load_shared_cluster, shared_address, store_shared_f32x4
 from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.ptx import load_shared_cluster, shared_address, store_shared_f32x4
 from w4gemm.kernels.device.scheduler import StreamShare, TileCoord
 from w4gemm.kernels.device.split_k import Reduction
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
-from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import ConsumerCoord, Mainloop, MmaOperands, StageState
+from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import Mainloop, MmaOperands, StageState
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.roles.weight_fragments import ConsumerCoord
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 
 _CONSUMER_BARRIER = 1
@@ -30,15 +31,17 @@ _MMA_ORDER_BARRIER = 6  # and 7
 
 
 class ConsumerMemory(NamedTuple):
-    """Shared memory of the consumers besides the pipeline."""
+    """Memory of the consumers besides the pipeline: shared, but for the workspace."""
 
     staging: Int32
     """Address of all staging buffers."""
     store: TmaStore | None
     k_sets: cute.Pointer
     """Where k sets reduce."""
-    decode_lut: Int32
-    """Address of the fp8 decoder's table."""
+    decode_table: Int32
+    """Address of the decoder's table, if it has one."""
+    workspace: StreamWorkspace
+    """Global memory of stream-k."""
 
 
 class Output(NamedTuple):
@@ -71,7 +74,6 @@ class Consumer:
         params: SchedulerParams,
         cta_rank: Int32,
         output: Output,
-        workspace: StreamWorkspace,
         expert_tiles: ExpertTiles | None,
         memory: ConsumerMemory,
     ):
@@ -90,24 +92,25 @@ class Consumer:
         x_operands = self.mainloop.x_operands(mma, thr, pipeline.x)
         shape = thr.partition_shape_A((64 * variant.warpgroups_n, 2 * variant.chunk_k))
         fragment = cute.make_rmem_tensor(shape, mma.op.a_dtype)
-        packed = cute.make_rmem_tensor((self.mainloop.packed_words,), Int32)
+        packed = cute.make_rmem_tensor((self.mainloop.weights.packed_words,), Int32)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
         accumulators = flat if variant.promotes else self.mainloop.by_m64_atom(acc, flat)
-        table = memory.decode_lut
+        table = memory.decode_table
         if const_expr(variant.pairs is not None):
             table = own_pairs(table, t, variant.pairs)
         operands = MmaOperands(accumulators, fragment, x_operands, packed, table)
         if const_expr(variant.decode_table_bytes > 0):  # while the first stages are on their way
-            self.mainloop.decoder.fill_table(memory.decode_lut, cute.arch.thread_idx()[0], 128 * variant.warpgroups)
+            threads = 128 * variant.warpgroups
+            self.mainloop.weights.decoder.fill_table(memory.decode_table, cute.arch.thread_idx()[0], threads)
             self.consumer_barrier()
         sums = self.mainloop.group_sums(thr)
         if const_expr(variant.pingpong_warpgroups > 1):
-            # An mbarrier wait tests one parity bit, so a wait more than one lap of the ring ahead would pass at once on
-            # an old phase. A warpgroup therefore starts a tile only after the other one has waited on every stage of
-            # the previous tile.
+            # An mbarrier wait tests one parity bit, so a wait more than one lap ahead would pass at once on an old
+            # phase. A warpgroup therefore starts a tile only after the other one has waited on every stage of the
+            # previous tile.
             state = state.after_several(pingpong * params.k_slices, variant.stages)
             if pingpong == 1:
                 cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER, number_of_threads=256)
@@ -160,10 +163,10 @@ class Consumer:
             elif const_expr(variant.stream_k):
                 warpgroup_thread = WarpgroupThread(wg, t, _EPILOGUE_BARRIER + wg)
                 if work_tile.first_k_slice > 0:
-                    self.stream_sum.store_partials(flat, workspace, params.cluster, warpgroup_thread)
+                    self.stream_sum.store_partials(flat, memory.workspace, params.cluster, warpgroup_thread)
                 else:
                     if k_slices < params.k_slices:
-                        self.stream_k_fixup(flat, work_tile.tile, params, work_tiles.share, workspace, warpgroup_thread)
+                        self.stream_k_fixup(flat, work_tile.tile, params, work_tiles.share, memory, warpgroup_thread)
                     self.store_tile(flat, own, memory, wg)
             elif const_expr(variant.k_sets == 1):
                 self.store_tile(flat, own, memory, wg + pingpong, loaded)
@@ -198,14 +201,14 @@ class Consumer:
         tile: Int32,
         params: SchedulerParams,
         share: StreamShare,
-        workspace: StreamWorkspace,
+        memory: ConsumerMemory,
         own: WarpgroupThread,
     ):
         """Add the partials that the next CTAs stored for this tile."""
         blocks = params.k_slices // self.variant.stages_per_iteration
         other, cut = params.cluster + 1, share.cut * blocks
         while other * cut // params.clusters < (tile + 1) * blocks:
-            self.stream_sum.add_partials(flat, workspace, other, own)
+            self.stream_sum.add_partials(flat, memory.workspace, other, own)
             other += 1
 
     @cute.jit

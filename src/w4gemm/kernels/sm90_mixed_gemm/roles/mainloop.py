@@ -9,24 +9,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from w4gemm.kernels.device.block import BlockReader
+from w4gemm.kernels.device.arithmetic import fma, to_float
+from w4gemm.kernels.device.memory import fence_proxy_async, load_shared
 from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.ptx import fence_proxy_async, fma, load_shared, to_float
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.roles.weight_fragments import ConsumerCoord, WeightFragments
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
-
-
-class ConsumerCoord(NamedTuple):
-    """A consumer thread."""
-
-    warpgroup: Int32
-    """Number of its warpgroup along the features of a tile."""
-    k_set: Int32
-    thread: Int32
-    """0 .. 127 in the warpgroup."""
-    cta_rank: Int32
-    """Rank of the CTA in its cluster."""
 
 
 class StageState(NamedTuple):
@@ -51,9 +40,9 @@ class MmaOperands(NamedTuple):
     x: list[cute.Tensor]
     """x of all stages as operand B, by range of tokens."""
     packed: cute.Tensor
-    """A packed block in registers: code words, then the scale words of each group."""
-    decode_lut: Int32
-    """Address of the fp8 decoder's table."""
+    """A packed block in registers, see :class:`WeightFragments`."""
+    decode_table: Int32
+    """Address of the decoder's table, if it has one; of a table of pairs, of the thread's own copies."""
 
 
 class PartialSums(NamedTuple):
@@ -81,25 +70,15 @@ class Mainloop:
     """Multiplies stages, for one variant."""
 
     def __init__(self, variant: Variant, scheduler: TileScheduler, decoder: Any):
-        self.variant, self.scheduler, self.decoder = variant, scheduler, decoder
-        self.reader = BlockReader(variant.stage_block)
+        self.variant, self.scheduler = variant, scheduler
+        self.weights = WeightFragments(variant, decoder)
         self.k_chunks = variant.config.tile_k // variant.chunk_k
         """K chunks of 128 bytes of x in a stage."""
         self.chunks_per_block = variant.stage_block.columns // variant.chunk_k
-        self.code_words = variant.stage_block.columns // 16
-        """Code words of a packed block that a thread holds."""
         self.groups = variant.stage_block.groups
         """Scale groups of a packed block."""
         self.promotions = self.groups if variant.scales_on_sums else 1
         """Ranges of columns of a k chunk whose sums are promoted."""
-        self.runs = variant.stage_block.runs
-        """Runs of scale words, each of one or two groups."""
-
-    @property
-    def packed_words(self) -> int:
-        """Words of a packed block that a thread holds."""
-        runs = self.runs + self.variant.block.factors
-        return self.code_words + runs * self.variant.block.words_per_scale
 
     def x_operands(self, mma: cute.TiledMma, thr: Any, s_x: cute.Tensor) -> list[cute.Tensor]:
         """x as operand B, by range of tokens."""
@@ -135,7 +114,7 @@ class Mainloop:
         if const_expr(self.variant.promotes):
             self.begin_groups(operands, sums, pipeline, stage, consumer)
         else:
-            self.load_packed_block(operands.packed, pipeline, stage, 0, consumer)
+            self.weights.load(operands.packed, pipeline, stage, 0, consumer)
 
     @cute.jit
     def multiply_stage(
@@ -155,7 +134,6 @@ class Mainloop:
         fragment buffers alternating across stages.
         """
         variant = self.variant
-        registers = cute.recast_tensor(operands.fragment, Int32)
         chunks = self.k_chunks // variant.k_sets
         x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
         batches = chunks * variant.m64_atoms
@@ -164,9 +142,9 @@ class Mainloop:
             packed_block, chunk = divmod(batch, self.chunks_per_block)
             block, atom = divmod(packed_block, variant.m64_atoms)
             acc = operands.accumulators[atom]
-            self.decode_chunk(operands.packed, registers, chunk, buffer, operands.decode_lut)
+            self.weights.decode(operands.packed, operands.fragment, chunk, buffer, operands.decode_table)
             if const_expr(chunk == self.chunks_per_block - 1 and batch < batches - 1):
-                self.load_packed_block(operands.packed, pipeline, state.stage, packed_block + 1, consumer)
+                self.weights.load(operands.packed, pipeline, state.stage, packed_block + 1, consumer)
             warpgroup.fence()
             for step in cutlass.range_constexpr(4):
                 cute.gemm(
@@ -180,7 +158,7 @@ class Mainloop:
             if const_expr(batch == batches - 1):
                 if state.has_next:  # its latency passes while the tensor cores work
                     self.wait_full(pipeline, state.next)
-                    self.load_packed_block(operands.packed, pipeline, state.next.stage, 0, consumer)
+                    self.weights.load(operands.packed, pipeline, state.next.stage, 0, consumer)
             warpgroup.wait_group(1)
             if const_expr(batch == 0):
                 if state.has_previous:
@@ -232,9 +210,9 @@ class Mainloop:
                 for row in cutlass.range_constexpr(2):
                     batch_scales[row] = sums.scales[2 * group + row]
             if const_expr(batch_in_chunk == batches_per_chunk - 1 and chunk < chunks - 1):
-                self.decode_group_chunk(operands, sums.scales, (chunk + 1) % 2)
+                self.decode_group_chunk(operands, sums, (chunk + 1) % 2)
                 if const_expr(chunk + 2 < chunks):
-                    self.load_packed_block(operands.packed, pipeline, state.stage, chunk + 2, consumer)
+                    self.weights.load(operands.packed, pipeline, state.stage, chunk + 2, consumer)
         if state.has_next:
             self.wait_full(pipeline, state.next)
             self.begin_groups(operands, sums, pipeline, state.next.stage, consumer)
@@ -249,18 +227,15 @@ class Mainloop:
         self, operands: MmaOperands, sums: GroupSums, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord
     ):
         """Decode a stage's first chunk, and bring its second into registers."""
-        self.load_packed_block(operands.packed, pipeline, stage, 0, consumer)
-        self.decode_group_chunk(operands, sums.scales, 0)
-        self.load_packed_block(operands.packed, pipeline, stage, 1, consumer)
+        self.weights.load(operands.packed, pipeline, stage, 0, consumer)
+        self.decode_group_chunk(operands, sums, 0)
+        self.weights.load(operands.packed, pipeline, stage, 1, consumer)
 
-    def decode_group_chunk(self, operands: MmaOperands, scales: cute.Tensor, buffer: int) -> None:
-        """Decode what is packed into a fragment buffer, and take the scales of rows g and g + 8 of each group."""
-        registers = cute.recast_tensor(operands.fragment, Int32)
-        self.decode_chunk(operands.packed, registers, 0, buffer, operands.decode_lut)
-        for group in range(self.groups if self.variant.scales_on_sums else 0):
-            first = self.code_words + group * self.variant.block.words_per_scale
-            for row, scale in enumerate(self.decoder.scales((operands.packed[first],))):
-                scales[2 * group + row] = scale
+    def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int) -> None:
+        """Decode what is packed into a fragment buffer; take its scales, if they are applied to sums."""
+        self.weights.decode(operands.packed, operands.fragment, 0, buffer, operands.decode_table)
+        if self.variant.scales_on_sums:
+            self.weights.take_scales(operands.packed, sums.scales)
 
     def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int, of_x: list[Float32]) -> None:
         """Add the sums of an MMA batch to acc, times the scales of rows g and g + 8 if they are applied to sums, and
@@ -293,46 +268,6 @@ class Mainloop:
         cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
         if self.variant.gathered:
             fence_proxy_async()
-
-    def load_packed_block(
-        self, packed: cute.Tensor, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
-    ) -> None:
-        """Load one of this k set's packed blocks, or half a block, into registers. number: which of the warpgroup's
-        blocks in the stage, counted over its 64-row blocks first, then along k."""
-        variant, thread = self.variant, consumer.thread
-        block, atom = divmod(number, variant.m64_atoms)
-        row = (consumer.warpgroup * variant.m64_atoms + atom) * variant.blocks_k
-        index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block
-        address = pipeline.weights + stage * variant.weight_bytes + index * variant.stage_block.bytes
-        pair_offset = (thread // 32 * 8 + thread % 32 // 4) * variant.stage_block.pair_bytes
-        words: list[Int32] = []
-        for half in range(variant.stage_block.columns // 64):
-            words += self.reader.codes(address, half, lane=thread)
-        for run in range(self.runs):
-            first = variant.stage_block.scales_at(run * variant.block.groups_per_word)
-            words += self.reader.scales(address + first + pair_offset)
-        words += self.reader.factors(address + variant.stage_block.code_bytes + pair_offset)
-        for i, word in enumerate(words):
-            packed[i] = word
-
-    def decode_chunk(
-        self, packed: cute.Tensor, registers: cute.Tensor, chunk: int, buffer: int, decode_lut: Int32
-    ) -> None:
-        """Decode a k chunk of a packed block into one of the two fragment buffers."""
-        width, words = self.variant.block.words_per_scale, self.decoder.words_per_step
-        prepared: Any = None
-        step_k = self.variant.chunk_k // 4
-        for step in range(4):
-            group, column = divmod(chunk * self.variant.chunk_k + step * step_k, self.variant.block.scale_group)
-            if step == 0 or column == 0:
-                run, field = divmod(group, self.variant.block.groups_per_word)
-                first = self.code_words + run * width
-                indices = [*range(first, first + width), *range(self.code_words + self.runs * width, self.packed_words)]
-                prepared = self.decoder.prepare(tuple(packed[i] for i in indices), decode_lut, field)
-            first = (chunk * 4 + step) * words
-            values = self.decoder.decode(tuple(packed[first + i] for i in range(words)), prepared)
-            for r, value in enumerate(values):
-                registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
 
     @cute.jit
     def release(self, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord):

@@ -10,8 +10,8 @@ from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, TileRows, weight_of_expert
+from w4gemm.kernels.device.memory import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.ptx import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, ScaleSource, XSource
@@ -44,13 +44,25 @@ class WeightMulticast(NamedTuple):
     """How the CTAs of a cluster share weights."""
 
     rank_m: Int32 | int
-    """Place of this CTA among those that share its weights."""
+    """Number of this CTA among those that share its weights."""
     mask: Int16
     """One bit for each of these CTAs, by rank in the cluster."""
 
 
-class Place(NamedTuple):
-    """Where a producer warp is: what it fills stages of, and for whom."""
+class Inputs(NamedTuple):
+    """Tensors and counts that the producer reads to fill stages."""
+
+    x: XSource
+    weight: WeightSource
+    indices: cute.Tensor | None
+    """int32 (m,): row of x by row of d; None unless gathered."""
+    m: Int32
+    expert_tiles: ExpertTiles | None
+    """None unless grouped."""
+
+
+class ProducerWarp(NamedTuple):
+    """A producer warp, and the tiles of its CTA."""
 
     params: SchedulerParams
     coord: ClusterCoord
@@ -78,19 +90,10 @@ class Producer:
         self.row_gather = RowGather(config.tile_m, self.k_chunks, variant.itemsize, warps=4)
 
     @cute.jit
-    def run(
-        self,
-        source: XSource,
-        indices: cute.Tensor | None,
-        weight: WeightSource,
-        m: Int32,
-        expert_tiles: ExpertTiles | None,
-        pipeline: Pipeline,
-        params: SchedulerParams,
-        cta_rank: Int32,
-    ):
-        """Fill stages for all work tiles. indices: int32 (m,), rows of x, if gathered."""
+    def run(self, inputs: Inputs, pipeline: Pipeline, params: SchedulerParams, cta_rank: Int32):
+        """Fill stages for all work tiles."""
         variant, config = self.variant, self.variant.config
+        source, weight, expert_tiles = inputs.x, inputs.weight, inputs.expert_tiles
         full, empty, s_x = pipeline.full, pipeline.empty, pipeline.x
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         coord = self.scheduler.cta_coord_in_cluster(cta_rank)
@@ -98,25 +101,25 @@ class Producer:
         x_mask = Int16(Int32((1 << config.cluster_n) - 1) << (coord.m * config.cluster_n))
         weight_mask = Int16(Int32(sum(1 << i * config.cluster_n for i in range(config.cluster_m))) << coord.n)
         multicast = WeightMulticast(coord.m, weight_mask)
-        place = Place(params, coord, multicast, warp)
+        own_warp = ProducerWarp(params, coord, multicast, warp)
         work_tiles = self.scheduler.work_tiles(params)
         first = self.scheduler.work_tile(Int32(0), params, work_tiles.share)
         if const_expr(variant.grouped):
             early = Int32(0)
             if expert_tiles.rows.settled != 0 and work_tiles.count > 0:  # the launch before may still run for long
-                early = self.load_early(variant.stages, first, weight, m, expert_tiles, pipeline, place)
+                early = self.load_early(variant.stages, first, inputs, pipeline, own_warp)
         else:
-            early = self.load_early(_EARLY_STAGES, first, weight, m, None, pipeline, place)
+            early = self.load_early(_EARLY_STAGES, first, inputs, pipeline, own_warp)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         state = PipelineState.producer()
         for index in cutlass.range(work_tiles.count, unroll=1):
             work_tile = self.scheduler.work_tile(index, params, work_tiles.share)
             tile = self.scheduler.cta_tile(work_tile.tile, params, coord)
-            rows = self.scheduler.rows(tile.m_tile, m, expert_tiles)
+            rows = self.scheduler.rows(tile.m_tile, inputs.m, expert_tiles)
             boxes = self.boxes_of(rows)
             if const_expr(variant.gathered):
-                row_numbers = self.row_gather.indices(indices, rows.first, rows.end, warp)
+                row_numbers = self.row_gather.indices(inputs.indices, rows.first, rows.end, warp)
             else:
                 partitions = self.partition(source, s_x, rows, coord)
             if const_expr(variant.block_scales):
@@ -162,25 +165,18 @@ class Producer:
 
     @cute.jit
     def load_early(
-        self,
-        stages: int,
-        first: WorkTile,
-        weight: WeightSource,
-        m: Int32,
-        expert_tiles: ExpertTiles | None,
-        pipeline: Pipeline,
-        place: Place,
+        self, stages: int, first: WorkTile, inputs: Inputs, pipeline: Pipeline, own_warp: ProducerWarp
     ) -> Int32:
         """Request the weights of up to ``stages`` stages of the first work tile, before x may be read; return the
         number of those stages. Of experts only if their rows are settled."""
         early = cutlass.min(first.k_slices, stages)
-        tile = self.scheduler.cta_tile(first.tile, place.params, place.coord)
-        rows = self.scheduler.rows(tile.m_tile, m, expert_tiles, early=True)
-        own, boxes = self.weight_of(weight, rows), self.boxes_of(rows)
-        if const_expr(not self.variant.gathered) or place.warp == 0:
+        tile = self.scheduler.cta_tile(first.tile, own_warp.params, own_warp.coord)
+        rows = self.scheduler.rows(tile.m_tile, inputs.m, inputs.expert_tiles, early=True)
+        own, boxes = self.weight_of(inputs.weight, rows), self.boxes_of(rows)
+        if const_expr(not self.variant.gathered) or own_warp.warp == 0:
             for i in cutlass.range(early, unroll=1):
                 fill = StageFill(first.first_k_slice + i, i, boxes)
-                self.load_weight(own, pipeline, tile.n_tile, fill, place.multicast)
+                self.load_weight(own, pipeline, tile.n_tile, fill, own_warp.multicast)
         return early
 
     def weight_of(self, weight: WeightSource, rows: TileRows) -> cute.Tensor:
@@ -221,7 +217,8 @@ class Producer:
         variant, box = self.variant, self.variant.box_tokens
         group, cluster = cute.group_modes, cute.make_layout(variant.config.cluster_n)
         # The last box that is fetched ends at the last token, rounded up to eight: rows past m are slow, and the rows
-        # that it shares with the previous box are not. By a shift, and uniform, because x waits for it.
+        # that it shares with the previous box are not. A shift, and a uniform value, because the first copy of x
+        # waits for this.
         last, partitions = cutlass.max(((rows.end - rows.first + 7) >> 3) - box // 8, 0), []
         for b in range(variant.boxes):
             eights = cute.arch.make_warp_uniform(cutlass.min(b * box // 8, last)) if b > 0 else 0

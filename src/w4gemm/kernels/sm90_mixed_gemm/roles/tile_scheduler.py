@@ -24,7 +24,7 @@ class SchedulerParams(NamedTuple):
     m_tiles: Int32
     """Tiles of the problem along m, each as large as a cluster's."""
     n_tiles: Int32
-    """Tiles of the problem along n, likewise per cluster."""
+    """Tiles of the problem along n, each as large as a cluster's."""
     first_k_slice: Int32
     k_slices: Int32
     """K-slices of an output tile that the CTA multiplies: all or, with split_k, its share."""
@@ -54,7 +54,7 @@ class ClusterCoord(NamedTuple):
 
 
 class TileScheduler:
-    """Enumerates the work tiles of a CTA and finds an output tile's place in the problem."""
+    """Enumerates the work tiles of a CTA, and finds the coordinates and rows of an output tile."""
 
     def __init__(self, variant: Variant):
         config = variant.config
@@ -70,7 +70,7 @@ class TileScheduler:
         return TileCoord(m_tiles, cute.ceil_div(n_blocks, self.variant.blocks_n * config.cluster_n))
 
     def cta_coord_in_cluster(self, rank: Int32) -> ClusterCoord:
-        """The place of a CTA's tile in its cluster; (0, 0) with split_k, where all CTAs work on one tile."""
+        """A CTA's tile among those of its cluster; (0, 0) with split_k, where all CTAs work on one tile."""
         config = self.variant.config
         if config.split_k > 1:
             return ClusterCoord(0, 0)
@@ -84,7 +84,7 @@ class TileScheduler:
 
     @cute.jit
     def rows(self, m_tile: Int32, m: Int32, expert_tiles: ExpertTiles | None, early: bool = False) -> TileRows:
-        """The rows of d of an m tile, and whose they are. early: see :meth:`ExpertTileMap.rows_of`."""
+        """The rows of d of an m tile, and their expert. early: see :meth:`ExpertTileMap.rows_of`."""
         rows = TileRows(Int32(0), m_tile * self.variant.config.tile_m, m)
         if const_expr(self.variant.grouped):
             rows = self.expert_tile_map.find(expert_tiles, m_tile, early)

@@ -30,7 +30,7 @@ PAIRS = [
 
 def test_every_pair_is_a_config_of_some_format():
     assert {text for name, _, text in (p.values for p in PAIRS)} == {
-        text for name in ("sm90_mixed_gemm", "sm90_fp8_gemm") for text in kernel_named(name).parts
+        text for name in ("sm90_mixed_gemm", "sm90_fp8_gemm") for text in kernel_named(name).launch_pairs
     }
 
 
