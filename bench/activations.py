@@ -7,13 +7,13 @@ data that the kernel before has just written. Rows go to bench/results/activatio
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from bench.options import command, counts, typed
 
 import w4gemm
 from w4gemm.api.activations import in_pytorch
@@ -29,20 +29,27 @@ FRONTS = ("", "rms", "silu_mul")
 _ROTATED_BYTES = 120e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser("python -m bench.activations", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--tokens", default="1,16,256,4096", help="(default: %(default)s)")
-    parser.add_argument("--k", default="4096,8192,28672", help="(default: %(default)s)")
-    parser.add_argument("--chunks", default="2,8", help="a thread, besides our own choice (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command("bench.activations", __doc__)
+    parser.add_argument(
+        "--tokens", type=typed(counts), default="1,16,256,4096", help="rows of x (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--k", type=typed(counts), default="4096,8192,28672", help="columns of x (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chunks",
+        type=typed(counts),
+        default="2,8",
+        help="also try so many chunks of eight columns per thread (default: %(default)s)",
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    args = parser.parse_args(argv)
     facts = record.facts()
-    chunks = [int(c) for c in args.chunks.split(",")] if args.chunks else []
-    sizes = itertools.product(map(int, args.tokens.split(",")), map(int, args.k.split(",")), FRONTS)
-    for m, k, front in sizes:
+    for m, k, front in itertools.product(args.tokens, args.k, FRONTS):
         common = {"kind": "time", "run": record.run_name(facts), "work": "quantize_activations", "m": m, "k": k}
         common |= {"front": front, "dtype": "bfloat16"}
-        rows = measure(m, k, front, chunks)
+        rows = measure(m, k, front, args.chunks)
         record.append(args.out, *(common | row | facts for row in rows))
         moved = m * k * (2 * (2 if front == "silu_mul" else 1) + 1) + 4 * m
         least = moved / RATES["NVIDIA H200"].bytes
@@ -50,7 +57,7 @@ def main() -> None:
         print(f"m {m}, k {k}, {front or 'plain'}: bytes {least:.1f} us; {times}", flush=True)
 
 
-def measure(m: int, k: int, front: str, chunks: list[int]) -> list[dict]:
+def measure(m: int, k: int, front: str, chunks: Sequence[int]) -> list[dict]:
     """Return a row for each implementation."""
     columns = 2 * k if front == "silu_mul" else k
     copies = max(2, min(64, math.ceil(_ROTATED_BYTES / (m * columns * 2))))

@@ -59,11 +59,13 @@ class Reading(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser("python -m bench.agreement", description=(__doc__ or "").partition(":")[0])
     p.add_argument("--checkpoint", metavar="PATH", help="a 4-bit checkpoint (default: that of w4gemm generate)")
-    p.add_argument("--format", nargs="+", default=FORMATS, help=f"(default: {' '.join(FORMATS)})")
-    p.add_argument("--device", default="cpu", help="(default: %(default)s)")
-    p.add_argument("--dtype", choices=WIDE_DTYPES, default="float32", help="(default: %(default)s)")
+    p.add_argument("--format", nargs="+", default=FORMATS, help=f"of the packed model (default: {' '.join(FORMATS)})")
+    p.add_argument("--device", default="cpu", help="to run on (default: %(default)s)")
+    p.add_argument("--dtype", choices=WIDE_DTYPES, default="float32", help="of the activations (default: %(default)s)")
     p.add_argument("--tokens-out", type=int, default=16, help="greedy tokens after each text (default: %(default)s)")
-    p.add_argument("--out", metavar="FILE", type=Path, default=answers.RESULTS, help="(default: %(default)s)")
+    p.add_argument(
+        "--out", metavar="FILE", type=Path, default=answers.RESULTS, help="file for the rows (default: %(default)s)"
+    )
     args = p.parse_args(argv)
     packings = [Packing.parse(text) for text in args.format]
     quiet_transformers()

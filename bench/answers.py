@@ -8,11 +8,12 @@ and for the second (the layers take one token).
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench.options import command
 
 import w4gemm
 from w4gemm.console.devices import choose_device
@@ -32,14 +33,22 @@ PROMPTS = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser("python -m bench.answers", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--model", metavar="PATH", help="as of w4gemm generate")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda if a kernel runs there, else cpu)")
-    parser.add_argument("--dtype", choices=WIDE_DTYPES, help="(default: bfloat16 on cuda, float32 on the CPU)")
-    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=RESULTS, help="(default: %(default)s)")
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command("bench.answers", __doc__)
+    parser.add_argument(
+        "--model", metavar="PATH", help="GGUF file or folder, as w4gemm generate takes it (default: its own)"
+    )
+    parser.add_argument("--device", help="to run on, cpu or cuda (default: cuda if a kernel runs there, else cpu)")
+    parser.add_argument(
+        "--dtype", choices=WIDE_DTYPES, help="of the activations (default: bfloat16 on cuda, float32 on the CPU)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=48, metavar="N", help="length of an answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
     path = Path(args.model) if args.model else default_model()
     device, note = choose_device(args.device)
     if note:

@@ -6,13 +6,13 @@ bench/results/cpu.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from bench.options import command, typed
 from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import choice, linear, quantize
@@ -27,15 +27,19 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.cpu", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--shapes", default="4096x4096", help="as of bench.run (default: %(default)s)")
-    parser.add_argument("--m", default="1,16,256", help="as of bench.run (default: %(default)s)")
-    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser = command("bench.cpu", __doc__)
+    parser.add_argument(
+        "--shapes", type=typed(parse_layers), default="4096x4096", help="as of bench.run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--m", type=typed(parse_tokens), default="1,16,256", help="as of bench.run (default: %(default)s)"
+    )
+    parser.add_argument("--format", default="int4_g128", help="of the weights (default: %(default)s)")
     args = parser.parse_args(argv)
     processor, threads = device_facts(Device("cpu"))
     facts = record.facts() | {"processor": processor, "threads": threads}
     print(f"{processor}, {threads} threads; microseconds a call, and the speed over the dense weight in x's dtype")
-    for n, k in parse_layers(args.shapes):
+    for n, k in args.shapes:
         dense = torch.randn(n, k) * 0.02
         weight = quantize(dense, args.format).repack()
         copies = [
@@ -44,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for dtype in DTYPES:
             plain = dense.to(dtype)
             plains = [plain.clone() for _ in range(_copies(plain.nbytes))]
-            for m in parse_tokens(args.m):
+            for m in args.m:
                 x = torch.randn(m, k).to(dtype)
                 calls = [functools.partial(linear, x, w) for w in copies]
                 calls_dense = [functools.partial(torch.nn.functional.linear, x, w) for w in plains]

@@ -11,7 +11,6 @@ with the exact weights. Rows go to bench/results/experts.jsonl; ``m`` is the num
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.shapes import parse_tokens
+from bench.options import command, counts, some_of, typed
 
 import w4gemm
 from w4gemm import W4Experts, W4GroupedLinear, choice
@@ -73,21 +72,29 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.experts", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--model", choices=MODELS, default="gpt-oss-120b", help="(default: %(default)s)")
-    parser.add_argument("--tokens", default="1,16,64,256,4096", help="(default: %(default)s)")
-    parser.add_argument("--routing", default="uniform,zipf", help="of uniform, zipf (default: %(default)s)")
-    parser.add_argument("--work", default="w4a16,w4a8", help="of w4a16, w4a8 (default: %(default)s)")
+    parser = command("bench.experts", __doc__)
+    parser.add_argument("--model", choices=MODELS, default="gpt-oss-120b", help="whose layer (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=typed(counts), default="1,16,64,256,4096", help="of a call (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--routing",
+        type=typed(some_of("uniform", "zipf")),
+        default="uniform,zipf",
+        help="how the router chooses experts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--work", type=typed(some_of(*_MAX_ERROR)), default="w4a16,w4a8", help="some of both (default: %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
     args = parser.parse_args(argv)
     facts, sizes, started = record.facts(), MODELS[args.model], time.monotonic()
     products = drawn_products(sizes, "cuda")
-    ours = {work: our_layer(sizes, products, work) for work in args.work.split(",")}
+    ours = {work: our_layer(sizes, products, work) for work in args.work}
     theirs = their_layer(sizes, products, torch.bfloat16)
-    tokens = parse_tokens(args.tokens, "tokens")
-    compile_ahead(ours.values(), [sizes.top_k * m for m in tokens])
-    for m, routing in itertools.product(tokens, args.routing.split(",")):
+    compile_ahead(ours.values(), [sizes.top_k * m for m in args.tokens])
+    for m, routing in itertools.product(args.tokens, args.routing):
         if time.monotonic() - started > args.seconds:
             return
         rows = measure(sizes, ours, theirs, m, routing)

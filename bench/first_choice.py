@@ -28,7 +28,9 @@ _TOKENS = range(300, 8000, 61)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.first_choice", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        "python -m bench.first_choice", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="processes of each case (default: %(default)s)")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

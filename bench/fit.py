@@ -1,23 +1,21 @@
 """Fit the times of Hopper configs in ``w4gemm/choice/cost/<gpu>.jsonl``: ``python -m bench.fit ROWS...``.
 
-ROWS are files of timings as bench.sweep writes them, all of fp8 or all of 16-bit activations; grouped ones have
-experts as well, and m tokens for each. Each file is of one machine, and only its own rows are
-compared; all are of one kind of GPU, an H200 if they do not say. Rows of two launches, predicted as what each takes,
-and of dequantize_gemm are passed over.
+ROWS are files of timings as bench.sweep writes them: all of fp8 or all of 16-bit activations, and all of one kind of
+GPU, an H200 if they do not say. Rows of experts have m tokens for each expert. A file is of one machine; only its own
+times are compared. Two launches, which are predicted as the sum of both, and dequantize_gemm are passed over.
 
-Writes that GPU's file, which no compiled kernel depends on, and prints, for each (n, k, m, experts), how far the first
-choice is from the fastest config. If there is no such file, it begins as that of the most similar GPU, scaled by what
-is known of both. What belongs to no legal config is left out. With ``--keep``, configs that have constants keep them:
-new ones are fitted beside them, and no choice among the others changes. With ``--adjust``, constants are scaled as far
-as ROWS ask for it, which may then be few; configs that ROWS lack change as those of as many tokens, or, with
-``--others-stay``, not. ``--unknown`` fits for other layers than those of ROWS. ``--hold-out 4`` keeps no fit: it fits
-to the layers of three quarters, four times, and prints how far the first choice is off at those of the fourth, before
-and after. Needs numpy and scipy.
+Writes the constants of that GPU, on which no compiled kernel depends, and prints how far the first choice is from the
+fastest config at each (n, k, m, experts). A GPU without a file gets the constants of the GPU most like it, scaled by
+the data sheets of both. Configs that are no longer legal are left out.
+
+With ``--keep``, configs that have constants keep them, so that no choice among these changes. With ``--adjust``, the
+constants are scaled to fit ROWS, which may be few; configs that are not in ROWS are scaled as the configs of about as
+many tokens are, and with ``--others-stay`` not at all. With ``--hold-out 4`` nothing is written: four times, a quarter
+of the layers is predicted by a fit to the others. Needs numpy and scipy.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import itertools
 import json
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from bench.options import command
 from bench.sweep import gpu_of
 from bench.timings import rows_of
 
@@ -80,16 +79,23 @@ Points = dict[Point, dict[str, tuple[Launch, float]]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.fit", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("rows", type=Path, nargs="+", help="files of timings")
+    parser = command("bench.fit", __doc__)
+    parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="files of timings")
     known_stay = parser.add_mutually_exclusive_group()
-    known_stay.add_argument("--keep", action="store_true", help="fit configs without constants alone")
-    known_stay.add_argument("--adjust", action="store_true", help="scale the constants that there are")
-    parser.add_argument("--others-stay", action="store_true", help="with --adjust: change what was measured alone")
+    known_stay.add_argument("--keep", action="store_true", help="fit only configs that have no constants")
+    known_stay.add_argument("--adjust", action="store_true", help="scale the constants that configs have")
+    parser.add_argument("--others-stay", action="store_true", help="with --adjust: change only what was measured")
     parser.add_argument(
-        "--unknown", action="store_true", help="fit for layers that ROWS lack: no sample counts more for misleading"
+        "--unknown",
+        action="store_true",
+        help="fit for other layers than ROWS have: a sample that misled counts no more",
     )
-    parser.add_argument("--hold-out", type=int, metavar="PARTS", help="keep no fit, predict layers that are held out")
+    parser.add_argument(
+        "--hold-out",
+        type=int,
+        metavar="PARTS",
+        help="write nothing: predict a part of the layers by a fit to the others, PARTS times",
+    )
     args = parser.parse_args(argv)
     if args.others_stay and not args.adjust:
         parser.error("--others-stay wants --adjust")

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from bench.models import MODELS, drawn_model
+from bench.options import command, counts, some_of, typed
 
 import w4gemm
 from w4gemm import W4Linear
@@ -59,18 +60,28 @@ KINDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.generation", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(default: %(default)s)")
+    parser = command("bench.generation", __doc__)
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="whose shapes (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="decoder layers (default: all of the model's)")
-    parser.add_argument("--weights", default="int4_g128,bfloat16", help="bfloat16 or a format (default: %(default)s)")
-    parser.add_argument("--batch", default="1,64", help="sequences at once (default: %(default)s)")
+    parser.add_argument(
+        "--weights",
+        type=typed(kinds_of_weights),
+        default="int4_g128,bfloat16",
+        help="weight formats, or bfloat16 (default: %(default)s)",
+    )
+    parser.add_argument("--batch", type=typed(counts), default="1,64", help="sequences at once (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--ways", default="eager,graph,fused", help=f"of {', '.join(WAYS)} (default: %(default)s)")
+    parser.add_argument(
+        "--ways",
+        type=typed(some_of(*WAYS)),
+        default="eager,graph,fused",
+        help=f"some of {', '.join(WAYS)} (default: %(default)s)",
+    )
     parser.add_argument("--start", action="store_true", help="measure loading and the first token instead")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the process that --start times
-    parser.add_argument("--names", action="store_true", help="print the kernels of a profile by name")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    parser.add_argument("--names", action="store_true", help="also print the kernels of a step by name")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
     args = parser.parse_args(argv)
     quiet_transformers()
     settings = MODELS[args.model] | ({} if args.layers is None else {"num_hidden_layers": args.layers})
@@ -85,11 +96,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             record.append(args.out, common | {"kind": "start", **row, "w4gemm": w4gemm.__version__} | facts)
             say(str(row))
         return
-    for weights in args.weights.split(","):
+    for weights in args.weights:
         began = time.perf_counter()
         model = drawn_model(settings, weights)
         say(f"{args.model} in {weights}: made in {time.perf_counter() - began:.1f} s")
-        for batch, way in itertools.product(map(int, args.batch.split(",")), args.ways.split(",")):
+        for batch, way in itertools.product(args.batch, args.ways):
             row = {"batch": batch, "weights": weights, "way": way}
             try:
                 rows = [{"kind": "generation", **row, **measured(model, way, batch, args)}]
@@ -106,9 +117,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
 
 
+def kinds_of_weights(text: str) -> tuple[str, ...]:
+    """Return comma-separated names of weight formats, and ``bfloat16``.
+
+    Raises:
+        ValueError: for a name that is neither.
+    """
+    names = tuple(text.split(","))
+    for name in names:
+        if name != "bfloat16":
+            w4gemm.WeightFormat.parse(name)
+    return names
+
+
 def starts(settings: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Write the model in each kind of weights to a folder, and time two processes that load it."""
-    for weights in args.weights.split(","):
+    for weights in args.weights:
         with tempfile.TemporaryDirectory() as scratch:
             model = describe_and_save(drawn_model(settings, weights), Path(scratch) / "model")
             gc.collect()

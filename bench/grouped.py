@@ -12,7 +12,6 @@ With ``--top-k K`` each row of x is multiplied by K experts. ``w4gemm``: rows al
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import time
@@ -22,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.options import command, counts, formats, typed
 from bench.peers import vllm_ops
 from bench.peers.base import FP8, gptq_words, missing_package, package_version, token_scales
 from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
-from bench.shapes import divide, parse_experts, parse_routings, parse_tokens
+from bench.shapes import divide, parse_experts, parse_routings
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, choice
@@ -51,27 +51,49 @@ Prepared = tuple[list[QuantizedWeight], dict[str, Run]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.grouped", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--shapes", default="moe", help="experts x n x k, ..., or moe: six of three models")
-    parser.add_argument("--tokens", default=TOKENS, help="for each expert on average (default: %(default)s)")
-    parser.add_argument("--routing", default="balanced", help="of balanced, zipf, hot (default: %(default)s)")
-    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=_DTYPES, help="of activations (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="rows of x through indices, without peers")
-    parser.add_argument("--configs", type=int, default=0, help="also time as many of the best-ranked configs")
+    parser = command("bench.grouped", __doc__)
+    parser.add_argument(
+        "--shapes",
+        type=typed(parse_experts),
+        default="moe",
+        help="sizes like 8x28672x4096 (experts x n x k), or moe: six layers of three models (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=typed(counts), default=TOKENS, help="per expert, on average (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--routing",
+        type=typed(parse_routings),
+        default="balanced",
+        help="how tokens are divided among experts: some of balanced, zipf, hot (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--format", type=typed(formats), default="int4_g128", help="of the weights, one or more (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=_DTYPES, help="of the activations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-k",
+        metavar="K",
+        type=int,
+        default=0,
+        help="experts of each row of x, read through indices, without peers (default: one)",
+    )
+    parser.add_argument(
+        "--configs", metavar="N", type=int, default=0, help="also time the N best-ranked configs (default: none)"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
     args = parser.parse_args(argv)
     facts, started = record.facts(), time.monotonic()
-    shapes, tokens = parse_experts(args.shapes), parse_tokens(args.tokens, "tokens")
-    formats, routings = [WeightFormat.parse(f) for f in args.format.split(",")], parse_routings(args.routing)
     dtype = _DTYPES[args.dtype]
     if args.configs or args.top_k:
-        for format in formats:
-            compile_ahead(shapes, tokens, format, dtype, args.configs, args.top_k > 0)
-    for experts, n, k in shapes:
-        prepared = [prepare(experts, n, k, format, dtype, with_peers=not args.top_k) for format in formats]
-        for m, routing in itertools.product(tokens, routings):
+        for format in args.format:
+            compile_ahead(args.shapes, args.tokens, format, dtype, args.configs, args.top_k > 0)
+    for experts, n, k in args.shapes:
+        prepared = [prepare(experts, n, k, format, dtype, with_peers=not args.top_k) for format in args.format]
+        for m, routing in itertools.product(args.tokens, args.routing):
             if time.monotonic() - started > args.seconds:
                 return
             rows = measure(prepared, m, routing, dtype, args.configs, args.top_k)

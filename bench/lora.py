@@ -7,7 +7,6 @@ PEFT's LoRA on all linear layers, in float32 on the CPU, from the same first ada
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from bench.answers import RESULTS
+from bench.options import command
 
 import w4gemm
 import w4gemm.integrations.peft
@@ -30,10 +30,12 @@ BATCHES, BATCH, LENGTH, RANK, RATE = 3, 2, 64, 8, 1e-3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.lora", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--steps", type=int, default=30, help="(default: %(default)s)")
-    parser.add_argument("--plot", action="store_true", help="only draw the stored rows")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=RESULTS, help="(default: %(default)s)")
+    parser = command("bench.lora", __doc__)
+    parser.add_argument("--steps", type=int, default=30, help="of training (default: %(default)s)")
+    parser.add_argument("--plot", action="store_true", help="train nothing: draw the rows of --out")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     if not args.plot:
         quiet_transformers()

@@ -7,7 +7,6 @@ bench/results/oracles.jsonl, and the table of docs/formats.md is made of them (`
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench.options import command
 from bench.producers.common import Pairs, Weights
 from bench.producers.compressed import awq, compressed_floats, compressed_integers, modelopt, nibbles
 from bench.producers.deepseek import deepseek_v4
@@ -74,11 +74,11 @@ CASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.oracles", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--layers", type=int, default=30, help="layers of SmolLM2 (default: all %(default)s)")
-    parser.add_argument("--table", action="store_true", help="only make the table of the stored rows")
-    parser.add_argument("--only", default="", metavar="TEXT", help="formats with TEXT in their names (default: all)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    parser = command("bench.oracles", __doc__)
+    parser.add_argument("--layers", type=int, default=30, help="of SmolLM2 (default: all %(default)s)")
+    parser.add_argument("--table", action="store_true", help="measure nothing: write the table of --out")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only formats with TEXT in their names")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
     args = parser.parse_args(argv)
     if not args.table:
         measure(args.layers, args.out, args.only)

@@ -1,14 +1,11 @@
-"""Tables and plots of a run of ``bench.run``, ``bench.grouped``, ``bench.unknown`` or ``bench.engine``.
+"""Make tables and plots of rows: ``python -m bench.report [FILE]``.
 
-``python -m bench.report [FILE]``.
-
-Writes the page and the plot in docs/ for each kind of work in FILE, and docs/benchmarks.html for W4A16. Only rows of
-one run are compared. Needs matplotlib.
+FILE is one that bench.run, bench.grouped, bench.unknown or bench.engine wrote. The page and the plot in docs/ of each
+kind of work in it are written, and docs/benchmarks.html for W4A16. Only rows of one run are compared. Needs matplotlib.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import textwrap
@@ -21,17 +18,23 @@ from bench import html
 from bench.drawn import page as unknown_page
 from bench.engine import page as engine_page
 from bench.engine.plot import plot as plot_engines
+from bench.options import command
 from bench.pages import RATES, W4A16, Layer, Page, Times, kind_of_work, page_of
 
 ROOT = Path(__file__).parent.parent
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.report", description=(__doc__ or "").partition(":")[0])
+    parser = command("bench.report", __doc__)
     parser.add_argument(
-        "file", nargs="?", default=str(ROOT / "bench/results/times.jsonl"), help="(default: %(default)s)"
+        "file",
+        metavar="FILE",
+        nargs="?",
+        type=Path,
+        default=ROOT / "bench/results/times.jsonl",
+        help="file of rows (default: %(default)s)",
     )
-    path = Path(parser.parse_args(argv).file)
+    path = parser.parse_args(argv).file
     if path.name.startswith("engine"):
         stored = [json.loads(line) for line in path.read_text().splitlines()]
         engine_page.PAGE.write_text(engine_page.text(stored, path.name))

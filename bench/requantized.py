@@ -8,7 +8,6 @@ bench/results/answers.jsonl; packages that are not installed are left out.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from bench import answers, oracles
+from bench.options import command
 from safetensors.torch import load_file, save_file
 
 import w4gemm
@@ -37,10 +37,16 @@ FORMATS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.requantized", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=2, help="of those of bench.answers (default: %(default)s)")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=answers.RESULTS, help="(default: %(default)s)")
+    parser = command("bench.requantized", __doc__)
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=16, metavar="N", help="length of an answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=2, help="how many of the prompts of bench.answers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=answers.RESULTS, help="file for the rows (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     quiet_transformers()
     facts = record.facts()

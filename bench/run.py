@@ -12,13 +12,13 @@ Rows go to bench/results/times.jsonl.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench.options import command, dtypes, formats, typed
 from bench.peers import PEERS, Peer, Prepared, peers_named
 from bench.peers.base import fp4_name
 from bench.shapes import parse_layers, parse_tokens
@@ -49,30 +49,47 @@ class Entry:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.run", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--shapes", default="layers", help="names of bench/shapes.py and sizes like 8192x4096 (n x k)")
-    parser.add_argument("--m", default="all", help="numbers of tokens like 1,16,256, or all, or awkward")
-    parser.add_argument("--format", default="int4_g128", help="one or several, comma-separated (default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="of activations, one or several (default: %(default)s)")
-    parser.add_argument("--impl", default="all", help=f"all, or some of {','.join(p.name for p in PEERS)}")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    parser = command("bench.run", __doc__)
+    parser.add_argument(
+        "--shapes",
+        type=typed(parse_layers),
+        default="layers",
+        help="sizes like 8192x4096 (n x k) and names of bench/shapes.py (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--m",
+        type=typed(parse_tokens),
+        default="all",
+        help="numbers of tokens like 1,16,256, or all, or awkward (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--format", type=typed(formats), default="int4_g128", help="of the weights, one or more (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", type=typed(dtypes), default="bfloat16", help="of the activations, one or more (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--impl",
+        type=typed(peers_named),
+        default="all",
+        help=f"some of {', '.join(p.name for p in PEERS)} (default: all but the last)",
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
     args = parser.parse_args(argv)
     facts = record.facts()
     peers = []
-    for peer in peers_named(args.impl):
+    for peer in args.impl:
         reason = peer.available()
         print(f"{peer.name} {peer.version()}{': ' + reason if reason else ''}", flush=True)
         peers += [] if reason else [peer]
-    formats = [WeightFormat.parse(text) for text in args.format.split(",")]
-    dtypes = [getattr(torch, text) for text in args.dtype.split(",")]
-    for n, k in parse_layers(args.shapes):
+    for n, k in args.shapes:
         entries = [
             entry
-            for weight in [random_weight(n, k, format, dtypes) for format in formats]
-            for dtype in dtypes
+            for weight in [random_weight(n, k, format, args.dtype) for format in args.format]
+            for dtype in args.dtype
             for entry in prepare(peers, weight, dtype)
         ]
-        for m in parse_tokens(args.m):
+        for m in args.m:
             rows = measure(entries, m)
             common = {"kind": "time", "run": record.run_name(facts), "m": m, "n": n, "k": k}
             common |= {"experts": 0, "routing": "balanced"}

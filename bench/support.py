@@ -1,15 +1,17 @@
-"""Tables of what runs where, from every kernel's ``supports``: ``python -m bench.support`` writes them into README.md
-and docs/support.md."""
+"""Write the tables of what runs where into README.md and docs/support.md: ``python -m bench.support``.
+
+They are made of what every kernel's ``supports`` says."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from bench.options import command
 
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.epilogue import Epilogue
@@ -227,6 +229,11 @@ def written(text: str) -> str:
     return _MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    command("bench.support", __doc__).parse_args(argv)
     for page in PAGES:
         page.write_text(written(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

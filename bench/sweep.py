@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from bench.drawn.points import draw
+from bench.options import command, typed
 from bench.shapes import parse_layers
 from bench.timings import by_problem
 
@@ -47,20 +48,32 @@ _FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.sweep", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--shapes", default="layers", help="names of bench/shapes.py and sizes like 8192x4096 (n x k)")
+    parser = command("bench.sweep", __doc__)
+    parser.add_argument(
+        "--shapes",
+        type=typed(parse_layers),
+        default="layers",
+        help="sizes like 8192x4096 (n x k) and names of bench/shapes.py (default: %(default)s)",
+    )
     parser.add_argument("--m", default="1..", help="tokens, as of w4gemm tune (default: every interval)")
-    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser.add_argument("--format", default="int4_g128", help="of the weights (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="of activations, as of w4gemm tune")
     parser.add_argument("--device", help="as of w4gemm tune")
     parser.add_argument(
-        "--drawn", type=positive, metavar="LAYERS", help="instead: layers and ragged m, drawn at random"
+        "--drawn",
+        type=positive,
+        metavar="LAYERS",
+        help="so many layers, drawn at random with ragged m, instead of --shapes and --m",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of --drawn; bench.unknown's is for it alone (%(default)s)")
-    parser.add_argument("--configs", type=positive, default=8, help="of each, best guess first (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of --drawn (default: %(default)s)")
+    parser.add_argument(
+        "--configs", type=positive, default=8, help="of each product, best guess first (default: %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further product after so long")
-    parser.add_argument("--grouped", type=Path, help="measure nothing: copy the lines of configs from this file")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--grouped", type=Path, metavar="FILE", help="measure nothing: copy the timings of configs from FILE"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="file for the timings")
     args = parser.parse_args(argv)
     if args.grouped:
         rows = list(rows_of_experts(args.grouped))
@@ -94,7 +107,7 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
         points = [(layer.n, layer.k, m) for layer in draw(args.seed, args.drawn) for m in layer.tokens]
     else:
         tokens = sorted({choice.representative(m) for m in parse_tokens(args.m)})
-        points = [(n, k, m) for (n, k), m in itertools.product(parse_layers(args.shapes), tokens)]
+        points = [(n, k, m) for (n, k), m in itertools.product(args.shapes, tokens)]
     found = {}
     for n, k, m in points:
         problem = GemmProblem(m, n, k, dtype, *rest)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.options import command, some_of, typed
 from bench.shapes import SETS
 from bench.sweep import gpu_of
 from bench.timings import rows_of
@@ -46,15 +47,26 @@ _REPLAYS = 15
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.tune", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--shapes", default="llama-3-8b,layers", help="names of bench/shapes.py (default: %(default)s)")
+    parser = command("bench.tune", __doc__)
+    parser.add_argument(
+        "--shapes",
+        type=typed(some_of(*SETS)),
+        default="llama-3-8b,layers",
+        help="sets of layers of bench/shapes.py (default: %(default)s)",
+    )
     parser.add_argument("--m", default="1..", help="tokens, as of w4gemm tune (default: every interval)")
-    parser.add_argument("--format", default="int4_g128", help="(default: %(default)s)")
+    parser.add_argument("--format", default="int4_g128", help="of the weights (default: %(default)s)")
     parser.add_argument("--dtype", help="of activations, as of w4gemm tune")
     parser.add_argument("--device", help="as of w4gemm tune")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
-    parser.add_argument("--table", type=Path, help="(default: the shipped one of this device)")
-    parser.add_argument("--rows", type=Path, nargs="+", help="timings of configs, as of bench/fit.py")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    parser.add_argument("--table", type=Path, help="file for the records (default: the shipped one of this device)")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: make the table of timings that bench.sweep wrote",
+    )
     args = parser.parse_args(argv)
     if args.rows:
         timed_on = gpu_of([row for path in args.rows for row in rows_of(path)])
@@ -66,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = record.facts()
     with tempfile.TemporaryDirectory() as folder:
         environment.set_cache_dir(Path(folder))
-        seconds = {name: tune(name, args) for name in args.shapes.split(",")}
+        seconds = {name: tune(name, args) for name in args.shapes}
         path = store.user_path()
         assert path is not None
         records = effective(store.read(path))
@@ -92,7 +104,7 @@ def replace(table: Path, records: list[Record]) -> None:
 
 def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -> list[Record]:
     """A record for each measured interval of the layers."""
-    layers = {layer for name in args.shapes.split(",") for layer in SETS[name]}
+    layers = {layer for name in args.shapes for layer in SETS[name]}
     format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device), []
     for (n, k, m), configs in sorted(measured(paths, args.format).items()):
         if (n, k) not in layers or m != choice.representative(m):

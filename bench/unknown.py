@@ -1,12 +1,13 @@
 """Measure layers that nobody tuned beside the peers: ``python -m bench.unknown --kinds w4a16 --seconds 200``.
 
-Draws layers and ragged numbers of tokens (drawn/points.py), which are neither in a shipped table nor in the fit of the
-cost model, and times w4gemm's first choice beside every peer; at every few layers also its best guesses, so that the
-fastest of them says what the choice lost. Protocol: bench/run.py; what compiles does so beforehand, in many processes.
+Draws layers and ragged numbers of tokens (drawn/points.py) that are neither in a shipped table nor in the fit of the
+cost model, and times w4gemm's first choice beside every peer. With ``--every``, it times w4gemm's best guesses at some
+layers too, and the fastest of them says what the choice lost. The protocol is that of bench/run.py; kernels are
+compiled beforehand, in as many processes as there are cores.
 
-Points that ``--out`` has are passed over, so that runs of limited ``--seconds`` add up; rows of one ``run`` are of one
-process. ``--keep FILE`` measures nothing: it adds a file's rows to ``--out``, where what all rows of a run have in
-common stands once. ``python -m bench.report FILE`` makes the page.
+Points that ``--out`` has are passed over, so that runs of limited ``--seconds`` add up. Rows of one ``run`` are of one
+process. ``--keep FILE`` measures nothing: it adds the rows of FILE to ``--out``, where the facts that all rows of a run
+have in common stand once. ``python -m bench.report FILE`` makes the page.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from bench.drawn.page import compact, read
 from bench.drawn.points import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
 from bench.drawn.warm import COMPILING_PEERS, Warmer, compile_all
+from bench.options import command, some_of, typed
 from bench.peers import Peer, Prepared, peers_named
 from bench.peers.base import FP8, token_scales
 from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
@@ -118,28 +120,34 @@ class Layer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.unknown", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--kinds", default=",".join(KINDS), help="(default: %(default)s)")
+    parser = command("bench.unknown", __doc__)
+    parser.add_argument(
+        "--kinds", type=typed(some_of(*KINDS)), default=",".join(KINDS), help="of work (default: %(default)s)"
+    )
     parser.add_argument(
         "--layers", type=positive, default=UNKNOWN_LAYERS, help="to draw, four m each (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=UNKNOWN_SEED, help="(default: %(default)s)")
-    parser.add_argument("--most", type=positive, help="of those that are left (default: all)")
-    parser.add_argument("--configs", type=positive, default=24, help="best guesses to time (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=0, help="time them at each so many-th layer (default: at none)")
-    parser.add_argument("--impl", default=",".join(_PEERS), help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of one kind; what was not measured then is left")
+    parser.add_argument("--seed", type=int, default=UNKNOWN_SEED, help="of the drawn layers (default: %(default)s)")
+    parser.add_argument("--most", metavar="N", type=positive, help="measure at most N of the layers that --out lacks")
+    parser.add_argument(
+        "--every",
+        metavar="N",
+        type=int,
+        default=0,
+        help="time w4gemm's best guesses at every N-th layer (default: none)",
+    )
+    parser.add_argument("--configs", type=positive, default=24, help="how many best guesses (default: %(default)s)")
+    parser.add_argument("--impl", default=",".join(_PEERS), help="implementations (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="for each kind; other points wait for the next run")
     parser.add_argument("--dry", action="store_true", help="measure nothing: say what would be compiled")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="measure nothing: store the rows of a file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="measure nothing: add the rows of FILE to --out")
     args = parser.parse_args(argv)
     if args.keep:
         rows = [*(read(args.out) if args.out.exists() else []), *read(args.keep)]
         args.out.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in compact(rows)))
         return
-    for kind in args.kinds.split(","):
-        if kind not in KINDS:
-            parser.error(f"--kinds: wanted some of {', '.join(KINDS)}, got {kind}")
+    for kind in args.kinds:
         run_kind(kind, args)
 
 

@@ -9,13 +9,13 @@ call, the number to compare on a machine that does other work as well; us_p50 is
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
+from bench.options import command
 
 import w4gemm
 from w4gemm import QuantizedWeight, W4Linear, grouped_linear, linear, quantize
@@ -26,12 +26,17 @@ _N, _K, _EXPERTS = 512, 512, 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.warm_call", description=(__doc__ or "").partition(":")[0])
+    parser = command("bench.warm_call", __doc__)
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the tensors (default: %(default)s)"
     )
     parser.add_argument("--calls", type=int, default=1000, help="in a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=60, help="(default: %(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=60,
+        help="of each call (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     if device.type == "cpu":
