@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.options import command
+from bench.producers.auto_round_floats import auto_round_floats
 from bench.producers.common import Pairs, Weights
 from bench.producers.compressed import awq, compressed_floats, compressed_integers, modelopt, nibbles
 from bench.producers.deepseek import deepseek_v4
@@ -60,6 +61,10 @@ CASES = (
     ),
     Case("GPTQ, version 1, zero points of 0", "gptqmodel", gptqmodel),
     Case("AutoRound", "auto-round", auto_round(0, {"quant_method": "auto-round", "packing_format": "auto_round"})),
+    *(
+        Case(f"AutoRound {name}", "auto-round", auto_round_floats(data_type))
+        for name, data_type in (("MXFP4", "mx_fp"), ("NVFP4", "nv_fp"), ("MXINT4", "mx_int"))
+    ),
     Case("AWQ gemm", "compressed-tensors", awq),
     Case("ModelOpt NVFP4", "compressed-tensors", modelopt),
     Case("ModelOpt INT4", "compressed-tensors", nibbles("modelopt")),

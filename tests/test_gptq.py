@@ -127,7 +127,10 @@ def test_a_quantized_lm_head_that_is_tied_to_the_embedding(tmp_path: Path) -> No
         ({"pack_dtype": "int16"}, "pack_dtype is 'int16', wanted 'int32'"),
         ({"dynamic": {"(": {}}}, r"dynamic: '\(' is no regular expression: .*unterminated"),
         ({"quant_method": "eetq"}, "quantized by 'eetq', which cannot be loaded yet; what can be loaded.*GPTQ"),
-        ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "'auto-round', which cannot be loaded"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:fp8"},
+            "packing_format is 'auto_round:fp8', wanted one of",
+        ),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -159,3 +159,46 @@ def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], changed: Any,
     change(tmp_path, lambda t: t.update(changed or {}))
     with pytest.raises(FormatError, match=message):
         open_checkpoint(tmp_path)
+
+
+def test_experts_whose_x_is_scaled(tmp_path: Path) -> None:
+    """All experts of a layer share the factors of x, as ModelOpt exports them; others are refused."""
+    wanted = write_model(tmp_path, INT4, int4(("w1", "w2", "w3")), ("lm_head", "gate"), architecture="mixtral")
+    owner = "model.layers.1.block_sparse_moe.experts"
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.modules[f"{owner}.down_proj"].pre_quant_scale
+    model, tokenizer = load(tmp_path)
+    experts, ids = model.model.layers[1].mlp.experts, torch.arange(1, 8)[None]
+    factors = {k: torch.rand(k, generator=torch.Generator().manual_seed(k)) + 0.5 for k in (64, 96)}
+    assert torch.equal(experts.gate_up.pre_quant_scale, factors[64])
+    assert torch.equal(experts.down.pre_quant_scale, factors[96])
+    x, choice = torch.randn(3, 64), torch.tensor([[0], [3], [0]])
+    for row, (e,) in enumerate(choice.tolist()):
+        gate, up, down = (wanted[f"{owner}.{e}.{role}"] for role in ("w1", "w3", "w2"))
+        scaled = x[row] * factors[64]
+        hidden = torch.nn.functional.silu(gate @ scaled) * (up @ scaled)
+        y = experts(x, choice, torch.ones(3, 1))[row]
+        torch.testing.assert_close(y, down @ (hidden * factors[96]), rtol=1e-4, atol=1e-4)
+    with torch.inference_mode():
+        logits = model(ids).logits
+        model.save_pretrained(tmp_path / "saved")
+        tokenizer.save_pretrained(tmp_path / "saved")
+        options = {"quantization_config": W4GemmConfig(), "dtype": torch.float32}
+        for folder in (tmp_path, tmp_path / "saved"):
+            again = AutoModelForCausalLM.from_pretrained(folder, **options)
+            assert torch.equal(again(ids).logits, logits)
+            assert torch.equal(load(folder)[0](ids).logits, logits)
+        torch.testing.assert_close(dequantize_layers(again, torch.float32)(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    change(tmp_path, lambda tensors: tensors[f"{owner}.2.w2.pre_quant_scale"].add_(1))
+    with pytest.raises(FormatError, match=r"experts\.2\.w2 scales x \(pre_quant_scale\) by other factors than .*0\.w2"):
+        load(tmp_path)
+
+
+def test_settings_of_all_experts_of_a_layer(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, INT4, int4(), ("lm_head", "gate"), architecture="qwen3_moe")
+    layers = {name.partition(".experts.")[0] for name in wanted if ".experts." in name}
+    experts = {f"{name}.experts": {"quant_algo": "W4A16_AWQ", "group_size": 32} for name in layers}
+    others = {name: {"quant_algo": "W4A16_AWQ", "group_size": 32} for name in wanted if ".experts." not in name}
+    configure(tmp_path, quant_algo="MIXED_PRECISION", group_size=None, quantized_layers=experts | others)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.modules["model.layers.1.mlp.experts.gate_up_proj"].format == WeightFormat(32)

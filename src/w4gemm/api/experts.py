@@ -76,6 +76,8 @@ class W4GroupedLinear(W4Linear):
     ) -> torch.Tensor:
         """Return :func:`w4gemm.grouped_linear` of these: x (total_m, k), or any rows of which ``indices`` (total_m,)
         take some, and m_offsets int32 (experts + 1,), to (total_m, n)."""
+        if (scale := self._buffers.get("pre_quant_scale")) is not None:
+            x = x * scale.to(x.dtype)
         x, bias = autocast(x, self._parameters["bias"])
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
         return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, **fused)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from w4gemm.checkpoints import (
+    auto_round,
     awq,
     bitsandbytes,
     compressed_tensors,
@@ -32,6 +33,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     gguf.FORMAT,
     gptq.FORMAT,
     awq.FORMAT,
+    auto_round.FORMAT,
     compressed_tensors.FORMAT,
     modelopt.FORMAT,
     hqq.FORMAT,
@@ -43,7 +45,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     dense.FORMAT,
 )
 """Every format, in the order in which they are asked."""
-METHODS = (*(f.name for f in FORMATS if f not in (gguf.FORMAT, dense.FORMAT, w4gemm.FORMAT)), "auto-round")
+METHODS = tuple(f.name for f in FORMATS if f not in (gguf.FORMAT, dense.FORMAT, w4gemm.FORMAT))
 """``quant_method`` of the folders that other packages write."""
 
 

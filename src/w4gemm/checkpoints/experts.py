@@ -52,6 +52,20 @@ class Stack:
                 raise ValueError(f"{names[0]} is in act-order, which experts cannot be; wanted desc_act false")
             yield weights[0] if len(weights) == 1 else QuantizedWeight.interleave(*weights)
 
+    def pre_quant_scale(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return the factors of x (k), which all experts share; ``read`` gives those of one of the ``sources``.
+
+        Raises:
+            ValueError: if experts have others.
+        """
+        (first, scale), *others = ((name, read(name)) for names in self.sources for name in names)
+        if other := next((name for name, s in others if not torch.equal(s, scale)), None):
+            raise ValueError(
+                f"{other} scales x (pre_quant_scale) by other factors than {first}; wanted the same for all experts of "
+                "a layer: export the model again with a ModelOpt that averages them"
+            )
+        return scale
+
     def bias(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return the bias (experts, n); ``read`` gives that of one of the ``sources``."""
         return torch.stack([torch.stack([read(name) for name in names], -1).flatten() for names in self.sources])

@@ -1,8 +1,9 @@
 """Weights in 8-bit floats of a folder that has others in 4 bits: :class:`Fp8Folder` reads them as dense tensors.
 
 Such a ``weight`` is e4m3 (n, k). Beside it lies its scale, ``weight_scale_inv``, ``weight_scale`` or ``scale``: one
-number, one for each row, or one for each block of a grid, whose last row and column of blocks may be cut off. The
-weight is e4m3 * scale, in float32. The scale of its activations is not used, because x stays in 16 bits.
+number; one for each row; one for each block of a grid, whose last row and column of blocks may be cut off; or, of
+MXFP8, e8m0 (n, k / 32), one for each 32 columns. The weight is e4m3 * scale, in float32. The scale of its activations
+is not used, because x stays in 16 bits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from w4gemm.core.errors import FormatError
 E4M3 = "F8_E4M3"
 _SCALE_LEAVES = ("weight_scale_inv", "weight_scale", "scale")
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+_E8M0 = ("F8_E8M0", "U8")
+"""safetensors' names of the dtypes of scales of MXFP8."""
+_MX_GROUP = 32
 _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
 """Last parts of the names of tensors beside a weight in fp8 that are not needed."""
 
@@ -62,7 +66,10 @@ class Fp8Folder(SafetensorsFolder):
         stored = super().tensor(name)
         if name not in self.scales:
             return stored
-        w, scale = stored.float(), self.scales[name].read().float()
+        w, scale = stored.float(), self.scales[name].read()
+        if self._is_mx(w.shape, self.scales[name]):
+            return w.unflatten(1, (-1, _MX_GROUP)).mul_(scale.view(torch.float8_e8m0fnu).float()[..., None]).flatten(1)
+        scale = scale.float()
         if scale.numel() == 1:
             return w.mul_(scale.flatten())
         if scale.shape in ((len(w),), (len(w), 1)):
@@ -71,10 +78,17 @@ class Fp8Folder(SafetensorsFolder):
             rows.mul_(factors.repeat_interleave(self._block.columns)[: w.shape[1]])
         return w
 
+    @staticmethod
+    def _is_mx(shape: tuple[int, ...], scale: TensorInfo) -> bool:
+        n, k = shape
+        return scale.dtype in _E8M0 and k % _MX_GROUP == 0 and scale.shape == (n, k // _MX_GROUP)
+
     def _check(self, name: str, shape: tuple[int, ...], scale: TensorInfo) -> None:
         if len(shape) != 2 or 0 in shape:
             raise FormatError(f"{self.path}: {name} is in fp8 and has shape {shape}, wanted a matrix")
         n, k = shape
+        if self._is_mx(shape, scale):
+            return
         grid = -(-n // self._block.rows), -(-k // self._block.columns)
         whole = math.prod(scale.shape) == 1
         if scale.dtype not in _SCALE_DTYPES or not (whole or scale.shape in (grid, (n,), (n, 1))):

@@ -8,8 +8,8 @@ from typing import Any
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """Name of the format of a quantization_config: the method that it names, but for AutoRound the method whose packing
-    it uses, for fp8 with experts in 4 bits DeepSeek-V4's, and W4AFP8 for ModelOpt's name of it."""
+    """Name of the format of a quantization_config: the method that it names, but for AutoRound's integers the method
+    whose packing they have, for fp8 with experts in 4 bits DeepSeek-V4's, and W4AFP8 for ModelOpt's name of it."""
     method = config.get("quant_method", config.get("method"))
     if method == "fp8" and config.get("expert_dtype") == "fp4":
         return "deepseek-v4"
@@ -18,9 +18,10 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     if method not in ("auto-round", "auto_round", "intel/auto-round"):
         return method
     packing = config.get("packing_format", "auto_round:auto_gptq")
-    return {"auto_round:auto_awq": "awq", "auto_round:awq": "awq"}.get(
-        packing, "gptq" if packing in GPTQ_ZEROS else method
-    )
+    if packing in ("auto_round:auto_awq", "auto_round:awq"):
+        return "awq"
+    integers = packing in GPTQ_ZEROS and not str(config.get("data_type")).startswith("mx_")
+    return "gptq" if integers else "auto-round"
 
 
 GPTQ_ZEROS = {"auto_round:auto_gptq": -1, "auto_round:gptq": -1, "auto": -1, "auto_round": 0, "auto_round:gptqmodel": 0}

@@ -3,8 +3,8 @@
 A module of NVFP4 is ``weight`` uint8 (n, k / 2), the even column in the low nibble, ``weight_scale`` e4m3 (n, k / 16),
 and ``weight_scale_2`` float32 (), which multiplies. One of INT4 is ``weight`` uint8 (n / 2, k), two's complements of
 two rows a byte, the even row in the low nibble, and ``weight_scale`` (n, groups). ``pre_quant_scale`` (k), of a model
-that was smoothed by AWQ, multiplies x. Activations that the config wants in 4 bits are multiplied as they come, so
-``input_scale`` is not used. Scales of a quantized KV cache are not used either.
+that was smoothed by AWQ, multiplies x; experts of a layer share it. Activations that the config wants in 4 bits are
+multiplied as they come, so ``input_scale`` is not used. Scales of a quantized KV cache are not used either.
 
 W4A8_AWQ quantizes x to e4m3, here with a scale for each token instead of ``input_scale`` for all, and beside it
 ``weight_scale_2``, by which ModelOpt's own kernels round q * weight_scale to e4m3, is not needed: the weight is
@@ -52,7 +52,7 @@ class ModelOptPacking:
     others = ("weight", "input_scale", "k_scale", "v_scale")
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
-        settings = {**self.config, **(self.config.get("quantized_layers") or {}).get(name, {})}
+        settings = {**self.config, **self._of_layer(name)}
         algorithm = settings.get("quant_algo")
         if algorithm not in ALGORITHMS:
             raise ValueError(
@@ -68,10 +68,15 @@ class ModelOptPacking:
             n, k, format = _integers(stored, settings.get("group_size") or 128, algorithm == _W4A8)
         if scaled := "pre_quant_scale" in stored:
             check_tensor(stored, "pre_quant_scale", ("F16", "BF16", "F32"), (k,))
-            if ".experts." in name:
-                raise ValueError("x of single experts cannot be scaled (pre_quant_scale)")
         activations = "fp8" if algorithm == _W4A8 else None
         return Module(n, k, format, "bias" in stored, activations=activations, pre_quant_scale=scaled)
+
+    def _of_layer(self, name: str) -> Mapping[str, Any]:
+        """Settings in ``quantized_layers`` of a module, or of what it is in: experts may stand there as one."""
+        layers = self.config.get("quantized_layers") or {}
+        while name and name not in layers:
+            name = name.rpartition(".")[0]
+        return layers.get(name, {})
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         packed, scales = tensors["weight"], tensors["weight_scale"]

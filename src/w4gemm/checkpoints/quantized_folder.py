@@ -99,14 +99,18 @@ class QuantizedFolder:
         for name, stack in self._stacks.items():
             for source in (source for expert in stack.sources for source in expert):
                 del self.modules[source]
-                self.tensors.pop(f"{source}.bias", None)
+                for leaf in BESIDE:
+                    self.tensors.pop(f"{source}.{leaf}", None)
             self.modules[name] = stack.module
             if stack.module.bias:
                 self.tensors[f"{name}.bias"] = stack.module.experts, stack.module.n
+            if stack.module.pre_quant_scale:
+                self.tensors[f"{name}.pre_quant_scale"] = (stack.module.k,)
 
     def stored_type(self, name: str) -> str:
-        stack = self._stacks.get(name.removesuffix(".bias"))
-        source = name if stack is None else f"{stack.sources[0][0]}.bias"
+        owner, leaf = _Name.of(name)
+        stack = self._stacks.get(owner)
+        source = name if stack is None else f"{stack.sources[0][0]}.{leaf}"
         return self._stored.tensors[self._files[source]].dtype
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
@@ -130,9 +134,13 @@ class QuantizedFolder:
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
             raise FormatError(f"{self.path}: no dense tensor {name!r} among its {len(self.tensors)}")
-        stack = self._stacks.get(name.removesuffix(".bias"))
-        if stack is not None:
-            return stack.bias(lambda source: self._tensor(f"{source}.bias")).to(dtype)
+        owner, leaf = _Name.of(name)
+        if (stack := self._stacks.get(owner)) is not None:
+            together = stack.bias if leaf == "bias" else stack.pre_quant_scale
+            try:
+                return together(lambda source: self._tensor(f"{source}.{leaf}")).to(dtype)
+            except ValueError as e:
+                raise FormatError(f"{self.path}: {e}") from e
         t = self._tensor(name)
         return t.to(dtype) if t.is_floating_point() else t
 

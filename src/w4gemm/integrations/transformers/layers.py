@@ -142,6 +142,8 @@ class _DenseExperts(nn.Module):
         for name, product in (("gate_up", experts.gate_up), ("down", experts.down)):
             weight, bias, scale = product.weight.dequantize(dtype), product.bias, product.expert_scale
             weight = weight if scale is None else weight * scale[:, None, None].to(dtype)
+            if (factors := product.pre_quant_scale) is not None:
+                weight = (weight.float() * factors.float()).to(dtype)
             bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
             self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
             self.register_parameter(f"{name}_bias", bias)

@@ -189,7 +189,8 @@ class _Filling:
             return set()
         weight, placed = self.checkpoint.weight(name, self.device), set()
         stored = f"{name}.bias"
-        bias = self.checkpoint.dense(stored, self.dtype) if self.checkpoint.modules[name].bias else None
+        module, scale = self.checkpoint.modules[name], f"{name}.pre_quant_scale"
+        bias = self.checkpoint.dense(stored, self.dtype) if module.bias else None
         for place in places:
             w = place.weight_of(weight)
             if self.activations is not None:
@@ -201,6 +202,9 @@ class _Filling:
             if bias is not None and has_bias:
                 rows = slice(None) if place.rows is None else place.rows
                 layer.bias = nn.Parameter(bias[rows].to(self.device), requires_grad=False)
+            if module.experts and module.pre_quant_scale:  # that of a linear layer is placed as a dense tensor
+                layer.pre_quant_scale = self.checkpoint.dense(scale, self.dtype).to(self.device)
+                placed.add(scale)
             placed |= {place.weight_name} | (set() if bias is None else {place.bias_name, stored})
         return placed
 

@@ -36,7 +36,7 @@ from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.names import Renaming, check_shapes, check_whole, of_modules, packed_names
 from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, reserve
-from w4gemm.integrations.transformers.sharding import Split, add_up, local_experts, local_shard
+from w4gemm.integrations.transformers.sharding import Local, Split, add_up, local_experts, local_shard
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import of_words
 from w4gemm.weights.weight import QuantizedWeight
@@ -140,12 +140,15 @@ class W4GemmQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
         self._fill_fp8(model)
-        for layer, w, bias in self._weights(model):
+        for layer, local in self._weights(model):
+            w = local.weight
             if self.quantization_config.activations is not None:
                 w = w.repack(activations=self.quantization_config.activations)
             layer.fill(w)
-            if bias is not None:
-                layer.bias = nn.Parameter(bias, requires_grad=False)
+            if local.bias is not None:
+                layer.bias = nn.Parameter(local.bias, requires_grad=False)
+            if local.pre_quant_scale is not None:
+                layer.pre_quant_scale = local.pre_quant_scale
         self._checkpoint, self._places = None, {}
         finish(model)
         describe(model)
@@ -166,36 +169,45 @@ class W4GemmQuantizer(HfQuantizer):
             if (parameter := parameters.get(renamed(name))) is not None:
                 parameter.data.copy_(self._checkpoint.dense(name, parameter.dtype))
 
-    def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, QuantizedWeight, torch.Tensor | None]]:
-        """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; and the
-        bias of experts, which transformers does not load."""
+    def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, Local]]:
+        """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; of experts
+        also what transformers does not load."""
         for name, layer in list(model.named_modules()):
             if isinstance(layer, _AwaitedDense):
                 if layer.quantized is None:
                     raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
-                yield layer, layer.quantized, None
+                yield layer, Local(layer.quantized)
         for name, places in self._places.items():
             assert self._checkpoint is not None
             w = None
             for place in places:
                 layer = model.get_submodule(place.layer)
                 assert isinstance(layer, AwaitedLinear)
-                device, bias = layer.place.device, None
-                w = self._checkpoint.weight(name, device) if w is None else w
-                if not isinstance(layer, AwaitedGrouped):
-                    yield layer, local_shard(model, place.layer, place.weight_of(w)).to(device), None
-                    continue
-                if layer.has_bias:
-                    bias = self._checkpoint.dense(f"{name}.bias", layer.dtype)
-                owner, _, product = place.layer.rpartition(".")
-                split = Split.of(model, owner)
-                if split is not None and product == "down":
-                    add_up(model, model.get_submodule(owner))
-                try:
-                    part, bias = local_experts(w, bias, split, product == "down")
-                except ValueError as e:
-                    raise ValueError(f"{place.layer}: {e}") from e
-                yield layer, part.to(device), None if bias is None else bias.to(device)
+                w = self._checkpoint.weight(name, layer.place.device) if w is None else w
+                if isinstance(layer, AwaitedGrouped):
+                    whole = Local(w, *(self._beside(name, layer, leaf) for leaf in ("bias", "pre_quant_scale")))
+                    yield layer, self._local_experts(model, place.layer, whole).to(layer.place.device)
+                else:
+                    yield layer, Local(local_shard(model, place.layer, place.weight_of(w))).to(layer.place.device)
+
+    def _beside(self, name: str, layer: AwaitedGrouped, leaf: str) -> torch.Tensor | None:
+        """A dense tensor of a module of experts, or None if there is none or the layer has no place for it."""
+        assert self._checkpoint is not None
+        stored = f"{name}.{leaf}"
+        if stored not in self._checkpoint.tensors or (leaf == "bias" and not layer.has_bias):
+            return None
+        return self._checkpoint.dense(stored, layer.dtype)
+
+    @staticmethod
+    def _local_experts(model: PreTrainedModel, name: str, whole: Local) -> Local:
+        owner, _, product = name.rpartition(".")
+        split = Split.of(model, owner)
+        if split is not None and product == "down":
+            add_up(model, model.get_submodule(owner))
+        try:
+            return local_experts(whole, split, product == "down")
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from e
 
     # --- what transformers asks of a quantized model ----------------------------------------------------------------
 

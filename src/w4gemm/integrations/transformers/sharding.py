@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -76,10 +76,20 @@ class Split:
         return cls(_tp_rank(model), count, bool(getattr(config, "enable_expert_parallel", False)))
 
 
-def local_experts(
-    w: QuantizedWeight, bias: torch.Tensor | None, split: Split | None, down: bool
-) -> tuple[QuantizedWeight, torch.Tensor | None]:
-    """Return this process's part of one product of experts, lossless, and of its bias (experts, n).
+class Local(NamedTuple):
+    """The tensors of a 4-bit layer that a process holds."""
+
+    weight: QuantizedWeight
+    bias: torch.Tensor | None = None
+    pre_quant_scale: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> Local:
+        bias, scale = (None if t is None else t.to(device) for t in (self.bias, self.pre_quant_scale))
+        return Local(self.weight.to(device), bias, scale)
+
+
+def local_experts(whole: Local, split: Split | None, down: bool) -> Local:
+    """Return this process's part of one product of experts, lossless, its bias (experts, n) and factors of x (k).
 
     Args:
         down: True for the second product, whose results are added up over processes that hold some features of each
@@ -89,7 +99,8 @@ def local_experts(
         ValueError: if there are no equal parts.
     """
     if split is None:
-        return w, bias
+        return whole
+    w, bias, scale = whole
     index, count = split.index, split.count
     if split.of_experts:
         if w.experts % count:
@@ -97,13 +108,15 @@ def local_experts(
         each = w.experts // count
         own = slice(index * each, (index + 1) * each)
         tensors = tuple(t[own].clone() for t in w.tensors)  # a view would keep the memory of all
-        return replace(w, experts=each, tensors=tensors), None if bias is None else bias[own].clone()
+        return Local(replace(w, experts=each, tensors=tensors), None if bias is None else bias[own].clone(), scale)
     part = w.shard(int(down), index, count)
     if bias is not None and down:
         bias = bias if index == 0 else torch.zeros_like(bias)
     elif bias is not None:
         bias = bias[:, index * part.n : (index + 1) * part.n].clone()
-    return part, bias
+    if scale is not None and down:
+        scale = scale[index * part.k : (index + 1) * part.k].clone()
+    return Local(part, bias, scale)
 
 
 def add_up(model: PreTrainedModel, experts: nn.Module) -> None:

@@ -1,0 +1,82 @@
+"""Folders of AutoRound in 4-bit floats (MXFP4, NVFP4) or MXINT4; its integers are read as GPTQ's or AWQ's.
+
+A module of floats lies as compressed-tensors packs it. One of MXINT4 is ``weight_packed`` uint8 (n, k / 2), the even
+column in the low nibble, with a sign in the highest bit and a number of quarters in the others, and ``weight_scale``
+uint8 (n, k / 32), e8m0: w = +-quarters / 4 * 2**(scale - 127). It becomes int4 with bf16 scales, which is exact.
+config.json says which by ``data_type``, of all modules and in ``extra_config`` of some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.compressed_tensors import CompressedTensors
+from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override
+from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, unpack_pairs, whole_groups
+from w4gemm.checkpoints.named_modules import in_extra_config
+from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
+
+_PACKINGS = {"mx_fp": "mxfp4-pack-quantized", "nv_fp": "nvfp4-pack-quantized"}
+"""Formats of compressed-tensors, by the begin of ``data_type``."""
+_MXINT4 = WeightFormat(32)
+_ROTATIONS = ("rotation_config", "spinquant_config")
+
+
+@dataclass(frozen=True)
+class AutoRoundPacking(CompressedTensors):
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> AutoRoundPacking:
+        if (packing := config.get("packing_format")) not in ("auto_round:llm_compressor", "auto_round"):
+            wanted = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor"))
+            raise ValueError(f"packing_format is {packing!r}, wanted one of {wanted}: export the model again in one")
+        if rotated := next((key for key in _ROTATIONS if config.get(key)), None):
+            raise ValueError(f"{rotated} rotates activations while the model runs, which cannot be done")
+        return cls(config)
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        if not self._data_type(name).startswith("mx_int"):
+            return super().module(name, stored)
+        check_bits(self._settings(name).get("bits"))
+        n, half = check_tensor(stored, "weight_packed", ("U8",))
+        check_tensor(stored, "weight_scale", ("U8",), (n, whole_groups(_MXINT4, 2 * half)))
+        return Module(n, 2 * half, _MXINT4, "bias" in stored)
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        if module.format != _MXINT4:
+            return super().weight(module, tensors)
+        codes, exponents = unpack_pairs(tensors["weight_packed"]), tensors["weight_scale"].float() - 127
+        quarters = (codes & 7).to(torch.int8)
+        signed = torch.where(codes < SYMMETRIC, quarters, -quarters)
+        return QuantizedWeight.from_codes(_MXINT4, signed + SYMMETRIC, (torch.exp2(exponents) / 4).bfloat16())
+
+    def _scheme(self, name: str) -> Mapping[str, Any]:
+        settings, data_type = self._settings(name), self._data_type(name)
+        packing = next((packing for begin, packing in _PACKINGS.items() if data_type.startswith(begin)), data_type)
+        bits = settings.get("act_bits") or 16
+        activations = {"num_bits": bits, "type": "float"} if bits < 16 else None
+        weights = {"num_bits": settings.get("bits"), "type": "float"}
+        return {"format": packing, "weights": weights, "input_activations": activations}
+
+    def _settings(self, name: str) -> Mapping[str, Any]:
+        return {**self.config, **auto_round_override(self.config, name)}
+
+    def _data_type(self, name: str) -> str:
+        return str(self._settings(name).get("data_type"))
+
+
+FORMAT = folder_format(
+    "auto-round",
+    "a folder with a model quantized by AutoRound (MXFP4, NVFP4, MXINT4, and its integers as GPTQ and AWQ pack them)",
+    AutoRoundPacking.of,
+    named=in_extra_config,
+)
