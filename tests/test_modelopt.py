@@ -108,8 +108,8 @@ def test_x_is_scaled_before_the_product(tmp_path: Path) -> None:
     assert torch.equal(fresh(x), down(x))
 
 
-def test_a_mix_with_fp8(tmp_path: Path) -> None:
-    """Layers in FP8 become dense, with the scale of the tensor; their scales of x and of a cache are not used."""
+def write_mix(folder: Path) -> dict[str, torch.Tensor]:
+    """Attention in FP8, the rest in NVFP4; return all weights."""
 
     def write(name: str, n: int, k: int) -> Any:
         if "self_attn" not in name:
@@ -119,9 +119,15 @@ def test_a_mix_with_fp8(tmp_path: Path) -> None:
         return {"weight": weight} | scales, weight.float() * 0.03
 
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "exclude_modules": ["lm_head"]}
-    wanted = write_model(tmp_path, config, write)
+    wanted = write_model(folder, config, write)
     layers = {name: {"quant_algo": "FP8" if "self_attn" in name else "NVFP4", "group_size": 16} for name in wanted}
-    configure(tmp_path, quantized_layers=layers)
+    configure(folder, quantized_layers=layers)
+    return wanted
+
+
+def test_a_mix_with_fp8(tmp_path: Path) -> None:
+    """Layers in FP8 become dense, with the scale of the tensor; their scales of x and of a cache are not used."""
+    wanted = write_mix(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.modules.keys() == {name for name in wanted if "mlp" in name}
     model, _ = load(tmp_path)

@@ -165,20 +165,24 @@ def test_transformers(tmp_path: Path) -> None:
     import test_compressed_tensors
     import test_gptq
     import test_mixtures
+    import test_modelopt
     from quantized_model import write_model
     from tiny_model import write_dense
     from w4gemm.integrations.transformers import W4GemmConfig
 
-    mixtures = [tmp_path / name for name in ("qwen3_moe", "mixtral", "gpt_oss")]
+    mixtures = [tmp_path / name for name in ("qwen3_moe", "mixtral", "gpt_oss", "mixtral with factors of x")]
     test_mixtures.quantized(mixtures[0], "qwen3_moe-gptq")
     test_mixtures.quantized(mixtures[1], "mixtral-awq")
     test_mixtures.write_gpt_oss(mixtures[2])
+    scaled = test_modelopt.int4(("w1", "w2", "w3", "o_proj"))
+    write_model(mixtures[3], test_modelopt.INT4, scaled, ("lm_head", "gate"), "mixtral")
     wanted_of_mixtures = {folder: test_mixtures.logits_of(folder, IDS) for folder in mixtures}
-    folders = [tmp_path / name for name in ("gptq", "awq", "compressed-tensors", "dense")]
+    folders = [tmp_path / name for name in ("gptq", "awq", "compressed-tensors", "dense", "fp8 and nvfp4")]
     write_model(folders[0], test_gptq.CONFIG | {"sym": False}, test_gptq.writer(-1, zeros=(1, 15)))
     write_model(folders[1], test_awq.CONFIG, test_awq.writer(zeros=(0, 15)))
     write_model(folders[2], test_compressed_tensors.config(), test_compressed_tensors.writer())
     write_dense(folders[3], "qwen2")
+    test_modelopt.write_mix(folders[4])
     wanted = {}
     for folder in folders:
         config = W4GemmConfig(FORMAT)

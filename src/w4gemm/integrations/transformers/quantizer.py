@@ -36,7 +36,7 @@ from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.names import Renaming, check_shapes, check_whole, of_modules, packed_names
 from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, reserve
-from w4gemm.integrations.transformers.sharding import Local, Split, add_up, local_experts, local_shard
+from w4gemm.integrations.transformers.sharding import Local, Split, add_up, fill, local_experts, local_shard
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import of_words
 from w4gemm.weights.weight import QuantizedWeight
@@ -159,15 +159,10 @@ class W4GemmQuantizer(HfQuantizer):
         """Give the dense weights that the folder has in fp8 their numbers: transformers loads them without scales."""
         if not isinstance(self._checkpoint, QuantizedFolder) or not self._checkpoint.in_fp8:
             return
-        if self._sharded:
-            raise NotImplementedError(
-                f"{self._checkpoint.path}: it has dense weights in fp8, which cannot be loaded in shards; "
-                "w4gemm convert writes the folder with them in 16 bits"
-            )
         renamed, parameters = Renaming(model), dict(model.named_parameters())
         for name in self._checkpoint.in_fp8:
             if (parameter := parameters.get(renamed(name))) is not None:
-                parameter.data.copy_(self._checkpoint.dense(name, parameter.dtype))
+                fill(parameter, self._checkpoint.dense(name, parameter.dtype))
 
     def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, Local]]:
         """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; of experts

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from w4gemm.integrations.tensor_parallel import SumResults
 from w4gemm.weights.weight import QuantizedWeight
@@ -29,7 +30,8 @@ _WHOLE = (None, "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", 
 
 
 def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> QuantizedWeight:
-    """Return this process's shard of the weight of a layer, lossless; the whole weight without tensor parallelism.
+    """Return this process's shard of the weight of a layer, lossless; the whole weight without tensor parallelism. If
+    columns are split, the layer keeps its factors of x for them.
 
     Raises:
         ValueError: if the weight does not split into equal shards, or the style is unknown.
@@ -42,9 +44,10 @@ def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> Quanti
         if style in _ROWS:
             return w.shard(0, index, count)
         if style in _COLUMNS:
-            if getattr(model.get_submodule(name), "pre_quant_scale", None) is not None:
-                raise ValueError("its pre_quant_scale is not split yet")
-            return w.shard(1, index, count)
+            part, layer = w.shard(1, index, count), model.get_submodule(name)
+            if (scale := getattr(layer, "pre_quant_scale", None)) is not None:
+                layer.pre_quant_scale = scale[index * part.k : (index + 1) * part.k].clone()
+            return part
         if style == _FUSED_ROWS:
             return _rows(w, torch.arange(w.n).view(2, count, -1)[:, index].flatten())
     except (ValueError, RuntimeError) as e:
@@ -117,6 +120,17 @@ def local_experts(whole: Local, split: Split | None, down: bool) -> Local:
     if scale is not None and down:
         scale = scale[index * part.k : (index + 1) * part.k].clone()
     return Local(part, bias, scale)
+
+
+@torch.no_grad()
+def fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    """Give a dense parameter its numbers; of one that is sharded, those of this process."""
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(DtensorShardOperation(parameter).shard_tensor(whole))
+    else:
+        parameter.copy_(whole)
 
 
 def add_up(model: PreTrainedModel, experts: nn.Module) -> None:
