@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import write_folder
+from w4gemm.cli.__main__ import main
 
 DOWN = "model.layers.1.mlp.down_proj"
 TYPO = "model.layers.1.mlp.down_prj"
@@ -117,3 +119,20 @@ def test_a_folder_without_4_bit_modules(tmp_path: Path, method: str) -> None:
     write_model(tmp_path, *MAKERS[method], dense=("",))
     with pytest.raises(FormatError, match="all its weights are dense, wanted some of them in 4 bits, with .*a dense"):
         open_checkpoint(tmp_path)
+
+
+def test_the_command_tells_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path, *MAKERS["gptq"])
+    configure(tmp_path, extra_config={TYPO: {"group_size": 64}})
+
+    def show(message: Warning | str, *where: Any) -> None:  # as Python's own, which pytest replaces
+        sys.stderr.write(warnings.formatwarning(message, *where[:3]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        before = warnings.formatwarning
+        warnings.showwarning = show
+        assert main(["inspect", str(tmp_path)]) == 0
+    assert warnings.formatwarning is before
+    told = f"w4gemm: warning: {tmp_path}: extra_config of its quantization_config names {TYPO!r}"
+    assert any(line.startswith(told) for line in capsys.readouterr().err.splitlines())

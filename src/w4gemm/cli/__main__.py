@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import w4gemm
 from w4gemm.cli import bench, cache, compile, convert, explain, gemm, generate, info, inspect, tune
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rest = rest
     if rest and not args.passes_on:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    format_of_others, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
         configure_logging()
         return args.run(args)
@@ -51,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"w4gemm: error: {e}", file=sys.stderr)
         return 1
+    finally:
+        warnings.formatwarning = format_of_others
+
+
+def _in_one_line(message: Warning | str, *where: Any, **line: Any) -> str:
+    return f"w4gemm: warning: {message}\n"
 
 
 if __name__ == "__main__":
