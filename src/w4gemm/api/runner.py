@@ -230,7 +230,7 @@ class MixedGemm:
                 f"b: wanted {len(weight.tensors)} tensors in the {self.layout} layout, got {len(operands.weight)}"
             )
         for name, t, (dtype, shape) in zip(_B, operands.weight, weight.tensors, strict=False):
-            require_tensor(name, t, dtype, shape, device, size=f" of a weight (n {weight.n}, k {k}) for a and out")
+            require_tensor(name, t, dtype, shape, device, size=", for the sizes of a and out")
             check_alignment(name, t, _ALIGNMENT)
         self._check_epilogue(operands.epilogue, (m, columns), weight.n)
         check_own_memory(out, {"a": a, **operands.epilogue._asdict()})

@@ -1,8 +1,8 @@
 """Act-order: groups whose columns are not adjacent, as GPTQ with ``desc_act`` makes them.
 
-``g_idx`` (k) names the group of each column of w. A packed weight has contiguous groups, so its columns are sorted by
-group once, when it is made, and it keeps ``perm`` (k): packed column j is column perm[j] of w. A product gathers x's
-columns in the same order. No code below :func:`w4gemm.linear` depends on perm.
+``g_idx`` (k,) has the group of each column of w. In a packed weight the columns of a group are contiguous. So the
+columns are sorted by group once, when the weight is made, and the weight keeps ``perm`` (k,): packed column j is column
+perm[j] of w. A product gathers x's columns in the same order. No code below :func:`w4gemm.linear` depends on perm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers that a weight's parts stand for, rounded once: the definition that every kernel is held to."""
+"""The numbers that a weight's codes, scales and zero points stand for, which every kernel is tested against."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from w4gemm.packing.layouts import WeightComponents
 
 
 def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    """w (n, k) in ``dtype``, as :mod:`w4gemm.core.formats` says.
+    """Return w (n, k) in ``dtype``, as :mod:`w4gemm.core.formats` defines it.
 
-    float32: the product, which is exact, then the sum with a float zero point, rounded; with scales of channels the
-    product, rounded to e4m3 if the scale rule says so, times the channel's scale, rounded. 16-bit dtypes: the exact
-    value, rounded once, as a fused multiply-add in that dtype gives; with scales of channels, float32 scales or factors
-    the float32 value rounded. The numbers of a codebook are those that the dtype holds. float64: the float32 value.
+    - float32: the product of scale and number, which is exact, plus a float zero point, rounded. With scales of
+      channels: the product, rounded to e4m3 if the scale rule says so, times the channel's scale, rounded.
+    - 16-bit dtypes: the exact value rounded once, as a fused multiply-add in that dtype rounds it. With scales of
+      channels, float32 scales or factors: the float32 value rounded. A codebook's numbers are first rounded to the
+      dtype.
+    - float64: the float32 value.
     """
     codes, scales, zeros, channels, _ = parts = with_factors(parts, format)
     k = codes.shape[1]
@@ -35,7 +37,8 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
 
 
 def with_factors(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
-    """The same weight with float32 scales and zero points, if they have factors; their products are exact."""
+    """Return the same weight with float32 scales and zero points instead of bytes with factors; the products are exact.
+    A weight without factors is returned as it is."""
     if parts.factors is None or parts.zeros is None:
         return parts
     scales, zeros = (
@@ -46,13 +49,13 @@ def with_factors(parts: WeightComponents, format: WeightFormat) -> WeightCompone
 
 
 def by_factor(levels: torch.Tensor, factors: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """float32 (n, groups): scales or zero points uint8 (n, groups) times their factors (n, superblocks)."""
+    """Return scales or zero points, uint8 (n, groups), times their factors (n, superblocks): float32 (n, groups)."""
     first = torch.arange(levels.shape[1], device=levels.device) * format.group_size
     return levels.float() * factors[:, first // format.scale_rule.factor_columns].float()
 
 
 def rounded_products(products: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """Products of scales and numbers, float32, rounded as the format's scale rule says: saturating."""
+    """Return products of scales and numbers, float32, rounded as the format's scale rule says, saturating."""
     dtype = format.scale_rule.rounded_to
     if dtype is None:
         return products
@@ -61,7 +64,7 @@ def rounded_products(products: torch.Tensor, format: WeightFormat) -> torch.Tens
 
 
 def rounded_sum(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a + b of float32 tensors of one shape, rounded once to ``dtype``.
+    """Return a + b, of float32 tensors of one shape, rounded once to ``dtype``.
 
     Rounding to float32 and then to 16 bits can differ from rounding once: a sum just beside the middle of two
     16-bit numbers may round to that middle first. So for 16 bits the float32 sum is rounded to odd: an inexact sum

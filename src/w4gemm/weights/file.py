@@ -1,4 +1,4 @@
-"""The file of one weight: safetensors with its facts in the metadata."""
+"""The file of one weight: its tensors in safetensors, its format and sizes in the metadata."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def load(cls: type[QuantizedWeight], path: str | Path, device: torch.device | st
 
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-    """Write tensors and facts; facts are what JSON can hold. The metadata of the file also name its tensors, so that a
-    reader notices one that was lost or renamed."""
+    """Write tensors, and facts that JSON can hold. The file's metadata also name its tensors, so that a reader notices
+    one that was lost or renamed."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -62,7 +62,7 @@ def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, A
 
 
 def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (tensors, facts) as ``write`` was given them; the facts also hold kind, version and the tensors' names.
+    """Return (tensors, facts) as :func:`write` got them. The facts also hold kind, version and the tensors' names.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -101,6 +101,6 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
 
 
 def unfit(path: str | Path, error: Exception) -> FormatError:
-    """Return the error to raise for a file whose contents made ``error``."""
+    """Return the FormatError to raise for a file whose contents caused ``error``."""
     reason = f"its metadata lack {error}" if isinstance(error, KeyError) else error
     return FormatError(f"path: {path} is not a w4gemm weight: {reason}")

@@ -1,4 +1,4 @@
-"""Group scales as part of the weights that fp8 products multiply: :func:`fold_scales`."""
+"""W4A8 with group scales inside the 8-bit weights that are multiplied: :func:`fold_scales`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
-    """Round a weight to what fp8 products with group scales inside the weights multiply, and say what that costs.
+    """Return a weight for W4A8 products whose group scales are part of the 8-bit weights that are multiplied, and the
+    error that rounding them adds.
 
-    An int4 weight gets e4m3 group scales with a float32 scale per output channel (as vLLM's CUTLASS kernel has them):
-    a channel's scale is its largest group scale / 56, and a group's is its own scale over the channel's, rounded to
+    Without this, W4A8 multiplies float32 sums by the group scales, and no weight is rounded again. Folded scales cost
+    no such multiplications.
+
+    An int4 weight gets e4m3 group scales and a float32 scale for each output channel, as vLLM's CUTLASS kernel has
+    them. A channel's scale is its largest group scale / 56. A group's scale is its own over the channel's, rounded to
     e4m3; 56 * 8 is 448, the largest e4m3. The codes do not change.
 
-    An e2m1 weight with e8m0 scales, MXFP4, keeps its format. Those products take its weights in e5m2, in which the 29
-    binades below a row's largest scale are exact. Groups with smaller scales, if there are any, are rounded as they
-    would be there: to multiples of 0.5 times the least of these scales, ties to even.
+    An e2m1 weight with e8m0 scales (MXFP4) keeps its format. Its weights become e5m2, in which the 29 binades below a
+    row's largest scale are exact. Groups with smaller scales are rounded as e5m2 would round them: to multiples of 0.5
+    times the least exact scale, ties to even.
 
     Args:
-        w: an int4 weight with 16-bit scales and without zero points, or an e2m1 one with e8m0 scales, in any layout;
-            experts are converted one by one.
+        w: an int4 weight with 16-bit scales and without zero points, or an e2m1 weight with e8m0 scales, in any layout.
+            Experts are converted one by one.
 
     Returns:
-        (weight, error): the weight in w's layout if that can hold it, else in the canonical one; error is the relative
-        RMS difference to ``w.dequantize()``.
+        (weight, error): the weight in w's layout if that can hold it, else in the canonical one; and the relative RMS
+        difference of ``weight.dequantize()`` from ``w.dequantize()``.
 
     Raises:
         TypeError, ValueError: if w is no such weight.
@@ -69,7 +73,7 @@ _Fold = Callable[[WeightComponents, WeightFormat], WeightComponents]
 def _folded(
     w: QuantizedWeight, format: WeightFormat, fold: _Fold, errors: list[tuple[float, float]]
 ) -> QuantizedWeight:
-    """One weight; its squared error and its own square are appended to ``errors``."""
+    """Return a folded weight without experts; append its squared error and the square of w to ``errors``."""
     tensors = layout_named("canonical").pack(fold(w.parts(), format), format)
     folded = QuantizedWeight(format, w.n, w.k, "canonical", tensors, w.perm, activations=w.activations)
     before = w.dequantize()
@@ -78,15 +82,20 @@ def _folded(
 
 
 def with_e4m3_scales(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
-    """Return rows of an int4 weight with 16-bit scales as :func:`fold_scales` rounds them: the same codes, e4m3 scales,
-    and the scales of channels beside which these use their range. format: with e4m3 scales."""
+    """Return an int4 weight with 16-bit scales as :func:`fold_scales` rounds it: the same codes, e4m3 scales, and
+    scales of channels.
+
+    Args:
+        format: format of the result, with e4m3 scales.
+    """
     scales = parts.scales.float()
     channels = channel_scales(scales, format)
     return WeightComponents(parts.codes, (scales / channels[:, None]).to(format.scale_dtype), None, channels)
 
 
 def _within_range(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
-    """The same e2m1 weights, those with a scale below the range that is exact in e5m2 rounded to its least scale."""
+    """Return e2m1 weights of which groups with a scale below the range that is exact in e5m2 are rounded to its least
+    scale."""
     scales = parts.scales.view(torch.uint8).int()
     least = scales.amax(1, keepdim=True) - (EXACT_BINADES - 1)
     kept = torch.maximum(scales, least)

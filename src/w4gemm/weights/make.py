@@ -1,4 +1,4 @@
-"""A weight from its numbers, and the limits of scales and zero points."""
+"""A weight made from codes, scales and zero points, and the limits of scales and zero points."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def check_range(
     channels: torch.Tensor | None,
     factors: torch.Tensor | None = None,
 ) -> None:
-    """Refuse numbers whose weights would be NaN, infinite in some kernel, or saturated when they are rounded."""
+    """Raise ValueError for scales and zero points whose weights would be NaN, infinite in some kernel, or saturated
+    when they are rounded."""
     if factors is not None and zeros is not None:
         scales, zeros = (
             by_factor(t, factor, format) for t, factor in zip((scales, zeros), factors.unbind(-1), strict=True)
@@ -120,7 +121,7 @@ def check_range(
 
 
 def _largest(t: torch.Tensor) -> float:
-    """Return the largest magnitude; NaN if there is one."""
+    """Return the largest magnitude; NaN if t has a NaN."""
     return float((t if t.dtype.itemsize > 1 else t.float()).abs().max())
 
 

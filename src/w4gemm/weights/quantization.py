@@ -1,4 +1,4 @@
-"""From a dense matrix to 4 bits, by rounding to nearest: :func:`quantize`."""
+"""Quantization of a dense matrix to 4 bits, by rounding to nearest: :func:`quantize`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from w4gemm.weights.dequantize import rounded_products
 from w4gemm.weights.weight import QuantizedWeight
 
 _SHRINKS = tuple(1 - 0.02 * i for i in range(1, 25))
-"""Ranges that a search tries, over the whole range of a group."""
+"""The ranges that a search tries, as fractions of a group's whole range."""
 
 
 def quantize(
@@ -25,21 +25,23 @@ def quantize(
     search: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizedWeight:
-    """Round a dense weight to 4 bits (round to nearest).
+    """Quantize a dense weight to 4 bits, each number rounded to the nearest.
 
     Args:
-        weight: floating point (n, k), finite.
-        format: the result's format, or its string.
-        search: try 24 smaller ranges for each group and keep the one with the least squared error; about 25 times
-            slower, never worse.
+        weight: the matrix (n, k) as torch.nn.Linear has it, output features first; floating point, finite, on any
+            device. No calibration data is needed, and none is used.
+        format: format of the result, or its string: "int4_g128", "int4_g64_zint", "nf4", "mxfp4", ...
+        search: True to try 24 smaller ranges for each group and keep the one of least squared error. That takes about
+            25 times as long and is never worse.
         progress: called as ``progress(rows done, rows)`` after each block of rows.
 
     Returns:
-        The weight in the canonical layout, on ``weight``'s device.
+        The weight in the canonical layout, on ``weight``'s device. ``repack()`` gives the layout that a kernel reads
+        there fastest.
 
     Raises:
-        TypeError, ValueError: if ``weight`` is not a finite floating-point matrix, or has values too large for the
-            format's scales (fp16: above 8188).
+        TypeError, ValueError: if ``weight`` is no finite floating-point matrix, or has values too large for the
+            format's scales (fp16: above 8188); or if the format is unknown.
 
     Examples:
         >>> w4gemm.quantize(torch.ones(512, 1024), "int4_g64_zint")
@@ -57,7 +59,7 @@ def quantize(
         raise ValueError(f"weight: wanted n >= 1 and k >= 1, got shape {tuple(weight.shape)}")
     n, k = weight.shape
     rows = max(1, 2**22 // k)
-    # up to here every scale, zero point and weight stays finite, rounding included
+    # up to this limit every scale, zero point and weight stays finite, rounding included
     plain = format if format.has_factors else _plain(format)
     limit = plain.largest_weight / 8
     blocks = []
@@ -77,14 +79,15 @@ def quantize(
 
 
 def _plain(format: WeightFormat) -> WeightFormat:
-    """The format whose scales are found first: without scales of channels and factors."""
+    """Return the format whose scales are found first: the same without scales of channels and factors."""
     if format.has_factors:
         return replace(format, scale="fp32")
     return replace(format, scale="bf16") if format.has_channels else format
 
 
 def channel_scales(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """Scales of channels, float32 (n), beside which the group scales (n, groups) use the range of the stored ones."""
+    """Return scales of channels, float32 (n,), so that group scales (n, groups) over them use the whole range of the
+    stored dtype."""
     top = torch.finfo(format.scale_dtype).max
     if format.scales_in_weights:
         top /= format.element_rule.largest_value
@@ -93,11 +96,12 @@ def channel_scales(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
 
 
 _LARGEST_BYTE = 63
-"""Largest scale or zero point beside factors: GGUF's Q4_K has six bits for each."""
+"""Largest byte of a scale or zero point that has a factor, because GGUF's Q4_K has six bits for each."""
 
 
 def _factors(scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat, k: int) -> torch.Tensor:
-    """Factors fp16 (n, superblocks, 2) beside which scales >= 0 and zero points <= 0 (n, groups) use their range."""
+    """Return factors, fp16 (n, superblocks, 2), so that scales >= 0 and zero points <= 0 (n, groups) over them use the
+    whole range of their bytes."""
     together = format.scale_rule.factor_columns // format.group_size
     padding = format.superblocks(k) * together - scales.shape[1]
     sizes = torch.nn.functional.pad(torch.stack((scales, -zeros), dim=-1), (0, 0, 0, padding))
@@ -106,19 +110,23 @@ def _factors(scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat, k:
 
 
 class _TwoLevels(NamedTuple):
-    """Bytes of scales and zero points, in float32, and codes beside them and their factors."""
+    """Weights rounded to scales and zero points of two levels."""
 
     scales: torch.Tensor
+    """Bytes of the scales, as float32 (n, groups)."""
     zeros: torch.Tensor
+    """Bytes of the zero points, as float32 (n, groups)."""
     codes: torch.Tensor
+    """float32 (n, groups, length)."""
     values: torch.Tensor
-    """The weights (n, groups, length) that these stand for."""
+    """The weights (n, groups, length) that all these stand for."""
 
 
 def _two_levels(
     w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, factors: torch.Tensor, format: WeightFormat
 ) -> _TwoLevels:
-    """Round weights beside factors, with scales and zero points next to those that were found without factors."""
+    """Round weights (n, groups, length) to scales and zero points that are bytes times ``factors``, nearest to
+    ``scales`` and ``zeros``, which were found without factors."""
     together = format.scale_rule.factor_columns // format.group_size
     spread = factors.float().repeat_interleave(together, dim=1)[:, : scales.shape[1]]
     sizes = torch.stack((scales, zeros), dim=-1)
@@ -129,15 +137,16 @@ def _two_levels(
 
 
 class _Rounded(NamedTuple):
-    """Weights (n, groups, length) rounded to what is stored, in float32, with the squared error of each group."""
+    """Weights (n, groups, length) rounded to what is stored, all in float32."""
 
     error: torch.Tensor
+    """Squared error of each group (n, groups)."""
     scales: torch.Tensor
     zeros: torch.Tensor
     codes: torch.Tensor
 
     def better(self, other: _Rounded) -> _Rounded:
-        """For each group, the one with the smaller error; this one of equal ones."""
+        """Return for each group the rounding with the smaller error; this one if both are equal."""
         use = other.error < self.error
         pairs = zip(self, other, strict=True)
         return _Rounded(*(torch.where(use[..., None] if a.dim() > use.dim() else use, b, a) for a, b in pairs))
@@ -157,7 +166,8 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
     factors: torch.Tensor | None = None
 
     def rounded(shrink: float, again: bool) -> _Rounded:
-        """again: choose the codes by the stored scale, where that is not the one of the plain format."""
+        """Return the weights rounded for a range that is ``shrink`` times the whole one. If ``again``, codes are chosen
+        by the stored scale, where it differs from the one of the plain format."""
         nonlocal channels, factors
         scales, zeros, codes = _round_groups(w, low * shrink, high * shrink, _plain(format))
         if format.has_factors:
@@ -190,7 +200,8 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
 def _round_groups(
     w: torch.Tensor, low: torch.Tensor, high: torch.Tensor, format: WeightFormat
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scales and zero points for the range low..high, rounded to what is stored, and the nearest codes; in float32."""
+    """Return scales and zero points for ranges low..high (n, groups), rounded to what is stored, and the nearest codes;
+    all in float32."""
 
     def stored(t: torch.Tensor) -> torch.Tensor:
         return t.to(format.scale_dtype).float()
@@ -224,7 +235,7 @@ def _round_groups(
 
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """The weights (n, groups, length) in float32, without scales of channels."""
+    """Return the weights (n, groups, length) that codes stand for, in float32, without scales of channels."""
     if format.zero == "none":
         return rounded_products(format.element_rule.numbers(codes) * scales[..., None], format)
     if format.zero == "float":

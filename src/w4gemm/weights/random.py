@@ -41,12 +41,12 @@ def random_components(
 ) -> WeightComponents:
     """Return uniform codes, scales for weights of about 1 / sqrt(k), and zero points over their whole range.
 
-    Equal on every call with the same arguments, per kind of device. A format's element, scale rule and zero rule say
-    all there is to know, so that a new one needs nothing here.
+    The same arguments give the same numbers on every call on a kind of device. The format's element, scale rule and
+    zero rule decide everything, so that a new format needs no code here.
 
     Args:
-        signed: True for a third of the scales negative and a third 0, as tests want them, where the scale rule has
-            signs. Else all are positive, as models have them.
+        signed: True to make a third of the scales negative and a third 0, as tests want them, if the scale rule has
+            signs. If False all are positive, as in models.
         least_code: smallest code.
     """
     g = torch.Generator(device=device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The reference of every operation: plain PyTorch in float64, slow and obvious."""
+"""References of the products in plain PyTorch and float64: slow and obvious, for tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ def linear_reference(
     residual: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """act(alpha * token_scale * (x @ w.T) + bias) + residual as float64, with the weights of
-    ``w.dequantize(torch.float32)``. token_scale: float32 (m,) or, for each 128 columns of x, (m, ceil(k / 128))."""
+    """Return act(alpha * token_scale * (x @ w.T) + bias) + residual in float64, with the weights of
+    ``w.dequantize(torch.float32)``.
+
+    Args:
+        x: (m, k) of any floating dtype.
+        token_scale: float32 (m,) or, one for each 128 columns of x, (m, ceil(k / 128)).
+    """
     given = EpilogueOperands(alpha, bias, residual, token_scale)
     if token_scale is not None and token_scale.dim() == 2:
         given = given._replace(token_scale=None, block_scale=token_scale)

@@ -26,7 +26,7 @@ def target_layout(w: QuantizedWeight, layout: str | None, activations: str | Non
 
 
 def repacked(w: QuantizedWeight, layout: str | None, activations: str | None) -> QuantizedWeight:
-    """Return ``w`` in a layout, for these activations; see :meth:`w4gemm.QuantizedWeight.repack`."""
+    """Return ``w`` in another layout and for other activations; see :meth:`w4gemm.QuantizedWeight.repack`."""
     if activations is not None and not isinstance(activations, str):
         raise TypeError(f"activations: wanted 'fp8' or None, got {kind_of(activations)}")
     target = target_layout(w, layout, activations)
@@ -41,7 +41,7 @@ def repacked(w: QuantizedWeight, layout: str | None, activations: str | None) ->
 
 
 def repack_into(w: QuantizedWeight, layout: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Fill ``tensors`` of a layout with what ``w`` holds, which has no experts."""
+    """Write a weight without experts to ``tensors`` of another layout."""
     if layout == w.layout:
         for t, own in zip(tensors, w.tensors, strict=True):
             t.copy_(own)

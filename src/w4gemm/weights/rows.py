@@ -1,4 +1,4 @@
-"""Rows of weights: several weights as one, and a weight's rows without a copy."""
+"""Weights one below the other as one weight, and the rows of a weight as weights of their own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
-    """Return the weights of the first ``sizes[0]`` rows of w, of the next ``sizes[1]``, and so on, sharing w's memory:
-    of such sizes as :func:`joined` put together."""
+    """Return the weights of the first ``sizes[0]`` rows of w, of the next ``sizes[1]``, and so on, which share w's
+    memory. ``sizes`` are the n of weights that :func:`joined` put together."""
     found, start = [], 0
     for size in sizes:
         cut = [len(t) * start // w.n for t in w.tensors], [len(t) * (start + size) // w.n for t in w.tensors]
@@ -45,6 +45,6 @@ def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
 
 
 def padded(w: QuantizedWeight) -> bool:
-    """True if the layout has room for another row."""
+    """True if the layout pads the rows of w, so that it has room for another row."""
     own, more = (packed_shape(w.format, w.layout, n, w.k).tensors for n in (w.n, w.n + 1))
     return any(shape[0] == larger[0] for (_, shape), (_, larger) in zip(own, more, strict=True))

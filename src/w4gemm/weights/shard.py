@@ -1,4 +1,4 @@
-"""Equal parts of a weight, for tensor parallelism."""
+"""Shards of a weight for tensor parallelism: equal, and without rounding."""
 
 from __future__ import annotations
 
@@ -54,8 +54,11 @@ def shard(w: QuantizedWeight, dim: int, index: int, count: int) -> QuantizedWeig
 
 
 def _scale(format: WeightFormat, width: int) -> str:
-    """Name of the scale rule of parts of so many columns: the format's own; of scales with factors the one of smaller
-    superblocks, or float32 where there is none, which holds their products."""
+    """Return the name of the scale rule of shards with ``width`` columns.
+
+    It is the format's own. Scales with factors, whose superblocks a shard may divide, take the rule of smaller
+    superblocks or, if there is none, float32 scales, which hold the products exactly.
+    """
     columns = math.gcd(format.scale_rule.factor_columns, width)
     if not format.has_factors or columns == format.scale_rule.factor_columns:
         return format.scale
@@ -63,8 +66,7 @@ def _scale(format: WeightFormat, width: int) -> str:
 
 
 def _group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
-    """Return the group size of the parts, having checked that they are equal: w's own, or a smaller one that divides
-    it and the parts' k."""
+    """Check that shards are equal; return their group size: w's own, or a smaller one that divides it and their k."""
     whole = all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in (index, count))
     if not whole or count < 1 or not 0 <= index < count:
         raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")

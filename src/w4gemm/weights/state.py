@@ -13,7 +13,7 @@ def in_words(format: WeightFormat, activations: str | None) -> str:
 
 
 def of_words(words: str) -> tuple[WeightFormat, str | None]:
-    """Return what :func:`in_words` was given.
+    """Return the format and the activations that :func:`in_words` put into words.
 
     Raises:
         ValueError: if the first word is no format's string.
@@ -28,10 +28,10 @@ def as_tensor(words: str) -> torch.Tensor:
 
 
 def of_tensor(state: torch.Tensor) -> str:
-    """Return the words of such a tensor.
+    """Return the words of a tensor that :func:`as_tensor` made.
 
     Raises:
-        ValueError: if it is no row of bytes.
+        ValueError: if ``state`` is no tensor of bytes (n,).
     """
     if state.dtype != torch.uint8 or state.dim() != 1:
         raise ValueError(f"wanted the words of a format, torch.uint8 (n), got {state.dtype} {tuple(state.shape)}")

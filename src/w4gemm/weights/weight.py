@@ -27,22 +27,23 @@ ACTIVATIONS = ("fp8", None)
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight w (n, k) in 4 bits: packed tensors and what they mean. Immutable; methods return new weights.
+    """A 4-bit weight w (n, k): packed tensors and what they mean. It is immutable; methods return new weights.
 
-    Make one with :meth:`from_codes`, :func:`w4gemm.quantize`, :meth:`load` or a loader in ``w4gemm.checkpoints``.
+    :func:`w4gemm.quantize`, :meth:`from_codes`, :meth:`load` and the readers in ``w4gemm.checkpoints`` make one.
 
     Attributes:
-        format: what the numbers mean.
+        format: the meaning of the numbers, a :class:`WeightFormat`.
         n, k: output and input features, without any padding of the layout.
-        layout: the name of the order of the bits in ``tensors``.
-        tensors: the packed tensors, as ``layout_named(layout).shapes(format, n, k)`` says.
-        experts: 0 for one weight; otherwise the number of weights of this format, n and k, along a leading dimension of
-            each tensor: see :meth:`stack` and :func:`w4gemm.grouped_linear`. Such a weight has no perm.
-        perm: int32 (k,), the order in which w's columns are packed: packed column j is column perm[j] of w. None if
-            they are packed in w's order; see :mod:`w4gemm.weights.act_order`.
-        activations: "fp8" if :func:`w4gemm.linear` quantizes x to float8_e4m3fn, with a scale for each token, before it
-            multiplies, on every device; None if it multiplies x as it comes. :meth:`repack` sets it. A file and a
-            layer's state dict keep it.
+        layout: the order of the bits in ``tensors``: "canonical", which files have, or the one that kernels of a device
+            read: "cpu", "mma16" or, for fp8 x, "mma8". :meth:`repack` changes it.
+        tensors: the packed tensors, with the dtypes and shapes of ``packed.tensors``.
+        experts: 0 for a single weight; else the number of weights of this format, n and k, along a leading dimension of
+            each tensor, as :meth:`stack` makes them for :func:`w4gemm.grouped_linear`. Such a weight has no perm.
+        perm: int32 (k,), the order in which w's columns are packed (act-order): packed column j is column perm[j] of
+            w. None if they are packed in w's order.
+        activations: "fp8" if :func:`w4gemm.linear` first quantizes x to float8_e4m3fn, with a scale for each token
+            (W4A8), on every device; None if it multiplies x as it is. :meth:`repack` sets it. A file and a layer's
+            state dict keep it.
         packed: format, layout, n, k and experts as one value, see :mod:`w4gemm.packing.packed_shape`.
 
     Raises:
@@ -101,10 +102,10 @@ class QuantizedWeight:
         channels: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
     ) -> QuantizedWeight:
-        """Return a weight in the canonical layout from its numbers.
+        """Return a weight in the canonical layout, made from codes, scales and zero points.
 
         Args:
-            format: what the numbers mean, or its string.
+            format: format of the weight, or its string.
             codes: any integer dtype (n, k), 0..15. A symmetric format's signed value v is code v + 8.
             scales: ``format.scale_dtype`` (n, groups).
             zeros: ``format.zero_dtype`` (n, groups); None for a format without zero points.
@@ -135,8 +136,8 @@ class QuantizedWeight:
     def stack(
         cls, weights: Iterable[QuantizedWeight], count: int | None = None, layout: str | None = None
     ) -> QuantizedWeight:
-        """Return one weight of several experts. Each is repacked as it comes: with a generator that makes, loads or
-        moves one after the other, memory holds no more than the result and one expert.
+        """Return one weight of several experts. Each weight is repacked as it comes, so that with a generator, which
+        makes, loads or moves one after the other, memory holds only the result and one expert.
 
         Args:
             weights: of equal format, n, k, device and activations, without perm and experts.
@@ -149,7 +150,11 @@ class QuantizedWeight:
         return weight_experts.stack(cls, weights, count, layout)
 
     def expert(self, index: int) -> QuantizedWeight:
-        """Return one of the experts, sharing this weight's memory."""
+        """Return the weight of one expert, which shares this weight's memory.
+
+        Raises:
+            ValueError: if this is a single weight, or has no expert ``index``.
+        """
         return weight_experts.expert(self, index)
 
     @property
@@ -164,8 +169,8 @@ class QuantizedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The 16-bit dtype that is next to the weight's numbers: that of its scales, bfloat16 for e4m3 scales. Code
-        that asks a layer's weight for a dtype, such as PEFT's, makes its own parameters in it."""
+        """The dtype of the scales if that has 16 bits, else bfloat16. Code that asks a layer's weight for its dtype,
+        such as PEFT's, makes its own parameters in it."""
         return self.format.scale_dtype if self.format.scale_dtype.itemsize == 2 else torch.bfloat16
 
     @property
@@ -217,20 +222,21 @@ class QuantizedWeight:
         return w if self.perm is None else in_original_order(w, self.perm)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """Return the same weight, in the same layout, on another device."""
+        """Return the same weight on another device, in the same layout; ``to(device).repack()`` gives that device's."""
         device = device_named("device", device)
         perm = None if self.perm is None else self.perm.to(device)
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors), perm=perm)
 
     def shard(self, dim: int, index: int, count: int) -> QuantizedWeight:
-        """Return shard ``index`` of ``count`` equal shards, for tensor parallelism, in this weight's layout: the same
-        numbers, bit for bit.
+        """Return shard ``index`` of ``count`` equal shards, for tensor parallelism, in this weight's layout. It has the
+        same numbers, bit for bit.
 
-        Where shards along k would divide a group, they have a smaller group size, the greatest common divisor of the
-        group size and the shard's k, and the scales are repeated. GPUs want multiples of 32.
+        If shards along k would divide a group, they have a smaller group size, the greatest common divisor of the group
+        size and the shard's k, and scales are repeated. GPU kernels take group sizes that are multiples of 32.
 
         Args:
             dim: 0 splits the output features n (column parallel), 1 the input features k (row parallel).
+            index, count: which of how many shards, such as the rank and the world size.
 
         Raises:
             ValueError: if shards would not be equal, or their k not a multiple of 16; the message says which counts
@@ -239,30 +245,36 @@ class QuantizedWeight:
         return weight_shard.shard(self, dim, index, count)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return ``codes``, ``scales``, ``zeros``, ``channels``, ``factors`` and ``perm``, those that there are, of a
-        weight in the canonical layout."""
+        """Return the tensors of a weight in the canonical layout by name: ``codes``, ``scales`` and, if it has them,
+        ``zeros``, ``channels``, ``factors`` and ``perm``."""
         assert self.layout == "canonical"
         perm = {} if self.perm is None else {"perm": self.perm}
         return dict(zip(self.format.part_names, self.tensors, strict=True)) | perm
 
     def save(self, path: str | Path) -> None:
-        """Write the weight to a safetensors file, in the canonical layout, with its format and its activations in the
-        metadata."""
+        """Write the weight to a safetensors file, in the canonical layout, with format, sizes and activations in the
+        metadata. :meth:`load` reads it on any device.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
         weight_file.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> QuantizedWeight:
-        """Read what :meth:`save` wrote, in the canonical layout; :meth:`repack` gives that of a device.
+        """Return the weight of a file that :meth:`save` wrote, in the canonical layout, on ``device``; ``repack()``
+        gives the layout that kernels of the device read.
 
         Raises:
             FileNotFoundError: if there is no such file.
-            FormatError: if the file is truncated or is not such a file.
+            FormatError: if the file is truncated or was not written by :meth:`save`.
+            ValueError: for a device that is not there.
         """
         return weight_file.load(cls, path, device)
 
     def check_range(self) -> None:
-        """Raise ValueError for scales and zero points that :meth:`from_codes` refuses, of a weight in the canonical
-        layout; rows of experts are counted through. On the meta device there are no numbers to check."""
+        """Raise ValueError if a weight in the canonical layout has scales or zero points that :meth:`from_codes`
+        refuses. Rows are counted over all experts. On the meta device there are no numbers to check."""
         if self.device.type != "meta":
             named = self.named_tensors().items()
             parts = {name: t.flatten(0, 1) if self.experts else t for name, t in named}
