@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from w4gemm import QuantizedWeight, fold_scales
+from w4gemm.api import boundary
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
@@ -358,7 +359,6 @@ def test_a_plan_of_batched_rows_is_for_the_tokens_of_this_step(
     import vllm.forward_context as context
 
     ran: list[int] = []
-    boundary = importlib.import_module(f"{plugin.__name__}.experts_kernel").boundary
     run = boundary.run
 
     def spied(*given: Any, expected: int) -> None:

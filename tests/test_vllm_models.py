@@ -112,14 +112,16 @@ def test_what_is_compiled_is_what_the_plugin_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("cutlass")
-    monkeypatch.setattr(dense, "Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)}))
+    monkeypatch.setattr(
+        "w4gemm.integrations.engines.supports.Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)})
+    )
     scale = "e4m3" if case.fp8 else case.format.scale
     module = Module(192, 256, WeightFormat(case.group_size, scale=scale), activations="fp8" if case.fp8 else None)
     use, tokens = Use(H200, case.dtype), [1, 16, 512]
     for bias in (False, True):
         compiled = {p for layer in layers_of([replace(module, bias=bias)]) for p in problems_of(layer, tokens, use)}
         config = config_of(case, 192, 256)
-        run = {replace(dense._problem(config, m), epilogue=dense._epilogue(config, bias)) for m in tokens}
+        run = {replace(dense._problem(config), m=m, epilogue=dense._epilogue(config, bias)) for m in tokens}
         assert {choice.decide(p).unit for p in compiled} == {choice.decide(p).unit for p in run}
 
 

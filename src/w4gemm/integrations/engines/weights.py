@@ -24,7 +24,9 @@ from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.make import check_range
 from w4gemm.weights.weight import QuantizedWeight
 
-_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "bf16"}
+SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""Scale rules of 16-bit scales by their dtype."""
+_HELD = {**SCALES, torch.float32: "bf16"}
 """Scale rules of the scales that engines hold. float32 is rounded to bf16, as engines' own W4A8 kernels do."""
 
 
@@ -169,9 +171,9 @@ def packed(numbers: Numbers, activations: str | None = None, format: WeightForma
 
 
 def _format(group_size: int, scales: torch.Tensor, zeros: torch.Tensor | None) -> WeightFormat:
-    if scales.dtype not in _SCALES:
-        raise ValueError(f"scales: wanted one of {', '.join(map(str, _SCALES))}, got {scales.dtype}")
-    return WeightFormat(group_size, "none" if zeros is None else "int", _SCALES[scales.dtype])
+    if scales.dtype not in _HELD:
+        raise ValueError(f"scales: wanted one of {', '.join(map(str, _HELD))}, got {scales.dtype}")
+    return WeightFormat(group_size, "none" if zeros is None else "int", _HELD[scales.dtype])
 
 
 def _components(

@@ -17,9 +17,17 @@ from w4gemm.api.ops import linear
 from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
-from w4gemm.integrations.sglang.takeover import LOADING, SGLANG, WARMUP, Hook, capability, exchange, hook
+from w4gemm.integrations.sglang.takeover import (
+    LOADING,
+    QUANTIZATION,
+    SGLANG,
+    WARMUP,
+    Hook,
+    capability,
+    exchange,
+    hook,
+)
 
-_QUANTIZATION = "sglang.srt.layers.quantization"
 _WEIGHT = "w4gemm_weight"
 """Attribute of a layer that was taken over."""
 _FP8 = "w4gemm_fp8"
@@ -60,7 +68,7 @@ def install() -> None:
         hooks.append(Hook(f"{scheme.target}.process_weights_after_loading", ("self", "layer"), converted))
         hooks.append(Hook(f"{scheme.target}.apply_weights", ("self", "layer", "x", "bias"), apply))
     parts = "self", "weight_quant", "input_quant", "format"
-    config = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
+    config = f"{QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
     hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), LOADING])
 
 
@@ -173,25 +181,25 @@ def _compressed_tensors(self: Any, layer: Any) -> Facts:
 SCHEMES = (
     Scheme(
         "GPTQ's linear layers",
-        f"{_QUANTIZATION}.gptq.schemes.GPTQMarlinLinearScheme",
+        f"{QUANTIZATION}.gptq.schemes.GPTQMarlinLinearScheme",
         ("qweight", "scales", "qzeros", "g_idx"),
         _gptq,
     ),
     Scheme(
         "AWQ's linear layers",
-        f"{_QUANTIZATION}.awq.schemes.AWQMarlinLinearScheme",
+        f"{QUANTIZATION}.awq.schemes.AWQMarlinLinearScheme",
         ("qweight", "scales", "qzeros"),
         _awq,
     ),
     Scheme(
         "AWQ's linear layers that Marlin does not take",
-        f"{_QUANTIZATION}.awq.schemes.AWQLinearScheme",
+        f"{QUANTIZATION}.awq.schemes.AWQLinearScheme",
         ("qweight", "scales", "qzeros"),
         _awq,
     ),
     Scheme(
         "compressed-tensors' linear layers",
-        f"{_QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16",
+        f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16",
         ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
         _compressed_tensors,
     ),

@@ -28,6 +28,8 @@ SGLANG = Engine(
     folds_scales=False,
 )
 WARMUP = Warmup(SGLANG)
+QUANTIZATION = "sglang.srt.layers.quantization"
+"""SGLang's package of quantization methods."""
 
 
 class Hook(NamedTuple):

@@ -21,19 +21,17 @@ from vllm.scalar_type import scalar_types
 from w4gemm.api.activations import quantize_activations
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
-from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.core.problem import GemmProblem
 from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.engine import LEAST
-from w4gemm.integrations.engines.supports import why_no_kernel
+from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.fallback import Fallback, own_kernels
 from w4gemm.integrations.vllm.packed_layer import PackedLayer
-from w4gemm.packing.layouts import layout_for
 
 _KIND = "linear layers of GPTQ, AWQ and compressed-tensors"
 _FP8 = torch.float8_e4m3fn
-_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def install() -> None:
@@ -53,7 +51,7 @@ def why_not(c: MPLinearLayerConfig) -> str:
     if c.weight_type not in types:
         return f"their weights are {c.weight_type}, wanted {' or '.join(map(str, types))} beside {c.act_type}"
     dtype = out_dtype(c)
-    if dtype not in _SCALES or (not fp8 and c.act_type != dtype):
+    if dtype not in weights.SCALES or (not fp8 and c.act_type != dtype):
         return f"their activations are {c.act_type} and results {dtype}, wanted float16, bfloat16, or float8_e4m3fn"
     if c.zero_points and (fp8 or c.weight_type != scalar_types.uint4):
         return f"they have zero points beside {c.weight_type} weights and {c.act_type} activations"
@@ -64,12 +62,12 @@ def why_not(c: MPLinearLayerConfig) -> str:
         return f"their {k} input features on this GPU are not whole groups of {c.group_size}"
     if getattr(c, "has_g_idx", False) and k != full_k:
         return "they are in act-order (desc_act), and their input features are divided among GPUs"
-    return why_no_kernel(_problem(c, 16))
+    return why_no_kernel(_problem(c))
 
 
 def _format(c: MPLinearLayerConfig) -> WeightFormat:
     """Return the format in which the layer's weight, loaded with scales of the model's dtype, is multiplied."""
-    loaded = WeightFormat(c.group_size, "int" if c.zero_points else "none", _SCALES[out_dtype(c)])
+    loaded = WeightFormat(c.group_size, "int" if c.zero_points else "none", weights.SCALES[out_dtype(c)])
     return takeover.VLLM.multiplied(loaded, "fp8" if c.act_type == _FP8 else None)
 
 
@@ -83,10 +81,9 @@ def _epilogue(c: MPLinearLayerConfig, bias: bool) -> Epilogue:
     return plain.of_quantized(out_dtype(c)) if c.act_type == _FP8 else plain
 
 
-def _problem(c: MPLinearLayerConfig, m: int) -> GemmProblem:
-    (k, n), device, format = c.partition_weight_shape, Device.of(_device()), _format(c)
-    layout = layout_for(device, format, c.act_type)
-    return GemmProblem(m, n, k, c.act_type, format, layout, _epilogue(c, False), device)
+def _problem(c: MPLinearLayerConfig) -> GemmProblem:
+    k, n = c.partition_weight_shape
+    return product(_device(), _format(c), n, k, out_dtype(c), fp8=c.act_type == _FP8)
 
 
 def _device() -> torch.device:

@@ -22,11 +22,12 @@ from vllm.platforms import current_platform
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.integrations.engines.supports import why_no_kernel
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import FORMATS, ExpertsFormat, fused_activation, in_pairs
-from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, Product, W4gemmExperts
-from w4gemm.kernels import KERNELS
+from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, W4gemmExperts
+from w4gemm.integrations.vllm.experts_product import Product
 from w4gemm.packing.layouts import layout_for
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -114,16 +115,9 @@ def _no_kernel(moe: Any, hidden: int, width: int, format: WeightFormat, fp8: boo
         problem = GemmProblem(
             experts, n, k, dtype, format, layout, epilogue, device, experts=experts, gathered=gathered
         )
-        if reason := _unsupported(problem):
+        if reason := why_no_kernel(problem):
             return reason
     return ""
-
-
-@functools.cache
-def _unsupported(problem: GemmProblem) -> str:
-    """Return every reason why no kernel runs a problem, or the empty string."""
-    answers = [kernel.supports(problem) for kernel in KERNELS]
-    return "" if any(answers) else "; ".join(dict.fromkeys(answer.reason for answer in answers))
 
 
 @functools.cache

@@ -17,10 +17,8 @@ import torch
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
+from w4gemm.integrations.engines.weights import SCALES
 from w4gemm.integrations.vllm.takeover import VLLM
-
-_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""Scale rules by the dtype of the loaded scales."""
 
 
 class Settings(NamedTuple):
@@ -47,9 +45,9 @@ class Settings(NamedTuple):
         """Return the format that is loaded; raises as :meth:`format`."""
         if self.named:
             return WeightFormat.parse(self.named)
-        if scales not in _SCALES:
-            raise TypeError(f"scales: wanted {' or '.join(map(str, _SCALES))}, got {scales}")
-        return WeightFormat(self.group_size, "int" if self.asymmetric else "none", _SCALES[scales])
+        if scales not in SCALES:
+            raise TypeError(f"scales: wanted {' or '.join(map(str, SCALES))}, got {scales}")
+        return WeightFormat(self.group_size, "int" if self.asymmetric else "none", SCALES[scales])
 
 
 @dataclass(frozen=True)

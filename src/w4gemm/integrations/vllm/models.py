@@ -14,6 +14,7 @@ import torch
 
 from w4gemm.checkpoints import Checkpoint, Module, awq, compressed_tensors, find_checkpoint, gptq
 from w4gemm.core.errors import FormatError
+from w4gemm.integrations.engines.weights import SCALES
 from w4gemm.integrations.vllm.takeover import VLLM
 
 FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT)
@@ -34,7 +35,6 @@ WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 VOCABULARY_STEP = 64
 """vLLM rounds the vocabulary up to a multiple of it."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)")
-_SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Model(NamedTuple):
@@ -74,7 +74,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
             continue  # left to vLLM
         format = module.format
         if format.element == "int4":
-            format = VLLM.multiplied(replace(format, scale=_SCALES[model_dtype]), module.activations)
+            format = VLLM.multiplied(replace(format, scale=SCALES[model_dtype]), module.activations)
         each = replace(module, format=format, fused=())
         layers |= dict.fromkeys((replace(each, bias=False), each))
     return Model(tuple(layers), model_dtype, bool(config["quantization_config"].get("desc_act")))
