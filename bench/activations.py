@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench.options import command, counts, typed
+from bench.run import percentiles
 
 import w4gemm
 from w4gemm.api.activations import in_pytorch
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"m {m}, k {k}, {front or 'plain'}: bytes {least:.1f} us; {times}", flush=True)
 
 
-def measure(m: int, k: int, front: str, chunks: Sequence[int]) -> list[dict]:
+def measure(m: int, k: int, front: str, chunks: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for each implementation."""
     columns = 2 * k if front == "silu_mul" else k
     copies = max(2, min(64, math.ceil(_ROTATED_BYTES / (m * columns * 2))))
@@ -75,8 +77,8 @@ def measure(m: int, k: int, front: str, chunks: Sequence[int]) -> list[dict]:
     rows = []
     for (name, kernel, _), t in zip(runs, time_graphs(graphs, replays=9 if m <= 256 else 5), strict=True):
         config = "{}x{}".format(*kernel.shape) if kernel else ""
-        rows.append({"impl": name, "config": config, "us_p20": t.p20, "us_p50": t.p50, "us_p80": t.p80})
-    return [{key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
+        rows.append({"impl": name, "config": config} | percentiles(t))
+    return rows
 
 
 def quantizer(k: int, front: str, chunks: int = 4) -> ActivationQuantize | None:

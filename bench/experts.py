@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.options import command, counts, some_of, typed
+from bench.run import percentiles
 
 import w4gemm
 from w4gemm import W4Experts, W4GroupedLinear, choice
@@ -193,7 +194,7 @@ def measure(sizes: Sizes, ours: dict[str, W4Experts], theirs: Any, m: int, routi
         rows = [row for row, calls in zip(rows, graphs, strict=True) if calls]
         times = time_graphs([calls for calls in graphs if calls], replays=9 if m <= 256 else 5)
     for row, t in zip(rows, times, strict=True):
-        row |= {"us_p20": round(t.p20, 2), "us_p50": round(t.p50, 2), "us_p80": round(t.p80, 2)}
+        row |= percentiles(t)
     return rows
 
 

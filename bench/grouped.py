@@ -24,7 +24,8 @@ import torch
 from bench.options import command, counts, formats, typed
 from bench.peers import vllm_ops
 from bench.peers.base import FP8, gptq_words, missing_package, package_version, token_scales
-from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
+from bench.peers.experts import Run, cutlass_grouped, humming_grouped
+from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, percentiles, random_weight
 from bench.shapes import divide, parse_experts, parse_routings
 
 import w4gemm
@@ -44,8 +45,6 @@ TOKENS = "1,4,16,32,64,128,512,1024"
 _ROTATED_BYTES = 400e6
 _DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": FP8}
 
-Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""run(copy of the weight, x, m_offsets, out)."""
 Prepared = tuple[list[QuantizedWeight], dict[str, Run]]
 """Copies of a weight to rotate over, and each peer's way to multiply by its own copies."""
 
@@ -148,59 +147,6 @@ def prepare(experts: int, n: int, k: int, format: WeightFormat, dtype: torch.dty
     return copies, peers
 
 
-def cutlass_grouped(
-    words: torch.Tensor, scales: torch.Tensor, channels: torch.Tensor, n: int, k: int, count: int
-) -> Run:
-    """Return vLLM's kernel. words: int32 (experts, n, k / 8), signed codes. scales: e4m3 (experts, k / 128, n).
-    channels: float32 (experts, n)."""
-    ops, experts = vllm_ops.operators(), len(words)
-    encoded, strides = ops.cutlass_encode_and_reorder_int4b_grouped(words)
-    first = (encoded, ops.cutlass_pack_scale_fp8(scales), channels[..., None].contiguous())
-    copies = [first, *(tuple(t.clone() for t in first) for _ in range(count - 1))]
-    scale_strides = torch.zeros(experts, 2, dtype=torch.int64, device="cuda")
-    scale_strides[:, 0] = n
-    of_x, of_out = (torch.full((experts,), size, dtype=torch.int64, device="cuda") for size in (k, n))
-    last: list[torch.Tensor] = []  # offsets, and (n, rows, k) of each expert, which is not part of what is timed
-
-    def run(copy: int, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        w, s, c = copies[copy % count]
-        if not last or last[0] is not offsets:
-            rows = offsets.diff().int()
-            last[:] = offsets, torch.stack((rows * 0 + n, rows, rows * 0 + k), 1)
-        problem, scale = last[1], token_scales()[: len(x), None]
-        ops.cutlass_w4a8_moe_mm(
-            out, x, w, scale, c, s, 128, offsets[:-1], problem, of_x, strides, of_out, scale_strides, None
-        )
-        return out
-
-    return run
-
-
-def humming_grouped(
-    words: torch.Tensor, scales: torch.Tensor, group_size: int, n: int, k: int, count: int, quantizes: bool
-) -> Run:
-    from humming.forward import humming_forward
-    from humming.layer import HummingLayer
-
-    weight_config = {"dtype": "int4", "group_size": max(0, group_size)}
-    inputs = {"dtype": "float8e4m3"} if quantizes else None
-    layer = HummingLayer(n, k, weight_config, inputs, num_experts=len(words), torch_dtype=torch.bfloat16).to("cuda")
-    layer.load_from_tensors({"weight": words, "weight_scale": scales})
-    layer.transform()
-    first = (layer.weight.data, layer.weight_scale.data, layer.locks)
-    copies = [first, *(tuple(t.clone() for t in first) for _ in range(count - 1))]
-
-    def run(copy: int, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        w, s, locks = copies[copy % count]
-        grouped = {"gemm_type": "grouped_contiguous"}
-        humming_forward(
-            layer.humming_config, x, w, s, outputs=out, locks=locks, expert_layout=offsets, compute_config=grouped
-        )
-        return out
-
-    return run
-
-
 def measure(
     prepared: list[Prepared], m: int, routing: str, dtype: torch.dtype, configs: int, top_k: int
 ) -> list[dict[str, Any]]:
@@ -213,7 +159,7 @@ def measure(
             rows.append(row)
             graphs.append(calls)
     for row, t in zip(rows, time_graphs(graphs, replays=9 if m <= 128 else 5), strict=True):
-        row |= {"us_p20": round(t.p20, 2), "us_p50": round(t.p50, 2), "us_p80": round(t.p80, 2)}
+        row |= percentiles(t)
     return rows
 
 

@@ -26,7 +26,7 @@ from bench.shapes import parse_layers, parse_tokens
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.core.epilogue import default_out_dtype
 from w4gemm.tuning import record
-from w4gemm.tuning.timing import time_graphs
+from w4gemm.tuning.timing import Timing, time_graphs
 from w4gemm.weights import random as random_numbers
 
 RESULTS = Path(__file__).parent / "results/times.jsonl"
@@ -159,8 +159,13 @@ def measure(entries: list[Entry], m: int) -> list[dict[str, Any]]:
             }
         )
     for row, time in zip(rows, time_graphs(graphs, replays=11 if m <= 1024 else 5), strict=True):
-        row |= {"us_p20": round(time.p20, 2), "us_p50": round(time.p50, 2), "us_p80": round(time.p80, 2)}
+        row |= percentiles(time)
     return rows
+
+
+def percentiles(time: Timing) -> dict[str, float]:
+    """Return the fields of a row for the microseconds of a call."""
+    return {"us_p20": round(time.p20, 2), "us_p50": round(time.p50, 2), "us_p80": round(time.p80, 2)}
 
 
 def line(m: int, n: int, k: int, rows: list[dict[str, Any]]) -> str:

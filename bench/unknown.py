@@ -28,7 +28,7 @@ from bench.drawn.warm import COMPILING_PEERS, Warmer, compile_all
 from bench.options import command, some_of, typed
 from bench.peers import Peer, Prepared, peers_named
 from bench.peers.base import FP8, token_scales
-from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, random_weight
+from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, percentiles, random_weight
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, choice
@@ -277,7 +277,7 @@ def measure(layer: Layer, m: int, configs: list[str]) -> list[dict[str, Any]]:
         others = finalists(layer, rows[own]["config"], configs, graphs[own])
     times = time_graphs([*graphs, *others.values()], _REPLAYS if m <= 2 * _MANY_TOKENS else _FEW_REPLAYS)
     for row, time_ in zip(rows, times, strict=False):
-        row |= {name: round(getattr(time_, name.removeprefix("us_")), 2) for name in ("us_p20", "us_p50", "us_p80")}
+        row |= percentiles(time_)
     if own is not None and len(configs) > 1:
         found = {name: t.p50 for name, t in zip(others, times[len(graphs) :], strict=True)}
         found[rows[own]["config"]] = times[own].p50
