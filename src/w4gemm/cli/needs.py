@@ -27,9 +27,9 @@ class Use(NamedTuple):
     dtype: torch.dtype
     """16-bit dtype of the model's activations."""
     fp8: bool = False
-    """True if every layer quantizes x; a layer can say so itself, too."""
+    """True if every layer quantizes x; a layer can also say so itself."""
     epilogue_activations: tuple[str, ...] = ()
-    """Activations that layers fuse besides none."""
+    """Activations that layers have in the epilogue, besides none."""
     residual: bool = False
     """True if layers also add a residual."""
     expert_scale: bool = False
@@ -37,15 +37,17 @@ class Use(NamedTuple):
     act_order: bool = False
     """True if weights may have a perm."""
     top_k: int = 0
-    """Experts of a token; 0 if the sum over them is not needed."""
+    """Number of experts of a token; 0 if the sum over their results is not needed."""
     batch_invariant: bool = False
 
 
 def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProblem]:
-    """Every problem that ``linear``, ``grouped_linear`` and ``masked_linear`` make of a layer.
+    """Yield every problem that ``linear``, ``grouped_linear`` and ``masked_linear`` may make of a layer.
 
-    A layer of experts is called with rows of x sorted by expert or gathered, and fuses silu_mul if it is the first of
-    an expert. tokens: the m of each interval, of experts on average; 1 includes fewer rows than experts.
+    A layer of experts may be called with rows of x that are sorted by expert or gathered, and with silu_mul.
+
+    Args:
+        tokens: the m of each interval; for experts, of each on average. 1 includes fewer rows than experts.
     """
     fp8 = use.fp8 or layer.activations == "fp8"
     if fp8:
@@ -75,19 +77,20 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
 
 
 def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
-    """Every small kernel that may run before or behind a layer."""
+    """Yield the unit of every small kernel that may run before or after a layer."""
     fp8 = use.fp8 or layer.activations == "fp8"
     facts = LayerFacts(layer.k, use.dtype, fp8, use.act_order, use.top_k if layer.experts else 0, layer.experts)
     return (helper.unit() for kind in HELPERS for helper in kind.needed(use.device, facts))
 
 
 def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[Record]]:
-    """Return the units of what would be chosen, each once, and the user's records that decided.
+    """Return the units of the configs that would be chosen, each once, and the user's records that decided.
 
-    top: how many of the best guesses to take besides what is chosen.
+    Args:
+        top: number of configs for each problem: the chosen one and the top - 1 of least predicted time.
 
     Raises:
-        UnsupportedError: if nothing runs one of the problems.
+        UnsupportedError: if no kernel runs one of the problems.
     """
     units: dict[Unit, None] = {}
     records: dict[Record, None] = {}

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 
 def say(text: str) -> None:
-    """Print a line on standard error, at once."""
+    """Print a line on standard error and flush it."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[int, int, str], None]]:
-    """Give a function ``(done, total, what)`` that keeps one line on a terminal up to date, and is silent elsewhere."""
+    """Yield a function ``(done, total, what)`` that keeps one line on a terminal up to date and prints nothing
+    elsewhere."""
     shown = 0.0
 
     def progress(done: int, total: int, what: str) -> None:
@@ -35,7 +36,7 @@ def progress_line() -> Iterator[Callable[[int, int, str], None]]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Give a function like that of :func:`progress_line`; its line is a bar with an estimate of the time left."""
+    """Yield a function like that of :func:`progress_line`, whose line is a bar with an estimate of the time left."""
     started = time.monotonic()
     with progress_line() as line:
 

@@ -1,1 +1,1 @@
-"""Values that everything else speaks of: formats, epilogues, problems, configs, devices, errors, the environment."""
+"""The values that all other folders use: formats, epilogues, problems, configs, devices, errors, the environment."""

@@ -1,7 +1,19 @@
-"""Activations of the epilogue: :class:`Activation`, by name and constants, and their formulas in PyTorch.
+"""The activations of the epilogue, by name, with their formulas in PyTorch.
 
-A name stands alone, ``"gelu"``, or with constants that differ from its own, ``"swiglu_oai(limit=10)"``. Constants are
-part of the compiled kernel. A new activation is a line of ``ACTIVATIONS`` and one in ``kernels/device/activation.py``.
+- ``relu``, ``silu``, ``gelu`` (with erf) and ``gelu_tanh`` (``approximate="tanh"``): as in torch.nn.functional.
+- ``silu_mul`` (SwiGLU): ``silu(min(gate, limit)) * clamp(up, -limit, limit)``; no limit unless one is given, as in
+  DeepSeek-V4's ``silu_mul(limit=10)``.
+- ``gelu_mul`` and ``gelu_tanh_mul`` (GeGLU; Gemma): ``gelu(gate) * up``.
+- ``swiglu_oai`` (gpt-oss): ``g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1)`` with ``g = min(gate, limit)``;
+  alpha 1.702, limit 7.
+- ``situ_mul`` (Kimi-K3): ``beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)``; beta 4,
+  linear_beta 25.
+
+Those from ``silu_mul`` on are gated: even rows of the weight are gates, odd rows ups
+(:meth:`w4gemm.QuantizedWeight.interleave`), and each pair makes one column of the result. Other constants are given in
+parentheses: ``"swiglu_oai(limit=10)"``, ``"silu_mul(limit=none)"``. Constants are part of the compiled kernel.
+
+A new activation is a line of ``ACTIVATIONS`` and one in ``kernels/device/activation.py``.
 """
 
 from __future__ import annotations
@@ -22,30 +34,30 @@ Constants = Mapping[str, float | None]
 
 
 class Formula(NamedTuple):
-    """The formula of an activation in PyTorch, and the constants that it has unless others are named."""
+    """The formula of an activation in PyTorch, and the constants that it has unless others are given."""
 
     apply: Callable[..., torch.Tensor]
-    """Takes y or, if ``gated``, gate and up; and the constants by name."""
+    """Function of y or, if ``gated``, of gate and up; and of the constants by name."""
     gated: bool = False
     """True if even features are gates and odd ones ups, and each pair makes one column of d."""
     constants: Constants = MappingProxyType({})
     optional: frozenset[str] = frozenset()
-    """Constants that may be None, a limit that there is not."""
+    """Names of the constants that may be None, for no limit."""
 
 
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit)."""
+    """Return silu(min(gate, limit)) * clamp(up, -limit, limit)."""
     return silu(_at_most(gate, limit)) * _within(up, limit)
 
 
 def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float | None) -> torch.Tensor:
-    """g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1) with g = min(gate, limit)."""
+    """Return g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1) with g = min(gate, limit)."""
     gate = _at_most(gate, limit)
     return gate * torch.sigmoid(alpha * gate) * (_within(up, limit) + 1)
 
 
 def _situ_mul(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
-    """beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)."""
+    """Return beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)."""
     if linear_beta is not None:
         up = linear_beta * torch.tanh(up / linear_beta)
     return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
@@ -72,8 +84,7 @@ ACTIVATIONS: Mapping[str, Formula] = {
     "swiglu_oai": Formula(_swiglu_oai, True, {"alpha": 1.702, "limit": 7.0}, _LIMIT),  # gpt-oss
     "situ_mul": Formula(_situ_mul, True, {"beta": 4.0, "linear_beta": 25.0}, frozenset({"linear_beta"})),  # Kimi-K3
 }
-"""Formulas by name. relu, silu, gelu (with erf) and gelu_tanh (``approximate="tanh"``) are those of
-torch.nn.functional."""
+"""Formulas by name."""
 
 _OTHER_NAMES = {
     "swish": "silu",
@@ -112,15 +123,15 @@ class Activation(NamedTuple):
 
 
 _known = {name: Activation(name, tuple(formula.constants.items())) for name, formula in ACTIVATIONS.items()}
-"""Activations by the texts that were parsed, names alone from the start, since torch.compile of PyTorch 2.8 cannot
-trace :func:`_parsed`; no functools.cache, which it warns of."""
+"""Activations by the texts that were parsed. Plain names are there from the start, because torch.compile of PyTorch 2.8
+cannot trace :func:`_parsed`. It is no functools.cache, because torch.compile warns of that."""
 
 
 def parse(text: str) -> Activation:
     """Return the activation that a text such as ``"silu_mul(limit=10)"`` names.
 
     Raises:
-        ValueError: for a name or constant that there is not, or a constant that is no number above 0.
+        ValueError: for an unknown name or constant, or a constant that is no number above 0.
     """
     found = _known.get(text) if isinstance(text, str) else None
     if found is None:
@@ -172,14 +183,14 @@ def _text(value: float | None) -> str:
 
 
 def canonical(activation: str | None) -> str | None:
-    """Return the one text of an activation, which names only constants that differ from its own; None for None.
+    """Return the one text of an activation, which names only constants that differ from the usual ones; None for None.
 
     Raises:
-        ValueError: for what is no activation.
+        ValueError: if ``activation`` is no activation.
     """
     return None if activation is None else str(parse(activation))
 
 
 def is_gated(activation: str | None) -> bool:
-    """True if two neighbouring features make one column of d."""
+    """True if two neighbouring output features, gate and up, make one column of the result."""
     return activation is not None and parse(activation).formula.gated

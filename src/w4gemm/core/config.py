@@ -1,4 +1,4 @@
-"""The choices for one launch: :class:`GemmConfig` and its one string form."""
+"""The parameters of a launch that are chosen, and their string: :class:`GemmConfig`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ _SIZES = ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "split_k")
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Everything about a launch that is chosen, nothing that can be derived.
+    """The parameters of a launch that are chosen, and none that can be derived from them.
 
-    Tile and cluster sizes are in the problem frame: ``tile_m`` covers tokens, ``tile_n`` output features.
+    Its string is ``<tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<schedule>``, then ``_k<split_k>`` unless that
+    is 1, then ``+`` and the tail's string if there is one. Tiles and clusters are in the problem's frame: ``tile_m``
+    covers tokens, ``tile_n`` output features.
 
     Args:
-        tile_m, tile_n, tile_k: elements of m, n and k that one CTA works on at a time.
-        cluster_m, cluster_n: CTAs along m (they share weights) and n (they share activations) in one cluster.
-        schedule: ``"coop"`` (cooperative: all warps of a CTA work on one output tile); ``"pingpong"`` (two output tiles
-            per multiprocessor, so that one is multiplied while the other is stored: two CTAs per multiprocessor, or, in
-            the sm90 GEMM kernels with tile_m > 128, two consumer warpgroups of one CTA in turn); or ``"stream"``
-            (stream-k: as cooperative, and the CTAs divide the k range of some tiles so that all have equal work).
-        split_k: CTAs of one cluster that divide k of one output tile.
-        tail: config of a second launch, for the output features beyond the last full wave of the first; None for one
-            launch of all. It has no tail of its own.
+        tile_m, tile_n, tile_k: elements of m, n and k that a CTA works on at a time.
+        cluster_m, cluster_n: CTAs of a cluster along m, which share weights, and along n, which share activations.
+        schedule: "coop" (cooperative): all warps of a CTA work on one output tile. "pingpong": a multiprocessor has two
+            output tiles, of which one is multiplied while the other is stored; they belong to two CTAs or, in the sm90
+            GEMM kernels with tile_m > 128, to two consumer warpgroups of one CTA. "stream" (stream-k): cooperative,
+            and the CTAs divide some tiles along k, so that all have equal work.
+        split_k: CTAs of a cluster that divide k of one output tile.
+        tail: config of a second launch, for the output features beyond the last full wave of the first launch; None for
+            a single launch. A tail has no tail.
 
     Raises:
-        ValueError: for a size that is not a positive int, an unknown schedule, or a tail with a tail.
+        ValueError: for a size that is no positive int, an unknown schedule, or a tail with a tail.
 
     Examples:
         >>> config = w4gemm.GemmConfig.parse("64x128x128_1x1x1_coop_k2")
@@ -72,10 +74,10 @@ class GemmConfig:
 
     @classmethod
     def parse(cls, text: str) -> GemmConfig:
-        """Inverse of ``str``.
+        """Return the config of a string; the inverse of ``str``.
 
         Raises:
-            ValueError: if ``text`` is not a config string.
+            ValueError: if ``text`` is no config's string.
         """
         texts = text.split("+") if isinstance(text, str) else []
         found = [_CONFIG.fullmatch(t) for t in texts]

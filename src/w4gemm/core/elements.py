@@ -1,4 +1,4 @@
-"""The numbers that 4-bit codes stand for: :class:`Element`, those that have names, and any 16 numbers as a codebook."""
+"""The numbers that 4-bit codes stand for: the named elements, and any 16 numbers as a :func:`codebook`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 SYMMETRIC_ZERO = 8
-"""The code of int4 that stands for 0 where no zero point is stored."""
+"""The code of int4 that stands for 0 if no zero point is stored."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Element:
 
     name: str
     values: tuple[float, ...]
-    """Number of each code 0..15, exact in float32, where no zero point is stored."""
+    """The number of each code 0..15 if no zero point is stored, exact in float32."""
     counts: bool = False
-    """True if codes count upwards from any zero point, so that formats may store one."""
+    """True if the numbers are consecutive integers, so that a format may store zero points."""
 
     def numbers(self, codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """float32: the number of each code, as ``dtype`` holds it."""
+        """Return the number of each code, rounded to ``dtype``, as float32."""
         if self.counts:
             return codes.float() - self.padding_code
         values = torch.tensor(self.values, dtype=torch.float32, device=codes.device)
         return (values.to(dtype).float() if dtype.itemsize == 2 else values)[codes.int()]
 
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """float32: the code of the value nearest to each number; of two as near, the even code."""
+        """Return the code of the value nearest to each number, as float32; if two are as near, the even code."""
         if self.counts:
             return (numbers + self.padding_code).round().clamp(0, 15)
         distinct = sorted(set(self.values))  # e2m1 has two zeros, of which the first is meant
@@ -45,7 +45,7 @@ class Element:
 
     @property
     def padding_code(self) -> int:
-        """The code of the value nearest to 0: what a layout pads with."""
+        """The code of the value nearest to 0, with which a layout pads."""
         return min(range(16), key=lambda code: abs(self.values[code]))
 
     @property
@@ -60,7 +60,7 @@ class Element:
 
     @property
     def largest_factor(self) -> float:
-        """Largest magnitude that a scale is multiplied by: of a value or, with zero points, of u - z or u."""
+        """Largest magnitude that a scale is multiplied by: that is a value or, with zero points, u - z or u."""
         return 15 if self.counts else self.largest_value
 
 
@@ -87,19 +87,23 @@ specification 1.0, sign, two bits of exponent and one of mantissa; code 8 is -0.
 eight significant bits, so that they are exact in bf16 and their products with a 16-bit scale in float32."""
 CODEBOOK_NAME = re.compile(r"codebook([0-9a-f]{64}|[0-9a-f]{128})", re.ASCII)
 _LEAST, _MOST = 2.0**-6, 2.0**15
-"""Limits of a codebook's largest magnitude: what is beyond belongs into the scales."""
+"""Limits of a codebook's largest magnitude. Numbers beyond belong into the scales."""
 
 
 def codebook(values: Iterable[float]) -> str:
-    """Return the name of the element whose code u stands for the u-th of 16 numbers.
+    """Return the name of the element whose code u stands for the number values[u].
 
-    The name has the numbers' bits, so that a format's string says all there is to know: in files, caches and commands.
+    The name has the bits of the numbers, so that a format's string is complete: in files, caches and commands.
 
     Args:
-        values: of both signs, the largest 2**-6 to 2**15 in magnitude; rounded to float32.
+        values: 16 numbers of both signs, of which the largest magnitude is within 2**-6 .. 2**15. They are rounded to
+            float32.
+
+    Returns:
+        The name, for ``WeightFormat(..., element=name)``; if the numbers are those of a named element, its name.
 
     Raises:
-        TypeError, ValueError: for anything else.
+        TypeError, ValueError: for other values.
 
     Examples:
         >>> element = w4gemm.codebook(range(-120, 136, 16))
@@ -127,7 +131,7 @@ def codebook(values: Iterable[float]) -> str:
 
 
 def element_named(name: str) -> Element | None:
-    """Return the element of a name, of :data:`ELEMENTS` or of :func:`codebook`; None if there is none."""
+    """Return the element that :data:`ELEMENTS` or :func:`codebook` calls ``name``; None if neither does."""
     return ELEMENTS.get(name) or _codebook_named(name)
 
 

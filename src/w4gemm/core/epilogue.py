@@ -1,4 +1,4 @@
-"""The operations on x @ w.T before it is stored: :class:`Epilogue`, and their operands."""
+"""The operations on x @ w.T before it is stored: :class:`Epilogue` and :class:`EpilogueOperands`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def replaced(values: Values, **changes: Any) -> Values:
-    """Return ``values._replace(**changes)``, a named tuple. torch.compile of PyTorch 2.8 traces this, and not that."""
+    """Return ``values._replace(**changes)`` of a named tuple, in a way that torch.compile of PyTorch 2.8 can trace."""
     kind: Any = type(values)
     return kind(*[changes.get(name, getattr(values, name)) for name in kind._fields])
 
@@ -26,8 +26,8 @@ def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def bias_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the bias for x of ``dtype`` and d of ``out_dtype``: that of x; if x is fp8, the 16-bit one of
-    d, or bfloat16 if d is float32."""
+    """Return the dtype of the bias for x of ``dtype`` and d of ``out_dtype``: x's dtype or, if x is fp8, d's if that
+    has 16 bits, else bfloat16."""
     if dtype != torch.float8_e4m3fn:
         return dtype
     return torch.float16 if out_dtype == torch.float16 else torch.bfloat16
@@ -40,7 +40,7 @@ def require_out_dtype(dtype: torch.dtype | None) -> None:
 
 
 class EpilogueOperands(NamedTuple):
-    """The values that an :class:`Epilogue` asks for, None for each that it does not: tensors of torch on the host,
+    """The operands that an :class:`Epilogue` asks for; None for the others. They are tensors of torch on the host and
     of cute in device code."""
 
     alpha: Any = None
@@ -48,31 +48,32 @@ class EpilogueOperands(NamedTuple):
     bias: Any = None
     """(n,), or (experts, n)."""
     residual: Any = None
-    """(m, columns), contiguous: the memory of d or apart from it."""
+    """(m, columns), contiguous; the same memory as d, or none of it."""
     token_scale: Any = None
-    """float32 (m,), or one for each row of x if rows of x are gathered."""
+    """float32 (m,): the factor of each row of x; (rows of x,) if rows of x are gathered."""
     expert_scale: Any = None
-    """float32 (experts,): the products of each expert are multiplied by it."""
+    """float32 (experts,): the factor of each expert's products."""
     block_scale: Any = None
-    """float32 (rows of x, ceil(k / 128)), of any strides."""
+    """float32 (rows of x, ceil(k / 128)), any strides: the factor of each 128 columns of a row of x."""
     channel_scale: Any = None
-    """float32 (n,), or (experts, n): the last one, filled in by the launch if the weight has one."""
+    """float32 (n,), or (experts, n): the factor of each output channel. The launch fills it in if the weight has one,
+    and it stays the last field."""
 
     def with_channel_scale(self, channel_scale: Any) -> EpilogueOperands:
         return EpilogueOperands(*self[:-1], channel_scale)
 
     def of_expert(self, take: Callable[[Any], Any]) -> EpilogueOperands:
-        """The operands of one expert: ``take`` of each tensor of :data:`PER_EXPERT`."""
+        """Return the operands of one expert, with ``take(tensor)`` for each tensor of :data:`PER_EXPERT`."""
         given = ((name, getattr(self, name)) for name in PER_EXPERT)
         return replaced(self, **{name: take(t) for name, t in given if t is not None})
 
     def of_rows(self, rows: slice) -> EpilogueOperands:
-        """The operands of these rows of d."""
+        """Return the operands of these rows of d."""
         given = {name: getattr(self, name) for name in ("residual", "token_scale", "block_scale")}
         return replaced(self, **{name: t[rows] for name, t in given.items() if t is not None})
 
     def scaled_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """x (m, k), float32 or float64, with its blocks of 128 columns multiplied by their scales, if they have any."""
+        """Return x (m, k), float32 or float64, with each 128 columns multiplied by their block scale, if any."""
         if self.block_scale is None:
             return x
         return x * self.block_scale.to(x.dtype).repeat_interleave(SCALE_BLOCK, dim=1)[:, : x.shape[1]]
@@ -86,51 +87,55 @@ NO_OPERANDS = EpilogueOperands()
 
 
 class Epilogue(NamedTuple):
-    """d = act(alpha * token_scale * (x @ w.T) + bias) + residual, computed in float32 and rounded once to d's dtype.
-
-    Of all this only ``block_scale`` multiplies x itself.
+    """The operations d = act(alpha * expert_scale * token_scale * (x @ w.T) + bias) + residual, computed in float32 and
+    rounded once to d's dtype. The factors ``block_scale`` multiply x itself.
 
     A gated activation, such as ``silu_mul``, takes the rows of w in pairs, gate and up, so that d has n / 2 columns:
     d[:, i] = silu(y[:, 2 i]) * y[:, 2 i + 1] + residual[:, i], with y = alpha * (x @ w.T) + bias.
 
-    A value without tensors, part of a problem and of a compile key; a tuple, since every call looks its plan up by it.
+    An epilogue holds no tensors. It is part of a problem and of a compile key, and a tuple, because every call looks
+    its plan up by it.
+
+    Examples:
+        >>> print(w4gemm.Epilogue("silu_mul", bias=True))
+        silu_mul(x @ w.T + bias)
     """
 
     activation: str | None = None
-    """One of :data:`w4gemm.core.activation.ACTIVATIONS`, perhaps with constants, or None."""
+    """An activation of :mod:`w4gemm.core.activation`, such as "silu" or "silu_mul(limit=10)", or None."""
     alpha: str | None = None
-    """``"host"``, a number that comes with the launch, or ``"device"``, a float32 read from device memory."""
+    """"host" for a number that comes with the launch, "device" for a float32 in device memory, or None."""
     bias: bool = False
-    """True if (n) of :func:`bias_dtype` is added, (experts, n) if the weight has experts."""
+    """True if a bias (n,) is added, or (experts, n) if the weight has experts."""
     residual: bool = False
-    """True if a tensor of d's shape and dtype is added; d may be written over it."""
+    """True if a tensor of d's shape and dtype is added after the activation; d may be written over it."""
     out_dtype: torch.dtype | None = None
-    """dtype of d; None for that of x, bfloat16 for fp8 x."""
+    """dtype of d: float32, float16 or bfloat16; None for x's dtype, or bfloat16 if x is fp8."""
     token_scale: bool = False
-    """True if each row of fp8 x has a float32 that its products are multiplied by: (m)."""
+    """True if fp8 x has a float32 factor for each row: (m,)."""
     expert_scale: bool = False
-    """True if each expert has a float32 that its products are multiplied by: (experts)."""
+    """True if each expert's products have a float32 factor: (experts,)."""
     block_scale: bool = False
-    """True if each 128 columns of a row of fp8 x have a float32 that they are multiplied by: (m, ceil(k / 128))."""
+    """True if fp8 x has a float32 factor for each 128 columns of a row: (m, ceil(k / 128))."""
 
     @classmethod
     def of(
         cls, operands: EpilogueOperands, activation: str | None = None, out_dtype: torch.dtype | None = None
     ) -> Epilogue:
-        """The epilogue that asks for exactly ``operands``."""
+        """Return the epilogue that asks for exactly these operands."""
         alpha, bias, residual, *scales, _ = operands
         kind = None if alpha is None else "device" if isinstance(alpha, torch.Tensor) else "host"
         given = (scale is not None for scale in scales)
         return cls(activation, kind, bias is not None, residual is not None, out_dtype, *given)
 
     def of_quantized(self, dtype: torch.dtype) -> Epilogue:
-        """The epilogue beside x of ``dtype`` that is quantized to fp8 on the way: d keeps the dtype."""
+        """Return the epilogue of the fp8 product when x of ``dtype`` is quantized first: d keeps x's dtype."""
         out_dtype = self.result_dtype(dtype)
         kept = None if out_dtype == default_out_dtype(torch.float8_e4m3fn) else out_dtype
         return replaced(self, token_scale=True, out_dtype=kept)
 
     def check(self) -> None:
-        """Raise ValueError or TypeError for what is no activation, alpha or dtype of d, naming it."""
+        """Raise ValueError or TypeError, naming the field, for an unknown activation, alpha or dtype of d."""
         canonical(self.activation)
         require_out_dtype(self.out_dtype)
         if self.alpha not in (None, "host", "device"):
@@ -158,15 +163,15 @@ class Epilogue(NamedTuple):
     def wanted(
         self, dtype: torch.dtype, shape: tuple[Any, ...], n: Any, experts: Any = 0, x_rows: Any = None
     ) -> dict[str, tuple[torch.dtype, tuple[Any, ...]]]:
-        """Return dtype and shape of each contiguous tensor that is asked for, by its name in
-        :class:`EpilogueOperands`: all but ``block_scale``.
+        """Return the dtype and shape of each contiguous tensor that the epilogue asks for, by its name in
+        :class:`EpilogueOperands`. That is every tensor but ``block_scale``, which may have strides.
 
         Args:
-            dtype: that of x.
-            shape: (m, columns), that of d.
-            n: rows of the weight, of one expert if it has some.
-            experts: number of them; 0 for a single weight.
-            x_rows: rows of x if it is gathered; None for m.
+            dtype: dtype of x.
+            shape: shape of d, (m, columns).
+            n: rows of the weight, or of one expert.
+            experts: number of experts; 0 for a single weight.
+            x_rows: number of rows of x if they are gathered; None for m.
         """
         found: dict[str, tuple[torch.dtype, tuple[Any, ...]]] = {}
         if self.alpha == "device":
@@ -184,8 +189,8 @@ class Epilogue(NamedTuple):
         return {name: (t, (experts, *size) if name in PER_EXPERT else size) for name, (t, size) in found.items()}
 
     def apply(self, sums: torch.Tensor, operands: EpilogueOperands) -> torch.Tensor:
-        """Return d (m, columns) for ``sums``, x @ w.T (m, n), in its dtype: the formula in PyTorch. A weight's channel
-        scale is part of the weight here, so ``operands`` have none."""
+        """Return d (m, columns) for ``sums``, x @ w.T (m, n), in the dtype of ``sums``: the formula in PyTorch.
+        ``operands`` have no channel scale, because ``sums`` include it."""
         alpha, bias, residual, token_scale, expert_scale, *_ = operands
         d = sums if token_scale is None else sums * token_scale.to(sums.dtype)[:, None]
         d = d if expert_scale is None else d * expert_scale.to(d.dtype)

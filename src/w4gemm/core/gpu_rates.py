@@ -1,4 +1,4 @@
-"""How fast known GPUs are, by name: what the driver does not tell, or tells of today's clock only."""
+"""The rates of known GPUs by name, which the driver does not tell, or tells for the clock of the moment only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class GpuRates(NamedTuple):
-    """Rates from a GPU's data sheet; 0 for one that is not known."""
+    """Rates from a GPU's data sheet; 0 for a rate that is not known."""
 
     clock: float = 0.0
     """Boost clock of a multiprocessor, MHz."""
@@ -39,9 +39,9 @@ _RATES = {
     "RTX 4090": GpuRates(2520, 1.008e6, 165e6),
     "RTX 5090": GpuRates(2407, 1.792e6, 209e6),
 }
-"""By a pattern of the name, whole words; the first that matches counts."""
+"""Rates by a pattern that matches whole words of the name. The first pattern that matches counts."""
 
 
 def rates_of(name: str) -> GpuRates:
-    """Rates of the GPU called ``name``, such as ``"NVIDIA H100 PCIe"``."""
+    """Return the rates of the GPU called ``name``, such as ``"NVIDIA H100 PCIe"``."""
     return next((rates for pattern, rates in _RATES.items() if re.search(rf"\b{pattern}\b", name)), GpuRates())

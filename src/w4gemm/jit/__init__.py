@@ -1,4 +1,4 @@
-"""From a unit to something callable: compile once, keep in memory and on disk."""
+"""Compiles units once, and keeps what was compiled in memory and on disk."""
 
 from w4gemm.jit.compile import adopt, compiled, is_ready, object_code
 from w4gemm.jit.unit import Program, Unit

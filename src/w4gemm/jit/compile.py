@@ -1,8 +1,8 @@
 """The only caller of ``cute.compile``: :func:`compiled` makes a unit callable.
 
-A unit is looked for in memory, then on disk (:mod:`w4gemm.jit.disk`), then compiled: about 1 us, 5 ms and 1 s. A
-compiled kernel always goes through the bytes of its object file, new or stored, so both behave alike, and compiling for
-another GPU than this machine's, or on a machine without one, takes the same path.
+A unit is looked up in memory (about 1 us), then on disk (5 ms, :mod:`w4gemm.jit.disk`), and compiled only then (1 s).
+A compiled kernel is always loaded from the bytes of its object file, new or stored, so that both behave alike.
+Compiling for another GPU than this machine's, or on a machine without one, takes the same path.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _lock = threading.RLock()
 
 
 def compiled(unit: Unit) -> Callable[..., Any]:
-    """Return what launches a unit: it takes the entry's run-time arguments by position, except the stream.
+    """Return the function that launches a unit. It takes the run-time arguments of the program's entry by position,
+    except the stream, and launches on torch's current stream of its tensors' device.
 
-    It launches on torch's current stream of its tensors' device. Safe to call from several threads.
+    Several threads may call this at once.
 
     Raises:
         UnsupportedError: if it would have to be compiled and ``W4GEMM_COMPILE`` forbids that.
@@ -47,21 +48,21 @@ def compiled(unit: Unit) -> Callable[..., Any]:
 
 
 def is_ready(unit: Unit) -> bool:
-    """True if :func:`compiled` would compile nothing."""
+    """True if :func:`compiled` would not have to compile the unit."""
     return unit in _memory or disk.read(disk.entry_name(unit)) is not None
 
 
 def adopt(unit: Unit, code: bytes) -> None:
-    """Take over what :func:`object_code` gave in another process, so that :func:`compiled` finds it."""
+    """Load the object that :func:`object_code` returned in another process, so that :func:`compiled` finds it."""
     with _lock:
         if unit not in _memory:
             _memory[unit] = _load(code)
 
 
 def object_code(unit: Unit) -> bytes:
-    """Return the object with the unit's host and device code, from disk or compiled and stored.
+    """Return the bytes of a unit's object file, with host and device code, from disk or compiled and stored now.
 
-    It is not loaded, so a pool of processes can fill the disk cache with it. Errors as :func:`compiled`.
+    The object is not loaded, so that a pool of processes can fill the disk cache. Errors are those of :func:`compiled`.
     """
     code = disk.read(disk.entry_name(unit))
     return _build(unit) if code is None else code
@@ -120,7 +121,7 @@ def _load(code: bytes) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _nameless_file() -> Iterator[tuple[IO[bytes], str]]:
-    """Give a file and a path to it, since the DSL takes paths only. It has no name in any folder, so that no other user
-    can put another in its place."""
+    """Yield a file and a path to it, because the DSL takes only paths. The file has no name in any folder, so that no
+    other user can put another file in its place."""
     with tempfile.TemporaryFile(prefix="w4gemm-") as f:
         yield f, f"/proc/self/fd/{f.fileno()}"

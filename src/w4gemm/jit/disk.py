@@ -1,14 +1,15 @@
-"""Compiled kernels on disk: one object file for each key.
+"""The disk cache of compiled kernels: one object file for each unit.
 
-A file is an x86 or Arm object that holds host and device code, followed by the processor that the host code was made
-for and the SHA-256 of all that (ELF readers ignore what follows the sections, so ``nm`` and ``cuobjdump`` read it as
-it is). The DSL compiles host code for the very processor it runs on, AVX-512 and all, while a folder may be filled on
-another machine or shared by several: an object is taken only where its processor can do no more than this one.
+A file is an x86 or Arm object with host and device code. Behind it come the processor that the host code was compiled
+for and the SHA-256 of both. (ELF readers ignore bytes behind the sections, so ``nm`` and ``cuobjdump`` read the file as
+it is.) The DSL compiles host code for the processor that it runs on, with all its instruction sets, but a folder may be
+filled on another machine or shared by several. So an object is loaded only if this processor has every instruction set
+of the other.
 
-Only what :mod:`w4gemm.core.trust` lets pass is read, because an object is code. The checksum is compared before
+Only files that :mod:`w4gemm.core.trust` accepts are read, because an object is code. The checksum is compared before
 loading, because loading half an object can end the process. Files are written under a temporary name in the cache
-folder and renamed, so readers never see a partial file. Concurrent writers write equal content; the last one wins. Any
-disk error costs a recompilation, never a wrong result.
+folder and renamed, so that readers never see a partial file. Concurrent writers write equal content, and the last one
+wins. A disk error costs a recompilation, never a wrong result.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _CORE = ("elements.py", "formats.py", "epilogue.py", "activation.py")
 _SOURCES = ("kernels", "packing", "jit/compile.py", *(f"core/{name}" for name in _CORE))
 """Files and folders of this package that decide the code of an object."""
 _DIGEST = hashlib.sha256().digest_size
-# no compiler uses these for code that does not ask for them, and AMD's and Intel's latest have one each
+# compilers use these only for code that asks for them, and AMD's and Intel's latest processors have one each
 _ONLY_BY_NAME = {"avx512_vp2intersect", "avx512_fp16"}
 _SIZE = 4  # bytes of the processor's length
 _ABANDONED_S = 3600.0  # age from which a temporary file is nobody's: writing one takes milliseconds
 
 
 def source_hash(*parts: str) -> str:
-    """Hash of the package's Python files ``parts`` (folders or files, relative to ``w4gemm``), names included."""
+    """Return a hash of the names and contents of Python files. parts: folders or files, relative to ``w4gemm``."""
     digest = hashlib.sha256()
     for part in parts:
         path = _PACKAGE / part
@@ -53,8 +54,8 @@ def source_hash(*parts: str) -> str:
 
 @functools.cache
 def fingerprint() -> tuple[Hashable, ...]:
-    """All that compiled code depends on besides a unit and the host's processor: our sources and the compiler's
-    versions, but not the Python version, because an object holds no Python."""
+    """Return all that compiled code depends on besides the unit and the host's processor: our sources and the versions
+    and settings of the compiler. The Python version is no part of it, because an object holds no Python."""
     import cutlass
     import tvm_ffi
 
@@ -75,8 +76,8 @@ def processor() -> tuple[str, ...]:
 
 
 def entry_name(unit: Unit) -> str:
-    """File name of a unit's object: its name and target, a hash of everything that its code depends on, and one of the
-    processor."""
+    """Return the file name of a unit's object: the unit's name and target, a hash of everything that its code depends
+    on, and a hash of the processor."""
     text = repr((unit.name, unit.key, unit.arch, fingerprint()))
     assert " at 0x" not in text, f"{unit.name}: the key's repr differs between processes: {unit.key!r}"
     digests = (hashlib.sha256(t.encode()).hexdigest() for t in (text, " ".join(processor())))
@@ -84,8 +85,8 @@ def entry_name(unit: Unit) -> str:
 
 
 def read(name: str) -> bytes | None:
-    """Return the object stored as ``name``, or made for a processor that can do no more than this one; None if there is
-    none, it cannot be trusted or read, or it is not whole."""
+    """Return the object stored as ``name``, or one of the same unit that was compiled for a processor whose instruction
+    sets this one has. None if there is none, or if it cannot be trusted or read or is not whole."""
     folder = environment.cache_dir()
     if folder is None:
         return None
@@ -144,7 +145,7 @@ def write(name: str, code: bytes) -> None:
 
 @functools.cache
 def _delete_abandoned(folder: Path) -> None:
-    """Delete what processes left behind that were killed while they wrote; once a process."""
+    """Delete the temporary files of processes that were killed while they wrote; once in a process."""
     for path in folder.glob(".*.o.*"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - _ABANDONED_S:
@@ -152,7 +153,7 @@ def _delete_abandoned(folder: Path) -> None:
 
 
 def why_missing(name: str) -> str:
-    """Return why :func:`read` gives None for ``name``, in words."""
+    """Return in words why :func:`read` returns None for ``name``."""
     folder = environment.cache_dir()
     if folder is None:
         return "W4GEMM_CACHE_DIR is off"
@@ -173,16 +174,16 @@ def _warn_unwritable(folder: str, reason: str) -> None:
 
 
 def stored() -> list[Path]:
-    """Every object in the cache folder, of whatever version."""
+    """Return the paths of all objects in the cache folder, of any version."""
     folder = environment.cache_dir()
     return sorted(folder.glob("*-sm_*-*.o")) if folder is not None else []
 
 
 def clear() -> int:
-    """Delete every object, and what killed processes left behind; return the number of objects.
+    """Delete every object, and the temporary files of killed processes; return the number of objects.
 
     Raises:
-        w4gemm.core.trust.Untrusted: if the folder is not to be trusted: it may stand for another one.
+        w4gemm.core.trust.Untrusted: if another user could have replaced the folder by a link to another one.
     """
     folder = environment.cache_dir()
     if folder is None or not folder.is_dir():

@@ -1,8 +1,8 @@
-"""Compiling in several processes: :class:`CompilePool`.
+"""Compilation in several processes: :class:`CompilePool`.
 
-The DSL compiles in global state, one kernel at a time and process. The processes are plain children that answer over a
-pipe, not ``multiprocessing``: that would run a caller's unguarded script again, and forking is not allowed once CUDA
-runs.
+A process can compile only one kernel at a time, because the DSL compiles in global state. The processes are plain
+children that answer over a pipe. They are not those of ``multiprocessing``, which would run a caller's unguarded script
+again, and forking is not allowed once CUDA runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from w4gemm.jit.compile import object_code
 from w4gemm.jit.unit import Unit
 
-# -c puts the current folder before the standard library: off with it, so that nothing of it is imported
+# -c puts the current folder before the standard library: it is removed, so that nothing is imported from it
 _CHILD = (
     "import sys; sys.path[:] = filter(None, sys.path); import pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from w4gemm.jit.pool import _serve; _serve()"
@@ -28,10 +28,10 @@ _CHILD = (
 
 
 class CompilePool:
-    """Compiles units in child processes, in the order in which they come. A context manager.
+    """A context manager that compiles units in child processes, in the order in which they are submitted.
 
     Args:
-        workers: how many processes; None for as many as there are processors for this process.
+        workers: number of processes; None for the number of processors that this process may use.
 
     Raises:
         ValueError: for fewer than one.
@@ -50,7 +50,7 @@ class CompilePool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Drop what has not begun and end the children."""
+        """Cancel the units that no child has begun, and end the children."""
         self._closed = True
         for child in self._children:
             with contextlib.suppress(OSError):
@@ -64,8 +64,8 @@ class CompilePool:
                 _drop(work[0])
 
     def submit(self, units: Iterable[Unit]) -> list[Future[bytes]]:
-        """Return a future for each unit: the object's bytes, which are also in the cache folder. Its exception is a
-        RuntimeError with the child's message."""
+        """Return for each unit a future of the object's bytes, which the child also writes to the cache folder. If
+        compiling fails, the future's exception is a RuntimeError with the child's message."""
         futures: list[Future[bytes]] = []
         for unit in units:
             future: Future[bytes] = Future()
@@ -119,7 +119,7 @@ def usable_processors() -> int:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # the DSL prints what it has to say: nothing of it may get between the answers
+    # the DSL prints messages: _serve sends them to standard error, which is dropped, so none gets between the answers
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -130,7 +130,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _ask(child: subprocess.Popen[bytes], unit: Unit) -> tuple[bytes, str]:
-    """Return (object, error) of a unit; the error is empty if there is none."""
+    """Return (object, error) of a unit; the error is the empty string if there is none."""
     assert child.stdin is not None and child.stdout is not None
     pickle.dump(unit, child.stdin)
     child.stdin.flush()

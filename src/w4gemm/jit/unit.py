@@ -1,4 +1,4 @@
-"""The unit of compilation, :class:`Unit`: a name, a key, a target and a way to make a program; nothing of GEMMs."""
+"""The unit of compilation, :class:`Unit`: a name, a key, a target and a function that makes the program."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 
 class Program(NamedTuple):
-    """Input of ``cute.compile``: a ``cute.jit`` entry and stand-ins for its arguments (dtypes and symbolic
-    shapes)."""
+    """The input of ``cute.compile``: a ``cute.jit`` entry, and stand-ins for its arguments with their dtypes and
+    symbolic shapes."""
 
     entry: Callable[..., None]
     arguments: tuple[Any, ...]
@@ -17,15 +17,15 @@ class Program(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """One object file: host and device code of one compiled form of a kernel. Equal units share one object."""
+    """One object file: the host and device code of one compiled form of a kernel. Equal units share one object."""
 
     name: str
-    """The kernel's; the object's file name begins with it."""
+    """Name of the kernel, with which the object's file name begins."""
     key: Hashable
     """All that the code depends on besides the target, our sources and the compiler. Its repr must be the same in every
-    process, since the file name is a hash of it."""
+    process, because the file name is a hash of it."""
     arch: str
-    """Target of the compiler such as ``"sm_90a"``."""
+    """Target of the compiler, such as ``"sm_90a"``."""
     program: Callable[[], Program] = field(compare=False, repr=False)
-    """Makes the program. Imports the DSL and needs no GPU; called only if there is no object yet. It can be pickled, so
-    that another process can compile the unit."""
+    """Function that makes the program. It imports the DSL, needs no GPU, and is called only if there is no object yet.
+    It can be pickled, so that another process can compile the unit."""

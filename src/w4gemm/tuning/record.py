@@ -1,4 +1,4 @@
-"""Facts written beside every measured number and every GPU test run: the machine, the versions, the commit."""
+"""The facts that are written beside every measured number and every GPU test run: machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HERE = Path(__file__).resolve().parent
 
 
 def facts(device: torch.device | str | None = None) -> dict[str, Any]:
-    """Return the last fields of rows of every kind: gpu, driver, torch, dsl, python, commit, dirty, utc.
+    """Return the fields gpu, driver, torch, dsl, python, commit, dirty and utc, with which every row ends.
 
     Args:
-        device: the GPU; None for the current one (if there is none, ``gpu`` is the empty string).
+        device: the GPU; None for the current one. Without a GPU, ``gpu`` is the empty string.
     """
     commit, dirty = _commit()
     return {
@@ -49,7 +49,7 @@ def kernels_hash() -> str:
 
 
 def append(path: str | Path, *rows: dict[str, Any]) -> None:
-    """Append rows to a file of JSON lines; make it if needed."""
+    """Append rows to a file of JSON lines, which is made if needed."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)

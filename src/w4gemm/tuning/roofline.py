@@ -1,4 +1,4 @@
-"""The least time that a problem can take on a device, from what it moves and multiplies."""
+"""The roofline: the least time of a problem on a device, from the bytes it moves and the operations it does."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from w4gemm.packing.layouts import layout_named
 
 
 class Rates(NamedTuple):
-    """Rates that large library calls reach on a device, per us. The GPU's power limits them, so they are below those
-    of its data sheet (:mod:`w4gemm.core.gpu_rates`)."""
+    """The rates that large library calls reach on a device. The GPU's power limits them, so they are below the rates of
+    its data sheet (:mod:`w4gemm.core.gpu_rates`)."""
 
     bytes: float
+    """Bytes of memory per us."""
     operations: float
-    """Operations per microsecond on 16-bit operands."""
+    """Operations on 16-bit operands per us."""
     fp8_operations: float
+    """Operations on fp8 operands per us."""
 
 
 RATES = {"NVIDIA H200": Rates(4.5e6, 790e6, 1550e6)}
-"""By device name (2026-11-21)."""
+"""Rates by the device's name (measured 2026-11-21)."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes that a problem moves and operations that it does, at the least."""
+    """The least bytes that a problem moves and the operations that it does."""
 
     bytes: int
-    """The weight as packed without padding, x, d and a residual, each once."""
+    """Bytes of the weight, packed without padding, of x, d and a residual, each once."""
     operations: int
-    """2 m n k."""
+    """2 * m * n * k, a multiplication and an addition each."""
 
     @classmethod
     def of(cls, problem: GemmProblem) -> Work:
+        """Return the work of a problem of a single weight."""
         m, n, k = problem.m, problem.n, problem.k
         weight = 0
         for dtype, shape in layout_named("canonical").shapes(problem.format, n, k):
@@ -46,7 +49,7 @@ class Work:
 
 
 def roofline_us(problem: GemmProblem) -> float | None:
-    """max(bytes / bandwidth, operations / rate) in microseconds; None for a device whose rates are not known."""
+    """Return max(bytes / bandwidth, operations / rate) in microseconds; None for a device of unknown rates."""
     rates = RATES.get(problem.device.name)
     if rates is None:
         return None

@@ -1,4 +1,5 @@
-"""The one timer: CUDA-graph replays over operands that rotate, so that no weight is in L2; plain calls on the CPU."""
+"""The one timer. On a GPU it replays CUDA graphs over operands that rotate, so that no weight is in L2; on the CPU it
+times plain calls."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ class Timing:
 
 
 def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int = 15) -> list[Timing]:
-    """Time several variants interleaved, so that a drifting clock affects all of them alike.
+    """Return the time of a call of each variant. Variants are measured interleaved, so that a drifting clock affects
+    all of them alike.
 
     A GPU at its power limit lowers its clock within milliseconds and raises it again after lighter work. So each timed
     replay follows untimed ones of the same graph (20 ms of them if calls are long), and each round has another order of
-    variants, so that none always runs after a cooler one.
+    variants, so that none always follows a cooler one.
 
     Args:
-        variants: for each, the calls of one graph, each over operands of its own (together larger than L2).
-        replays: timed replays of each graph.
+        variants: for each variant the calls of one graph, each over operands of its own, together larger than L2.
+        replays: number of timed replays of each graph.
     """
     graphs = [_capture(calls) for calls in variants]
     warm_ups = [_warm_ups(_replay_ms(graph), len(calls)) for graph, calls in zip(graphs, variants, strict=True)]
@@ -63,7 +65,7 @@ def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def time_calls(variants: Sequence[Sequence[Callable[[], object]]], replays: int = 5) -> list[Timing]:
-    """Time variants on the CPU by the clock, the calls of each one after the other; see :func:`time_graphs`."""
+    """Return the time of a call of each variant on the CPU, by the clock. Arguments as for :func:`time_graphs`."""
     for calls in variants:
         calls[0]()
     times: list[list[float]] = [[] for _ in variants]

@@ -1,8 +1,9 @@
-"""Measure the likeliest configs of problems and keep the fastest: :func:`tune`, and :func:`autotune` around any code.
+"""Tuning: :func:`tune` measures the configs of least predicted time and keeps the fastest; :func:`autotune` does so for
+every problem inside a block.
 
-For each problem the model's best guesses are compiled (in several processes, while others are measured), checked
-against a plain product and timed briefly; the best of them are timed again, with more replays. Every outcome is stored
-when it is known.
+For each problem the configs of least predicted time are compiled, in several processes while others are measured. Each
+is checked against a plain product and timed briefly, and the best are timed again, with more replays. Every outcome is
+stored as soon as it is known.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from w4gemm.tuning.workload import Launch, Workload
 _log = logging.getLogger("w4gemm")
 
 TOP = 10
-"""Configs per problem that are measured, best prediction first. Over the points of bench/results/configs.jsonl (H200,
-2026-11-21), the best of the first 8 is at most 2 % slower than the fastest, the best of 10 at most 0.4 %."""
+"""Number of configs that are measured for a problem, least predicted time first. Over the points of
+bench/results/configs.jsonl (H200, 2026-11-21), the best of the first 8 is at most 2 % slower than the fastest, the best
+of 10 at most 0.4 %."""
 _MAX_ERROR = 2e-2
+"""Largest relative error of a result with which a config is timed."""
 _LOOKS, _REPLAYS, _FEW_REPLAYS = 1, 11, 3
 """Timed replays per config: in the first pass; for a finalist; for a finalist if calls are long on a GPU (fewer,
 because the timer warms up before each)."""
@@ -43,32 +46,35 @@ _FINALISTS, _NEAR, _LONG_NEAR = 4, 1.25, 1.06
 """Largest number of finalists, and their largest time over the fastest's in the first pass; lower for long calls, which
 vary less."""
 _AS_FAST = 1.03
+"""Largest time / fastest time at the interval's last m, of a config that may be kept."""
 _WORTH = 0.99
 """Largest time / first guess's time, geometric mean of two m, with which a config replaces the first guess. With less
 to gain, the choice lost as often as it won when both were measured again (H200, 2026-11-21)."""
 
 Progress = Callable[[int, int, str], None]
-"""Called as ``progress(done, total, what)``."""
+"""A function that is called as ``progress(configs done, configs, what)``."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Measurements of one problem."""
+    """The measurements of one problem. Configs are named ``"<kernel>/<config>"``."""
 
     problem: GemmProblem
+    """The problem; its m is the last of its interval."""
     times: dict[str, Timing]
-    """Timing by ``"<kernel>/<config>"``, about fastest first: finalists with many replays, the others with few."""
+    """Timing of each config, about fastest first: of many replays for finalists, of few for the others."""
     ragged: dict[str, Timing]
-    """Timing of each finalist at an m inside the interval that no tile divides; for long calls at the last m again."""
+    """Timing of each finalist at an m inside the interval that no tile divides; for long calls at the last m."""
     failed: dict[str, str]
-    """Configs that could not be compiled or gave a wrong result, and why."""
+    """Why each config that could not be compiled, or gave a wrong result, was left out."""
     first_guess: str
-    """The heuristic's choice."""
+    """The config of least predicted time, which the heuristic would choose."""
     record: Record
+    """The config that was kept."""
 
     @property
     def gain(self) -> float:
-        """First guess's time / choice's time, geometric mean of both m."""
+        """The first guess's time / the kept config's time, geometric mean over both m."""
         first, choice = self.first_guess, self.record.choice
         if first not in self.ragged:
             return 1.0
@@ -88,10 +94,11 @@ def tune(
     """Measure problems on a device; yield each outcome when its record is stored, those of one weight consecutively.
 
     Args:
-        problems: m stands for its interval. A problem that no kernel supports is skipped with a warning.
-        top: number of configs to measure per problem, best prediction first; None for all.
-        force: True to measure problems that have a record of this device and kernel, too.
-        workers: processes that compile; None for as many as there are processors.
+        problems: what to measure; each m stands for its interval. A problem that no kernel supports is skipped with a
+            warning.
+        top: number of configs to measure for each problem, least predicted time first; None for all.
+        force: True to measure also problems that have a record of this device and kernel.
+        workers: number of processes that compile; None for the number of processors.
         progress: called as ``progress(configs done, configs, what)``.
     """
     device = torch.device(device)
@@ -122,10 +129,18 @@ def tune(
 
 
 def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
-    """``with w4gemm.autotune(): model(x)`` measures every problem that occurs inside and has no record yet.
+    """Return a context manager; ``with w4gemm.autotune(): model(x)`` measures every product that is computed inside and
+    has no record yet, and keeps the fastest config of each for this and every later process.
 
-    Each takes from a tenth of a second to several, more if kernels are compiled, and memory for copies of its weight.
-    Nothing is tuned outside, or while a CUDA graph is captured. The records stay: see ``w4gemm cache``.
+    A product, that is a weight's shape and an interval of m, takes from a tenth of a second to several, more if kernels
+    are compiled, and memory for copies of its weight. Products of experts are not tuned. Nothing is tuned outside the
+    block, in other threads, or while a CUDA graph is captured. ``w4gemm cache list`` prints the records.
+
+    Args:
+        top: number of configs to measure for each product, least predicted time first; None for all.
+
+    Raises:
+        TypeError, ValueError: if ``top`` is no int from 1 on.
 
     Examples:
         >>> w = w4gemm.quantize(torch.randn(128, 128)).repack()
@@ -164,7 +179,7 @@ Objects = dict[Unit, "Future[bytes]"]
 
 
 def _compile(pool: CompilePool, guesses: dict[GemmProblem, list[tuple[Kernel, GemmConfig]]]) -> Objects:
-    """Begin to compile the objects that are not ready, each once."""
+    """Begin to compile the objects that are not ready, each once; return their futures."""
     units = dict.fromkeys(k.unit(problem, config) for problem, found in guesses.items() for k, config in found)
     wanted = [unit for unit in units if unit is not None and not is_ready(unit)]
     return dict(zip(wanted, pool.submit(wanted), strict=True))
@@ -177,7 +192,7 @@ def _measure(
     workload: Workload,
     step: Callable[[], None],
 ) -> Outcome | None:
-    """Time the configs of one problem, with a step of progress for each; return None if none works, which is logged."""
+    """Time the configs of one problem, and call ``step`` for each. Return None if none works; the log says why."""
     operands = workload.operands(problem.m)
     launches: dict[str, Launch] = {}
     failed: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Random operands to measure and check a problem with: :class:`Workload`."""
+"""Random operands for measuring and checking a problem: :class:`Workload`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from w4gemm.tuning.timing import Timing, time_calls, time_graphs
 from w4gemm.weights.random import random_weight
 
 _ROTATED_BYTES = {"cuda": 400e6, "cpu": 64e6}
-"""Bytes of all copies of the weight together, so that no cache holds one."""
+"""Bytes that all copies of the weight have together at least, so that no cache holds one when its turn comes."""
 _MOST_COPIES = {"cuda": 64, "cpu": 4}
 _MANY_TOKENS = 512
-"""Tokens beyond which four copies are enough, because the product takes longer than reading its weight."""
+"""Largest number of tokens with which all copies are used. For more, four are enough, because the product takes longer
+than reading its weight."""
 _CHECKED_ROWS = 128
 
 Launch = Callable[[Operands], object]
 
 
 class Workload:
-    """A random weight in copies to rotate over, and activations of any m.
+    """Several copies of a random weight, to rotate over, and activations of any m.
 
     Args:
-        problem: what to measure; its m does not matter.
-        device: where.
+        problem: the problem to measure; its m does not matter.
+        device: the device to measure on.
     """
 
     def __init__(self, problem: GemmProblem, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class Workload:
         return self.weight.dequantize(torch.float32)
 
     def operands(self, m: int) -> list[Operands]:
-        """Return one launch's operands for each copy of the weight, with two activations in turn."""
+        """Return the operands of a launch for each copy of the weight. Two activations alternate."""
         problem, epilogue = self.problem, self.problem.epilogue
         columns = epilogue.columns(problem.n)
 
@@ -73,8 +74,8 @@ class Workload:
         return [Operands(xs[i % 2], w, out, given) for i, w in enumerate(copies)]
 
     def error(self, launch: Launch, operands: Operands) -> float:
-        """Return |d - wanted| / |wanted| over the first rows; wanted is the float32 product with the dequantized
-        weight."""
+        """Return the relative error |d - wanted| / |wanted| of the first rows of a launch's result d, where wanted is
+        the float32 product with the dequantized weight."""
         operands.out.fill_(float("nan"))
         launch(operands)
         rows = slice(0, _CHECKED_ROWS)
@@ -84,6 +85,6 @@ class Workload:
         return ((operands.out[rows].float() - wanted).norm() / wanted.norm()).item()
 
     def time(self, launches: list[Launch], operands: list[Operands], replays: int) -> list[Timing]:
-        """Return microseconds per launch of several launches, interleaved."""
+        """Return the microseconds of each of several launches, which are measured interleaved."""
         variants = [[functools.partial(launch, o) for o in operands] for launch in launches]
         return (time_graphs if self.device.type == "cuda" else time_calls)(variants, replays)
