@@ -120,8 +120,8 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
         lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {layer}, {tokens} {m} |")
     lines += ["", f"![Time over roofline](plots/{page.plot}.svg)", ""]
     lines += [
-        *("## Every point", "", "Microseconds per call.", ""),
-        f"| {'experts x ' if grouped else ''}n x k | {tokens} | roofline | " + " | ".join(names) + f" | {ratio} |",
+        *("## Every point", "", f"Microseconds per call, and {ratio}.", ""),
+        f"| {'experts x ' if grouped else ''}n x k | {tokens} | roofline | " + " | ".join(names) + " | ratio |",
         "|---" * (len(names) + 4) + "|",
     ]
     for point in sorted(times):
