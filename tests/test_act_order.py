@@ -168,7 +168,7 @@ def test_one_hot_gives_the_dequantized_weight(name, device, dtype):
 
 
 @pytest.mark.parametrize("n, k", [(N, K), (7, 333), (64, 100)])
-def test_linear(device, dtype, n, k):
+def test_products_are_those_of_the_dequantized_weight(device, dtype, n, k):
     w, _ = acted("int4_g32", n, k)
     w = w.to(device).repack()
     bias = torch.randn(n, generator=torch.Generator().manual_seed(2)).to(device, dtype)
@@ -191,7 +191,7 @@ def test_out_may_not_be_x(device, dtype):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(device, dtype, dynamic):
+def test_a_compiled_graph_gives_the_same_numbers(device, dtype, dynamic):
     torch.compiler.reset()
     w, _ = acted()
     w = w.to(device).repack()
@@ -213,7 +213,7 @@ def test_compile_with_inductor():
             torch.testing.assert_close(f(x), linear(x * 2, w) + 1)
 
 
-def test_gradients(device, dtype):
+def test_gradients_are_in_the_original_order(device, dtype):
     torch.compiler.reset()
     w, _ = acted()
     w = w.to(device).repack()

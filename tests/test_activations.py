@@ -61,7 +61,7 @@ def nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("k", [1, 7, 128, 577])
-def test_numbers(device, dtype, k):
+def test_numbers_are_the_nearest_of_e4m3(device, dtype, k):
     x = random(50, k, dtype=dtype, device=device)
     x8, scale = quantize_activations(x)
     x, x8, scale = x.float().cpu(), x8.cpu(), scale.cpu()
@@ -153,7 +153,7 @@ def test_a_row_does_not_depend_on_others(device, dtype, front):
 
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(device, dtype, front, dynamic):
+def test_a_compiled_graph_gives_the_same_numbers(device, dtype, front, dynamic):
     torch.compiler.reset()
     given = arguments(front, 64, dtype, device)
 
@@ -168,7 +168,7 @@ def test_compile(device, dtype, front, dynamic):
 
 
 @pytest.mark.parametrize("front", FRONTS)
-def test_operator(device, dtype, front):
+def test_the_operator_passes_opcheck(device, dtype, front):
     given = arguments(front, 64, dtype, device)
     x = random(5, columns(front, 64), dtype=dtype, device=device)
     torch.library.opcheck(torch.ops.w4gemm.quantize_activations, (x, *given.values()))
@@ -215,7 +215,7 @@ X = torch.zeros(2, 6)
         (X, {"eps": float("nan")}, ValueError, "eps: wanted a finite number"),
     ],
 )
-def test_refuses(x, given, error, message):
+def test_bad_arguments_are_named(x, given, error, message):
     with pytest.raises(error, match=message):
         quantize_activations(x, **given)
 

@@ -38,7 +38,7 @@ def test_string_form_round_trips_and_is_unique():
         ("iq4_g32_fp16", WeightFormat(32, scale="fp16", element="iq4")),
     ],
 )
-def test_parse(name, format):
+def test_a_name_is_parsed(name, format):
     assert WeightFormat.parse(name) == format
 
 
@@ -74,7 +74,7 @@ def test_groups_cover_k():
         assert (groups - 1) * length < k <= groups * length, (format, k)
 
 
-def test_dtypes():
+def test_dtypes_of_scales_and_zero_points():
     assert WeightFormat(zero="none").zero_dtype is None and not WeightFormat().has_zero
     assert WeightFormat(zero="int", scale="fp16").zero_dtype == torch.uint8
     assert WeightFormat(zero="float", scale="fp16").zero_dtype == torch.float16
@@ -103,7 +103,7 @@ def test_scales_of_8_bits_go_without_zero_points(scale, zero):
         WeightFormat(32, zero, scale)
 
 
-def test_elements():
+def test_an_elements_numbers_have_their_own_codes():
     int4 = WeightFormat().element_rule
     codes = torch.arange(16)
     assert torch.equal(int4.numbers(codes), codes.float() - 8) and int4.padding_code == 8
@@ -122,7 +122,7 @@ def test_digits_of_other_scripts_are_no_group_size():
         WeightFormat.parse("int4_g\u0663\u0662")
 
 
-def test_codebooks():
+def test_a_codebooks_name_is_its_numbers():
     """A codebook's name has its numbers; one with a name of its own has that."""
     short, long = codebook([*range(-9, 0), *range(1, 8)]), codebook([v / 3 for v in range(-9, 7)])
     assert (len(short), len(long)) == (8 + 64, 8 + 128) and codebook(ELEMENTS["nf4"].values) == "nf4"

@@ -28,14 +28,14 @@ def float64_weight(w: QuantizedWeight) -> torch.Tensor:
     return v * s[:, group] * (1 if channels is None else channels.double()[:, None])
 
 
-def test_names():
+def test_mxfp4_and_nvfp4_are_names_of_formats():
     assert str(WeightFormat.parse("mxfp4")) == "e2m1_g32_e8m0" and str(WeightFormat.of("nvfp4")) == "e2m1_g16_e4m3_row"
     assert WeightFormat.parse("mxfp4") == WeightFormat(32, "none", "e8m0", "e2m1")
-    with pytest.raises(ValueError, match="format: wanted .* or mxfp4 or nvfp4 or nf4 or .*; got 'nf5'"):
+    with pytest.raises(ValueError, match="format: wanted .*, or mxfp4, nvfp4, nf4, .*; got 'nf5'; nearest is 'nf4'"):
         WeightFormat.parse("nf5")
 
 
-def test_element():
+def test_numbers_of_e2m1_and_their_codes():
     codes = torch.arange(16)
     sizes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     assert E2M1.numbers(codes).tolist() == sizes + [-v for v in sizes]

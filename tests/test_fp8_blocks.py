@@ -46,7 +46,7 @@ def close(d: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("m, n, k", [(1, 200, 512), (7, 130, 333), (40, 192, 2752), (300, 200, 1100)])
-def test_linear(device, format, m, n, k):
+def test_products_with_block_scales(device, format, m, n, k):
     w, (x, scales) = made(format, n, k, device), activations(m, k, device=device)
     bias = torch.randn(n, device=device).bfloat16()
     d = linear(x, w, bias, token_scale=scales, activation="silu")
@@ -94,7 +94,7 @@ def test_every_config_on_a_gpu(format):
 
 
 @pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
-def test_experts(device, format):
+def test_products_of_experts_with_block_scales(device, format):
     """Contiguous, gathered and padded rows."""
     w = made(format, 136, 512, device, experts=3)
     x, scales = activations(41, 512, device=device)
@@ -125,7 +125,7 @@ def test_one_block_is_a_row():
     assert torch.equal(linear(x, w, token_scale=scales), linear(x, w, token_scale=scales[:, 0]))
 
 
-def test_strides():
+def test_scales_by_columns_stay_where_they_are():
     """By columns, as TMA reads them, they stay where they are."""
     aligned = torch.rand(4, 12).T
     assert _by_columns(aligned) is aligned
@@ -134,7 +134,7 @@ def test_strides():
         assert torch.equal(copy, other) and copy.stride(0) == 1 and copy.stride(1) % 4 == 0
 
 
-def test_refusals():
+def test_block_scales_of_other_shapes_are_refused():
     w, (x, scales) = made("int4_g128", 8, 512, "cpu"), activations(5, 512, device="cpu")
     with pytest.raises(ValueError, match=r"each row of x, or \(5, 4\), one for each 128 columns of it.*got \(5, 3\)"):
         linear(x, w, token_scale=scales[:, :3])

@@ -35,7 +35,7 @@ def test_the_formulas_are_independent():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=calls.name_of)
-def test_rounding(dtype):
+def test_rounding_is_that_of_pytorch(dtype):
     """Against PyTorch's conversion of what float32 holds, to the ends of the range."""
     bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(0))
     values = bits.int().view(torch.float32)

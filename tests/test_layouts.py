@@ -129,7 +129,7 @@ def test_mma16_padding_weighs_nothing(format):
     assert rows[:n, : -(-k // step), 0].all(), "steps with elements of k"
 
 
-def test_names():
+def test_layouts_have_their_names():
     assert all(layout.name == name for name, layout in LAYOUTS.items())
     with pytest.raises(ValueError, match="layout: wanted one of canonical, .*, got 'sm89'"):
         layout_named("sm89")
@@ -155,7 +155,7 @@ def test_layout_for_activations():
     assert layout_for(a100, folded) == "canonical"
 
 
-def test_sizes():
+def test_nothing_but_codes_scales_and_zero_points_is_stored():
     """4 bits a weight, 16 a scale, 16 a zero point: nothing else is stored where nothing is padded."""
     for format, (n, k) in itertools.product(ALL, [(128, 1024), (64, 2048)]):
         if format.group_size in (96, 160) or k % format.group_length(k):

@@ -184,7 +184,7 @@ def test_a_compiled_model(layer):
         assert torch.equal(compiled(x), model(x))
 
 
-def test_repr(layer):
+def test_the_repr_says_sizes_format_and_layout(layer):
     layout = layer.weight.layout
     assert (
         repr(layer) == f"W4Linear(in_features=333, out_features=130, bias=True, format={layer.format}, layout={layout})"
@@ -359,7 +359,7 @@ def test_under_autocast(dtype):
     assert torch.equal(d, linear(x.to(dtype), layer.weight, layer.bias.to(dtype)))
 
 
-def test_activation():
+def test_the_activation_can_be_changed():
     x, dense = torch.randn(3, 64), torch.nn.Linear(64, 10)
     layer = W4Linear.from_linear(dense, "int4_g32")
     y = layer(x)

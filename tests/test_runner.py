@@ -91,8 +91,11 @@ def test_a_read_only_array_is_not_written(weight):
     assert np.array_equal(out, before) and before.any()
 
 
-def test_no_tokens(weight):
-    MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(torch.empty(0, K), weight.tensors, torch.empty(0, N))
+def test_no_tokens_are_no_error(weight):
+    gemm, out = MixedGemm("int4_g32_fp16", torch.float32, "cpu"), torch.empty(0, N)
+    gemm.run(torch.empty(0, K), weight.tensors, out)
+    with pytest.raises(ValueError, match="out: wanted"):  # checked all the same
+        gemm.run(torch.empty(0, K), weight.tensors, torch.empty(1, N))
 
 
 def test_a_family_is_a_value():

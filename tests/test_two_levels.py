@@ -17,7 +17,7 @@ from w4gemm.weights.random import random_components
 Q4_K = WeightFormat.parse("q4_k")
 
 
-def test_formula():
+def test_dequantize_is_the_formula():
     """(f * s) * u + g * z, rounded to float32 once; both products are exact."""
     parts = random_parts(Q4_K, 16, 1000)
     w = QuantizedWeight.from_codes(Q4_K, *parts[:3], factors=parts.factors)
@@ -77,7 +77,7 @@ def test_zeros_and_one_sign():
         (lambda p: p._replace(factors=p.factors.float()), "factors: wanted torch.float16, got torch.float32"),
     ],
 )
-def test_refusals(given, message):
+def test_parts_that_do_not_fit_are_refused(given, message):
     parts = given(random_parts(Q4_K, 4, 384))
     with pytest.raises((TypeError, ValueError), match=message):
         QuantizedWeight.from_codes(Q4_K, *parts[:3], factors=parts.factors)

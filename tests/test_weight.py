@@ -303,7 +303,7 @@ def test_constructor_refuses():
 
 
 @pytest.mark.parametrize("layout", ["canonical", "cpu", "mma16"])
-def test_interleave(layout):
+def test_interleaved_rows_alternate(layout):
     gate, up = (random_weight(WeightFormat.parse("int4_g32_zint"), 11, 96, seed).repack(layout) for seed in (1, 2))
     both = QuantizedWeight.interleave(gate, up)
     assert (both.n, both.k, both.layout) == (22, 96, layout)

@@ -16,6 +16,9 @@ from w4gemm.checkpoints.w4gemm import settings
 from w4gemm.weights.random import random_weight
 
 N, K, GROUP = 32, 64, 32
+BLOCK = [2, 2]
+"""Rows and columns of the weights in fp8 that share a scale. Since a weight's last blocks may be cut off, other sizes
+would often fit as many scales; instead of these none do."""
 
 
 class Sample(NamedTuple):
@@ -162,8 +165,9 @@ def _experts(stored: Callable[[Numbers], dict[str, torch.Tensor]], roles: tuple[
 
 
 def _in_fp8(scale: str) -> dict[str, torch.Tensor]:
-    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(5)).to(torch.float8_e4m3fn)
-    powers = torch.tensor([[2.0**-3, 2.0**-4], [2.0**-2, 2.0**-5]])
+    g = torch.Generator().manual_seed(5)
+    weight = torch.randn(N, K, generator=g).to(torch.float8_e4m3fn)
+    powers = torch.exp2(torch.randint(-5, -1, (N // BLOCK[0], K // BLOCK[1]), generator=g).float())
     return {"model.fp8.weight": weight, f"model.fp8.{scale}": powers.to(torch.float8_e8m0fnu)}
 
 
@@ -172,7 +176,7 @@ def _w4afp8(folder: Path) -> Path:
         scales = {"weight_scale_inv": m.scales.float(), "input_scale": torch.ones(1)}
         return {"weight": _pairs(m.codes).view(torch.int8)} | scales
 
-    config = {"quant_method": "w4afp8", "group_size": GROUP, "weight_block_size": [N // 2, K // 2]}
+    config = {"quant_method": "w4afp8", "group_size": GROUP, "weight_block_size": BLOCK}
     roles = ("gate_proj", "up_proj", "down_proj")
     return _folder(folder, config, _experts(stored, roles) | _in_fp8("weight_scale_inv"))
 
@@ -182,7 +186,7 @@ def _deepseek_v4(folder: Path) -> Path:
         exponents = torch.randint(118, 124, (N, K // 32), generator=torch.Generator().manual_seed(int(m.codes[0, 0])))
         return {"weight": _pairs(m.codes).view(torch.int8), "scale": exponents.byte().view(torch.float8_e8m0fnu)}
 
-    config = {"quant_method": "fp8", "expert_dtype": "fp4", "weight_block_size": [N // 2, K // 2]}
+    config = {"quant_method": "fp8", "expert_dtype": "fp4", "weight_block_size": BLOCK}
     return _folder(folder, config, _experts(stored, ("w1", "w3", "w2")) | _in_fp8("scale"))
 
 
