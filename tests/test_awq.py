@@ -63,6 +63,7 @@ def test_lm_head_and_layers_that_were_not_converted(tmp_path: Path) -> None:
         ({"bits": 3}, "its weight has 3 bits, wanted 4"),
         ({"bits": 8}, "its weight has 8 bits, wanted 4"),
         ({"group_size": 64}, "groups of 64 do not divide its 96 input features"),
+        ({"checkpoint_format": "gemv_fast"}, "checkpoint_format is 'gemv_fast', which packs in another order; wanted"),
         *(({"version": v}, f"version is '{v}'.*wanted 'gemm'") for v in ("gemv", "gemv_fast", "llm-awq", "marlin")),
     ],
 )

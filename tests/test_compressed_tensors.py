@@ -241,6 +241,10 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
         (config({"num_bits": 8}), "its weight has 8 bits, wanted 4"),
         (config({"strategy": "tensor"}), "int with a scale for each tensor, wanted int with a scale for each group or"),
         (config({"group_size": 64}), "groups of 64 do not divide its 96 input features"),
+        (
+            config() | {"config_groups": {"W4A16": ["Linear"]}},
+            "config_groups.W4A16 is the name of a preset, wanted its",
+        ),
         (config(packing="nvfp4-pack-quantized"), "its weight is of type 'int', wanted 'float'"),
         (config(packing="mxfp4-pack-quantized"), "its weight is of type 'int', wanted 'float'"),
         (config(packing="int-quantized"), "there is no weight beside its"),

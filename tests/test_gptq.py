@@ -124,6 +124,7 @@ def test_a_quantized_lm_head_that_is_tied_to_the_embedding(tmp_path: Path) -> No
         ({"group_size": 64}, r"scales has shape \(\d, \d+\), wanted \(\d, \d+\)"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', whose packing is not known; wanted gptq or"),
         ({"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p', whose packing is not known"),
+        ({"rotation": "hadamard"}, "rotation is 'hadamard', so x of down_proj is rotated while the model runs"),
         ({"pack_dtype": "int16"}, "pack_dtype is 'int16', wanted 'int32'"),
         ({"dynamic": {"(": {}}}, r"dynamic: '\(' is no regular expression: .*unterminated"),
         ({"quant_method": "eetq"}, "quantized by 'eetq', which cannot be loaded yet; what can be loaded.*GPTQ"),
@@ -173,6 +174,17 @@ def test_damaged_folders(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FormatError, match="there is no model.safetensors"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("activation", "wanted"), [("w4afp8", "fp8"), ({"mode": "w4afp8"}, "fp8"), ("w4a_nvfp4", None), (None, None)]
+)
+def test_activations_that_gptqmodel_wants(tmp_path: Path, activation: Any, wanted: str | None) -> None:
+    weights = write_model(tmp_path, CONFIG | {"activation": activation}, writer(-1))
+    checkpoint = open_checkpoint(tmp_path)
+    w = checkpoint.weight(DOWN)
+    assert checkpoint.modules[DOWN].activations == w.activations == wanted
+    assert torch.equal(w.dequantize(), weights[DOWN])
 
 
 def test_zero_points_stored_as_15(tmp_path: Path) -> None:

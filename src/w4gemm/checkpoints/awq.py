@@ -42,11 +42,11 @@ class AWQPacking:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AWQPacking:
-        version = str(config.get("version", "gemm")).lower()
-        if version != "gemm":
+        keys = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
+        if other := next((key for key in keys if str(config.get(key) or "gemm").lower() != "gemm"), None):
             raise ValueError(
-                f"version is {version!r}, which packs in another order; wanted 'gemm': quantize the dense model again "
-                "with version='gemm'"
+                f"{other} is {config[other]!r}, which packs in another order; wanted 'gemm': quantize the dense model "
+                "again with it"
             )
         return cls(config)
 

@@ -69,6 +69,11 @@ class CompressedTensors:
             raise ValueError("transform_config rotates activations while the model runs, which cannot be done")
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
             raise ValueError("sparsity_config says that weights are sparse, wanted dense ones")
+        if preset := next((key for key, g in config["config_groups"].items() if not isinstance(g, Mapping)), None):
+            raise ValueError(
+                f"config_groups.{preset} is the name of a preset, wanted its targets and weights, which "
+                "compressed-tensors writes when it saves the model"
+            )
         return cls(config)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ class GPTQPacking:
     def of(cls, config: Mapping[str, Any]) -> GPTQPacking:
         if (of_15 := config.get(_OF_15)) not in (None, 0, 16):
             raise ValueError(f"{_OF_15} is {of_15!r}, wanted 0 or 16")
+        if rotation := config.get("rotation"):
+            raise ValueError(
+                f"rotation is {rotation!r}, so x of down_proj is rotated while the model runs, which cannot be done; "
+                "quantize the dense model again without it"
+            )
         if (added := GPTQ_ZEROS.get(config.get("packing_format", ""))) is not None:
             return cls(config, added)
         version = config.get("checkpoint_format", config.get("format")) or "gptq"
@@ -84,7 +89,7 @@ class GPTQPacking:
         check_tensor(stored, "qzeros", ("I32",), (groups, n // 8))
         if "g_idx" in stored:
             check_tensor(stored, "g_idx", ("I32", "I64"), (k,))
-        return Module(n, k, format, "bias" in stored)
+        return Module(n, k, format, "bias" in stored, activations=self._activations)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         codes, scales = unpack_int4(tensors["qweight"].T), tensors["scales"].T.contiguous()
@@ -97,7 +102,16 @@ class GPTQPacking:
         if zeros is not None and module.format.zero == "float":
             scales = scales.float()
             zeros = -(zeros * scales)
-        return QuantizedWeight.from_codes(module.format, codes, scales, zeros, tensors.get("g_idx"))
+        w = QuantizedWeight.from_codes(module.format, codes, scales, zeros, tensors.get("g_idx"))
+        return replace(w, activations=module.activations)
+
+    @property
+    def _activations(self) -> str | None:
+        """How GPTQModel wants x: in e4m3 with a scale for each token by "w4afp8"; in 16 bits, and here also by
+        "w4a_nvfp4"."""
+        found = self.config.get("activation")
+        mode = found.get("mode") if isinstance(found, Mapping) else found
+        return "fp8" if mode == "w4afp8" else None
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
         """Zero points (groups, n) of an asymmetric module."""
