@@ -42,6 +42,7 @@ def test_one_text_of_each(text, wanted):
         ("silu_mul(limit=inf)", "wanted a number above 0"),
         ("situ_mul(beta=none)", "beta: wanted a number above 0, got 'none'"),
         (torch.nn.functional.silu, "nearest is 'silu'"),
+        (torch.nn.GELU(), "nearest is 'gelu'"),
     ],
 )
 def test_what_is_none(text, message):

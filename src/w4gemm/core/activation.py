@@ -159,7 +159,9 @@ def _parsed(text: str) -> Activation:
 
 def _nearest(wrong: object) -> str:
     """Return the end of a message that names the activation meant by another name, or by a function."""
-    called = getattr(wrong, "__name__", wrong)  # of a function such as torch.nn.functional.silu
+    called = wrong
+    if callable(wrong):  # such as torch.nn.functional.silu, torch.nn.SiLU or torch.nn.SiLU()
+        called = getattr(wrong, "__name__", type(wrong).__name__)
     known = _OTHER_NAMES.get(called.lower()) if isinstance(called, str) else None
     return f"; nearest is {known!r}" if known else nearest(called, ACTIVATIONS)
 

@@ -279,10 +279,9 @@ class WeightFormat:
         found = _NAME.fullmatch(ALIASES.get(name, name)) if isinstance(name, str) else None
         if found is None:
             raise ValueError(
-                f"format: wanted int4_g<group size> such as int4_g128, or {', '.join(ALIASES)}; or in full "
-                f"<element>_g<group size> or <element>_col, then _zint or _zfloat if int4 has zero points, then the "
-                f"scales' _<dtype> unless that is bf16 (for example int4_g64_zint, nf4_g64_fp16), with an element of "
-                f"{', '.join(ELEMENTS)} or a codebook's, and a dtype of {', '.join(SCALES)}; "
+                f"format: wanted int4_g<group size>, for example int4_g128, or one of {', '.join(ALIASES)}, or "
+                f"<element>_g<group size>[_zint|_zfloat][_<scale>] (_col: one scale per output channel) with an "
+                f"element of {', '.join(ELEMENTS)} or a codebook's and a scale of {', '.join(SCALES)}; "
                 f"got {name!r:.200}{nearest(name, _EXAMPLES)}"
             )
         group = int(found["group"]) if found["group"] else PER_COLUMN
