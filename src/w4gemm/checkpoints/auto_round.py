@@ -17,7 +17,7 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override, check_not_rotated
 from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, unpack_pairs, whole_groups
 from w4gemm.checkpoints.named_modules import in_extra_config
 from w4gemm.checkpoints.quantized_folder import folder_format
@@ -27,7 +27,6 @@ from w4gemm.weights.weight import QuantizedWeight
 _PACKINGS = {"mx_fp": "mxfp4-pack-quantized", "nv_fp": "nvfp4-pack-quantized"}
 """Formats of compressed-tensors, by the begin of ``data_type``."""
 _MXINT4 = WeightFormat(32)
-_ROTATIONS = ("rotation_config", "spinquant_config")
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class AutoRoundPacking(CompressedTensors):
         if (packing := config.get("packing_format")) not in ("auto_round:llm_compressor", "auto_round"):
             wanted = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor"))
             raise ValueError(f"packing_format is {packing!r}, wanted one of {wanted}: export the model again in one")
-        if rotated := next((key for key in _ROTATIONS if config.get(key)), None):
-            raise ValueError(f"{rotated} rotates activations while the model runs, which cannot be done")
+        check_not_rotated(config)
         return cls(config)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:

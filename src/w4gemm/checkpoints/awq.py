@@ -14,7 +14,7 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import auto_round_override
+from w4gemm.checkpoints.methods import auto_round_override, check_not_rotated
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
     check_bits,
@@ -42,6 +42,7 @@ class AWQPacking:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AWQPacking:
+        check_not_rotated(config)
         keys = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
         if other := next((key for key in keys if str(config.get(key) or "gemm").lower() != "gemm"), None):
             raise ValueError(

@@ -25,6 +25,7 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.methods import check_not_rotated
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
     check_bits,
@@ -65,8 +66,7 @@ class CompressedTensors:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
-        if config.get("transform_config"):
-            raise ValueError("transform_config rotates activations while the model runs, which cannot be done")
+        check_not_rotated(config)
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
             raise ValueError("sparsity_config says that weights are sparse, wanted dense ones")
         if preset := next((key for key, g in config["config_groups"].items() if not isinstance(g, Mapping)), None):

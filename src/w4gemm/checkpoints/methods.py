@@ -34,3 +34,16 @@ def auto_round_override(config: Mapping[str, Any], name: str) -> Mapping[str, An
     if name in overrides:
         return overrides[name]
     return next((found for pattern, found in overrides.items() if re.search(pattern, name)), {})
+
+
+_ROTATIONS = ("transform_config", "rotation", "rotation_config", "spinquant_config")
+"""Keys of compressed-tensors, of GPTQModel, and two of AutoRound."""
+
+
+def check_not_rotated(config: Mapping[str, Any]) -> None:
+    """Raise ValueError if activations have to be rotated (by a Hadamard matrix) in front of some modules."""
+    if key := next((key for key in _ROTATIONS if config.get(key)), None):
+        raise ValueError(
+            f"{key} rotates activations while the model runs, which cannot be done; quantize the dense model again "
+            "without it"
+        )
