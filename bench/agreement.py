@@ -44,7 +44,7 @@ class Reading(NamedTuple):
     """The texts as a model reads them."""
 
     predicted: torch.Tensor
-    """float32 (positions, vocabulary): log probabilities of what follows each token but a text's last one."""
+    """float64 (positions, vocabulary): log probabilities of what follows each token but a text's last one."""
     following: torch.Tensor
     """int64 (positions,): the tokens that follow."""
     continued: list[list[int]]
@@ -95,7 +95,7 @@ def read(folder: Path, where: Where, tokens_out: int) -> Reading:
     for tokens in tokens_of(folder):
         ids = torch.tensor([tokens], device=where.device)
         with torch.inference_mode():
-            logits = model(ids).logits[0, :-1].float()
+            logits = model(ids).logits[0, :-1].double()
         predicted.append(torch.log_softmax(logits, -1).cpu())
         following.append(ids[0, 1:].cpu())
         continued.append(generate(model, ids, tokens_out, 0.0, 0)[0].tolist())
@@ -114,13 +114,13 @@ def loaded(folder: Path, where: Where) -> Any:
 def compare(ours: Reading, matrices: Reading) -> Row:
     """Return the divergence from the matrices' predictions in nats (mean and largest), the part of positions with the
     same likeliest token, both perplexities, and the mean of greedy tokens before the first that differs."""
-    divergences = (matrices.predicted.exp() * (matrices.predicted - ours.predicted)).sum(-1)
+    divergences = (matrices.predicted.exp() * (matrices.predicted - ours.predicted)).sum(-1).clamp(min=0)
     prefixes = [equal_prefix(a, b) for a, b in zip(ours.continued, matrices.continued, strict=True)]
     same = ours.predicted.argmax(-1) == matrices.predicted.argmax(-1)
     return {
         "positions": len(divergences),
-        "kl_mean": round(float(divergences.mean()), 6),
-        "kl_max": round(float(divergences.max()), 5),
+        "kl_mean": float(f"{divergences.mean():.3g}"),
+        "kl_max": float(f"{divergences.max():.3g}"),
         "top1": round(float(same.float().mean()), 4),
         "perplexity": round(ours.perplexity, 4),
         "perplexity_matrices": round(matrices.perplexity, 4),
