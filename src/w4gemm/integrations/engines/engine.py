@@ -88,8 +88,8 @@ class Engine:
                 importlib.import_module(f"{package}.{name}").install()
             except Exception as e:  # whatever it is, the engine starts without this part
                 self.log().warning(
-                    "w4gemm leaves %s to %s's own kernels, because version %s lacks what was there in %s to %s: %s: %s",
-                    *(layers, self.name, self.version(), *self.tested, type(e).__name__, e),
+                    "w4gemm leaves %s to %s's own kernels, because version %s lacks what was there in %s: %s: %s",
+                    *(layers, self.name, self.version(), self._versions, type(e).__name__, e),
                 )
                 continue
             installed.append(name)
@@ -151,8 +151,7 @@ class Engine:
             reason = str(e)
         if reason:
             return f"{self.name} {version}: its own kernels run 4-bit layers: {reason}"
-        first, last = self.tested
-        known = "" if version in self.tested else f" (tested with {first} to {last})"
+        known = "" if version in self.tested else f" (tested with {self._versions})"
         return f"{self.name} {version}{known}: w4gemm runs its 4-bit layers; {self.variable}=off switches it off"
 
     def announce(self, taken: Sequence[str]) -> None:
@@ -167,6 +166,11 @@ class Engine:
     def refuse(self, kind: str, reason: str) -> None:
         """Log that layers of a kind are left to the engine's own kernels: once in each process for each reason."""
         _refuse(self, kind, reason)
+
+    @property
+    def _versions(self) -> str:
+        """The tested versions, in words."""
+        return " to ".join(dict.fromkeys(self.tested))
 
     def log(self) -> logging.Logger:
         """Return the logger."""
