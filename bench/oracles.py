@@ -18,10 +18,10 @@ import torch
 from bench.options import command
 from bench.producers.auto_round_floats import auto_round_floats
 from bench.producers.common import Pairs, Weights
-from bench.producers.compressed import awq, compressed_floats, compressed_integers, modelopt, nibbles
+from bench.producers.compressed import awq, compressed_floats, compressed_integers, nibbles
 from bench.producers.deepseek import deepseek_v4
 from bench.producers.gguf_types import gemma3, gguf_type, smollm2
-from bench.producers.others import auto_round, bitsandbytes, gpt_oss, gptqmodel, hqq
+from bench.producers.others import auto_round, bitsandbytes, gpt_oss, gptqmodel, hqq, modelopt
 
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.generation import default_model
@@ -66,7 +66,7 @@ CASES = (
         for name, data_type in (("MXFP4", "mx_fp"), ("NVFP4", "nv_fp"), ("MXINT4", "mx_int"))
     ),
     Case("AWQ gemm", "compressed-tensors", awq),
-    Case("ModelOpt NVFP4", "compressed-tensors", modelopt),
+    Case("ModelOpt NVFP4", "nvidia-modelopt", modelopt),
     Case("ModelOpt INT4", "compressed-tensors", nibbles("modelopt")),
     Case("DeepSeek W4AFP8", "compressed-tensors", nibbles("w4afp8")),
     Case("HQQ axis 1", "hqq", hqq),

@@ -107,18 +107,6 @@ def awq(folder: Path, weights: Weights) -> Pairs:
     return folder_pairs(folder, config, stored, wanted)
 
 
-def modelopt(folder: Path, weights: Weights) -> Pairs:
-    stored, wanted = {}, {}
-    for name, w in weights.items():
-        found = compressed_float(w, mx=False)
-        stored[f"{name}.weight"] = found.stored["weight_packed"]
-        stored[f"{name}.weight_scale"] = found.stored["weight_scale"]
-        # the definition of ModelOpt's converter in compressed-tensors
-        stored[f"{name}.weight_scale_2"] = (1 / found.stored["weight_global_scale"]).reshape(())
-        wanted[name] = found.wanted
-    return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, stored, wanted)
-
-
 def nibbles(method: str) -> Callable[[Path, Weights], Pairs]:
     """Two's complements, two a byte, packed by the definition: ModelOpt's of adjacent rows, W4AFP8's of columns."""
     facts = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}

@@ -1,4 +1,4 @@
-"""Formats of AutoRound, GPTQ, HQQ, bitsandbytes, gpt-oss and DeepSeek."""
+"""Formats of AutoRound, GPTQ, ModelOpt, HQQ, bitsandbytes and gpt-oss."""
 
 from __future__ import annotations
 
@@ -73,6 +73,19 @@ def gptqmodel(folder: Path, weights: Weights) -> Pairs:
         wanted[name] = layer.dequantize_weight().T.contiguous()
     config = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
     return folder_pairs(folder, settings | config, stored, wanted)
+
+
+def modelopt(folder: Path, weights: Weights) -> Pairs:
+    """NVFP4, as ModelOpt packs it and dequantizes it."""
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    stored, wanted = {}, {}
+    for name, w in weights.items():
+        packed, scales, factor = NVFP4QTensor.quantize(w, 16)
+        stored |= {f"{name}.weight": packed._quantized_data, f"{name}.weight_scale": scales}
+        stored[f"{name}.weight_scale_2"] = factor
+        wanted[name] = packed.dequantize(torch.float32, scale=scales, double_scale=factor, block_sizes={-1: 16})
+    return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, stored, wanted)
 
 
 def gpt_oss(folder: Path, weights: Weights) -> Pairs:
