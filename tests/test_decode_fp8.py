@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +32,14 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "_float_of_e4m3", lambda bits: float(torch.tensor(bits).byte().view(E4M3)))
     monkeypatch.setattr(module, "pack_e4m3", lambda values: word(e4m3(torch.tensor(values))))
     for name in ("_differences", "_scaled_codes"):
-        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+        monkeypatch.setattr(module, name, as_written(getattr(module, name)))
     return module
+
+
+def as_written(jitted: Any) -> FunctionType:
+    """A device function in Python: CuTe DSL replaces the code of one that was compiled in this process."""
+    function = jitted.__wrapped__
+    return FunctionType(getattr(function, "_original_code", function.__code__), function.__globals__)
 
 
 def word(bytes_: torch.Tensor) -> int:
