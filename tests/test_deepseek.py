@@ -26,7 +26,6 @@ from w4gemm import FormatError, W4Experts
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint
 from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import W4GemmConfig, disable, enable, load
-from w4gemm.integrations.transformers.quantizer import W4GemmQuantizer
 
 IDS = torch.arange(1, 12)[None]
 EXPERT = re.compile(r".*\.experts\.\d+\.\w+")
@@ -323,16 +322,6 @@ def test_both_ways_keep_the_same_tensors_in_float32(tmp_path: Path, kind: str) -
     assert {n: t.dtype for n, t in own.items()} == {n: t.dtype for n, t in theirs.items()}
     assert all(torch.equal(t.float(), theirs[n].float()) for n, t in own.items() if t.is_floating_point())
     assert own["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
-
-
-def test_fp8_is_not_loaded_in_shards(tmp_path: Path) -> None:
-    write_w4afp8(tmp_path)
-    quantizer = W4GemmQuantizer(W4GemmConfig())
-    quantizer._checkpoint, quantizer._sharded = open_checkpoint(tmp_path), True
-    with pytest.raises(
-        NotImplementedError, match="dense weights in fp8, which cannot be loaded in shards; w4gemm conv"
-    ):
-        quantizer._fill_fp8(torch.nn.Module())
 
 
 def write_wide(folder: Path, layers: int = 4, experts: int = 32, hidden: int = 2048) -> None:

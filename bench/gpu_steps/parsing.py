@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from bench.gpu_steps.process import ROOT, words
+from bench.gpu_steps.process import PATHS, ROOT, words
 from bench.gpu_steps.steps import Step
 
 from w4gemm.tuning import record
@@ -49,14 +49,14 @@ def _problem_of_parser(arguments: list[str]) -> str:
     said = io.StringIO()
     try:
         with _stopped_before_work(arguments), contextlib.redirect_stderr(said):
-            if arguments[0] == "-m":
-                with mock.patch.object(sys, "argv", [arguments[1], *arguments[2:]]):
+            script = arguments[0] != "-m"
+            path = [*([str(ROOT / Path(arguments[0]).parent)] if script else []), *PATHS, *sys.path]
+            given = arguments if script else arguments[1:]
+            with mock.patch.object(sys, "argv", given), mock.patch.object(sys, "path", path):
+                if script:
+                    runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+                else:
                     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-            else:
-                script = ROOT / arguments[0]
-                path = [str(script.parent), *sys.path]
-                with mock.patch.object(sys, "argv", arguments), mock.patch.object(sys, "path", path):
-                    runpy.run_path(str(script), run_name="__main__")
     except _Parsed:
         return ""
     except SystemExit:

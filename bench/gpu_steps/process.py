@@ -18,6 +18,8 @@ from bench.gpu_steps.schedule import Busy
 from bench.gpu_steps.steps import Step
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = tuple(str(ROOT / part) for part in ("src", "tests", "."))
+"""Where a step's modules are found before others."""
 LOG = "log"
 MARK = "W4GEMM_GPU_STEP"
 """Environment variable by which all processes of a step are found, also those in sessions of their own."""
@@ -53,7 +55,7 @@ class Running:
         self.seconds = 0.0
         """From the start to the end."""
         before = os.environ.get("PYTHONPATH")
-        paths = [str(ROOT / part) for part in ("src", "tests", ".")] + ([before] if before else [])
+        paths = [*PATHS, before] if before else PATHS
         environment = {"W4GEMM_CACHE_DIR": str(kernels.resolve())} | os.environ
         environment |= {
             MARK: self._mark,
