@@ -150,6 +150,7 @@ COLORS = {
     "cublas": "tab:red",
     "marlin": "tab:purple",
     "torch_int4": "tab:brown",
+    "bitsandbytes": "tab:gray",
     "cutlass_w4a8": "tab:pink",
 }
 """The color of each peer, in every plot the same."""

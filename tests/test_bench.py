@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import fit, pages, report, support, sweep, timings, tune  # noqa: E402
 from bench.drawn import page as unknown_page  # noqa: E402
-from bench.peers import PEERS, peers_named  # noqa: E402
+from bench.peers import PEERS, bitsandbytes, peers_named  # noqa: E402
 from bench.shapes import (  # noqa: E402
     EXPERTS,
     LAYERS,
@@ -34,6 +35,7 @@ from w4gemm import WeightFormat, choice  # noqa: E402
 from w4gemm.checkpoints import FORMATS, METHODS  # noqa: E402
 from w4gemm.choice import store  # noqa: E402
 from w4gemm.choice.records import Record, key_of  # noqa: E402
+from w4gemm.core.elements import ELEMENTS  # noqa: E402
 from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
 from w4gemm.packing.layouts import native_layout  # noqa: E402
@@ -67,6 +69,31 @@ def test_peers_by_name():
 @pytest.mark.parametrize("peer", PEERS, ids=lambda p: p.name)
 def test_peers_say_why_they_cannot_run(peer):
     assert peer.available()
+
+
+def test_bitsandbytes_gets_the_bytes_that_it_writes_itself(monkeypatch):
+    """Codes row after row, the even column in the high nibble: what the reader of its checkpoints takes."""
+    calls: list[types.SimpleNamespace] = []
+    functional = types.ModuleType("bitsandbytes.functional")
+    functional.get_4bit_type = lambda name, device: name
+    functional.QuantState = lambda absmax, shape, code, blocksize, quant_type, dtype: types.SimpleNamespace(**locals())
+    package = types.ModuleType("bitsandbytes")
+    package.matmul_4bit = lambda x, packed, state: calls.append(state)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", functional)
+
+    peer = bitsandbytes.PEER
+    w = w4gemm.quantize(torch.randn(48, 128), "nf4_g64_fp32")
+    prepared = peer.prepare(w, torch.bfloat16)
+    prepared.run(prepared.tensors, torch.ones(1, 128), torch.empty(1, 48))
+    (state,), (packed, absmax) = calls, prepared.tensors
+    assert (state.shape, state.blocksize, state.quant_type) == ((48, 128), 64, "nf4") and state.absmax is absmax
+    codes = torch.stack((packed >> 4, packed & 15), -1).view(48, 2, 64)
+    assert torch.equal((ELEMENTS["nf4"].numbers(codes) * absmax.view(48, 2, 1)).view(48, 128), w.dequantize())
+
+    assert not peer.supports(48, 128, w.format, torch.float16)
+    assert "float32 scales" in peer.supports(48, 128, WeightFormat.parse("nf4_g64"), torch.float16)
+    assert "divide k" in peer.supports(48, 96, w.format, torch.float16)
 
 
 def test_roofline_is_bytes_then_operations():

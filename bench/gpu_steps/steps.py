@@ -190,6 +190,16 @@ STEPS = (
         for shape in ("28672x4096", "8192x28672")
     ),
     Step(
+        "nf4",
+        "python -m bench.run --impl w4gemm,bitsandbytes,cublas --format nf4_g64_fp32,int4_g128 "
+        "--shapes 8192x8192,28672x4096 --m 1,16,64 --out {rows}",
+        200,
+        "nf4.jsonl",
+        "bench/results/README.md#benchmarks",
+        needs=("bitsandbytes",),
+        alone=True,
+    ),
+    Step(
         "experts-layer",
         "python -m bench.experts --model gpt-oss-20b --seconds 200 --out {rows}",
         240,

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from bench.peers import cublas, cutlass_w4a8, humming, machete, marlin, quack, sm80_mixed_gemm, torch_int4, w4gemm
+from bench.peers import (
+    bitsandbytes,
+    cublas,
+    cutlass_w4a8,
+    humming,
+    machete,
+    marlin,
+    quack,
+    sm80_mixed_gemm,
+    torch_int4,
+    w4gemm,
+)
 from bench.peers.base import Peer, Prepared
 
 PEERS: tuple[Peer, ...] = tuple(
-    m.PEER for m in (w4gemm, humming, machete, marlin, quack, torch_int4, cutlass_w4a8, cublas, sm80_mixed_gemm)
+    m.PEER
+    for m in (
+        w4gemm,
+        humming,
+        machete,
+        marlin,
+        quack,
+        torch_int4,
+        bitsandbytes,
+        cutlass_w4a8,
+        cublas,
+        sm80_mixed_gemm,
+    )
 )
 _ON_REQUEST = ("sm80_mixed_gemm",)
 
