@@ -153,10 +153,11 @@ def orders_of() -> list[object]:
 
 
 @pytest.mark.parametrize("target, format", orders_of())
-def test_configs_of_one_order_give_equal_bits(target, format):
+def test_configs_of_one_order_give_equal_bits(target, format, request):
     supported_here(target)
     if target.device == "cuda":
-        compile_ahead(job(target, 200, 1152, format, config) for config in target.configs(200, 1152, format))
+        jobs = (job(target, 200, 1152, format, config) for config in target.configs(200, 1152, format))
+        compile_ahead(jobs, request.config)
     for n, k in ((200, 1152), (136, 4096)):
         w, x = target.weight(format, n, k), target.randn(300, k)
         for order, configs in same_order(target, n, k, format).items():

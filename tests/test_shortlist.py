@@ -99,6 +99,8 @@ def test_an_engine_knows_numbers_of_tokens_that_meet_every_choice(most, monkeypa
         return {choice.decide(key._replace(m=choice.planned(m)).problem()).unit for m in numbers}
 
     assert units(range(1, most + 1, max(1, most // 150))) <= units(tokens)
+    monkeypatch.setattr(plan_cache.choose, "met", None)
+    assert choice.meeting(key, most) == tokens, "not looked for again, for a model has a hundred layers of a kind"
 
 
 def test_a_batch_invariant_shortlist_has_one_order():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -230,10 +229,15 @@ def job(target: Target, n: int, k: int, format: WeightFormat, config: str, epilo
     return target.kernel, target.problem(64, n, k, format, epilogue), GemmConfig.parse(config.rpartition("/")[2])
 
 
-def compile_ahead(jobs: Iterable[Job]) -> None:
-    """Fill the disk cache from all cores, since one process compiles one kernel at a time. Where pytest itself has
-    several processes (``-n``), each compiles what its tests launch."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
+def runs_beside_others(config: pytest.Config) -> bool:
+    """True if several processes run tests at once (``-n``, ``--shard``)."""
+    return hasattr(config, "workerinput") or config.getoption("--shard") is not None
+
+
+def compile_ahead(jobs: Iterable[Job], config: pytest.Config) -> None:
+    """Fill the disk cache from all cores, since one process compiles one kernel at a time. ``jobs`` are not looked at
+    where several processes run tests: each compiles what its tests launch."""
+    if runs_beside_others(config):
         return
     todo = {unit: None for kernel, problem, config in jobs if (unit := kernel.unit(problem, config)) is not None}
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -18,6 +18,7 @@ from conformance.cases import (
     compile_ahead,
     job,
     linear_poisoned,
+    runs_beside_others,
     supported_here,
     targets,
 )
@@ -50,7 +51,7 @@ def target(request) -> Target:
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_ahead(request):
     """In a whole run on a GPU, compile most of what it needs on all cores first."""
-    if not torch.cuda.is_available() or len(request.session.items) < 200:
+    if not torch.cuda.is_available() or len(request.session.items) < 200 or runs_beside_others(request.config):
         return
     jobs = []
     for param in TARGETS:
@@ -66,7 +67,7 @@ def _compiled_ahead(request):
             for n, k in CONFIG_SHAPES:
                 found = t.every_config([(n, k)]).items()
                 jobs += [job(t, n, k, format, config) for config, format in found]
-    compile_ahead(jobs)
+    compile_ahead(jobs, request.config)
 
 
 # --- exact -----------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def _compiled_ahead(request):
             format = FORMAT if "ragged" in given.params else EXACT_FORMAT
             jobs.append(job(target, n, K, format, usual_config(target, n), same(target, e)))
     if jobs:
-        compile_ahead(jobs)
+        compile_ahead(jobs, request.config)
 
 
 def activated(activation: str, y: torch.Tensor) -> torch.Tensor:

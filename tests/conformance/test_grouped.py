@@ -19,6 +19,7 @@ from conformance.cases import (
     assert_close,
     compile_ahead,
     random_weight,
+    runs_beside_others,
     supported_here,
     targets,
 )
@@ -276,7 +277,7 @@ def every_config(gathered: bool = False) -> list[object]:
 def _compiled_ahead(request):
     """On all cores, before the first of many configs."""
 
-    if not torch.cuda.is_available() or len(request.session.items) < 50:
+    if not torch.cuda.is_available() or len(request.session.items) < 50 or runs_beside_others(request.config):
         return
     jobs = []
     for param in every_config():
@@ -288,7 +289,7 @@ def _compiled_ahead(request):
         target, config, format = param.values
         problem = replace(target.problem(512, N, K, format), experts=7, gathered=True)
         jobs.append((target.kernel, problem, GemmConfig.parse(config.rpartition("/")[2])))
-    compile_ahead(jobs)
+    compile_ahead(jobs, request.config)
 
 
 @pytest.mark.parametrize("target, config, format", every_config())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -124,9 +125,15 @@ def _resolved(key: PlanKey) -> Plan:
 def meeting(key: PlanKey, most: int) -> list[int]:
     """Return numbers of tokens within 1 .. most that between them need every plan that a single weight like the key's
     needs for 1 .. most tokens."""
-    problem = key.problem()
+    return list(_meeting(replace(key.problem(), m=1), most, generation))
+
+
+@functools.lru_cache(maxsize=256)
+def _meeting(problem: GemmProblem, most: int, generation: int) -> tuple[int, ...]:
+    """:func:`meeting`, which takes a good half of a second, once for all layers of a kind."""
     starts = (start for start in (1, *(bound + 1 for bound in BOUNDS)) if start <= most)
-    return [min(met.m, most) for start in starts for met in choose.met(replace(problem, m=representative(start)), most)]
+    problems = (replace(problem, m=representative(start)) for start in starts)
+    return tuple(min(met.m, most) for one in problems for met in choose.met(one, most))
 
 
 def is_known(key: PlanKey) -> bool:
