@@ -1,8 +1,14 @@
 """Measure the quantization of activations: ``python -m bench.activations --tokens 1,16 --k 4096,8192``.
 
-For every m, k and front (nothing, RMSNorm, silu_mul): ``quantize_activations``, the kernel with other numbers of chunks
-per thread, and PyTorch's operators. Each is timed in a CUDA graph over copies of x. Copies of a short x fit L2, like
-data that the kernel before has just written. Rows go to bench/results/activations.jsonl.
+For every m, k and front (nothing, RMSNorm, silu_mul), each timed in a CUDA graph over copies of x:
+
+- ``w4gemm``: ``quantize_activations``; ``w4gemm_config``: its kernel with other numbers of chunks per thread;
+- ``inductor``: PyTorch's operators, compiled for any number of tokens, as an engine compiles a model;
+- ``inductor_w4gemm``: the front compiled likewise, then ``quantize_activations`` without a front;
+- ``torch``: PyTorch's operators.
+
+Copies of a short x fit L2, like data that the kernel before has just written. Rows go to
+bench/results/activations.jsonl.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from bench.options import command, counts, typed
 from bench.run import percentiles
 
 import w4gemm
-from w4gemm.api.activations import in_pytorch
+from w4gemm.api.activations import LARGEST, in_pytorch
 from w4gemm.core.problem import Device
 from w4gemm.jit import compiled
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
@@ -45,13 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="2,8",
         help="also try so many chunks of eight columns per thread (default: %(default)s)",
     )
+    parser.add_argument("--compiled", action="store_true", help="also time what torch.compile makes")
     parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
     args = parser.parse_args(argv)
     facts = record.facts()
     for m, k, front in itertools.product(args.tokens, args.k, FRONTS):
         common = {"kind": "time", "run": record.run_name(facts), "work": "quantize_activations", "m": m, "k": k}
         common |= {"front": front, "dtype": "bfloat16"}
-        rows = measure(m, k, front, args.chunks)
+        rows = measure(m, k, front, args.chunks, args.compiled)
         record.append(args.out, *(common | row | facts for row in rows))
         moved = m * k * (2 * (2 if front == "silu_mul" else 1) + 1) + 4 * m
         least = moved / RATES["NVIDIA H200"].bytes
@@ -59,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"m {m}, k {k}, {front or 'plain'}: bytes {least:.1f} us; {times}", flush=True)
 
 
-def measure(m: int, k: int, front: str, chunks: Sequence[int]) -> list[dict[str, Any]]:
+def measure(m: int, k: int, front: str, chunks: Sequence[int], with_compiled: bool) -> list[dict[str, Any]]:
     """Return a row for each implementation."""
     columns = 2 * k if front == "silu_mul" else k
     copies = max(2, min(64, math.ceil(_ROTATED_BYTES / (m * columns * 2))))
@@ -72,6 +79,10 @@ def measure(m: int, k: int, front: str, chunks: Sequence[int]) -> list[dict[str,
         kernel = quantizer(k, front, count)
         if kernel is not None and kernel != default:
             runs.append(("w4gemm_config", kernel, launch(kernel, m, k, weight)))
+    if with_compiled:
+        torch.compiler.reset()  # else another k would be taken for a size that varies
+        functions = {"inductor": by_operators} | ({"inductor_w4gemm": by_both} if front else {})
+        runs += [(name, None, for_any_rows(function, xs[0], weight, gated)) for name, function in functions.items()]
     runs.append(("torch", None, lambda x: in_pytorch(x, weight, 1e-6, gated)))
     graphs = [[lambda run=run, x=x: run(x) for x in xs] for *_, run in runs]
     rows = []
@@ -79,6 +90,39 @@ def measure(m: int, k: int, front: str, chunks: Sequence[int]) -> list[dict[str,
         config = "{}x{}".format(*kernel.shape) if kernel else ""
         rows.append({"impl": name, "config": config} | percentiles(t))
     return rows
+
+
+def front_of(x: torch.Tensor, weight: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    """Return x behind its front, by the operators of an engine's layers."""
+    if gated:
+        half = x.shape[1] // 2
+        return torch.nn.functional.silu(x[:, :half]) * x[:, half:]
+    return x if weight is None else torch.nn.functional.rms_norm(x, (x.shape[1],), weight, 1e-6)
+
+
+def by_operators(x: torch.Tensor, weight: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's formula for one scale per token (QuantFP8.forward_native)."""
+    y = front_of(x, weight, gated).float()
+    scale = (y.abs().amax(1, keepdim=True) / LARGEST).clamp(min=1 / (512 * LARGEST))
+    return (y * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+
+
+def by_both(x: torch.Tensor, weight: torch.Tensor | None, gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return w4gemm.quantize_activations(front_of(x, weight, gated))
+
+
+def for_any_rows(
+    function: Callable[..., object], x: torch.Tensor, weight: torch.Tensor | None, gated: bool
+) -> Callable[[torch.Tensor], object]:
+    """Return ``function`` compiled for any number of rows; by itself torch.compile would make a kernel for 1 row."""
+    compiled_function = torch.compile(function, fullgraph=True)
+
+    def run(x: torch.Tensor) -> object:
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        return compiled_function(x, weight, gated)
+
+    run(x)
+    return run
 
 
 def quantizer(k: int, front: str, chunks: int = 4) -> ActivationQuantize | None:
