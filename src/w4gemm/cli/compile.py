@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     size = fill(args.output, units, args.workers)
     if records:
         store.replace_table(args.output / store.USER_FILE, records)
-    for path in disk.stored():  # for whoever runs them, who may be another user
+    for path in (*disk.stored(), *disk.libraries()):  # for whoever runs them, who may be another user
         with contextlib.suppress(PermissionError):  # it was there before, and is root's
             path.chmod(0o644)
     seconds = time.perf_counter() - started

@@ -21,8 +21,9 @@ from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.jit import disk
+from w4gemm.jit.toolchain import driver_cuda_version
 from w4gemm.kernels.gpu import MIN_DRIVER
-from w4gemm.kernels.requirements import driver_cuda_version, missing_for_dsl
+from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.tuning.record import facts
 
 NAME = "info"

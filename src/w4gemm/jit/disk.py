@@ -1,4 +1,4 @@
-"""The disk cache of compiled kernels: one object file for each unit.
+"""The disk cache of compiled kernels: an object file for each unit, and the shared library that is linked from it.
 
 A file is an x86 or Arm object with host and device code. Behind it come the processor that the host code was compiled
 for and the SHA-256 of both. (ELF readers ignore bytes behind the sections, so ``nm`` and ``cuobjdump`` read the file as
@@ -23,17 +23,18 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 from w4gemm.core import environment, trust
+from w4gemm.jit import toolchain
 from w4gemm.jit.unit import Unit
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CORE = ("elements.py", "formats.py", "epilogue.py", "activation.py")
-_SOURCES = ("kernels", "packing", "jit/compile.py", *(f"core/{name}" for name in _CORE))
-"""Files and folders of this package that decide the code of an object."""
+_SOURCES = ("kernels", "packing", "jit/compile.py", "jit/library.py", *(f"core/{name}" for name in _CORE))
+"""Files and folders of this package that decide the code of an object or a library."""
 _DIGEST = hashlib.sha256().digest_size
 # compilers use these only for code that asks for them, and AMD's and Intel's latest processors have one each
 _ONLY_BY_NAME = {"avx512_vp2intersect", "avx512_fp16"}
@@ -47,8 +48,8 @@ def source_hash(*parts: str) -> str:
     for part in parts:
         path = _PACKAGE / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0{file.stat().st_size}\0".encode())
-            digest.update(file.read_bytes())
+            text = file.read_bytes()
+            digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0{len(text)}\0".encode() + text)
     return digest.hexdigest()[:16]
 
 
@@ -56,11 +57,7 @@ def source_hash(*parts: str) -> str:
 def fingerprint() -> tuple[Hashable, ...]:
     """Return all that compiled code depends on besides the unit and the host's processor: our sources and the versions
     and settings of the compiler. The Python version is no part of it, because an object holds no Python."""
-    import cutlass
-    import tvm_ffi
-
-    versions = (cutlass.__version__, str(getattr(cutlass, "CUDA_VERSION", "")), tvm_ffi.__version__)
-    return (source_hash(*_SOURCES), *versions, environment.dsl_settings())
+    return (source_hash(*_SOURCES), *toolchain.versions(), environment.dsl_settings())
 
 
 @functools.cache
@@ -87,14 +84,21 @@ def entry_name(unit: Unit) -> str:
 def read(name: str) -> bytes | None:
     """Return the object stored as ``name``, or one of the same unit that was compiled for a processor whose instruction
     sets this one has. None if there is none, or if it cannot be trusted or read or is not whole."""
+    return next((code for path in _candidates(name) if (code := _read(path)) is not None), None)
+
+
+def find(name: str) -> Path | None:
+    """Return the path of what :func:`read` returns. No other user can put another file there before it is used."""
+    return next((path for path in _candidates(name) if _read(path) is not None), None)
+
+
+def _candidates(name: str) -> Iterator[Path]:
     folder = environment.cache_dir()
     if folder is None:
-        return None
-    code = _read(folder / name)
-    if code is not None:
-        return code
-    others = sorted(path for path in folder.glob(f"{name.rpartition('-')[0]}-*.o") if path.name != name)
-    return next((code for path in others if (code := _read(path)) is not None), None)
+        return
+    yield folder / name
+    pattern = f"{name.rpartition('-')[0]}-*{Path(name).suffix}"
+    yield from sorted(path for path in folder.glob(pattern) if path.name != name)
 
 
 def _read(path: Path) -> bytes | None:
@@ -119,11 +123,11 @@ def _read(path: Path) -> bytes | None:
     return code if made_for[0] == machine and set(made_for[1:]) <= set(features) else None
 
 
-def write(name: str, code: bytes) -> None:
-    """Store an object as ``name``, or log why it cannot be stored."""
+def write(name: str, code: bytes) -> bool:
+    """Store an object or a library as ``name``; return whether it could be stored, and log why not."""
     folder = environment.cache_dir()
     if folder is None:
-        return
+        return False
     temporary = None
     try:
         trust.make_folder(folder)
@@ -134,6 +138,7 @@ def write(name: str, code: bytes) -> None:
             body = code + made_for + len(made_for).to_bytes(_SIZE, "little")
             f.write(body + hashlib.sha256(body).digest())
         os.replace(temporary, folder / name)
+        return True
     except trust.Untrusted as e:
         trust.warn(str(e))
     except OSError as e:
@@ -141,12 +146,13 @@ def write(name: str, code: bytes) -> None:
             Path(temporary).unlink(missing_ok=True)
         # later compilations of this process would fail alike: say it loudly only once
         _warn_unwritable(str(folder), str(e))
+    return False
 
 
 @functools.cache
 def _delete_abandoned(folder: Path) -> None:
     """Delete the temporary files of processes that were killed while they wrote; once in a process."""
-    for path in folder.glob(".*.o.*"):
+    for path in _temporary(folder):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - _ABANDONED_S:
                 path.unlink()
@@ -175,12 +181,25 @@ def _warn_unwritable(folder: str, reason: str) -> None:
 
 def stored() -> list[Path]:
     """Return the paths of all objects in the cache folder, of any version."""
+    return _stored(".o")
+
+
+def libraries() -> list[Path]:
+    """Return the paths of all libraries in the cache folder, of any version."""
+    return _stored(".so")
+
+
+def _stored(suffix: str) -> list[Path]:
     folder = environment.cache_dir()
-    return sorted(folder.glob("*-sm_*-*.o")) if folder is not None else []
+    return sorted(folder.glob(f"*-sm_*-*{suffix}")) if folder is not None else []
+
+
+def _temporary(folder: Path) -> list[Path]:
+    return [path for suffix in ("o", "so") for path in folder.glob(f".*.{suffix}.*")]
 
 
 def clear() -> int:
-    """Delete every object, and the temporary files of killed processes; return the number of objects.
+    """Delete every object and library, and the temporary files of killed processes; return the number of objects.
 
     Raises:
         w4gemm.core.trust.Untrusted: if another user could have replaced the folder by a link to another one.
@@ -190,6 +209,6 @@ def clear() -> int:
         return 0
     trust.check_folder(folder)
     objects = stored()
-    for path in (*objects, *folder.glob(".*.o.*")):
+    for path in (*objects, *libraries(), *_temporary(folder)):
         path.unlink(missing_ok=True)
     return len(objects)

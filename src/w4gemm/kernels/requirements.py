@@ -7,6 +7,8 @@ import importlib.metadata
 import importlib.util
 import logging
 
+from w4gemm.jit.toolchain import driver_cuda_version
+
 DSL = "4.8.1"
 """Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused,
 newer ones run after a warning."""
@@ -64,18 +66,3 @@ def _old_driver(minimum: tuple[int, int]) -> str:
         wanted = ".".join(map(str, minimum))
         return f"needs a driver for CUDA {wanted} or newer, this one supports {have[0]}.{have[1]}; update the driver"
     return ""
-
-
-@functools.cache
-def driver_cuda_version() -> tuple[int, int] | None:
-    """CUDA version that the installed driver supports; None if there is no driver, or it does not answer."""
-    import ctypes
-
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int(0)
-    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
