@@ -290,6 +290,28 @@ FAULTS = (
         "",
         "tests/test_sass.py -k gathered",
     ),
+    Fault(
+        "a norm's weight is loaded before the launch before has ended",
+        "src/w4gemm/kernels/rms_norm/kernel.py",
+        """        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        loaded = [self.load(weight.iterator.toint(), column, k) for column in columns]
+""",
+        """        loaded = [self.load(weight.iterator.toint(), column, k) for column in columns]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+""",
+        "tests/test_dependent_launch.py -k norms",
+    ),
+    Fault(
+        "a product follows the launch that wrote its weight",
+        "src/w4gemm/weights/weight.py",
+        """        if self.device.type == "cuda":
+            _launch_behind(self.tensors)
+""",
+        "",
+        "tests/test_dependent_launch.py -k made",
+    ),
     # --- tables of pairs, unpacking on a device, processes side by side, other GPUs
     Fault(
         "a table of pairs has the codes of a byte the other way round",

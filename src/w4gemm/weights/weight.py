@@ -81,6 +81,8 @@ class QuantizedWeight:
             if self.experts:
                 raise ValueError(f"perm: wanted None beside {self.experts} experts")
             check_perm(self.perm, self.k, self.device)
+        if self.device.type == "cuda":
+            _launch_behind(self.tensors)
 
     def __getstate__(self) -> dict[str, Any]:
         """With 8-bit floats as bytes, since plain pickle does not know PyTorch's storages of them."""
@@ -288,3 +290,10 @@ class QuantizedWeight:
             f"{'' if self.activations is None else f'activations={self.activations!r}, '}device={self.device}, "
             f"{'' if self.perm is None else 'act-order, '}{self.nbytes / 2**20:.1f} MiB)"
         )
+
+
+def _launch_behind(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Launch something small behind what wrote the tensors of a weight, so that a product that follows at once does not
+    follow their writer: on Hopper a product requests weights while the launch before it may still run, when what that
+    one writes is not visible yet (programmatic dependent launch)."""
+    tensors[0].new_zeros(1)

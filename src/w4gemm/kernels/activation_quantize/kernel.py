@@ -13,8 +13,9 @@ alone.
 
 Every access is of eight columns if k and the addresses allow that (``wide``), else of one column.
 
-Programmatic dependent launch, from SM90 on: the norm's weight is requested before ``griddepcontrol.wait``, and the
-product that follows requests its weights meanwhile.
+Programmatic dependent launch, from SM90 on: the product that follows requests its weights early. Before
+``griddepcontrol.wait`` the norm's weight is brought into L2, and loaded only after it, because the launch before may
+have written it: what a kernel of PyTorch stored is not visible before the wait.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from w4gemm.kernels.device.memory import (
     load_global,
     load_global_half,
     load_shared,
+    prefetch_global,
     shared_address,
     store_global,
     store_global_byte,
@@ -52,6 +54,7 @@ from w4gemm.kernels.device.memory import (
 from w4gemm.kernels.device.sums import cta_sum
 
 _MAGNITUDES = 0x7FFF7FFF
+_LINE = 8  # threads whose columns are the 128 bytes of one prefetch
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,15 @@ class ActivationQuantizeKernel:
         sums = smem.allocate_tensor(Float32, cute.make_layout(32))
         tops = smem.allocate_tensor(Int32, cute.make_layout(32))
         columns = [(thread + i * self.threads) * 8 for i in range(self.chunks)]
+        if cutlass.const_expr(self.dependent_launch):
+            if cutlass.const_expr(self.front == "rms"):
+                for column in columns:
+                    prefetch_global(weight.iterator.toint() + Int64(column) * 2, (column < k) & (thread % _LINE == 0))
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         factors = []
         if cutlass.const_expr(self.front == "rms"):
             factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
         source = x.iterator.toint() + row * x.stride[0] * 2
         if cutlass.const_expr(self.front == "silu_mul"):
             y = self.gated_row(source, columns, k, smem)

@@ -4,7 +4,8 @@ In float32, rounded to x's dtype before it is multiplied by the weight and after
 has one row; a thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart, and keeps them in registers. One
 barrier, for the sum of squares, which is added in an order that depends on k alone.
 
-Programmatic dependent launch: the weight is requested before ``griddepcontrol.wait``.
+Programmatic dependent launch: before ``griddepcontrol.wait`` the weight is brought into L2, and loaded only after it,
+because the launch before may have written it: what a kernel of PyTorch stored is not visible before the wait.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from w4gemm.kernels.device.arithmetic import divide, fma, pack_half2, square_root, to_float
-from w4gemm.kernels.device.memory import load_global, store_global
+from w4gemm.kernels.device.memory import load_global, prefetch_global, store_global
 from w4gemm.kernels.device.sums import cta_sum
 
 _VECTOR = 8
+_LINE = 8  # threads whose columns are the 128 bytes of one prefetch
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,21 @@ class RmsNormKernel:
         row = Int64(cute.arch.block_idx()[0]) * k * 2
         sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(32))
         columns = [(thread + i * self.threads) * _VECTOR for i in range(self.chunks)]
-        factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
+        for column in columns:
+            prefetch_global(weight.iterator.toint() + Int64(column) * 2, (column < k) & (thread % _LINE == 0))
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        values = [self.load(x.iterator.toint() + row, column, k) for column in columns]
+        loaded = [self.load(weight.iterator.toint(), column, k) for column in columns]
+        values = [self.floats(self.load(x.iterator.toint() + row, column, k)) for column in columns]
         mean = divide(self.sum_of_squares(values, sums, thread), Float32(k))
         scale = divide(Float32(1.0), square_root(mean + eps))
         for i in cutlass.range_constexpr(self.chunks):
-            words = self.times(self.pack([value * scale for value in values[i]]), factors[i])
+            words = self.times(self.pack([value * scale for value in values[i]]), self.floats(loaded[i]))
             store_global(out.iterator.toint() + row + Int64(columns[i]) * 2, words, columns[i] < k)
 
-    def load(self, row: Int64, column: Int32, k: Int32) -> list[Float32]:
-        """Eight columns, 0 past the last."""
-        return self.floats(load_global(row + Int64(column) * 2, _VECTOR // 2, column < k))
+    def load(self, row: Int64, column: Int32, k: Int32) -> list[Int32]:
+        """Eight columns in four words, 0 past the last."""
+        return load_global(row + Int64(column) * 2, _VECTOR // 2, column < k)
 
     def floats(self, words: list[Int32]) -> list[Float32]:
         return [to_float(self.kind, word, high) for word in words for high in (False, True)]

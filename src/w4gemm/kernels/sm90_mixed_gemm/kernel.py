@@ -48,8 +48,10 @@ because its sums pass through the drained pipeline. A grouped grid always is; it
 own.
 
 Programmatic dependent launch: the weights of the first stage are requested before ``griddepcontrol.wait``. So nothing
-earlier in the stream may still be writing them; this holds because this kernel lets its successor start only after its
-own wait.
+earlier in the stream may still be writing them. Behind a kernel of w4gemm this holds, because each lets its successor
+start only after its own wait. Behind another kernel, which may say nothing of its successor, CUDA may start this one
+before that one's writes are visible: so making a QuantizedWeight launches something small behind its writer
+(weights/weight.py), and docs/engines.md says what engines keep to.
 
 With fp8 activations (variant.kind "e4m3", the kernel sm90_fp8_gemm) a k chunk is 128 columns, still 128 bytes of x, and
 the codes become e4m3. If variant.scales_on_sums, the scales multiply the float32 sums of each group:

@@ -1,0 +1,125 @@
+"""Programmatic dependent launch: a kernel starts while the launch before it still runs, whose writes it cannot see yet.
+
+So before its ``griddepcontrol.wait`` (ACQBULK in SASS) a kernel loads nothing that the launch before can have written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import w4gemm
+from sass import disassemble
+from w4gemm.core.problem import H200
+from w4gemm.integrations.transformers.fused_step import rms_norm
+from w4gemm.jit import object_code
+from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.rms_norm.spec import RmsNorm
+from w4gemm.packing.packed_shape import packed_shape
+
+FP8 = torch.float8_e4m3fn
+CONFIGS = {
+    "sm90_decode/8x64x128_1x1x1_pingpong": torch.bfloat16,
+    "sm90_mixed_gemm/64x128x128_1x1x1_coop": torch.bfloat16,
+    "sm80_mixed_gemm/64x128x128_1x1x1_coop": torch.bfloat16,
+    "sm90_fp8_gemm/64x128x256_1x1x1_coop": FP8,
+}
+"""dtype of x by config."""
+ROUNDS = 400
+
+
+def queue_up(round: int) -> None:
+    """Let the GPU wait now and then, so that launches follow each other without a gap."""
+    if round % 40 == 0:
+        torch.cuda._sleep(10_000_000)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("perm", [False, True])
+def test_a_weight_is_made_with_a_last_launch_that_writes_nothing_of_it(perm: bool) -> None:
+    shape = packed_shape(w4gemm.WeightFormat.parse("int4_g128"), "mma16", 64, 128, 0)
+    with FakeTensorMode():
+        tensors = shape.empty(torch.device("cuda"))
+        order = torch.empty(128, dtype=torch.int32, device="cuda") if perm else None
+        with Operators() as operators:
+            w = w4gemm.QuantizedWeight(shape.format, 64, 128, "mma16", tensors, order)
+            assert operators.names == ["new_zeros"]
+            replace(w, n=64)
+    assert operators.names == ["new_zeros"] * 2
+
+
+@pytest.mark.parametrize(
+    "helper",
+    [
+        RmsNorm.of(H200, torch.bfloat16, 4096),
+        ActivationQuantize.of(H200, torch.bfloat16, 4096, "rms", True),
+    ],
+    ids=lambda helper: helper.name if helper else "none",
+)
+def test_a_norms_weight_is_loaded_behind_the_wait(helper: Any) -> None:
+    """Before it the weight is at most brought into L2, where what is written later arrives too."""
+    pytest.importorskip("cutlass")
+    text = disassemble(object_code(helper.unit())).text
+    before, found, behind = text.partition("ACQBULK")
+    chunks = helper.chunks if isinstance(helper, RmsNorm) else helper.shape.chunks
+    assert found and "LDG" not in before and before.count("CCTL.E.PF2") == chunks
+    assert behind.count("LDG") == 2 * chunks, "of x and of the weight"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [512, 4096])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_weight_that_was_just_made(config: str, size: int) -> None:
+    """A kernel of PyTorch writes the packed tensor of another weight before each product."""
+    g, dtype = torch.Generator("cuda").manual_seed(0), CONFIGS[config]
+    dense = torch.randn(2, size, size, generator=g, device="cuda")
+    made = [w4gemm.quantize(w, "int4_g128").repack(activations="fp8" if dtype == FP8 else None) for w in dense]
+    x = torch.randn(8, size, generator=g, device="cuda").to(dtype)
+    scale = torch.ones(8, device="cuda") if dtype == FP8 else None
+    wanted = [w4gemm.linear(x, w, token_scale=scale, config=config) for w in made]
+    assert not torch.equal(*wanted)
+    packed = made[0].tensors[0].clone()
+    outs = torch.full((ROUNDS, *wanted[0].shape), torch.nan, dtype=wanted[0].dtype, device="cuda")
+    for i, out in enumerate(outs):
+        queue_up(i)
+        torch.add(made[i % 2].tensors[0], 0, out=packed)
+        w = replace(made[0], tensors=(packed,))
+        w4gemm.linear(x, w, token_scale=scale, config=config, out=out)
+    assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(outs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [64, 4096, 28672 // 2])
+def test_a_norms_weight_that_was_just_written(k: int) -> None:
+    """As Gemma's norms have it: their weight is 1 + the parameter."""
+    g = torch.Generator("cuda").manual_seed(0)
+    x, *parameters = (torch.randn(*shape, generator=g, device="cuda").bfloat16() for shape in ((3, k), (k,), (k,)))
+    factors = [1 + parameter for parameter in parameters]
+    torch.cuda.synchronize()
+    norms = [rms_norm(x.view(3, 1, k), weight, 1e-6) for weight in factors]
+    quantized = [w4gemm.quantize_activations(x, norm_weight=weight)[0].view(torch.uint8) for weight in factors]
+    weight, got = torch.empty_like(factors[0]), []
+    for i in range(ROUNDS):
+        queue_up(i)
+        torch.add(parameters[i % 2], 1, out=weight)
+        d = rms_norm(x.view(3, 1, k), weight, 1e-6)
+        torch.add(parameters[i % 2], 1, out=weight.zero_())
+        got.append((d, w4gemm.quantize_activations(x, norm_weight=weight)[0].view(torch.uint8)))
+    for i, (d, x8) in enumerate(got):
+        assert torch.equal(d, norms[i % 2]) and torch.equal(x8, quantized[i % 2])
