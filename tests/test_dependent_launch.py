@@ -107,7 +107,7 @@ def test_a_weight_that_was_just_made(config: str, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [64, 4096, 28672 // 2])
 def test_a_norms_weight_that_was_just_written(k: int) -> None:
-    """As Gemma's norms have it: their weight is 1 + the parameter."""
+    """The launch before computes 1 + a parameter, as Gemma's norms have it."""
     g = torch.Generator("cuda").manual_seed(0)
     x, *parameters = (torch.randn(*shape, generator=g, device="cuda").bfloat16() for shape in ((3, k), (k,), (k,)))
     factors = [1 + parameter for parameter in parameters]
