@@ -21,7 +21,7 @@ from bench.producers.common import Pairs, Weights
 from bench.producers.compressed import awq, compressed_floats, compressed_integers, nibbles
 from bench.producers.deepseek import deepseek_v4
 from bench.producers.gguf_types import gemma3, gguf_type, smollm2
-from bench.producers.others import auto_round, bitsandbytes, gpt_oss, gptqmodel, hqq, modelopt
+from bench.producers.others import auto_round, bitsandbytes, gpt_oss, gptqmodel, hqq, modelopt, modelopt_mxfp4
 
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.generation import default_model
@@ -67,6 +67,7 @@ CASES = (
     ),
     Case("AWQ gemm", "compressed-tensors", awq),
     Case("ModelOpt NVFP4", "nvidia-modelopt", modelopt),
+    Case("ModelOpt MXFP4", "nvidia-modelopt", modelopt_mxfp4),
     Case("ModelOpt INT4", "compressed-tensors", nibbles("modelopt")),
     Case("DeepSeek W4AFP8", "compressed-tensors", nibbles("w4afp8")),
     Case("HQQ axis 1", "hqq", hqq),

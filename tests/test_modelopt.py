@@ -21,6 +21,7 @@ from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, summarize
 
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+MXFP4, MXFP4_W4A8 = NVFP4 | {"quant_algo": "mxfp4"}, NVFP4 | {"quant_algo": "W4A8_MXFP4_FP8"}
 INT4 = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32, "exclude_modules": ["lm_head"]}
 W4A8 = INT4 | {"quant_algo": "W4A8_AWQ"}
 E2M1 = torch.tensor(WeightFormat.parse("nvfp4").element_rule.values)
@@ -35,6 +36,14 @@ def nvfp4(name: str, n: int, k: int) -> Any:
     weight = E2M1[codes.int()] * scales.float().repeat_interleave(16, 1) * factor
     stored = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, "weight_scale_2": factor}
     return stored | {"input_scale": torch.tensor(0.5)}, weight
+
+
+def mxfp4(name: str, n: int, k: int) -> Any:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 130, (n, k // 32), generator=generator, dtype=torch.uint8)
+    weight = E2M1[codes.int()] * torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
+    return {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}, weight
 
 
 def int4(smooth: tuple[str, ...] = (), dtype: torch.dtype = torch.bfloat16, w4a8: bool = False) -> Writer:
@@ -58,11 +67,14 @@ def int4(smooth: tuple[str, ...] = (), dtype: torch.dtype = torch.bfloat16, w4a8
     ("config", "write", "format"),
     [
         (NVFP4, nvfp4, "nvfp4"),
+        (NVFP4 | {"quant_algo": "W4A8_NVFP4_FP8"}, nvfp4, "nvfp4"),
+        (MXFP4, mxfp4, "mxfp4"),
+        (MXFP4_W4A8, mxfp4, "mxfp4"),
         (INT4, int4(), "int4_g32"),
         (INT4, int4(dtype=torch.float32), "int4_g32_fp32"),
         (W4A8, int4(dtype=torch.float32, w4a8=True), "int4_g32_fp16"),
     ],
-    ids=["nvfp4", "int4", "int4-float32", "w4a8"],
+    ids=["nvfp4", "nvfp4-fp8", "mxfp4", "mxfp4-w4a8", "int4", "int4-float32", "w4a8"],
 )
 @pytest.mark.parametrize("own_file", [False, True], ids=["config", "hf_quant_config"])
 def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: str, own_file: bool) -> None:
@@ -76,7 +88,9 @@ def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: 
     for name, weight in wanted.items():
         w = checkpoint.weight(name)
         assert torch.equal(w.dequantize(), weight), name
-        assert w.activations == checkpoint.modules[name].activations == ("fp8" if config is W4A8 else None)
+        assert (
+            w.activations == checkpoint.modules[name].activations == ("fp8" if config in (W4A8, MXFP4_W4A8) else None)
+        )
     model, _ = load(tmp_path)
     assert summarize(model).formats == {str(WeightFormat.parse(format)): 7 * LAYERS}
     ids = torch.arange(1, 8)[None]
@@ -151,6 +165,8 @@ def test_w4a8_scales_and_then_quantizes_x(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "changed", "message"),
     [
+        ({"quant_algo": "NVFP4_SVD"}, None, "product of low rank beside the weight is not added here; export .* NVFP4"),
+        ({"quant_algo": "mxfp4"}, None, r"weight_scale is BF16, wanted U8 or F8_E8M0"),
         ({"quant_algo": "FP8"}, None, "quantized by 'FP8'; wanted one of NVFP4,"),
         ({"quant_algo": "W4A8_AWQ"}, None, "there is no weight_scale_2 beside its weight, weight_scale"),
         ({"exclude_modules": ["*down_proj"]}, None, "the config excludes it, but it has quantized tensors"),

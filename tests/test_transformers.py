@@ -144,8 +144,8 @@ def test_missing_tensor(tmp_path: Path) -> None:
         ("block_count", 3, "block_count is 3, but"),
         ("attention.head_count", 0, "attention.head_count: wanted a number from 1, got 0"),
         ("attention.head_count", 3, "3 heads cannot share 2 heads of keys and values equally"),
-        ("embedding_length", 512, r"embedding_length is 512, but token_embd.weight has shape \(258, 64\)"),
-        ("tokenizer.ggml.bos_token_id", 2**31, "bos_token_id: wanted a token id below 258, got 2147483648"),
+        ("embedding_length", 512, r"embedding_length is 512, but token_embd.weight has shape \(259, 64\)"),
+        ("tokenizer.ggml.bos_token_id", 2**31, "bos_token_id: wanted a token id below 259, got 2147483648"),
     ],
 )
 def test_metadata_that_contradict_the_tensors(tmp_path: Path, key: str, value: int, message: str) -> None:

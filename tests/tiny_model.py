@@ -67,10 +67,10 @@ MIXTURES = {
 
 
 def _vocabulary() -> tuple[list[str], list[str]]:
-    """Byte-level tokens with one merge, as GPT-2's."""
+    """Byte-level tokens as GPT-2's, with two merges: transformers 5.17 cannot read a GGUF file with one."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    return ["<end>", *bytes_to_unicode().values(), "he"], ["h e"]
+    return ["<end>", *bytes_to_unicode().values(), "he", "the"], ["h e", "t he"]
 
 
 def write_gguf(
@@ -99,6 +99,8 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_merges(merges)
+    if architecture == "gemma3":  # without them transformers 5.17 reads no tokenizer
+        writer.add_token_scores([0.0] * len(tokens))
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)

@@ -88,6 +88,17 @@ def modelopt(folder: Path, weights: Weights) -> Pairs:
     return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, stored, wanted)
 
 
+def modelopt_mxfp4(folder: Path, weights: Weights) -> Pairs:
+    from modelopt.torch.quantization.qtensor import MXFP4QTensor
+
+    stored, wanted = {}, {}
+    for name, w in weights.items():
+        packed, scales = MXFP4QTensor.quantize(w, 32)
+        stored |= {f"{name}.weight": packed._quantized_data, f"{name}.weight_scale": scales.reshape(len(w), -1)}
+        wanted[name] = packed.dequantize(torch.float32, scale=scales, block_sizes={-1: 32})
+    return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "mxfp4"}, stored, wanted)
+
+
 def gpt_oss(folder: Path, weights: Weights) -> Pairs:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -1,15 +1,17 @@
-"""Folders quantized by NVIDIA's ModelOpt: NVFP4 and INT4 (W4A16_AWQ, W4A8_AWQ).
+"""Folders quantized by NVIDIA's ModelOpt: NVFP4, MXFP4 and INT4 (W4A16_AWQ, W4A8_AWQ).
 
 A module of NVFP4 is ``weight`` uint8 (n, k / 2), the even column in the low nibble, ``weight_scale`` e4m3 (n, k / 16),
-and ``weight_scale_2`` float32 (), which multiplies. One of INT4 is ``weight`` uint8 (n / 2, k), two's complements of
-two rows a byte, the even row in the low nibble, and ``weight_scale`` (n, groups). ``pre_quant_scale`` (k), of a model
-that was smoothed by AWQ, multiplies x; experts of a layer share it. Activations that the config wants in 4 bits are
-multiplied as they come, so ``input_scale`` is not used. Scales of a quantized KV cache are not used either.
+and ``weight_scale_2`` float32 (), which multiplies. One of MXFP4 has ``weight_scale`` e8m0, as uint8 (n, k / 32), and
+no second scale. One of INT4 is ``weight`` uint8 (n / 2, k), two's complements of two rows a byte, the even row in the
+low nibble, and ``weight_scale`` (n, groups). ``pre_quant_scale`` (k), of a model that was smoothed by AWQ, multiplies
+x; experts of a layer share it. Scales of a quantized KV cache are not used.
 
-W4A8_AWQ quantizes x to e4m3, here with a scale for each token instead of ``input_scale`` for all, and beside it
-``weight_scale_2``, by which ModelOpt's own kernels round q * weight_scale to e4m3, is not needed: the weight is
-q * weight_scale. Kernels beside fp8 take scales in 16 bits, so float32 ones are rounded to fp16, by at most 2**-11 of
-themselves from 2**-14 on, as TensorRT-LLM rounds them. Beside 16-bit x float32 scales stay float32.
+W4A8_MXFP4_FP8 and W4A8_AWQ quantize x to e4m3, here with a scale for each token instead of ``input_scale`` for all. x
+that the config wants in 4 bits, or in e4m3 beside NVFP4 (W4A8_NVFP4_FP8), is multiplied as it comes.
+
+``weight_scale_2`` of W4A8_AWQ, by which ModelOpt's own kernels round q * weight_scale to e4m3, is not needed: the
+weight is q * weight_scale. Kernels beside fp8 take scales in 16 bits, so float32 ones are rounded to fp16, by at most
+2**-11 of themselves from 2**-14 on, as TensorRT-LLM rounds them. Beside 16-bit x float32 scales stay float32.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
-_NVFP4 = WeightFormat.parse("nvfp4")
-_FLOATS = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+_NVFP4, _MXFP4 = WeightFormat.parse("nvfp4"), WeightFormat.parse("mxfp4")
+_FLOATS = {
+    **dict.fromkeys(("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), _NVFP4),
+    **dict.fromkeys(("MXFP4", "mxfp4", "W4A8_MXFP4_FP8"), _MXFP4),  # ModelOpt itself writes "mxfp4"
+}
 _W4A8 = "W4A8_AWQ"
+_FP8_ACTIVATIONS = (_W4A8, "W4A8_MXFP4_FP8")
 ALGORITHMS = (*_FLOATS, "W4A16_AWQ", "INT4_AWQ", _W4A8)
 """Values of ``quant_algo`` that are read."""
 
@@ -54,6 +60,11 @@ class ModelOptPacking:
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings = {**self.config, **self._of_layer(name)}
         algorithm = settings.get("quant_algo")
+        if algorithm == "NVFP4_SVD":
+            raise ValueError(
+                "it was quantized by NVFP4_SVD, whose product of low rank beside the weight is not added here; export "
+                "the model as NVFP4 or NVFP4_AWQ"
+            )
         if algorithm not in ALGORITHMS:
             raise ValueError(
                 f"it was quantized by {algorithm!r}; wanted one of {', '.join(ALGORITHMS)}: export the model again, or "
@@ -63,12 +74,12 @@ class ModelOptPacking:
         if any(fnmatchcase(name, pattern) for pattern in excluded):
             raise ValueError("the config excludes it, but it has quantized tensors")
         if algorithm in _FLOATS:
-            n, k, format = _floats(stored)
+            n, k, format = _floats(stored, _FLOATS[algorithm])
         else:
             n, k, format = _integers(stored, settings.get("group_size") or 128, algorithm == _W4A8)
         if scaled := "pre_quant_scale" in stored:
             check_tensor(stored, "pre_quant_scale", ("F16", "BF16", "F32"), (k,))
-        activations = "fp8" if algorithm == _W4A8 else None
+        activations = "fp8" if algorithm in _FP8_ACTIVATIONS else None
         return Module(n, k, format, "bias" in stored, activations=activations, pre_quant_scale=scaled)
 
     def _of_layer(self, name: str) -> Mapping[str, Any]:
@@ -80,6 +91,8 @@ class ModelOptPacking:
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         packed, scales = tensors["weight"], tensors["weight_scale"]
+        if module.format == _MXFP4:
+            return of_bytes(module, packed, scales.view(torch.float8_e8m0fnu))
         if module.format == _NVFP4:
             channels = tensors["weight_scale_2"].reshape(1).expand(module.n).contiguous()
             return of_bytes(module, packed, scales, channels)
@@ -89,20 +102,22 @@ class ModelOptPacking:
         return replace(w, activations=module.activations)
 
 
-def _floats(stored: Mapping[str, TensorInfo]) -> _Shape:
+def _floats(stored: Mapping[str, TensorInfo], format: WeightFormat) -> _Shape:
     n, half = check_tensor(stored, "weight", ("U8",))
-    check_tensor(stored, "weight_scale", ("F8_E4M3",), (n, whole_groups(_NVFP4, 2 * half)))
-    one = "weight_scale_2" in stored and stored["weight_scale_2"].shape == (1,)
-    check_tensor(stored, "weight_scale_2", ("F32",), (1,) if one else ())
-    return _Shape(n, 2 * half, _NVFP4)
+    scales = ("F8_E4M3",) if format == _NVFP4 else ("U8", "F8_E8M0")
+    check_tensor(stored, "weight_scale", scales, (n, whole_groups(format, 2 * half)))
+    if format == _NVFP4:
+        _check_second_scale(stored)
+    elif "weight_scale_2" in stored:
+        raise ValueError("it has two scales, as NVFP4 has, but its config says MXFP4; wanted weight_scale alone")
+    return _Shape(n, 2 * half, format)
 
 
 def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> _Shape:
     """``fp8``: True if x is quantized, as W4A8_AWQ says."""
     half, k = check_tensor(stored, "weight", ("U8",))
     if fp8:
-        one = "weight_scale_2" in stored and stored["weight_scale_2"].shape == (1,)
-        check_tensor(stored, "weight_scale_2", ("F32",), (1,) if one else ())
+        _check_second_scale(stored)
     elif "weight_scale_2" in stored:
         raise ValueError("it has two scales, as W4A8_AWQ has, but its config says W4A16; wanted weight_scale alone")
     known = SCALES | {"F32": "fp16" if fp8 else "fp32"}
@@ -112,6 +127,11 @@ def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> _
     return _Shape(2 * half, k, format)
 
 
+def _check_second_scale(stored: Mapping[str, TensorInfo]) -> None:
+    one = "weight_scale_2" in stored and stored["weight_scale_2"].shape == (1,)
+    check_tensor(stored, "weight_scale_2", ("F32",), (1,) if one else ())
+
+
 def _named(config: Mapping[str, Any]) -> list[Named]:
     layers = (config.get("quantized_layers") or {}).items()
     return [Named("quantized_layers", name) for name, settings in layers if settings.get("quant_algo") in ALGORITHMS]
@@ -119,7 +139,7 @@ def _named(config: Mapping[str, Any]) -> list[Named]:
 
 FORMAT = folder_format(
     "modelopt",
-    "a folder with a model quantized by ModelOpt (NVFP4, INT4 AWQ, W4A8 AWQ)",
+    "a folder with a model quantized by ModelOpt (NVFP4, MXFP4, INT4 AWQ, W4A8 AWQ)",
     ModelOptPacking,
     named=_named,
 )
