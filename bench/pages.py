@@ -90,6 +90,7 @@ _EXPERTS = (
     "Tokens are the average per expert. Routing is balanced unless a row says zipf (expert e in proportion to "
     "1 / (1 + e)) or hot (all tokens to one expert)."
 )
+_MXFP4 = "MXFP4 weights (e2m1, a power of two for each 32)"
 W4A16 = Page(
     "benchmarks",
     "roofline",
@@ -166,7 +167,7 @@ MXFP4 = Page(
     "benchmarks-mxfp4",
     "roofline-mxfp4",
     "MXFP4 beside other libraries",
-    "MXFP4 weights (e2m1, a power of two for each 32), bf16 x.",
+    f"{_MXFP4}, bf16 x.",
     (
         *_METHOD,
         f"{_CHOICE} marlin is vLLM's. {_CUBLAS}",
@@ -194,7 +195,7 @@ MXFP4_W4A8 = Page(
     "benchmarks-mxfp4-w4a8",
     "roofline-mxfp4-w4a8",
     "MXFP4 with e4m3 activations, beside other libraries",
-    "MXFP4 weights (e2m1, a power of two for each 32), e4m3 x with one scale per token.",
+    f"{_MXFP4}, e4m3 x with one scale per token.",
     (
         *_METHOD,
         f"{_CHOICE} {_QUANTIZES}, which takes about 3 us.",
@@ -204,7 +205,44 @@ MXFP4_W4A8 = Page(
     RATES.fp8_operations,
     weight_bits=4 + 8 / 32,
 )
-_PAGES = {
+_MARLIN_PADS = "marlin is vLLM's; its n is padded to a multiple of 128 where k is none."
+GROUPED_MXFP4 = Page(
+    "benchmarks-grouped-mxfp4",
+    "roofline-grouped-mxfp4",
+    "Mixtures of experts in MXFP4 beside other libraries",
+    f"{_MXFP4}, bf16 x.",
+    (*_METHOD, f"{_CHOICE} {_MARLIN_PADS}", _EXPERTS),
+    "grouped_fp4.jsonl",
+    2,
+    RATES.operations,
+    groups=GROUPED,
+    weight_bits=4 + 8 / 32,
+)
+GROUPED_NVFP4 = Page(
+    "benchmarks-grouped-nvfp4",
+    "roofline-grouped-nvfp4",
+    "Mixtures of experts in NVFP4 beside other libraries",
+    "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x.",
+    (*_METHOD, f"{_CHOICE} {_MARLIN_PADS}", _EXPERTS),
+    "grouped_fp4.jsonl",
+    2,
+    RATES.operations,
+    groups=GROUPED,
+    weight_bits=4 + 8 / 16,
+)
+GROUPED_MXFP4_W4A8 = Page(
+    "benchmarks-grouped-mxfp4-w4a8",
+    "roofline-grouped-mxfp4-w4a8",
+    "Mixtures of experts in MXFP4 with e4m3 activations, beside other libraries",
+    f"{_MXFP4}, e4m3 x with one scale per token.",
+    (*_METHOD, f"{_CHOICE} {_QUANTIZES}.", _EXPERTS),
+    "grouped_fp4.jsonl",
+    1,
+    RATES.fp8_operations,
+    groups=GROUPED,
+    weight_bits=4 + 8 / 32,
+)
+PAGES = {
     ("w4a16", ""): W4A16,
     ("w4a8", ""): W4A8,
     ("w4a16_grouped", ""): GROUPED_W4A16,
@@ -212,7 +250,11 @@ _PAGES = {
     ("w4a16", "mxfp4"): MXFP4,
     ("w4a16", "nvfp4"): NVFP4,
     ("w4a8", "mxfp4"): MXFP4_W4A8,
+    ("w4a16_grouped", "mxfp4"): GROUPED_MXFP4,
+    ("w4a16_grouped", "nvfp4"): GROUPED_NVFP4,
+    ("w4a8_grouped", "mxfp4"): GROUPED_MXFP4_W4A8,
 }
+"""Page by kind of work, see :func:`kind_of_work`."""
 
 
 def kind_of_work(row: dict[str, Any]) -> tuple[str, str]:
@@ -224,4 +266,4 @@ def page_of(rows: list[dict[str, Any]]) -> Page | None:
     """Return the page that rows of one kind of work are for; None if there is none."""
     if any(row["impl"] == SM80.ours for row in rows):
         return SM80
-    return _PAGES.get(kind_of_work(rows[0]))
+    return PAGES.get(kind_of_work(rows[0]))

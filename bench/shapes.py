@@ -32,6 +32,18 @@ EXPERTS: tuple[tuple[int, int, int], ...] = (
 )
 """(experts, n, k) of mixtures of experts, gate_up and down: Mixtral-8x7B, Qwen3-30B-A3B, DeepSeek-V3 (32 of 256)."""
 
+FP4_EXPERTS: tuple[tuple[int, int, int], ...] = (
+    *((32, 5760, 2880), (32, 2880, 2880)),
+    *((128, 5760, 2880), (128, 2880, 2880)),
+    *((256, 4096, 4096), (256, 4096, 2048)),
+    *((64, 6144, 7168), (64, 7168, 3072)),
+    *((64, 6144, 3584), (64, 3584, 3072)),
+)
+"""(experts, n, k) of models whose checkpoints are in MXFP4, gate_up and down: gpt-oss-20b, gpt-oss-120b,
+DeepSeek-V4-Flash, DeepSeek-V4-Pro (64 of 384), Kimi-K3 (64 of 896)."""
+
+MIXTURES = {"moe": EXPERTS, "fp4-moe": FP4_EXPERTS}
+
 ROUTINGS = ("balanced", "zipf", "hot")
 """How tokens are divided: among experts alike; to expert e in proportion to 1 / (1 + e), in mixed order; all to one."""
 
@@ -74,7 +86,7 @@ def parse_tokens(text: str, name: str = "m") -> tuple[int, ...]:
 
 
 def parse_experts(text: str) -> tuple[tuple[int, int, int], ...]:
-    """(experts, n, k) of comma-separated sizes like ``8x28672x4096``, or ``moe`` for ``EXPERTS``.
+    """(experts, n, k) of comma-separated names of ``MIXTURES`` and sizes like ``8x28672x4096``, each once.
 
     Raises:
         ValueError: if a part is neither.
@@ -82,9 +94,10 @@ def parse_experts(text: str) -> tuple[tuple[int, int, int], ...]:
     found: list[tuple[int, int, int]] = []
     for part in text.split(","):
         sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", part)
-        if part != "moe" and sizes is None:
-            raise ValueError(f"shapes: wanted moe or experts x n x k like 8x28672x4096, got {part!r}")
-        found += EXPERTS if sizes is None else [(int(sizes[1]), int(sizes[2]), int(sizes[3]))]
+        if part not in MIXTURES and sizes is None:
+            names = ", ".join(MIXTURES)
+            raise ValueError(f"shapes: wanted {names} or experts x n x k like 8x28672x4096, got {part!r}")
+        found += MIXTURES[part] if sizes is None else [(int(sizes[1]), int(sizes[2]), int(sizes[3]))]
     return tuple(dict.fromkeys(found))
 
 

@@ -53,7 +53,9 @@ def test_shapes_by_name_and_by_size():
 def test_mixtures_of_experts_by_name_and_by_size():
     assert parse_experts("moe,8x512x2048")[-1] == (8, 512, 2048) and parse_experts("moe") == EXPERTS
     assert parse_routings("hot,zipf") == ("hot", "zipf")
-    with pytest.raises(ValueError, match="shapes: wanted moe or experts x n x k like 8x28672x4096, got '28672x4096'"):
+    with pytest.raises(
+        ValueError, match="shapes: wanted moe, fp4-moe or experts x n x k like 8x28672x4096, got '28672x4096'"
+    ):
         parse_experts("28672x4096")
     with pytest.raises(ValueError, match="routing: wanted some of balanced, zipf, hot, got 'even'"):
         parse_routings("even")

@@ -41,7 +41,7 @@ def test_help_explains_the_command_and_every_option(name, capsys):
         (
             "grouped",
             ["--shapes", "28672x4096"],
-            "argument --shapes: wanted moe or experts x n x k .*, got '28672x4096'",
+            "argument --shapes: wanted moe, fp4-moe or experts x n x k .*, got '28672x4096'",
         ),
         ("grouped", ["--tokens", "0"], "argument --tokens: wanted integers from 1 on like 1,16,256, got '0'"),
         ("experts", ["--work", "w8a8"], "argument --work: wanted some of w4a16, w4a8, got w8a8"),

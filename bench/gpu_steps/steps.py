@@ -200,6 +200,17 @@ STEPS = (
         alone=True,
     ),
     Step(
+        "fp4-experts",
+        "python -m bench.grouped --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes fp4-moe "
+        "--tokens 1,16,64,128,512 --routing balanced,zipf --seconds 360 --out {rows}",
+        400,
+        "grouped_fp4.jsonl",
+        "bench/results/README.md#benchmarks",
+        cores=16,
+        needs=PEERS,
+        alone=True,
+    ),
+    Step(
         "experts-layer",
         "python -m bench.experts --model gpt-oss-20b --seconds 200 --out {rows}",
         240,

@@ -1,7 +1,7 @@
 """vLLM's compiled operators, which several peers share.
 
-They are taken from an installed vLLM, or from the file ``$VLLM_OPS_LIBRARY``, with ``$VLLM_VERSION`` saying which
-version that is.
+They are taken from an installed vLLM, or from files: those of experts from ``$VLLM_MOE_OPS_LIBRARY``, the others from
+``$VLLM_OPS_LIBRARY``. ``$VLLM_MOE_VERSION`` and ``$VLLM_VERSION`` say which versions these are.
 """
 
 from __future__ import annotations
@@ -10,42 +10,56 @@ import functools
 import importlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench.peers.base import missing_gpu, missing_package, package_version
 
+
+class Library(NamedTuple):
+    """A compiled library of vLLM."""
+
+    name: str
+    """Its name in ``torch.ops``."""
+    file: str
+    """Environment variable with the path of the library."""
+    version: str
+    """Environment variable with the version of that file."""
+
+
+OTHERS = Library("_C", "VLLM_OPS_LIBRARY", "VLLM_VERSION")
+EXPERTS = Library("_moe_C", "VLLM_MOE_OPS_LIBRARY", "VLLM_MOE_VERSION")
 UINT4_MINUS_8 = 4 << 8 | 8 << 17 | 1 << 50
 """``vllm.scalar_type.scalar_types.uint4b8.id``: 4 bits of mantissa, a bias of 8."""
 E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49
 """``scalar_types.float4_e2m1f.id``: 2 bits of exponent, 1 of mantissa, signed, finite."""
 
 
-def missing(operator: str) -> str:
+def missing(operator: str, library: Library = OTHERS) -> str:
     """Return why the operator cannot be called here, or the empty string."""
     if reason := missing_gpu():
         return reason
-    library = os.environ.get("VLLM_OPS_LIBRARY")
-    if not library and missing_package("vllm", "vllm"):
-        return "vllm is not installed, and VLLM_OPS_LIBRARY names no library of its operators"
-    if library and not Path(library).is_file():
-        return f"VLLM_OPS_LIBRARY: no file {library}"
+    file = os.environ.get(library.file)
+    if not file and missing_package("vllm", "vllm"):
+        return f"vllm is not installed, and {library.file} names no library of its operators"
+    if file and not Path(file).is_file():
+        return f"{library.file}: no file {file}"
     try:
-        found = hasattr(operators(), operator)
+        found = hasattr(operators(library), operator)
     except (ImportError, OSError) as e:
         return f"vLLM's operators do not load: {e}"
     return "" if found else f"vLLM's operators have no {operator}"
 
 
-def version() -> str:
-    return os.environ.get("VLLM_VERSION") or package_version("vllm")
+def version(library: Library = OTHERS) -> str:
+    return os.environ.get(library.version) or package_version("vllm")
 
 
 @functools.cache
-def operators() -> Any:
-    library = os.environ.get("VLLM_OPS_LIBRARY")
-    if library:
-        torch.ops.load_library(library)
+def operators(library: Library = OTHERS) -> Any:
+    file = os.environ.get(library.file)
+    if file:
+        torch.ops.load_library(file)
     else:
         importlib.import_module("vllm._custom_ops")
-    return torch.ops._C
+    return getattr(torch.ops, library.name)

@@ -1,0 +1,299 @@
+"""bench.grouped without a GPU: peers' packing against what their kernels read, points, pages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import grouped, pages, report, run  # noqa: E402
+from bench.mixtures import points, weights  # noqa: E402
+from bench.mixtures.ahead import Product, units_of, unsupported  # noqa: E402
+from bench.peers import vllm_ops  # noqa: E402
+from bench.peers.base import FP8, fp4_name  # noqa: E402
+from bench.peers.experts import PEERS, Experts, Prepared, humming, marlin  # noqa: E402
+from bench.peers.experts.base import rotate  # noqa: E402
+from bench.peers.experts.rows import block_size, blocks_of  # noqa: E402
+from bench.shapes import FP4_EXPERTS, parse_experts  # noqa: E402
+
+from w4gemm import QuantizedWeight, WeightFormat  # noqa: E402
+from w4gemm.tuning import timing  # noqa: E402
+from w4gemm.weights.random import random_weight  # noqa: E402
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def on_cpu(n: int, k: int, format: str) -> QuantizedWeight:
+    """A random weight; of NVFP4 with one factor, as peers take it."""
+    w = random_weight(WeightFormat.parse(format), n, k)
+    if fp4_name(w.format) != "nvfp4":
+        return w
+    codes, scales, _, channels, *_ = w.parts()
+    return QuantizedWeight.from_codes(w.format, codes, scales, channels=channels.mean().expand(n).contiguous())
+
+
+@pytest.fixture
+def cpu_weights(monkeypatch):
+    monkeypatch.setattr(weights, "_ROTATED_BYTES", 40e3)
+    monkeypatch.setattr(weights, "random_weight", lambda n, k, format, dtypes: on_cpu(n, k, str(format)))
+
+
+class FakeOperators:
+    """vLLM's operators for experts by their documentation: what the kernel reads, block by block."""
+
+    @staticmethod
+    def gptq_marlin_repack(words, perm, k, n, bits, a_is_8bit):
+        assert words.shape == (k // 8, n) and words.is_contiguous() and bits == 4 and not a_is_8bit
+        return words.reshape(k // 16, 2 * n).clone()
+
+    @staticmethod
+    def moe_wna16_marlin_gemm(a, c, b, bias, s, a_scales, factors, zeros, g_idx, perm, locks, *rest):
+        ids, owners, used, topk_weights, size, top_k, multiplied, kind, m, n, k, *flags = rest
+        assert (bias, a_scales, zeros, g_idx, perm, top_k, multiplied) == (None,) * 5 + (1, False)
+        assert flags == [True, False, True, False, -1, -1, -1] and topk_weights.dtype == torch.float32
+        assert a.shape == (m, k) and c.shape == (m, n) and (n % 128 == 0 or k % 128 == 0) and k % 64 == 0
+        assert ids.dtype == owners.dtype == used.dtype == torch.int32 and len(ids) == size * len(owners)
+        codes = torch.stack([(b.reshape(len(b), k // 8, n) >> (4 * i)) & 15 for i in range(8)], 2).reshape(-1, k, n)
+        bf16 = FakeOperators.scales(s, factors)
+        table = E2M1 if kind == vllm_ops.E2M1 else torch.arange(-8.0, 8.0)
+        w = table[codes.long()] * bf16.repeat_interleave(k // s.shape[1], 1)
+        for block in range(int(used) // size):
+            rows = ids[block * size : (block + 1) * size]
+            rows = rows[rows < m].long()
+            c[rows] = (a[rows].float() @ w[owners[block]]).to(c.dtype)
+        return c
+
+    @staticmethod
+    def scales(s, factors):
+        """Scales (experts, groups, n) as numbers in the order of n."""
+        numbers = s.float()
+        if s.dtype == torch.float8_e4m3fn:  # unsigned, five bits of exponent and three of mantissa, times 2^7
+            bits = s.view(torch.uint8).to(torch.int16) << 7
+            numbers = bits.view(torch.float16).float() * factors[:, None, None] * 2.0**-126
+        if s.dtype.itemsize == 1:
+            numbers = numbers.view(-1, 4)[:, [0, 2, 1, 3]].view(s.shape)
+        grouped_order = [i + 8 * j for i in range(8) for j in range(8)]
+        found = torch.empty_like(numbers).view(-1, 64)
+        found[:, grouped_order] = numbers.reshape(-1, 64)
+        return found.view(s.shape)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32"])
+@pytest.mark.parametrize(("n", "k", "note"), [(192, 128, ""), (192, 192, "n 256")])
+def test_marlin_gets_the_numbers_of_every_expert(format, n, k, note, monkeypatch):
+    """And rows of experts that have none, one, or more than a block holds."""
+    monkeypatch.setattr(vllm_ops, "operators", lambda library=None: FakeOperators)
+    one, counts = on_cpu(n, k, format), [0, 21, 1, 8]
+    prepared = marlin.PEER.prepare(Experts.rotated(one, 4), torch.bfloat16)
+    assert prepared.note == note
+    x = torch.randn(sum(counts), k).bfloat16()
+    d = prepared.routed(counts)(prepared.tensors, x, torch.full((len(x), n), torch.nan).bfloat16())
+    each = [one.dequantize().roll(e, 0) for e in range(4)]
+    wanted = torch.cat([rows.float() @ w.T for rows, w in zip(x.split(counts), each, strict=True)])
+    assert d.shape == wanted.shape and ((d.float() - wanted).norm() / wanted.norm()) < 3e-3
+
+
+def test_rows_in_blocks_of_one_expert():
+    blocks = blocks_of([3, 0, 5], 4, "cpu")
+    assert blocks.ids[:12].tolist() == [0, 1, 2, 8, 3, 4, 5, 6, 7, 8, 8, 8] and int(blocks.used) == 12
+    assert blocks.experts[:3].tolist() == [0, 2, 2] and len(blocks.ids) == 4 * len(blocks.experts) >= 8 + 3 * 3
+    assert [block_size([m] * 8) for m in (1, 7, 8, 14, 43, 44, 512)] == [8, 8, 16, 16, 48, 64, 64]
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g128_e4m3"])
+def test_humming_gets_the_numbers_of_every_expert(format):
+    """Codes times scales, times the second scale of an expert; int4_g128_e4m3 rounds the product, Humming does not."""
+    one = on_cpu(64, 256, format)
+    config, given = humming.tensors_of(Experts.rotated(one, 3))
+    words, scales = given["weight"], given["weight_scale"].float()
+    codes = torch.stack([(words >> (4 * i)) & 15 for i in range(8)], -1).flatten(-2).long()
+    table = E2M1 if config["dtype"] == "float4e2m1" else torch.arange(-8.0, 8.0)
+    w = table[codes] * scales.repeat_interleave(config["group_size"], -1)
+    if "weight_scale_2" in given:
+        assert given["weight_scale_2"].shape == (3,)
+        w *= given["weight_scale_2"][:, None, None]
+    for e in range(3):
+        wanted = one.dequantize().roll(e, 0).float()
+        assert (w[e] - wanted).norm() / wanted.norm() < (3e-2 if "int4" in format else 1e-6)
+
+
+def test_humming_gets_its_own_entry_of_its_table():
+    rows = (1, 3, 8, 9, 1024, 1025, 2049, 4097, 16385, 131072)
+    assert [humming.entry(m) for m in rows] == [1, 4, 8, 16, 1024, 1040, 2080, 4160, 16512, 65408]
+
+
+def test_peers_say_what_they_do_not_take():
+    marlin_, mxfp4, nvfp4 = marlin.PEER, WeightFormat.parse("mxfp4"), WeightFormat.parse("nvfp4")
+    for _, n, k in FP4_EXPERTS:
+        assert not marlin_.supports(n, k, mxfp4, torch.bfloat16) and not marlin_.supports(n, k, nvfp4, torch.bfloat16)
+        assert not humming.PEER.supports(n, k, mxfp4, FP8) and not humming.PEER.supports(n, k, nvfp4, torch.bfloat16)
+        assert marlin_.supports(n, k, mxfp4, FP8) and humming.PEER.supports(n, k, nvfp4, FP8)
+    assert marlin_.supports(96, 128, mxfp4, torch.bfloat16) == "wants n % 64 == 0 and k % 64 == 0"
+    assert not humming.PEER.supports(256, 256, WeightFormat.parse("int4_g128_e4m3"), FP8)
+    takes = [peer.name for peer in PEERS if not peer.supports(256, 256, WeightFormat.parse("int4_g128_e4m3"), FP8)]
+    assert takes == ["humming", "cutlass_w4a8"]
+
+
+class Dense:
+    """A peer that multiplies each expert's rows by its dequantized weight, or wrongly, or fails."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def version(self) -> str:
+        return "1"
+
+    def supports(self, n, k, format, dtype) -> str:
+        return "no such size" if self.name == "unable" else ""
+
+    def prepare(self, experts: Experts, dtype: torch.dtype) -> Prepared:
+        if self.name == "broken":
+            raise RuntimeError("cannot pack")
+        one = on_cpu(experts.n, experts.k, str(experts.format)).dequantize()
+        each = torch.stack([one.roll(e, 0) for e in range(len(experts.words))]).bfloat16()
+
+        def routed(counts):
+            if self.name == "lost":
+                raise RuntimeError("cannot route")
+
+            def product(tensors, x, out):
+                shift = int(self.name == "wrong")
+                rows = zip(x.split(counts), tensors[0].roll(shift, 0), strict=True)
+                return out.copy_(torch.cat([r @ w.T for r, w in rows]))
+
+            return product
+
+        return Prepared((each,), routed, note="dense")
+
+
+def test_a_point_on_the_cpu(cpu_weights, monkeypatch, capsys):
+    """Right results have rows; what is wrong, fails or cannot run is printed and ends nothing."""
+    monkeypatch.setattr(points, "time_graphs", timing.time_calls)
+    names = "dense", "wrong", "lost", "broken", "unable"
+    mixtures = []
+    for format in ("mxfp4", "nvfp4"):
+        sizes = (4, 64, 128)
+        mixtures.append(
+            weights.draw(sizes, WeightFormat.parse(format), torch.bfloat16, [Dense(name) for name in names])
+        )
+    assert len(mixtures[0].copies) == 3 == len(mixtures[0].contenders[0].copies)
+    rows = points.measure(mixtures, 3, "zipf", torch.bfloat16)
+    said = capsys.readouterr().out
+    found = [(row["impl"], row["config"] == "dense", WeightFormat.parse(row["format"]).group_size) for row in rows]
+    assert found == [("w4gemm", False, 32), ("dense", True, 32), ("w4gemm", False, 16), ("dense", True, 16)]
+    assert all(row["us_p50"] > 0 and row["rel_error"] < 1e-2 for row in rows)
+    for words in ("wrong e2m1_g32_e8m0 dense, 12 rows: relative error", "cannot route", "cannot pack", "no such size"):
+        assert words in said
+    text = grouped.line("4x64x128", 3, "zipf", rows)
+    assert text.count("dense / w4gemm ") == 2 and text.startswith("4x64x128, 3 tokens, zipf: e2m1_g32_e8m0 dense / ")
+
+
+def test_rows_of_experts_are_those_of_one_weight_rotated(cpu_weights):
+    drawn = weights.draw((3, 64, 128), WeightFormat.parse("nvfp4"), torch.bfloat16, [])
+    one = on_cpu(64, 128, "nvfp4").dequantize()
+    assert all(torch.equal(drawn.weight.expert(e).dequantize(), one.roll(e, 0)) for e in range(3))
+    assert rotate(torch.tensor([1.0, 2.0, 3.0]), 1).tolist() == [3, 1, 2]
+
+
+def test_all_shapes_come_before_more_tokens():
+    """One routing before the other, and both dtypes before more tokens."""
+    dtypes = ["--dtype", "bfloat16,float8_e4m3fn"]
+    given = grouped.parsed(["--shapes", "fp4-moe", "--tokens", "1,16", "--routing", "balanced,zipf", *dtypes])
+    places = list(grouped.in_order(given))
+    assert [p.sizes for p in places[:10]] == list(FP4_EXPERTS) == list(parse_experts("fp4-moe"))
+    steps = [(p.routing, p.m, p.dtype) for p in places[::10]]
+    wanted = itertools.product(("balanced", "zipf"), (1, 16), (torch.bfloat16, FP8))
+    assert steps == list(wanted) and len(places) == 80
+
+
+def test_kernels_are_known_before_weights_are_drawn():
+    mxfp4, extra = WeightFormat.parse("mxfp4"), points.Extra()
+    found = {
+        unit
+        for sizes, dtype in itertools.product(FP4_EXPERTS[:2], (torch.bfloat16, FP8))
+        for unit in units_of(Product(sizes, 16, mxfp4, dtype), extra)
+    }
+    assert found and all(unit.arch == "sm_90a" for unit in found)
+    assert "no kernel can run" in unsupported(Product(FP4_EXPERTS[0], 16, WeightFormat.parse("nvfp4"), FP8))
+    more = units_of(Product(FP4_EXPERTS[0], 16, mxfp4, torch.bfloat16), points.Extra(configs=3, top_k=2))
+    assert len(set(more)) >= 2
+
+
+def test_vllms_operators_of_experts_are_a_library_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_ops, "missing_gpu", lambda: "")
+    monkeypatch.setenv("VLLM_OPS_LIBRARY", str(tmp_path / "ops.so"))
+    monkeypatch.setenv("VLLM_MOE_OPS_LIBRARY", str(tmp_path / "moe.so"))
+    monkeypatch.setenv("VLLM_VERSION", "1")
+    monkeypatch.setenv("VLLM_MOE_VERSION", "2")
+    (tmp_path / "ops.so").touch()
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(gptq_marlin_repack=None), raising=False)
+    vllm_ops.operators.cache_clear()
+    assert marlin.PEER.available() == f"VLLM_MOE_OPS_LIBRARY: no file {tmp_path / 'moe.so'}"
+    (tmp_path / "moe.so").touch()
+    monkeypatch.setattr(torch.ops, "_moe_C", SimpleNamespace(moe_wna16_marlin_gemm=None), raising=False)
+    assert marlin.PEER.available() == "" and marlin.PEER.version() == "2"
+    assert [Path(path).name for path in loaded] == ["ops.so", "moe.so"]
+    vllm_ops.operators.cache_clear()
+
+
+GROUPED_FP4 = pages.GROUPED_MXFP4, pages.GROUPED_NVFP4, pages.GROUPED_MXFP4_W4A8
+
+
+def test_a_page_of_experts_in_fp4_from_rows(tmp_path, monkeypatch):
+    plotted = []
+    monkeypatch.setattr(report, "plot", lambda page, times, names: plotted.append((page, names)))
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    rows = []
+    works = ("w4a16_grouped", "mxfp4"), ("w4a16_grouped", "nvfp4"), ("w4a8_grouped", "mxfp4")
+    common = {"kind": "time", "run": "r", "commit": "c", "gpu": "NVIDIA H200", "driver": "1", "torch": "2"}
+    for (work, format), (experts, n, k), m, routing, (impl, us) in itertools.product(
+        works, FP4_EXPERTS[1:3], (1, 128), ("balanced", "zipf"), (("w4gemm", 10.0), ("humming", 13.0), ("marlin", 12.5))
+    ):
+        size = {"experts": experts, "n": n, "k": k, "m": m, "routing": routing}
+        row = {"work": work, "format": str(WeightFormat.parse(format)), "impl": impl, "impl_version": "1"}
+        rows.append(common | size | row | {"us_p50": us})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report.main([str(tmp_path / "rows.jsonl")])
+    for page in GROUPED_FP4:
+        text = (tmp_path / f"docs/{page.name}.md").read_text()
+        assert f"# {page.title}" in text and "| 1 to 64 | 1.25 | 1.25 at 32x2880x2880" in text
+        assert "| 128x5760x2880 zipf | 128 |" in text and "| 128 to 1024 | 1.25 |" in text
+    assert plotted == [(page, ["w4gemm", "humming", "marlin"]) for page in GROUPED_FP4]
+
+
+def test_a_page_is_listed_once_it_has_rows():
+    listed = (ROOT / "mkdocs.yml").read_text()
+    for page in pages.PAGES.values():
+        there = (ROOT / f"bench/results/{page.file}").is_file()
+        assert (ROOT / f"docs/{page.name}.md").is_file() == there == (f"{page.name}.md" in listed), page.name
+
+
+def test_a_run_on_the_cpu_goes_from_the_command_to_rows(cpu_weights, tmp_path, monkeypatch, capsys):
+    """All but what only a GPU has: peers, compiled kernels, graphs, the amount of free memory."""
+    monkeypatch.setattr(points, "time_graphs", timing.time_calls)
+    monkeypatch.setattr(grouped, "available", lambda names: [Dense("dense"), Dense("broken")])
+    monkeypatch.setattr(grouped, "Kernels", lambda *given: SimpleNamespace(wait=lambda products: list(products)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**12, 10**12))
+    shapes, formats = ["--shapes", "2x64x128,3x64x64"], ["--format", "mxfp4,nvfp4"]
+    options = [*shapes, *formats, "--tokens", "1,2", "--routing", "balanced,zipf"]
+    grouped.main([*options, "--out", str(tmp_path / "rows.jsonl")])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 2 * 2 * 2 and len({row["run"] for row in rows}) == 1
+    assert {row["work"] for row in rows} == {"w4a16_grouped"} and {row["impl"] for row in rows} == {"w4gemm", "dense"}
+    assert [(r["experts"], r["m"], r["routing"]) for r in rows[::4]] == [
+        (e, m, routing) for routing in ("balanced", "zipf") for m in (1, 2) for e in (2, 3)
+    ]
+    grouped.main([*options, "--seconds", "0", "--out", str(tmp_path / "none.jsonl")])
+    assert not (tmp_path / "none.jsonl").exists() and "0 s are over" in capsys.readouterr().out
+    assert run.MAX_ERROR < run.MAX_QUANTIZED_ERROR
