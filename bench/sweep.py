@@ -111,8 +111,7 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
     found = {}
     for n, k, m in points:
         problem = GemmProblem(m, n, k, dtype, *rest)
-        ranking = choice.explain(problem).ranking
-        found[problem] = [f"{kernel}/{config}" for _, kernel, config in ranking[: args.configs]]
+        found[problem] = [str(candidate) for candidate in choice.explain(problem).candidates[: args.configs]]
     return found
 
 

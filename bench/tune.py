@@ -110,8 +110,7 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -
         if (n, k) not in layers or m != choice.representative(m):
             continue
         problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
-        _, kernel, config = choice.explain(problem).ranking[0]
-        chosen = guess = f"{kernel}/{config}"
+        chosen = guess = str(choice.explain(problem).candidates[0])
         if guess not in configs or configs[guess][0] > 1.01 * min(configs.values())[0]:
             chosen = min(configs, key=lambda c: configs[c])
         kernel, _, config = chosen.partition("/")
@@ -163,8 +162,7 @@ def gains(name: str, args: argparse.Namespace, device: Any, where: torch.device)
             problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
             workload = workload or Workload(problem, where)
             plan = choice.plan(problem)
-            _, kernel, config = choice.explain(problem).ranking[0]
-            guess = choice.plan(problem, f"{kernel}/{config}")
+            guess = choice.plan(problem, str(choice.explain(problem).candidates[0]))
             launches = [plan.launch] if str(plan) == str(guess) else [plan.launch, guess.launch]
             times = workload.time(launches, workload.operands(m), _REPLAYS if m <= 128 else _REPLAYS // 3)
             us, first = times[0].p50, times[-1].p50

@@ -173,25 +173,27 @@ def test_configs_of_one_order_give_equal_bits(target, format, request):
 @pytest.mark.parametrize("problem", [H200_PROBLEM, replace(H200_PROBLEM, n=512, k=28672), CPU_PROBLEM], ids=str)
 def test_one_order_for_every_m(problem):
     kernels = {kernel.name: kernel for kernel in KERNELS}
-    rankings = [choice.explain(replace(problem, m=m)).ranking for m in (*choice.BOUNDS, 10**5)]
-    orders = {kernels[name].reduction_order(problem, c) for ranking in rankings for _, name, c in ranking}
+    rankings = [choice.explain(replace(problem, m=m)).candidates for m in (*choice.BOUNDS, 10**5)]
+    orders = {kernels[c.kernel].reduction_order(problem, c.config) for ranking in rankings for c in ranking}
     assert len(orders) == 1 and None not in orders
-    free = [choice.explain(replace(problem, m=m, batch_invariant=False)).ranking for m in choice.BOUNDS]
+    free = [choice.explain(replace(problem, m=m, batch_invariant=False)).candidates for m in choice.BOUNDS]
     assert all(len(a) < len(b) for a, b in zip(rankings, free, strict=False))
 
 
 def test_the_intervals_of_few_tokens_count_as_one():
     """Else those of one, two and four tokens would take a split k for 8192 x 8192, at the cost of all larger m."""
-    assert {choice.explain(replace(H200_PROBLEM, m=m)).ranking[0][2].split_k for m in choice.BOUNDS} == {1}
+    assert {choice.explain(replace(H200_PROBLEM, m=m)).candidates[0].config.split_k for m in choice.BOUNDS} == {1}
 
 
 def test_a_forced_config_must_be_of_the_order():
     w = random_weight(WeightFormat(), 130, 576).repack()
     x = torch.randn(3, 576)
-    ((_, _, config),) = choice.explain(CPU_PROBLEM).ranking
+    ((_, _, config, _),) = choice.explain(CPU_PROBLEM).candidates
     forced = w4gemm.linear(x, w, bias_of(w, x.dtype), config=config, batch_invariant=True)
     assert torch.equal(forced, invariant(x, w))
-    other = next(c for _, _, c in choice.explain(replace(CPU_PROBLEM, batch_invariant=False)).ranking if c != config)
+    other = next(
+        c.config for c in choice.explain(replace(CPU_PROBLEM, batch_invariant=False)).candidates if c.config != config
+    )
     with pytest.raises(ValueError, match=rf"config: {other} is not legal .* batch invariant; nearest are .*{config}"):
         w4gemm.linear(x, w, config=other, batch_invariant=True)
 
@@ -201,7 +203,7 @@ def test_unsupported_says_why_and_what_helps():
     with pytest.raises(UnsupportedError, match=r"(?s)batch invariant on cpu.*rows here.*w.repack\(\) gives cpu"):
         invariant(torch.randn(3, 576), w)
     explanation = choice.explain(replace(CPU_PROBLEM, layout="canonical"))
-    assert not explanation.ranking and "depend on the other rows" in str(explanation)
+    assert not explanation.candidates and "depend on the other rows" in str(explanation)
 
 
 def test_bad_argument(w):

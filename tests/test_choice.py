@@ -170,7 +170,7 @@ def test_no_kernel(problem):
     for kernel in KERNELS:
         assert f"{kernel.name}: {kernel.supports(problem).reason}" in str(e.value)
     explanation = choice.explain(problem)
-    assert explanation.ranking == ()
+    assert explanation.candidates == ()
     assert all(kernel.supports(problem).reason in str(explanation) for kernel in KERNELS)
 
 
@@ -327,18 +327,18 @@ def test_launches_are_named_for_a_profiler_only_if_asked(monkeypatch):
 def test_explain():
     explanation = choice.explain(PROBLEM)
     assert list(explanation.status) == [kernel.name for kernel in KERNELS]
-    _, kernel, config = explanation.ranking[0]
+    _, kernel, config, _ = explanation.candidates[0]
     assert (kernel, config) == ("cpu_mixed_gemm", choice.plan(PROBLEM).config)
-    assert {c for _, _, c in explanation.ranking} == set(kernel_named("cpu_mixed_gemm").configs(PROBLEM))
+    assert {c.config for c in explanation.candidates} == set(kernel_named("cpu_mixed_gemm").configs(PROBLEM))
     assert f"chosen: cpu_mixed_gemm/{config}" in str(explanation)
-    assert f"cpu_mixed_gemm: {len(explanation.ranking)} configs" in str(explanation)
+    assert f"cpu_mixed_gemm: {len(explanation.candidates)} configs" in str(explanation)
 
 
 @pytest.mark.parametrize("m", [1, 16, 4096])
 def test_explain_needs_no_gpu(m):
-    ranking = choice.explain(replace(H200_PROBLEM, m=m)).ranking
-    assert ranking[0][1].startswith("sm90_")
-    assert [us for us, _, _ in ranking] == sorted(us for us, _, _ in ranking)
+    candidates = choice.explain(replace(H200_PROBLEM, m=m)).candidates
+    assert candidates[0].kernel.startswith("sm90_")
+    assert [c.us for c in candidates] == sorted(c.us for c in candidates)
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, H200_PROBLEM], ids=["cpu", "h200"])

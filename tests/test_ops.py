@@ -139,7 +139,7 @@ def test_config_as_object_and_string(w, x):
     from w4gemm.core.problem import Device, GemmProblem
 
     problem = GemmProblem(6, N, K, x.dtype, FORMAT, w.layout, device=Device.of(x.device))
-    _, kernel, config = choice.explain(problem).ranking[0]
+    _, kernel, config, _ = choice.explain(problem).candidates[0]
     expected = linear(x, w)
     for given in (config, str(config), f"{kernel}/{config}"):
         assert torch.equal(linear(x, w, config=given), expected)

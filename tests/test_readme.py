@@ -72,17 +72,6 @@ def test_the_blocks_of_coming_from() -> None:
     assert 0.01 < names["error"] < 0.05
 
 
-def test_the_engines_block() -> None:
-    """docs/commands.md's block that stands alone."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/commands.md").read_text(), re.DOTALL)
-    (block,) = (block for block in blocks if block.startswith("import"))
-    names: dict[str, Any] = {}
-    exec(compile(block, "commands.md", "exec"), names)
-    x, w, bias = (names[name] for name in ("a", "w", "bias"))
-    wanted = w4gemm.linear(torch.from_numpy(x), w, torch.from_numpy(bias))
-    assert torch.equal(torch.from_numpy(names["out"]), wanted)
-
-
 def test_the_explain_session(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/commands.md's session that needs no GPU shows the kernels, the columns and legal configs of today."""
     pytest.importorskip("cutlass")

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def record(problem: GemmProblem = PROBLEM, nth: int = 7, **changes) -> Record:
     """One that names the nth guess."""
-    _, kernel, config = choice.explain(problem).ranking[nth]
+    _, kernel, config, _ = choice.explain(problem).candidates[nth]
     made = Record(
         key_of(problem),
         choice.interval_of(problem.m),

@@ -47,8 +47,7 @@ class W4gemm:
         def chosen(m: int) -> str:
             if self._kernel:
                 problem = GemmProblem(m, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, device)
-                ranking = choice.explain(problem).ranking
-                return next(f"{kernel}/{c}" for _, kernel, c in ranking if kernel == self._kernel)
+                return next(str(c) for c in choice.explain(problem).candidates if c.kernel == self._kernel)
             return str(choice.plan_for(choice.PlanKey.of(packed, m, dtype, epilogue)))
 
         return Prepared(packed.tensors, run, chosen)

@@ -56,11 +56,6 @@ class Explanation:
     copied: bool = False
     """True if rows of x are copied first, although the problem asked the kernel to gather them."""
 
-    @property
-    def ranking(self) -> tuple[tuple[float, str, GemmConfig], ...]:
-        """The candidates without their resources: (predicted us, kernel, config)."""
-        return tuple((c.us, c.kernel, c.config) for c in self.candidates)
-
     def __str__(self) -> str:
         lines = [str(self.problem)]
         for name, status in self.status.items():

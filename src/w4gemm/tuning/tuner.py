@@ -169,10 +169,10 @@ def _is_tuned(problem: GemmProblem) -> bool:
 
 
 def _guesses(problem: GemmProblem, top: int | None) -> list[tuple[Kernel, GemmConfig]]:
-    ranking = choice.explain(problem).ranking
-    if not ranking:
+    candidates = choice.explain(problem).candidates
+    if not candidates:
         _log.warning("%s: not tuned, no kernel supports it", problem)
-    return [(kernel_named(name), config) for _, name, config in ranking[:top]]
+    return [(kernel_named(candidate.kernel), candidate.config) for candidate in candidates[:top]]
 
 
 Objects = dict[Unit, "Future[bytes]"]
