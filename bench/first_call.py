@@ -9,6 +9,9 @@ come --rounds processes of each case, one row of JSON a case, with least and med
 - ``object``: the libraries are deleted, so that CuTe DSL is imported to load the object.
 
 import_ms is what importing w4gemm takes after torch. A process that does not end well ends the measurement.
+
+With --model, a last row (kind ``compile_model``) has the seconds in which ``w4gemm compile``, from the start of its
+process to its end, compiles every kernel of Llama-3-8B's layers for 1 to 8192 tokens into an empty folder.
 """
 
 from __future__ import annotations
@@ -24,16 +27,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _M, _N, _K, _FORMAT = 16, 4096, 4096, "int4_g128"
+_MODEL = "6144x4096,4096x4096,28672x4096,4096x14336"
 _TVM_FFI = "library, tvm-ffi imported before"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     from bench.options import command  # imports w4gemm, which the processes of a case time
 
+    from w4gemm.jit.pool import usable_processors
     from w4gemm.tuning import record
 
     parser = command("bench.first_call", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="processes of each case (default: %(default)s)")
+    parser.add_argument("--model", action="store_true", help="also compile a whole model's kernels")
     args = parser.parse_args(argv)
     facts = record.facts()
     with tempfile.TemporaryDirectory() as folder:
@@ -51,6 +57,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 times = [each[name] for each in found]
                 row |= {f"{name}_min": min(times), f"{name}_p50": statistics.median(times)}
             print(json.dumps(row | facts), flush=True)
+    if args.model:
+        row = {"kind": "compile_model", "run": record.run_name(facts), "layers": _MODEL, "cores": usable_processors()}
+        print(json.dumps(row | compile_model() | facts))
+
+
+def compile_model() -> dict[str, float]:
+    """The number of a model's kernels, and seconds to compile them all from nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = [sys.executable, "-m", "w4gemm.cli", "compile", "--shapes", _MODEL, "-o", folder]
+        started = time.perf_counter()
+        subprocess.run(process, check=True, stdout=sys.stderr)
+        seconds = time.perf_counter() - started
+        return {"kernels": len(list(Path(folder).glob("*.o"))), "seconds": round(seconds, 1)}
 
 
 def _child(case: str, folder: str) -> dict[str, float]:

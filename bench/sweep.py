@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -69,6 +70,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--configs", type=positive, default=8, help="of each product, best guess first (default: %(default)s)"
     )
+    parser.add_argument(
+        "--within",
+        type=float,
+        metavar="FACTOR",
+        default=math.inf,
+        help="leave out configs that are predicted to take more than FACTOR times the best guess (default: none)",
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further product after so long")
     parser.add_argument(
         "--grouped", type=Path, metavar="FILE", help="measure nothing: copy the timings of configs from FILE"
@@ -111,7 +119,8 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
     found = {}
     for n, k, m in points:
         problem = GemmProblem(m, n, k, dtype, *rest)
-        found[problem] = [str(candidate) for candidate in choice.explain(problem).candidates[: args.configs]]
+        candidates = choice.explain(problem).candidates[: args.configs]
+        found[problem] = [str(each) for each in candidates if each.us <= args.within * candidates[0].us]
     return found
 
 

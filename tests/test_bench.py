@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import re
 import sys
 import types
@@ -237,6 +239,16 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsy
     sweep.main(["--grouped", str(grouped), "--out", str(tmp_path / "experts.jsonl")])
     (kept,) = timings.rows_of(tmp_path / "experts.jsonl")
     assert kept["experts"] == 8 and kept["us"] == 3.5 and "impl" not in kept
+
+
+def test_a_sweep_leaves_out_what_is_predicted_to_be_slow():
+    problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
+    what = {"format": "int4_g128", "dtype": "bfloat16", "drawn": 0, "shapes": [(8192, 8192)], "m": "64", "configs": 16}
+    us = {str(each): each.us for each in choice.explain(problem).candidates[:16]}
+    for within in (math.inf, 1.2, 1.0):
+        (names,) = sweep.products(argparse.Namespace(**what, within=within), H200).values()
+        assert names == [name for name in us if us[name] <= within * min(us.values())]
+    assert 1 == len(names) < sum(time <= 1.2 * min(us.values()) for time in us.values()) < 16
 
 
 def test_a_sweep_goes_on_without_what_cannot_be_compiled(capsys, monkeypatch):

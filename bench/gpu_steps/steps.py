@@ -261,8 +261,8 @@ STEPS = (
     *(
         Step(
             f"sweep-{name}",
-            f"python -m bench.sweep --drawn 20 --configs 16 --format {format} --dtype float8_e4m3fn --seconds 280 "
-            "--out {rows}",
+            f"python -m bench.sweep --drawn 20 --configs 16 --within 1.3 --format {format} --dtype float8_e4m3fn "
+            "--seconds 280 --out {rows}",
             400,
             rows,
             "bench/results/README.md#timings-of-configs",
