@@ -38,7 +38,7 @@ class CutlassW4A8:
         of_x, of_out = (torch.full((count,), size, dtype=torch.int64, device="cuda") for size in (k, n))
 
         def routed(counts: Sequence[int]) -> Run:
-            offsets = ends_of(counts, torch.int64, "cuda")
+            offsets = ends_of(counts, torch.int64, experts.words.device)
             rows = offsets.diff().int()
             problem = torch.stack((rows * 0 + n, rows, rows * 0 + k), 1)
 

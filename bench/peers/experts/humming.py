@@ -23,6 +23,8 @@ from bench.peers.experts.rows import ends_of
 from w4gemm.core.formats import WeightFormat
 
 _COMPUTE = {"gemm_type": "grouped_contiguous"}
+_TILE_N = 128
+"""Humming's heuristic wants n in such multiples for experts, and its layer pads to them; d keeps its n."""
 _STEPS = {8: 1, 1024: 8, 2048: 16, 4096: 32, 16384: 64}
 """Multiples of the value begin another entry of Humming's table of configs, for numbers of rows up to the key."""
 _MOST_ROWS = 65408
@@ -52,17 +54,15 @@ class Humming:
         weights, given = tensors_of(experts)
         # W4A8: x is bf16, and quantized within the call
         inputs = {"dtype": "float8e4m3"} if dtype == FP8 else None
-        count = len(experts.words)
+        options = {"num_experts": len(experts.words), "torch_dtype": torch.bfloat16}
         with torch.device(experts.words.device):
-            layer = HummingLayer(
-                experts.n, experts.k, weights, inputs, num_experts=count, torch_dtype=torch.bfloat16
-            ).to("cuda")
+            layer = HummingLayer(experts.n, experts.k, weights, inputs, pad_n_to_multiple=_TILE_N, **options)
         layer.load_from_tensors(given)
         layer.transform()
         config, second = layer.humming_config, getattr(layer, "weight_scale_2", None)
 
         def routed(counts: Sequence[int]) -> Run:
-            offsets, tuning = ends_of(counts, torch.int64, "cuda"), tuning_of(config, sum(counts))
+            offsets, tuning = ends_of(counts, torch.int64, experts.words.device), tuning_of(config, sum(counts))
 
             def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
                 w, s, locks = tensors
@@ -74,7 +74,8 @@ class Humming:
 
         tensors = (layer.weight.data, layer.weight_scale.data, layer.locks)
         activations = torch.bfloat16 if inputs else None
-        return Prepared(tensors, routed, lambda rows: compile_only(config, rows), activations)
+        note = f"n {config.shape_n}" if config.shape_n > experts.n else ""
+        return Prepared(tensors, routed, lambda rows: compile_only(config, rows), activations, note)
 
 
 def tensors_of(experts: Experts) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
@@ -94,18 +95,14 @@ def tensors_of(experts: Experts) -> tuple[dict[str, object], dict[str, torch.Ten
     return {"dtype": "int4", "group_size": group}, {"weight": experts.words, "weight_scale": scales.bfloat16()}
 
 
-def tuning_of(config: Any, rows: int) -> dict[str, Any] | None:
-    """Return the config of the call, as Humming's table of all numbers of rows has it, of which then this one is
-    compiled and no other. None, for which Humming makes the whole table, if one cannot be had."""
+def tuning_of(config: Any, rows: int) -> dict[str, Any]:
+    """Return the config of the call and make its kernel ready: the one that Humming's table of all numbers of rows
+    has, of which Humming itself would compile all 23 to 94 entries."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
-    try:
-        tuning: dict[str, Any] = get_heuristics_config(config, entry(rows), **_COMPUTE)
-        HummingKernel.prepare_kernels(config.to_str(), json.dumps(_COMPUTE), json.dumps(tuning))
-    except Exception as e:
-        print(f"  humming, {rows} rows: {e!r:.200}; its whole table of configs", flush=True)
-        return None
+    tuning: dict[str, Any] = get_heuristics_config(config, entry(rows), **_COMPUTE)
+    HummingKernel.prepare_kernels(config.to_str(), json.dumps(_COMPUTE), json.dumps(tuning))
     return tuning
 
 
