@@ -36,7 +36,7 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
     def forget() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
             del sys.modules[name]
-        for name in (part, "configs"):
+        for name in (part, "configs", "fusion"):
             sys.modules.pop(f"{plugin.__name__}.{name}", None)
 
     forget()
@@ -211,12 +211,53 @@ def test_a_layer_is_traced_whole_with_any_number_of_tokens(dense: ModuleType, ca
         for m in (7, 12, 64):
             x = torch.randn(m, K, dtype=case.dtype)
             d, eager = compiled(x), kernel.apply_weights(layer, torch.relu(x), layer.bias)
-            # vLLM's own quantization, which a compiler fuses, rounds in another way
-            assert torch.equal(d, eager) or (case.fp8 and (d - eager).norm() < 0.02 * eager.norm())
+            assert torch.equal(d, eager)
     assert len(graphs) == 1
     called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert called.count(torch.ops.w4gemm.packed_linear) == 1
-    assert torch.ops.w4gemm.quantize_activations not in called
+    assert called.count(torch.ops.w4gemm.quantize_activations) == case.fp8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compiled_graph_quantizes_with_silu_mul_in_one_launch(dense: ModuleType, dtype: torch.dtype) -> None:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    kernel, layer, _ = make(Case("ct", fp8=True, dtype=dtype))
+    kernel.process_weights_after_loading(layer)
+
+    def mlp(x: torch.Tensor) -> torch.Tensor:
+        gated = torch.nn.functional.silu(x[..., :K]) * x[..., K:]
+        return kernel.apply_weights(layer, gated)
+
+    x = torch.randn(7, 2 * K).to(dtype)
+    graph = make_fx(mlp, decomposition_table=select_decomp_table())(x)
+    assert dense.fusion.fuse(graph.graph) == 1
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    called = [node for node in graph.graph.nodes if node.op == "call_function"]
+    first = called[0]
+    assert first.target is torch.ops.w4gemm.quantize_activations.default and first.args[3] is True, called
+    assert first.args[0].op == "placeholder"
+    d, apart = graph(x), mlp(x)
+    assert (d - apart).norm() < 0.02 * apart.norm() and dense.fusion.fuse(graph.graph) == 0
+
+
+def test_the_engine_runs_the_pass_and_a_user_s_own_stays(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: dict[str, Any] = {}
+    engine = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config=passes))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    monkeypatch.setattr(takeover, "most_tokens", lambda: 8)
+    make(Case("gptq"))
+    assert passes == {}, "nothing is quantized"
+    make(Case("ct", fp8=True))
+    ((key, first),) = passes.items()
+    assert key == "post_grad_custom_post_pass" and first.callable is dense.fusion.fuse
+    make(Case("ct", fp8=True))
+    assert passes[key] is first
+    passes[key] = mine = object()
+    make(Case("ct", fp8=True))
+    assert passes[key] is mine
 
 
 def test_a_layer_s_tensors_are_parameters_of_its_own(dense: ModuleType) -> None:

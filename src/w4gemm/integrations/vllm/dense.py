@@ -6,15 +6,12 @@ import functools
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 from vllm import envs
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_KERNELS,
     MPLinearKernel,
     MPLinearLayerConfig,
 )
-from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
@@ -26,7 +23,7 @@ from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.engine import LEAST
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
-from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm import fusion, takeover
 from w4gemm.integrations.vllm.fallback import Fallback, own_kernels
 from w4gemm.integrations.vllm.packed_layer import PackedLayer
 
@@ -112,15 +109,16 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
         super().__init__(*args, **kwargs)
         self.given = args, kwargs
         """Arguments of the class of every kernel."""
-        c = self.config
-        self.vllm_quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN) if c.act_type == _FP8 else None
+        self.quantizes = self.config.act_type == _FP8
+        if self.quantizes:
+            fusion.install()
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.most_tokens = takeover.most_tokens()
         takeover.WARMUP.expect(self)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM."""
-        activations = None if self.vllm_quantize is None else "fp8"
+        activations = "fp8" if self.quantizes else None
         try:
             numbers = self._numbers(layer)
             w = weights.packed(numbers, activations, takeover.VLLM.multiplied(numbers.format, activations))
@@ -138,12 +136,10 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
         """Return x (..., k) @ w.T + bias; traced by torch.compile."""
         if self.vllm_kernel is not None:
             return self.vllm_kernel.apply_weights(layer, x, bias)
-        rows, token_scale = x.reshape(-1, x.shape[-1]), None
-        if self.vllm_quantize is not None:
-            # a compiler fuses vLLM's operator with what makes x; alone, ours overlaps with the launches around it
-            quantize = self.vllm_quantize if is_compiling() else quantize_activations
-            rows, token_scale = quantize(rows)
-            token_scale = token_scale.view(-1)
+        # the pass that fuses silu(gate) * up with the quantization looks for no reshape between them
+        rows, token_scale = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), None
+        if self.quantizes:
+            rows, token_scale = quantize_activations(rows)
         d = self.packed(layer, rows, bias, token_scale)
         return d.view(*x.shape[:-1], d.shape[-1])
 

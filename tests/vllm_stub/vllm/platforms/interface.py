@@ -14,6 +14,10 @@ class DeviceCapability(NamedTuple):
 
 
 class Platform:
+    @property
+    def pass_key(self) -> str:
+        return "post_grad_custom_post_pass"
+
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> "DeviceCapability | None":
         return DeviceCapability(9, 0)

@@ -1,0 +1,1 @@
+"""The compilation of models."""
