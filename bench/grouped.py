@@ -67,7 +67,7 @@ class Means(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parsed(argv)
-    started, facts, extra = time.monotonic(), record.facts(), Extra(args.configs, args.top_k)
+    started, facts, extra = time.monotonic(), record.facts(), Extra(args.configs, args.top_k, args.replays)
     formats = {dtype: usable(args.format, args.shapes[0], dtype) for dtype in args.dtype}
     places = list(in_order(args))
     products = (Product(p.sizes, p.m, format, p.dtype) for p in places for format in formats[p.dtype])
@@ -77,16 +77,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{kernels.wait_for_all()} kernels, {time.monotonic() - started:.0f} s")
             return
         drawn = Drawn([] if args.top_k else available(args.impl), args.tokens, compilers)
-        if not args.top_k:  # so that peers compile for all shapes at once
-            for sizes, dtype in itertools.product(args.shapes, args.dtype):
-                for format in formats[dtype]:
-                    drawn.get(sizes, format, dtype)
-            print(f"weights of {len(args.shapes)} shapes: {time.monotonic() - started:.0f} s", flush=True)
         means = Means(formats, drawn, kernels, extra, args.out, facts)
+        begun: set[torch.dtype] = set()
         for place in places:
             if time.monotonic() - started > args.seconds:
                 print(f"{args.seconds:.0f} s are over", flush=True)
                 break
+            if place.dtype not in begun:  # all shapes, so that peers compile for all of them at once
+                begun.add(place.dtype)
+                for sizes, format in itertools.product(args.shapes, formats[place.dtype]):
+                    drawn.get(sizes, format, place.dtype)
+                print(f"weights for {place.dtype}: at {time.monotonic() - started:.0f} s", flush=True)
             one_point(place, means)
         compilers.shutdown(cancel_futures=True)
 
@@ -132,6 +133,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--configs", metavar="N", type=int, default=0, help="also time the N best-ranked configs (default: none)"
     )
+    parser.add_argument("--replays", metavar="N", type=int, default=9, help="of each graph (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
     parser.add_argument("--compile-only", action="store_true", help="compile w4gemm's kernels and measure nothing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")

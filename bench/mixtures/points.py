@@ -23,18 +23,20 @@ from w4gemm.kernels.base import selected
 from w4gemm.tuning.timing import time_graphs
 
 _FEW_TOKENS = 128
-"""Tokens per expert up to which nine replays are timed, else five."""
+"""Tokens per expert from which on fewer replays are enough."""
 
 Call = Callable[[], torch.Tensor]
 
 
 class Extra(NamedTuple):
-    """Things measured beside the chosen configs."""
+    """Things measured beside the chosen configs, and how often."""
 
     configs: int = 0
     """Number of best-ranked configs."""
     top_k: int = 0
     """Experts of each row of x, read through indices; 0 for rows in order of experts."""
+    replays: int = 9
+    """Timed replays of each graph; five at most of more than 128 tokens per expert."""
 
 
 class Candidate(NamedTuple):
@@ -61,7 +63,8 @@ def measure(
             if (row := point.checked(found)) is not None:
                 rows.append(row)
                 graphs.append(found.calls)
-    for row, time in zip(rows, time_graphs(graphs, replays=9 if m <= _FEW_TOKENS else 5), strict=True):
+    replays = extra.replays if m <= _FEW_TOKENS else min(5, extra.replays)
+    for row, time in zip(rows, time_graphs(graphs, replays), strict=True):
         row |= percentiles(time)
     return rows
 
