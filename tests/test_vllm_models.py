@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from bench.engine import checkpoint
+from bench.engine.models import model_named, tiny
+from bench.engine.packing import Packing
 from safetensors.torch import save_file
 
 from test_vllm_dense import Case, config_of, dense  # noqa: F401 (a fixture)
@@ -18,9 +21,11 @@ from w4gemm.checkpoints import Module
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.needs import Use, problems_of
 from w4gemm.cli.problems import layers_of
+from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import H200
+from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.integrations.vllm.models import Model, read_model
+from w4gemm.packing.layouts import layout_for
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 256, 384, 8, 2, 1000
 
@@ -123,6 +128,42 @@ def test_what_is_compiled_is_what_the_plugin_runs(
         config = config_of(case, 192, 256)
         run = {replace(dense._problem(config), m=m, epilogue=dense._epilogue(config, bias)) for m in tokens}
         assert {choice.decide(p).unit for p in compiled} == {choice.decide(p).unit for p in run}
+
+
+@pytest.mark.parametrize("name, packing", [("gpt-oss-20b", "mxfp4"), ("qwen3-30b-a3b", "modelopt-nvfp4")])
+def test_folders_of_4_bit_floats(name: str, packing: str, tmp_path: Path) -> None:
+    """Kernels compiled for experts have the activation, the bias and the rows of x that the plugin's products have."""
+    pytest.importorskip("cutlass")
+    checkpoint.write(tiny(model_named(name)), Packing.parse(packing), tmp_path)
+    model, gpt_oss = read_model(str(tmp_path)), packing == "mxfp4"
+    assert (model.activation, model.top_k) == ("swiglu_oai" if gpt_oss else "", 2)
+    assert {(layer.n, layer.k) for layer in model.layers if not layer.experts} == (
+        set() if gpt_oss else {(512, 256), (256, 256)}
+    )
+    experts = {(layer.n, layer.k): layer for layer in model.layers if layer.experts}
+    use = Use(H200, model.dtype, epilogue_activations=(model.activation,) * gpt_oss, top_k=model.top_k)
+    compiled = {p for layer in layers_of(experts.values()) for p in problems_of(layer, [1, 64], use)}
+    plain = Epilogue(bias=gpt_oss)
+    products = (
+        (experts[1024 if gpt_oss else 512, 256], plain._replace(activation=model.activation or "silu_mul"), True),
+        (experts[256, 512 if gpt_oss else 256], plain, False),
+    )
+    for layer, epilogue, gathered in products:
+        layout = layout_for(H200, layer.format, model.dtype)
+        for m in (layer.experts, 64 * layer.experts):
+            run = GemmProblem(m, layer.n, layer.k, model.dtype, layer.format, layout, epilogue, H200)
+            assert replace(run, experts=layer.experts, gathered=gathered) in compiled
+
+
+def test_what_vllm_does_not_load_is_left_out(tmp_path: Path) -> None:
+    """ModelOpt's INT4, for which vLLM has no method."""
+    tensors = {"model.layers.0.mlp.down_proj.weight": torch.zeros(64, 256, dtype=torch.uint8)}
+    tensors["model.layers.0.mlp.down_proj.weight_scale"] = torch.ones(128, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    scheme = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": scheme}))
+    with pytest.raises(FormatError, match="its 4-bit layers are left to vLLM's own kernels"):
+        read_model(str(tmp_path))
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

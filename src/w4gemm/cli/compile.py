@@ -38,8 +38,9 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(
         parser,
-        vllm="the layers that vLLM makes of a folder quantized by GPTQ, AWQ or compressed-tensors, some fused: in the "
-        "dtype of its config.json, unless --dtype says another, and for any number of tokens",
+        vllm="the layers that vLLM makes of a folder quantized by GPTQ, AWQ, compressed-tensors or ModelOpt (NVFP4), "
+        "or of gpt-oss in MXFP4, some fused: in the dtype of its config.json, unless --dtype says another, and for "
+        "any number of tokens",
     )
     parser.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="N", help="with --vllm: GPUs that share each layer"
@@ -112,18 +113,18 @@ def run(args: argparse.Namespace) -> int:
             device,
             dtype,
             fp8=args.activations == "fp8" or args.dtype == "float8_e4m3fn",
-            epilogue_activations=tuple(canonical(name) or "" for name in args.activation),
+            epilogue_activations=tuple(canonical(name) or "" for name in (*args.activation, *task.activations)),
             residual=args.residual,
             expert_scale=args.expert_scale,
             act_order=args.act_order or task.act_order,
-            top_k=args.top_k or 0,
+            top_k=args.top_k or task.top_k,
             batch_invariant=args.batch_invariant,
         )
         for dtype in task.dtypes
     ]
     wanted = [problem for use in uses for layer in layers for problem in problems_of(layer, tokens, use)]
     say(f"{device_line(device)}; {len(wanted)} problems")
-    if any(layer.experts for layer in layers) and not args.top_k:
+    if any(layer.experts for layer in layers) and not (args.top_k or task.top_k):
         say("without --top-k the sum over the experts of a token is left out")
     units, records = chosen(wanted, args.top)
     for use in uses:
@@ -151,6 +152,8 @@ class _Task(NamedTuple):
     m: str
     """Numbers of tokens, as --m says them."""
     act_order: bool = False
+    activations: tuple[str, ...] = ()
+    top_k: int = 0
 
 
 def _task_of_layers(args: argparse.Namespace) -> _Task:
@@ -166,7 +169,8 @@ def _task_of_vllm(args: argparse.Namespace) -> _Task:
         raise ValueError(f"--dtype: wanted float16 or bfloat16 with --vllm, got {args.dtype}")
     model = read_model(args.vllm, args.tensor_parallel, dtype)
     m = "1.." if args.m == ALL_TOKENS else args.m  # LLM(...) takes up to 16384 tokens a step
-    return _Task(layers_of(model.layers), (model.dtype,), m, model.act_order)
+    activations = (model.activation,) if model.activation else ()
+    return _Task(layers_of(model.layers), (model.dtype,), m, model.act_order, activations, model.top_k)
 
 
 def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> int:

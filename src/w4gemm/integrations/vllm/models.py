@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.checkpoints import Checkpoint, Module, awq, compressed_tensors, find_checkpoint, gptq
+from w4gemm.checkpoints import Checkpoint, Module, awq, compressed_tensors, find_checkpoint, gptq, modelopt, mxfp4
 from w4gemm.core.errors import FormatError
 from w4gemm.integrations.engines.weights import SCALES
 from w4gemm.integrations.vllm.takeover import VLLM
 
-FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT)
-"""Checkpoints whose layers are taken over."""
+FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT)
+"""Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -34,6 +34,8 @@ WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 """Modules that each GPU has whole."""
 VOCABULARY_STEP = 64
 """vLLM rounds the vocabulary up to a multiple of it."""
+_GATED = {"gelu": "gelu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
+"""Activation that experts have between their products, by ``hidden_act`` of a config."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)")
 
 
@@ -44,8 +46,12 @@ class Model(NamedTuple):
     """Each shape and format once; with and without a bias if it has one, because one GPU adds it."""
     dtype: torch.dtype
     """dtype of the activations, and of scales that are not folded."""
-    act_order: bool
+    act_order: bool = False
     """True if columns may be in act-order."""
+    activation: str = ""
+    """Activation between the products of experts, if not silu_mul, or the empty string."""
+    top_k: int = 0
+    """Number of experts of a token; 0 if the model has none in 4 bits."""
 
 
 def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = None) -> Model:
@@ -69,15 +75,24 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     model_dtype = dtype or {"float16": torch.float16}.get(named, torch.bfloat16)
     layers: dict[Module, None] = {}
     for module in _fused(checkpoint, text, tensor_parallel):
-        length = module.format.group_length(module.k)
-        if module.k % length:
+        format, activations = module.format, module.activations
+        if module.k % format.group_length(module.k):
             continue  # left to vLLM
-        format = module.format
         if format.element == "int4":
-            format = VLLM.multiplied(replace(format, scale=SCALES[model_dtype]), module.activations)
-        each = replace(module, format=format, fused=())
-        layers |= dict.fromkeys((replace(each, bias=False), each))
-    return Model(tuple(layers), model_dtype, bool(config["quantization_config"].get("desc_act")))
+            if found.format == modelopt.FORMAT:
+                continue  # which vLLM does not load
+            format = VLLM.multiplied(replace(format, scale=SCALES[model_dtype]), activations)
+        else:
+            activations = None  # whatever a checkpoint of 4-bit floats wants
+        each = replace(module, format=format, activations=activations, fused=())
+        layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
+    if not layers:
+        raise FormatError(f"{path}: its 4-bit layers are left to vLLM's own kernels")
+    act_order = bool((config.get("quantization_config") or {}).get("desc_act"))
+    if not any(layer.experts for layer in layers):
+        return Model(tuple(layers), model_dtype, act_order)
+    activation = "swiglu_oai" if found.format == mxfp4.FORMAT else _GATED.get(text.get("hidden_act"), "")
+    return Model(tuple(layers), model_dtype, act_order, activation, text.get("num_experts_per_tok") or 0)
 
 
 def _fused(checkpoint: Checkpoint, config: Mapping[str, Any], gpus: int) -> list[Module]:
