@@ -15,6 +15,7 @@ gguf = pytest.importorskip("gguf")
 from w4gemm import FormatError, QuantizedWeight, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import find_checkpoint, gguf_file, open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.gguf import GGUFCheckpoint  # noqa: E402
+from w4gemm.checkpoints.gguf_fields import quick_reader  # noqa: E402
 from w4gemm.checkpoints.gguf_file import INT4_FORMATS, GGUFFile  # noqa: E402
 from w4gemm.checkpoints.gguf_header import Array  # noqa: E402
 
@@ -28,6 +29,10 @@ def write_file(path: Path, tensors: dict[str, tuple[np.ndarray, str]], metadata:
         writer.add_block_count(2)
         writer.add_array("test.words", ["one", "two", "three"])
         writer.add_array("test.numbers", [1, 2, 3])
+        writer.add_array("test.scores", [0.5, -1.5, 2.0])
+        writer.add_bool("test.yes", True)
+        writer.add_float32("test.share", 0.25)
+        writer.add_string("test.word", "größe")
     for name, (values, type_name) in tensors.items():
         kind = gguf.GGMLQuantizationType[type_name]
         if type_name in ("F32", "F16"):
@@ -68,9 +73,26 @@ def smollm2() -> Path | None:
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"), None)
 
 
+def test_transformers_reads_the_same_metadata_quickly(small: Path) -> None:
+    """Each value as transformers takes it from the fields of gguf's own reader, and the names of tensors."""
+    parse = pytest.importorskip("transformers.integrations.ggml")._gguf_parse_value
+    wanted, original = gguf.GGUFReader(small), gguf.GGUFReader
+    with quick_reader():
+        ours = gguf.GGUFReader(small)
+    assert gguf.GGUFReader is original and type(ours) is not original
+    assert [tensor.name for tensor in ours.tensors] == [tensor.name for tensor in wanted.tensors]
+    own = {key: field for key, field in wanted.fields.items() if not key.startswith("GGUF.")}
+    assert own.keys() == ours.fields.keys()
+    for key, field in own.items():
+        values = [[parse(f.parts[i], f.types) for i in f.data] for f in (field, ours.fields[key])]
+        assert values[0] == values[1] and [*map(type, values[0])] == [*map(type, values[1])], key
+
+
 def test_weights_equal_gguf_dequantize(small: Path) -> None:
     file = GGUFFile(small)
-    assert file.metadata["test.words"] == file.metadata["test.numbers"] == Array(3)
+    words, numbers = file.metadata["test.words"], file.metadata["test.numbers"]
+    assert isinstance(words, Array) and words.length == numbers.length == 3
+    assert (file.elements(words), file.elements(numbers)) == ([b"one", b"two", b"three"], (1, 2, 3))
     reader = {t.name: t for t in gguf.GGUFReader(small).tensors}
     assert list(file.tensors) == list(reader)
     for name, tensor in reader.items():

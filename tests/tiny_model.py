@@ -99,8 +99,7 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_merges(merges)
-    if architecture == "gemma3":  # without them transformers 5.17 reads no tokenizer
-        writer.add_token_scores([0.0] * len(tokens))
+    writer.add_add_bos_token(architecture == "gemma3")
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,6 +136,11 @@ class GGUFCheckpoint:
                 f"{self.path}: architecture {self.architecture!r} cannot be loaded; wanted one of {wanted}"
             )
         self._check_config()
+        if self.architecture == "gemma3" and _transformers_version() < _GEMMA_TOKENS:
+            raise FormatError(
+                f"{self.path}: transformers {version('transformers')} splits text into other tokens than a GGUF file "
+                "of Gemma says; wanted 5.18 or newer"
+            )
         return Pretrained(self.path.parent, {"gguf_file": self.path.name})
 
     def _model_name(self, stored: str) -> str:
@@ -203,6 +209,14 @@ class GGUFCheckpoint:
         for key, value in self.file.metadata.items():
             if key.endswith("_token_id") and not (isinstance(value, int) and 0 <= value < shape[0]):
                 raise FormatError(f"{self.path}: {key}: wanted a token id below {shape[0]}, got {value!r}")
+
+
+_GEMMA_TOKENS = (5, 18)
+"""First version of transformers whose tokenizer of a Gemma file merges as the file says (seen with 5.17 and 5.18)."""
+
+
+def _transformers_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("transformers").split(".")[:2])
 
 
 def _find(path: Path) -> Path | None:

@@ -21,13 +21,14 @@ The header is read by gguf_header.py. The ``gguf`` package dequantizes the types
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from w4gemm.checkpoints.gguf_header import TensorInfo, gguf_package, read_header, type_sizes
+from w4gemm.checkpoints.gguf_header import Array, TensorInfo, elements, gguf_package, read_header, type_sizes
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -66,6 +67,10 @@ class GGUFFile:
             raise FileNotFoundError(f"path: no file {str(path)!r}")
         self.metadata, self.tensors = read_header(self.path)
         self._bytes = np.memmap(self.path, np.uint8, mode="r")
+
+    def elements(self, array: Array) -> Sequence[Any]:
+        """Return the numbers of a metadata array, or its strings as bytes."""
+        return elements(self._bytes.data, array)
 
     def format(self, name: str) -> WeightFormat | None:
         """Format of a 4-bit matrix; None for any other tensor."""

@@ -15,6 +15,7 @@ import functools
 import math
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -30,9 +31,16 @@ _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=
 
 
 class Array(NamedTuple):
-    """A metadata array; its elements are not kept, because vocabularies are long."""
+    """A metadata array; its elements are not kept, because vocabularies are long. :func:`elements` reads them.
+
+    Attributes:
+        kind: GGUF's number of the elements' type.
+        at: where they begin, in bytes from the beginning of the file.
+    """
 
     length: int
+    kind: int
+    at: int
 
 
 class TensorInfo(NamedTuple):
@@ -93,6 +101,7 @@ class _Cursor:
         if kind != _ARRAY:
             raise FormatError(f"{self.path}: metadata value of unknown type {kind} before byte {self.at}")
         kind, count = self.one("I"), self.one("Q")
+        at = self.at
         if kind in _SCALARS:
             self.bytes(count * struct.calcsize("<" + _SCALARS[kind]))
         elif kind == _STRING:
@@ -100,7 +109,7 @@ class _Cursor:
                 self.bytes(self.one("Q"))
         else:
             raise FormatError(f"{self.path}: metadata array of unknown type {kind} before byte {self.at}")
-        return Array(count)
+        return Array(count, kind, at)
 
 
 class _Entry(NamedTuple):
@@ -138,6 +147,19 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
                 metadata[key] = cursor.value()
             entries = [_read_entry(cursor) for _ in range(tensor_count)]
             return metadata, _located(path, entries, _alignment(path, metadata), cursor.at, len(data))
+
+
+def elements(data: memoryview, array: Array) -> Sequence[Any]:
+    """Return an array's numbers, or its strings as bytes, of a file whose header was read."""
+    at = array.at
+    if array.kind != _STRING:
+        return struct.unpack_from(f"<{array.length}{_SCALARS[array.kind]}", data, at)
+    found = []
+    for _ in range(array.length):
+        (size,) = struct.unpack_from("<Q", data, at)
+        found.append(bytes(data[at + 8 : at + 8 + size]))
+        at += 8 + size
+    return found
 
 
 def _read_entry(cursor: _Cursor) -> _Entry:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from w4gemm.checkpoints.base import Checkpoint, Module
+from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
@@ -213,11 +214,11 @@ def _names(file: Path) -> list[str]:
 def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any], dtype: torch.dtype) -> None:
     source, options = checkpoint.pretrained()
     if options:  # a GGUF file, which holds them in its own way
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
-        with transformers_errors(checkpoint.path):
+        with transformers_errors(checkpoint.path), quick_reader():
             config = AutoConfig.from_pretrained(source, **AS_IT_IS, **options).to_dict()
-            AutoTokenizer.from_pretrained(source, **AS_IT_IS, **options).save_pretrained(folder)
+            tokenizer_of(source, {**AS_IT_IS, **options}).save_pretrained(folder)
         config["architectures"] = config.get("architectures") or _architecture(config)
     else:
         for pattern in _COPIED:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
+from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
 from w4gemm.checkpoints.text_part import TextPart
 from w4gemm.core.errors import FormatError, device_named
@@ -93,14 +95,14 @@ class _Empty(NamedTuple):
 
 def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
     """Return the checkpoint's model with parameters that hold nothing, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     folder, options = checkpoint.pretrained()
-    with transformers_errors(checkpoint.path):
+    with transformers_errors(checkpoint.path), quick_reader() if "gguf_file" in options else nullcontext():
         whole = _config(folder, options)
         alone = type(whole) in AutoModelForCausalLM._model_mapping or not hasattr(whole, "text_config")
         config = whole if alone else whole.get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(folder, config=whole, **AS_IT_IS, **options)
+        tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options})
         with ParametersOnMeta():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         # with options the config is that of one file, beside which another model's generation config may lie
