@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
-from test_tensor_parallel import free_port
+from two_processes import in_two_processes
 from w4gemm import QuantizedWeight, W4Linear, quantize
 from w4gemm.api.experts import W4GroupedLinear
 from w4gemm.integrations.data_parallel import leave_out_packed
@@ -95,10 +94,8 @@ def test_on_the_meta_device_there_are_shapes():
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
-def trained(rank: int, port: str) -> None:
+def trained(rank: int) -> None:
     """Two processes with other numbers each: the first one's are the model, and both train alike."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(rank)
     stack = QuantizedWeight.stack([quantize(torch.randn(32, 64), "int4_g32_e4m3") for _ in range(2)])
     experts = W4GroupedLinear.from_weight(stack, expert_scale=torch.rand(2))
@@ -142,11 +139,10 @@ def trained(rank: int, port: str) -> None:
         experts.expert_scale,
     ):
         assert torch.equal(*everyones(t))
-    torch.distributed.destroy_process_group()
 
 
 def test_distributed_data_parallel() -> None:
-    mp.spawn(trained, (free_port(),), 2)
+    in_two_processes(trained)
     with pytest.raises(ValueError, match="model: wanted one with 4-bit layers, got Linear without"):
         leave_out_packed(torch.nn.Linear(2, 2))
 

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+from two_processes import PROCESSES, in_two_processes
 from w4gemm import W4Linear, quantize
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.tensor_parallel import W4ColwiseParallel, W4RowwiseParallel
 
-PROCESSES = 2
 Wanted = dict[Path, torch.Tensor]
 """Logits by folder."""
 IDS = torch.arange(1, 8)[None]
 FORMAT = "int4_g16"
 """Dense layers are quantized to it; its groups divide the halves of every k, which each process rounds by itself."""
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
-def join(rank: int, port: str) -> None:
-    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in facts.items()}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
 
 
 def block() -> torch.nn.Module:
@@ -54,11 +38,10 @@ def results(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return hidden.detach(), y.detach(), gradient
 
 
-def styles(rank: int, port: str) -> None:
+def styles(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
-    join(rank, port)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     hidden, y, gradient = results(block(), x)
     mesh = init_device_mesh("cpu", (PROCESSES,))
@@ -74,15 +57,12 @@ def styles(rank: int, port: str) -> None:
         parallelize_module(other, mesh, {"down": W4RowwiseParallel()})
     with pytest.raises(TypeError, match="module: wanted a W4Linear"):
         parallelize_module(torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)}), mesh, {"a": W4ColwiseParallel()})
-    torch.distributed.destroy_process_group()
 
 
-def both(rank: int, port: str, folders: Wanted, mixtures: Wanted) -> None:
+def both(rank: int, folders: Wanted, mixtures: Wanted) -> None:
     """Checks of transformers, in one pair of processes, because to import it takes longer than they do."""
-    join(rank, port)
     dense_layers(folders)
     experts(mixtures)
-    torch.distributed.destroy_process_group()
 
 
 def dense_layers(folders: Wanted) -> None:
@@ -154,7 +134,7 @@ def moved(model: Any) -> None:
 
 
 def test_styles_of_torch() -> None:
-    mp.spawn(styles, (free_port(),), PROCESSES)
+    in_two_processes(styles)
 
 
 def test_transformers(tmp_path: Path) -> None:
@@ -189,4 +169,4 @@ def test_transformers(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
         with torch.inference_mode():
             wanted[folder] = model(IDS).logits
-    mp.spawn(both, (free_port(), wanted, wanted_of_mixtures), PROCESSES)
+    in_two_processes(both, wanted, wanted_of_mixtures)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import w4gemm
 from w4gemm.checkpoints.module_tensors import unpack_int4
@@ -220,9 +222,6 @@ def test_a_layer_is_traced_whole_with_any_number_of_tokens(dense: ModuleType, ca
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_compiled_graph_quantizes_with_silu_mul_in_one_launch(dense: ModuleType, dtype: torch.dtype) -> None:
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     kernel, layer, _ = make(Case("ct", fp8=True, dtype=dtype))
     kernel.process_weights_after_loading(layer)
 
@@ -241,6 +240,26 @@ def test_a_compiled_graph_quantizes_with_silu_mul_in_one_launch(dense: ModuleTyp
     assert first.args[0].op == "placeholder"
     d, apart = graph(x), mlp(x)
     assert (d - apart).norm() < 0.02 * apart.norm() and dense.fusion.fuse(graph.graph) == 0
+
+
+def test_a_compiled_graph_quantizes_with_the_norm_that_the_compiler_makes(dense: ModuleType) -> None:
+    """Attention's result, which is an input of a piece of the graph, and a product's are quantized by the operator."""
+    kernel, layer, _ = make(Case("ct", fp8=True))
+    kernel.process_weights_after_loading(layer)
+
+    def piece(attention: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> torch.Tensor:
+        x = kernel.apply_weights(layer, attention.view(-1, K)) + residual
+        normed = torch.nn.functional.rms_norm(x, (N,), norm_weight).repeat(1, 3)[:, :K]
+        return kernel.apply_weights(layer, normed * 2)
+
+    inputs = [torch.randn(7, 2, K // 2).bfloat16(), torch.randn(7, N).bfloat16(), torch.rand(N).bfloat16()]
+    graph = make_fx(piece, decomposition_table=select_decomp_table())(*inputs)
+    assert dense.fusion.fuse(graph.graph) == 1
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    quantized = [node for node in graph.graph.nodes if node.target is torch.ops.w4gemm.quantize_activations.default]
+    assert [node.args[0].args[0].op for node in quantized] == ["placeholder"]
+    assert torch.equal(graph(*inputs), piece(*inputs)) and dense.fusion.fuse(graph.graph) == 0
 
 
 def test_the_engine_runs_the_pass_and_a_user_s_own_stays(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
