@@ -33,9 +33,8 @@ _METHOD = (
     "Decode: `LLM.generate` with prompts of 128 random tokens and greedy answers of 128; tokens/s of the whole batch "
     "without the time to the first tokens, and milliseconds per step. Serve: `vllm serve`, streamed, with a fixed "
     "number of requests at a time.",
-    "Changed since the rows up to 71d94a8, and not measured again: W4A8 (ct-int4-g128-fp8) has its scales folded, as "
-    "vLLM's kernel does; random codes have a mean of zero, without which the tokens of these mixtures went to about "
-    "the same experts ([more](measured/engine.md)).",
+    "Changed since the rows of mixtures, up to 71d94a8, and not measured again: random codes have a mean of zero, "
+    "without which the tokens of these mixtures went to about the same experts ([more](measured/engine.md)).",
     "To repeat a table: `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm "
     "marlin humming`, with `--serve` and `--profile` for those tables. `python -m bench.report bench/results/{file}` "
     "makes this page of the rows.",
