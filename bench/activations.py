@@ -133,7 +133,7 @@ def launch(kernel: ActivationQuantize, m: int, k: int, weight: torch.Tensor | No
     function = compiled(kernel.unit())
     x8 = torch.empty((m, k), dtype=torch.uint8, device="cuda")
     scale = torch.empty(m, device="cuda")
-    return lambda x: function(x, weight, x8, scale, 1e-6)
+    return lambda x: function(x, None, weight, x8, scale, None, 1e-6)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import torch
 
 import w4gemm
 from w4gemm.api.gather import gather_columns
+from w4gemm.api.step import gate_halves, rms_norm
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.integrations.transformers.fused_attention import Cached, step_attention
-from w4gemm.integrations.transformers.fused_step import gate_halves, rms_norm
 from w4gemm.weights.random import random_weight
 from w4gemm.weights.reference import grouped_reference, linear_reference
 

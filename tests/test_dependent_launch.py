@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4gemm
 from sass import disassemble
+from w4gemm.api.step import rms_norm
 from w4gemm.core.problem import H200
-from w4gemm.integrations.transformers.fused_step import rms_norm
 from w4gemm.jit import object_code
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.rms_norm.spec import RmsNorm
@@ -68,9 +68,11 @@ def test_a_weight_is_made_with_a_last_launch_that_writes_nothing_of_it(perm: boo
     "helper",
     [
         RmsNorm.of(H200, torch.bfloat16, 4096),
+        RmsNorm.of(H200, torch.bfloat16, 4096, add=True),
         ActivationQuantize.of(H200, torch.bfloat16, 4096, "rms", True),
+        ActivationQuantize.of(H200, torch.bfloat16, 4096, "add_rms", True),
     ],
-    ids=lambda helper: helper.name if helper else "none",
+    ids=["norm", "added norm", "quantized norm", "quantized added norm"],
 )
 def test_a_norms_weight_is_loaded_behind_the_wait(helper: Any) -> None:
     """Before it the weight is at most brought into L2, where what is written later arrives too."""
@@ -79,7 +81,8 @@ def test_a_norms_weight_is_loaded_behind_the_wait(helper: Any) -> None:
     before, found, behind = text.partition("ACQBULK")
     chunks = helper.chunks if isinstance(helper, RmsNorm) else helper.shape.chunks
     assert found and "LDG" not in before and before.count("CCTL.E.PF2") == chunks
-    assert behind.count("LDG") == 2 * chunks, "of x and of the weight"
+    added = helper.add if isinstance(helper, RmsNorm) else helper.front == "add_rms"
+    assert behind.count("LDG") == (3 if added else 2) * chunks, "of x, of the residual and of the weight"
 
 
 @pytest.mark.gpu

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import w4gemm
 from sass import disassemble
+from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, between_products, gate_halves, rms_norm
 from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.transformers.fused_attention import Cached, attention_in_torch, step_attention
-from w4gemm.integrations.transformers.fused_step import gate_halves, rms_norm
 from w4gemm.jit import object_code
 from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper, launcher
@@ -92,6 +93,46 @@ def test_norm(m: int, k: int, dtype: torch.dtype) -> None:
     assert torch.equal(rms_norm(apart, weight, 1e-5), rms_norm(x, weight, 1e-5))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "k"), [(1, 4096), (64, 4096), (40, 136), (3, 2880), (2, 16384), (2, 28672), (0, 4096)])
+def test_added_norm(m: int, k: int, dtype: torch.dtype) -> None:
+    """With and without quantization, which rounds to e4m3: its smallest step is 1/8 of a number."""
+    given = [torch.randn(shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,))]
+    on_cpu = [t.cpu() for t in given]
+    y, total = add_rms_norm(*given, 1e-5)
+    wanted_y, wanted_total = add_rms_norm(*on_cpu, 1e-5)
+    assert torch.equal(total.cpu(), wanted_total)
+    torch.testing.assert_close(y.cpu(), wanted_y, rtol=0.01, atol=1e-3)
+    x8, scale, total = add_rms_norm_quantize(*given, 1e-5)
+    wanted = w4gemm.quantize_activations(wanted_total.cuda(), norm_weight=given[2], eps=1e-5)
+    assert torch.equal(total.cpu(), wanted_total)
+    assert torch.equal(x8.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(scale, wanted[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_operators(dtype: torch.dtype) -> None:
+    """Their formulas, and what compiled graphs are told of their results."""
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, 64), (5, 64), (64,)))
+    total = (x.double() + residual.double()).to(dtype)
+    exact = total.double()
+    exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+    ops = torch.ops.w4gemm
+    y, found = ops.add_rms_norm(x, residual, weight, 1e-3)
+    assert torch.equal(found, total)
+    torch.testing.assert_close(y.double(), exact, rtol=0.02, atol=1e-3)
+    x8, scale, found = ops.add_rms_norm_quantize(x, residual, weight, 1e-3)
+    assert torch.equal(found, total) and x8.dtype == torch.float8_e4m3fn and scale.shape == (5,)
+    torch.testing.assert_close(x8.double() * scale[:, None], exact, rtol=0.07, atol=0.02)
+    gate, up = (t.double() for t in torch.cat((x, residual), 1).chunk(2, 1))
+    gated = ops.gate_halves(torch.cat((x, residual), 1), "silu_mul")
+    torch.testing.assert_close(gated.double(), gate / (1 + (-gate).exp()) * up, rtol=0.02, atol=1e-3)
+    for op, given in ((ops.add_rms_norm, (x, residual, weight, 1e-3)), (ops.gate_halves, (x, "silu_mul"))):
+        torch.library.opcheck(op.default, given, test_utils=("test_schema", "test_faketensor"))
+    opcheck = (x, residual, weight, 1e-3)
+    torch.library.opcheck(ops.add_rms_norm_quantize.default, opcheck, test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize(("dim", "sinks"), [(64, True), (128, False), (256, False)])
 def test_no_registers_are_spilled(dim: int, sinks: bool) -> None:
     group = 4 if dim == 256 else 8
@@ -110,7 +151,12 @@ def test_splits_fill_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "helper", [GateHalves.of(H200, torch.float16, "silu_mul"), RmsNorm.of(H200, torch.bfloat16, 16384)]
+    "helper",
+    [
+        *(GateHalves.of(H200, torch.float16, "silu_mul"), RmsNorm.of(H200, torch.bfloat16, 16384)),
+        *between_products(H200, torch.bfloat16, 16384, False),
+        *between_products(H200, torch.float16, 16384, True),
+    ],
 )
 def test_the_small_kernels_compile(helper: Helper) -> None:
     assert disassemble(object_code(helper.unit())).stack == 0

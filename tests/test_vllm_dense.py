@@ -6,7 +6,7 @@ import ast
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import w4gemm
 from w4gemm.checkpoints.module_tensors import unpack_int4
@@ -220,30 +221,75 @@ def test_a_layer_is_traced_whole_with_any_number_of_tokens(dense: ModuleType, ca
     assert called.count(torch.ops.w4gemm.quantize_activations) == case.fp8
 
 
+OPERATORS = ("add_rms_norm", "add_rms_norm_quantize", "gate_halves", "quantize_activations", "packed_linear")
+
+
+def fused(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, list[str]]:
+    """Results of the function compiled for any number of rows, with the pass, and the names of operators it calls."""
+    from w4gemm.integrations.vllm import fusion
+
+    importlib.import_module("vllm.ir.ops")
+    names = {getattr(torch.ops.w4gemm, name).default: name for name in OPERATORS}
+    called: list[str] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        fusion.fuse(graph.graph)
+        graph.graph.eliminate_dead_code()
+        assert fusion.fuse(graph.graph) == 0
+        graph.recompile()
+        called.extend(names[node.target] for node in graph.graph.nodes if node.target in names)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 0) if x.dim() > 1 else None
+    backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
+    with torch.inference_mode():
+        return torch.compile(function, backend=backend, fullgraph=True)(*inputs), called
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["W4A16", "W4A8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_compiled_graph_quantizes_with_silu_mul_in_one_launch(dense: ModuleType, dtype: torch.dtype) -> None:
-    kernel, layer, _ = make(Case("ct", fp8=True, dtype=dtype))
+def test_what_lies_between_products_is_fused(dense: ModuleType, dtype: torch.dtype, fp8: bool) -> None:
+    kernel, layer, _ = make(Case("ct" if fp8 else "gptq", fp8=fp8, dtype=dtype))
     kernel.process_weights_after_loading(layer)
 
-    def mlp(x: torch.Tensor) -> torch.Tensor:
-        gated = torch.nn.functional.silu(x[..., :K]) * x[..., K:]
-        return kernel.apply_weights(layer, gated)
+    def piece(attention: Any, residual: Any, norm_weight: Any, both: Any) -> tuple[torch.Tensor, ...]:
+        o = kernel.apply_weights(layer, attention.view(-1, K))
+        x = torch.cat((o, o, o), 1)[:, :K] * 2
+        normed, total = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, norm_weight, 1e-5, None)
+        first = kernel.apply_weights(layer, normed)
+        gated = torch.nn.functional.silu(both[..., :K]) * both[..., K:]
+        return first, total, kernel.apply_weights(layer, gated)
 
-    x = torch.randn(7, 2 * K).to(dtype)
-    graph = make_fx(mlp, decomposition_table=select_decomp_table())(x)
-    assert dense.fusion.fuse(graph.graph) == 1
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    called = [node for node in graph.graph.nodes if node.op == "call_function"]
-    first = called[0]
-    assert first.target is torch.ops.w4gemm.quantize_activations.default and first.args[3] is True, called
-    assert first.args[0].op == "placeholder"
-    d, apart = graph(x), mlp(x)
-    assert (d - apart).norm() < 0.02 * apart.norm() and dense.fusion.fuse(graph.graph) == 0
+    shapes = (7, 2, K // 2), (7, K), (K,), (7, 2 * K)
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    found, called = fused(piece, *inputs)
+    small = ("quantize_activations", "add_rms_norm_quantize", "quantize_activations")
+    if not fp8:
+        small = ("", "add_rms_norm", "gate_halves")
+    assert called == [name for each in small for name in (each, "packed_linear") if name]
+    for d, wanted in zip(found, piece(*inputs), strict=True):
+        assert (d - wanted).norm() < 0.02 * wanted.norm()
 
 
-def test_a_compiled_graph_quantizes_with_the_norm_that_the_compiler_makes(dense: ModuleType) -> None:
-    """Attention's result, which is an input of a piece of the graph, and a product's are quantized by the operator."""
+def test_what_others_read_too_stays(dense: ModuleType) -> None:
+    """The norm before a router and gates that are returned; a norm in float32, as Gemma's."""
+    kernel, layer, _ = make(Case("gptq"))
+    kernel.process_weights_after_loading(layer)
+
+    def piece(x: Any, residual: Any, norm_weight: Any, both: Any) -> tuple[torch.Tensor, ...]:
+        normed, _ = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, norm_weight, 1e-5)
+        other, _ = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, norm_weight.float() + 1, 1e-5)
+        gated = torch.nn.functional.silu(both[..., :K]) * both[..., K:]
+        return *(kernel.apply_weights(layer, y) for y in (normed, other, gated)), normed * 2, gated * 2
+
+    inputs = [torch.randn(shape).bfloat16() for shape in ((7, K), (7, K), (K,), (7, 2 * K))]
+    assert fused(piece, *inputs)[1] == ["packed_linear"] * 3
+
+
+def test_a_compiled_graph_quantizes_with_what_the_compiler_makes(dense: ModuleType) -> None:
+    """Attention's result, which is an input of a piece of the graph, is quantized by the operator."""
     kernel, layer, _ = make(Case("ct", fp8=True))
     kernel.process_weights_after_loading(layer)
 
@@ -253,13 +299,9 @@ def test_a_compiled_graph_quantizes_with_the_norm_that_the_compiler_makes(dense:
         return kernel.apply_weights(layer, normed * 2)
 
     inputs = [torch.randn(7, 2, K // 2).bfloat16(), torch.randn(7, N).bfloat16(), torch.rand(N).bfloat16()]
-    graph = make_fx(piece, decomposition_table=select_decomp_table())(*inputs)
-    assert dense.fusion.fuse(graph.graph) == 1
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    quantized = [node for node in graph.graph.nodes if node.target is torch.ops.w4gemm.quantize_activations.default]
-    assert [node.args[0].args[0].op for node in quantized] == ["placeholder"]
-    assert torch.equal(graph(*inputs), piece(*inputs)) and dense.fusion.fuse(graph.graph) == 0
+    found, called = fused(piece, *inputs)
+    assert called == ["quantize_activations", "packed_linear", "packed_linear"]
+    assert torch.equal(found, piece(*inputs))
 
 
 def test_the_engine_runs_the_pass_and_a_user_s_own_stays(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +310,6 @@ def test_the_engine_runs_the_pass_and_a_user_s_own_stays(dense: ModuleType, monk
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
     monkeypatch.setattr(takeover, "most_tokens", lambda: 8)
     make(Case("gptq"))
-    assert passes == {}, "nothing is quantized"
-    make(Case("ct", fp8=True))
     ((key, first),) = passes.items()
     assert key == "post_grad_custom_post_pass" and first.callable is dense.fusion.fuse
     make(Case("ct", fp8=True))

@@ -17,8 +17,8 @@ import w4gemm
 from fuzz import formulas
 from fuzz.cases import GATED
 from fuzz.numbers import Source
+from w4gemm.api.step import gate_halves, rms_norm
 from w4gemm.integrations.transformers.fused_attention import Cached, step_attention
-from w4gemm.integrations.transformers.fused_step import gate_halves, rms_norm
 
 DTYPES = (torch.bfloat16, torch.float16)
 NORM_K = (8, 64, 100, 128, 520, 2048, 2880, 4096, 16384, 28672)

@@ -131,7 +131,7 @@ def _quantize(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, sil
     x8 = torch.empty((m, k), dtype=torch.uint8, device=device)
     scale = torch.empty(m, dtype=torch.float32, device=device)
     if m:
-        quantize(x, norm_weight, x8, scale, eps)
+        quantize(x, None, norm_weight, x8, scale, None, eps)
     return x8.view(torch.float8_e4m3fn), scale
 
 

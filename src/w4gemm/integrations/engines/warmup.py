@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.api.ops import linear
+from w4gemm.api.step import between_products
 from w4gemm.choice import BOUNDS, PlanKey, first_rows, meeting, planned, prepare
 from w4gemm.core import environment
 from w4gemm.core.epilogue import Epilogue
@@ -137,6 +138,8 @@ class LinearUse(NamedTuple):
     """Called with x of this dtype and a bias or None; None for :func:`w4gemm.linear`."""
     most_tokens: int = BOUNDS[-1] + 1
     batch_invariant: bool = False
+    fused: bool = False
+    """True if compiled graphs have what lies between products in w4gemm's kernels."""
 
 
 def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: LinearUse) -> Need:
@@ -150,7 +153,10 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
     tokens = sorted({m for kind in kinds for m in meeting(kind, use.most_tokens)})
     keys = tuple(kind._replace(m=planned(m)) for kind in kinds for m in tokens)
     facts = LayerFacts(w.k, use.dtype, fp8, act_order=w.perm is not None)
-    helpers = tuple(helper.unit() for kind in HELPERS for helper in kind.needed(Device.of(device), facts))
+    described = Device.of(device)
+    helpers = [helper for kind in HELPERS for helper in kind.needed(described, facts)]
+    if use.fused:
+        helpers += filter(None, between_products(described, use.dtype, w.k, fp8))
     call = use.call or functools.partial(_linear, w)
 
     @torch.inference_mode()
@@ -160,7 +166,7 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
             for given in (None, bias)[: len(epilogues)]:
                 call(x[:m], given)
 
-    return Need(what, keys, helpers, run)
+    return Need(what, keys, tuple(helper.unit() for helper in helpers), run)
 
 
 def _linear(w: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

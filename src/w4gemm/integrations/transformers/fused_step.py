@@ -23,12 +23,12 @@ from torch import nn
 
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.ops import linear
+from w4gemm.api.step import gate_halves, rms_norm
 from w4gemm.choice import PlanKey
 from w4gemm.core.activation import ACTIVATIONS, parse
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable, Patches, fuse_attention
-from w4gemm.kernels import launcher
 from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper
 from w4gemm.kernels.rms_norm.spec import RmsNorm
@@ -176,19 +176,6 @@ def _fast_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: rms_norm(x, weight, eps)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x ** 2) + eps), rounded to x's dtype, times weight."""
-    k = len(weight)
-    x = x.contiguous() if x.is_cuda else x  # heads of a joint product are not, of several sequences
-    run = launcher(RmsNorm.of, x.device, x.dtype, k) if x.is_cuda and RmsNorm.takes(x, weight) else None
-    if run is None:
-        y = x.float()
-        return (y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
-    out = torch.empty_like(x)
-    run(x.view(-1, k), weight, out.view(-1, k), eps)
-    return out
-
-
 def _eps(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
@@ -226,17 +213,6 @@ def _gated(mlp: nn.Module, joint: Joint, activation: str) -> Callable[[torch.Ten
         return down(gate_halves(both.view(-1, both.shape[-1]), activation).view(*x.shape[:-1], -1))
 
     return forward
-
-
-def gate_halves(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return act(gate, up) (m, n) of x (m, 2 n), gates in its left half."""
-    run = launcher(GateHalves.of, x.device, x.dtype, activation) if x.is_cuda and GateHalves.takes(x) else None
-    if run is None:
-        gate, up = x.float().chunk(2, -1)
-        return parse(activation).apply(torch.stack((gate, up), -1).flatten(-2)).to(x.dtype)
-    out = x.new_empty(len(x), x.shape[1] // 2)
-    run(x, out)
-    return out
 
 
 # --- what is added behind a layer's attention and its MLP ------------------------------------------------------------

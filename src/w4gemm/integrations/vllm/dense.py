@@ -110,8 +110,7 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
         self.given = args, kwargs
         """Arguments of the class of every kernel."""
         self.quantizes = self.config.act_type == _FP8
-        if self.quantizes:
-            fusion.install()
+        fusion.install()
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.most_tokens = takeover.most_tokens()
         takeover.WARMUP.expect(self)
@@ -129,7 +128,7 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
         epilogue = _epilogue(self.config, False)
         self.packed = PackedLayer(layer, w, self.w_q_name, replaced, epilogue, self.batch_invariant)
         call = functools.partial(self.apply_weights, layer)
-        use = LinearUse(out_dtype(self.config), call, self.most_tokens, self.batch_invariant)
+        use = LinearUse(out_dtype(self.config), call, self.most_tokens, self.batch_invariant, fused=True)
         takeover.WARMUP.loaded(self, linear_need("4-bit linear layers", w, getattr(layer, "bias", None), use))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

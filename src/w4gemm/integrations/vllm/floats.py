@@ -25,7 +25,7 @@ from w4gemm.core.epilogue import PLAIN
 from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
-from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm import fusion, takeover
 from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.fallback import Fallback, own_kernels
 from w4gemm.integrations.vllm.packed_layer import PackedLayer
@@ -102,6 +102,7 @@ class _Floats(Fallback):
         super().__init__(config)  # type: ignore[call-arg]
         self.named = named
         """The kernel that vLLM named for the layer; None if it asked its list."""
+        fusion.install()
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.most_tokens = takeover.most_tokens()
         takeover.WARMUP.expect(self)
@@ -119,7 +120,8 @@ class _Floats(Fallback):
             self.leave(layer, _KIND, str(e))
             return
         self.packed = PackedLayer(layer, w, "weight", self.replaced, PLAIN, self.batch_invariant)
-        use = LinearUse(dtype, functools.partial(self.apply_weights, layer), self.most_tokens, self.batch_invariant)
+        call = functools.partial(self.apply_weights, layer)
+        use = LinearUse(dtype, call, self.most_tokens, self.batch_invariant, fused=True)
         takeover.WARMUP.loaded(self, linear_need(_KIND, w, getattr(layer, "bias", None), use))
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

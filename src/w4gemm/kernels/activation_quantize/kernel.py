@@ -1,8 +1,9 @@
 """x8[i, :] = e4m3(y[i, :] * (448 / top)), scales[i] = top / 448, top = max of abs(y[i, :]), for 16-bit x (m, columns).
 
-y by ``front``: "" x itself; "rms" x / sqrt(mean(x**2) + eps) * weight; "silu_mul" silu(x[:, :k]) * x[:, k:]. The last
-two are computed in float32 and rounded once to x's dtype. ``w4gemm.api.activations`` has the same formulas in PyTorch,
-in the same order of roundings.
+y by ``front``: "" x itself; "rms" x / sqrt(mean(x**2) + eps) * weight; "add_rms" the same of x + residual, which is
+rounded to x's dtype and stored as ``total``; "silu_mul" silu(x[:, :k]) * x[:, k:]. The last three are computed in
+float32 and rounded once to x's dtype. ``w4gemm.api.activations`` has the same formulas in PyTorch, in the same order of
+roundings.
 
 A CTA quantizes one row. A thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart: it requests all of
 them before it uses the first, and keeps y in registers, two columns per word. Without their sign, the bits of 16-bit
@@ -54,6 +55,8 @@ from w4gemm.kernels.device.memory import (
 from w4gemm.kernels.device.sums import cta_sum
 
 _MAGNITUDES = 0x7FFF7FFF
+NORMS = ("rms", "add_rms")
+"""Fronts with an RMSNorm."""
 _LINE = 8  # threads whose columns are the 128 bytes of one prefetch
 
 
@@ -62,7 +65,7 @@ class ActivationQuantizeKernel:
     """The kernel for x of ``kind`` "f16" or "bf16" and rows of at most 8 * threads * chunks columns.
 
     Args:
-        front: "", "rms" or "silu_mul".
+        front: "", "rms", "add_rms" or "silu_mul".
         wide: True if eight columns are loaded and stored at a time.
         staged_bytes: shared memory for a row of x, of a wide silu_mul.
         largest: e4m3's largest number.
@@ -84,20 +87,30 @@ class ActivationQuantizeKernel:
     def __call__(
         self,
         x: cute.Tensor,
+        residual: cute.Tensor | None,
         weight: cute.Tensor | None,
         x8: cute.Tensor,
         scales: cute.Tensor,
+        total: cute.Tensor | None,
         eps: Float32,
         stream: Any,
     ) -> None:
-        """x (m, k), for silu_mul (m, 2 k); weight (k,) for rms; x8 as bytes (m, k), contiguous; scales float32 (m,)."""
-        self.kernel(x, weight, x8, scales, eps).launch(
+        """x (m, k), for silu_mul (m, 2 k); weight (k,) for the norms; x8 as bytes (m, k), contiguous; scales float32
+        (m,). For add_rms: residual and total (m, k) contiguous."""
+        self.kernel(x, residual, weight, x8, scales, total, eps).launch(
             grid=[x8.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.dependent_launch
         )
 
     @cute.kernel
     def kernel(
-        self, x: cute.Tensor, weight: cute.Tensor | None, x8: cute.Tensor, scales: cute.Tensor, eps: Float32
+        self,
+        x: cute.Tensor,
+        residual: cute.Tensor | None,
+        weight: cute.Tensor | None,
+        x8: cute.Tensor,
+        scales: cute.Tensor,
+        total: cute.Tensor | None,
+        eps: Float32,
     ) -> None:
         thread, row, k = cute.arch.thread_idx()[0], Int64(cute.arch.block_idx()[0]), x8.shape[1]
         smem = cutlass.memory.SmemAllocator()
@@ -105,20 +118,27 @@ class ActivationQuantizeKernel:
         tops = smem.allocate_tensor(Int32, cute.make_layout(32))
         columns = [(thread + i * self.threads) * 8 for i in range(self.chunks)]
         if cutlass.const_expr(self.dependent_launch):
-            if cutlass.const_expr(self.front == "rms"):
+            if cutlass.const_expr(self.front in NORMS):
                 for column in columns:
                     prefetch_global(weight.iterator.toint() + Int64(column) * 2, (column < k) & (thread % _LINE == 0))
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         factors = []
-        if cutlass.const_expr(self.front == "rms"):
+        if cutlass.const_expr(self.front in NORMS):
             factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
         source = x.iterator.toint() + row * x.stride[0] * 2
         if cutlass.const_expr(self.front == "silu_mul"):
             y = self.gated_row(source, columns, k, smem)
         else:
             y = [self.load(source, column, k) for column in columns]
-        if cutlass.const_expr(self.front == "rms"):
+        if cutlass.const_expr(self.front == "add_rms"):
+            first = row * k * 2
+            added = [self.load(residual.iterator.toint() + first, column, k) for column in columns]
+            for i in cutlass.range_constexpr(self.chunks):
+                pairs = zip(self.floats(y[i]), self.floats(added[i]), strict=True)
+                y[i] = self.halves([value + more for value, more in pairs])
+                store_global(total.iterator.toint() + first + Int64(columns[i]) * 2, y[i], columns[i] < k)
+        if cutlass.const_expr(self.front in NORMS):
             mean = divide(self.sum_of_squares(y, sums, thread), Float32(k))
             scale = divide(Float32(1.0), square_root(mean + eps))
             for i in cutlass.range_constexpr(self.chunks):

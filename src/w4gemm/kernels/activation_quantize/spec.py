@@ -1,4 +1,4 @@
-"""Host side of the quantization of activations; ``w4gemm.api.activations`` is its only caller."""
+"""Host side of the quantization of activations; called by ``w4gemm.api.activations`` and ``w4gemm.api.step``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit
-from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, runs_on
+from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, half_rows, runs_on
 from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
 from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 
@@ -20,6 +20,9 @@ SMALLEST = 2.0**-100
 """Smallest top that a row is scaled by: 448 over it is finite."""
 FRONTS = ("", "rms", "silu_mul")
 """Operations on x before it is quantized: none, an RMSNorm, or silu(gate) * up."""
+ADD_RMS = "add_rms"
+"""A further one: an RMSNorm of x + residual, which is stored too."""
+_NORMS = ("rms", ADD_RMS)
 
 _VECTOR = 8
 _MOST_THREADS = 1024
@@ -51,7 +54,7 @@ class ActivationQuantize:
     """Rows of 16-bit x to e4m3 from SM89 on. A row's bits depend neither on m nor on the other rows.
 
     Args:
-        front: one of ``FRONTS``.
+        front: one of ``FRONTS`` or ``ADD_RMS``, the latter only if wide.
         wide: True if eight columns are loaded and stored at a time, see :meth:`aligned`.
         arch: the compiler's target.
     """
@@ -73,10 +76,10 @@ class ActivationQuantize:
         """Return the kernel for rows of k columns; None where it does not run, or if a row does not fit the
         registers of a CTA or the shared memory in which silu_mul stages gates and ups. ``chunks``: see
         :func:`shape_of`."""
-        if dtype not in HALF_KINDS or not runs_on(Sm89Fp8Gemm(), device):
+        if dtype not in HALF_KINDS or not runs_on(Sm89Fp8Gemm(), device) or (front == ADD_RMS and not wide):
             return None
         found = cls(dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0))
-        most = _MOST_CHUNKS if wide and front != "rms" else _MOST_CHUNKS // 2
+        most = _MOST_CHUNKS if wide and front not in _NORMS else _MOST_CHUNKS // 2
         fits = found.shape.chunks <= most and found.staged_bytes + _REDUCTION_BYTES <= device.shared_memory
         return found if fits else None
 
@@ -119,13 +122,15 @@ class ActivationQuantize:
         x = make_fake_tensor(
             dtype, (m, cute.sym_int()), (cute.sym_int64(divisibility=vector), 1), assumed_align=2 * vector
         )
-        weight = None
-        if self.front == "rms":
+        residual = weight = total = None
+        if self.front in _NORMS:
             weight = make_fake_compact_tensor(dtype, (k,), assumed_align=2 * vector)
+        if self.front == ADD_RMS:
+            residual, total = half_rows(kind, m, k), half_rows(kind, m, k)
         x8 = make_fake_compact_tensor(cutlass.Uint8, (m, k), stride_order=(1, 0), assumed_align=vector)
         scales = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         kernel = ActivationQuantizeKernel(
             kind, self.front, self.wide, *self.shape, self.staged_bytes, LARGEST, SMALLEST, self.dependent_launch
         )
-        return Program(kernel, (x, weight, x8, scales, 0.0, stream))
+        return Program(kernel, (x, residual, weight, x8, scales, total, 0.0, stream))

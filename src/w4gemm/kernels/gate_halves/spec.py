@@ -1,4 +1,4 @@
-"""Host side of the gated activation of halves; ``w4gemm.integrations.transformers.fused_step`` is its only caller."""
+"""Host side of the gated activation of halves; ``w4gemm.api.step`` is its only caller."""
 
 from __future__ import annotations
 

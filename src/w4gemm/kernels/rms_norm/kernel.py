@@ -1,8 +1,9 @@
-"""out[i, :] = half(x[i, :] / sqrt(mean(x[i, :] ** 2) + eps)) * weight, for 16-bit x (m, k).
+"""out[i, :] = half(y[i, :] / sqrt(mean(y[i, :] ** 2) + eps)) * weight, for 16-bit x (m, k).
 
-In float32, rounded to x's dtype before it is multiplied by the weight and after, as transformers' models have it. A CTA
-has one row; a thread has ``chunks`` chunks of eight columns, ``threads`` chunks apart, and keeps them in registers. One
-barrier, for the sum of squares, which is added in an order that depends on k alone.
+y is x, or x + residual rounded to x's dtype, which is stored as ``total``. In float32, rounded to x's dtype before it
+is multiplied by the weight and after, as transformers' models have it. A CTA has one row; a thread has ``chunks``
+chunks of eight columns, ``threads`` chunks apart, and keeps them in registers. One barrier, for the sum of squares,
+which is added in an order that depends on k alone.
 
 Programmatic dependent launch: before ``griddepcontrol.wait`` the weight is brought into L2, and loaded only after it,
 because the launch before may have written it: what a kernel of PyTorch stored is not visible before the wait.
@@ -32,16 +33,35 @@ class RmsNormKernel:
     kind: str
     threads: int
     chunks: int
+    add: bool
+    """True if there is a residual."""
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, eps: Float32, stream: Any) -> None:
-        """x and out (m, k) contiguous, weight (k,), k a multiple of 8."""
-        self.kernel(x, weight, out, eps).launch(
+    def __call__(
+        self,
+        x: cute.Tensor,
+        residual: cute.Tensor | None,
+        weight: cute.Tensor,
+        out: cute.Tensor,
+        total: cute.Tensor | None,
+        eps: Float32,
+        stream: Any,
+    ) -> None:
+        """x, residual, out and total (m, k) contiguous, weight (k,), k a multiple of 8."""
+        self.kernel(x, residual, weight, out, total, eps).launch(
             grid=[x.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, eps: Float32) -> None:
+    def kernel(
+        self,
+        x: cute.Tensor,
+        residual: cute.Tensor | None,
+        weight: cute.Tensor,
+        out: cute.Tensor,
+        total: cute.Tensor | None,
+        eps: Float32,
+    ) -> None:
         thread, k = cute.arch.thread_idx()[0], x.shape[1]
         row = Int64(cute.arch.block_idx()[0]) * k * 2
         sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(32))
@@ -52,6 +72,12 @@ class RmsNormKernel:
         cute.arch.griddepcontrol_launch_dependents()
         loaded = [self.load(weight.iterator.toint(), column, k) for column in columns]
         values = [self.floats(self.load(x.iterator.toint() + row, column, k)) for column in columns]
+        if cutlass.const_expr(self.add):
+            added = [self.floats(self.load(residual.iterator.toint() + row, column, k)) for column in columns]
+            for i in cutlass.range_constexpr(self.chunks):
+                words = self.pack([value + more for value, more in zip(values[i], added[i], strict=True)])
+                store_global(total.iterator.toint() + row + Int64(columns[i]) * 2, words, columns[i] < k)
+                values[i] = self.floats(words)
         mean = divide(self.sum_of_squares(values, sums, thread), Float32(k))
         scale = divide(Float32(1.0), square_root(mean + eps))
         for i in cutlass.range_constexpr(self.chunks):

@@ -1,0 +1,1 @@
+"""Operators that vLLM chooses implementations of."""
