@@ -10,6 +10,10 @@ come --rounds processes of each case, one row of JSON a case, with least and med
 
 import_ms is what importing w4gemm takes after torch. A process that does not end well ends the measurement.
 
+Every process finds the bytecode of all modules in a folder of this command, where the first process writes it, as an
+installed package has it from pip. ``--no-bytecode`` leaves that to the environment: if ``PYTHONDONTWRITEBYTECODE`` is
+set and packages came without bytecode, each process compiles the source of every module that it imports.
+
 With --model, a last row (kind ``compile_model``) has the seconds in which ``w4gemm compile``, from the start of its
 process to its end, compiles every kernel of Llama-3-8B's layers for 1 to 8192 tokens into an empty folder.
 """
@@ -39,11 +43,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     parser = command("bench.first_call", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="processes of each case (default: %(default)s)")
+    parser.add_argument("--no-bytecode", action="store_true", help="see above")
     parser.add_argument("--model", action="store_true", help="also compile a whole model's kernels")
     args = parser.parse_args(argv)
     facts = record.facts()
     with tempfile.TemporaryDirectory() as folder:
-        _child("", folder)
+        variables = os.environ | {"W4GEMM_CACHE_DIR": folder}
+        if not args.no_bytecode:
+            variables |= {"PYTHONPYCACHEPREFIX": f"{folder}/bytecode", "PYTHONDONTWRITEBYTECODE": ""}
+        _child("", variables)
         for case in ("library", _TVM_FFI, "object"):
             libraries = list(Path(folder).glob("*.so"))
             if case == "object":
@@ -51,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     path.unlink()
             elif not libraries:
                 continue
-            found = [_child(case, folder) for _ in range(args.rounds)]
+            found = [_child(case, variables) for _ in range(args.rounds)]
             row = {"kind": "first_call", "run": record.run_name(facts), "case": case, "dsl_imported": found[0]["dsl"]}
+            row["bytecode"] = not args.no_bytecode
             for name in ("import_ms", "call_ms"):
                 times = [each[name] for each in found]
                 row |= {f"{name}_min": min(times), f"{name}_p50": statistics.median(times)}
@@ -72,12 +81,10 @@ def compile_model() -> dict[str, float]:
         return {"kernels": len(list(Path(folder).glob("*.o"))), "seconds": round(seconds, 1)}
 
 
-def _child(case: str, folder: str) -> dict[str, float]:
+def _child(case: str, variables: dict[str, str]) -> dict[str, float]:
     script = f"import json; from bench.first_call import measured; print(json.dumps(measured({case == _TVM_FFI})))"
     process = [sys.executable, "-c", script]
-    found: dict[str, float] = json.loads(
-        subprocess.check_output(process, text=True, env=os.environ | {"W4GEMM_CACHE_DIR": folder})
-    )
+    found: dict[str, float] = json.loads(subprocess.check_output(process, text=True, env=variables))
     return found
 
 
