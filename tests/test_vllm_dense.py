@@ -224,8 +224,10 @@ def test_a_layer_is_traced_whole_with_any_number_of_tokens(dense: ModuleType, ca
 OPERATORS = ("add_rms_norm", "add_rms_norm_quantize", "gate_halves", "quantize_activations", "packed_linear")
 
 
-def fused(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, list[str]]:
-    """Results of the function compiled for any number of rows, with the pass, and the names of operators it calls."""
+def fused(function: Callable[..., Any], *inputs: torch.Tensor, most: int = 64) -> tuple[Any, list[str]]:
+    """Results of the function compiled for up to ``most`` rows, with the pass, and the names of operators it calls."""
+    from vllm.compilation.passes.inductor_pass import Range, pass_context
+
     from w4gemm.integrations.vllm import fusion
 
     importlib.import_module("vllm.ir.ops")
@@ -244,13 +246,13 @@ def fused(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, lis
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 0) if x.dim() > 1 else None
     backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
-    with torch.inference_mode():
+    with torch.inference_mode(), pass_context(Range(1, most)):
         return torch.compile(function, backend=backend, fullgraph=True)(*inputs), called
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["W4A16", "W4A8"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_lies_between_products_is_fused(dense: ModuleType, dtype: torch.dtype, fp8: bool) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 64), (torch.float16, 64), (torch.bfloat16, 8192)])
+def test_what_lies_between_products_is_fused(dense: ModuleType, dtype: torch.dtype, most: int, fp8: bool) -> None:
     kernel, layer, _ = make(Case("ct" if fp8 else "gptq", fp8=fp8, dtype=dtype))
     kernel.process_weights_after_loading(layer)
 
@@ -264,10 +266,12 @@ def test_what_lies_between_products_is_fused(dense: ModuleType, dtype: torch.dty
 
     shapes = (7, 2, K // 2), (7, K), (K,), (7, 2 * K)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    found, called = fused(piece, *inputs)
+    found, called = fused(piece, *inputs, most=most)
     small = ("quantize_activations", "add_rms_norm_quantize", "quantize_activations")
     if not fp8:
         small = ("", "add_rms_norm", "gate_halves")
+    if most > 64:
+        small = ("quantize_activations", "", "quantize_activations") if fp8 else ("", "", "")
     assert called == [name for each in small for name in (each, "packed_linear") if name]
     for d, wanted in zip(found, piece(*inputs), strict=True):
         assert (d - wanted).norm() < 0.02 * wanted.norm()
@@ -306,14 +310,15 @@ def test_a_compiled_graph_quantizes_with_what_the_compiler_makes(dense: ModuleTy
 
 def test_the_engine_runs_the_pass_and_a_user_s_own_stays(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: dict[str, Any] = {}
-    engine = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config=passes))
+    config = SimpleNamespace(inductor_compile_config=passes, compile_ranges_endpoints=[100, 8192])
+    engine = SimpleNamespace(compilation_config=config)
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
     monkeypatch.setattr(takeover, "most_tokens", lambda: 8)
     make(Case("gptq"))
     ((key, first),) = passes.items()
     assert key == "post_grad_custom_post_pass" and first.callable is dense.fusion.fuse
     make(Case("ct", fp8=True))
-    assert passes[key] is first
+    assert passes[key] is first and config.compile_ranges_endpoints == [64, 100, 8192]
     passes[key] = mine = object()
     make(Case("ct", fp8=True))
     assert passes[key] is mine

@@ -4,11 +4,12 @@ vLLM's compiler makes a kernel of what lies between two products; neither it nor
 what comes first has ended. w4gemm's kernels start early (programmatic dependent launch), so that a product reads its
 first weights while they run. Where only 4-bit layers read the result, the pass replaces
 
-- residual add and RMSNorm, for W4A8 with the quantization behind them;
-- silu(gate) * up, likewise.
+- silu(gate) * up with a quantization behind it, for any number of tokens;
+- for few tokens, for which vLLM then compiles a graph of their own, residual add and RMSNorm, also with a quantization
+  behind them, and silu(gate) * up alone. With many tokens the compiler's kernels are the faster ones.
 
-Where a quantization reads something else that the compiler computes, PyTorch's operators replace it, because the
-compiler makes one kernel of both.
+Where a quantization then still reads something that the compiler computes, PyTorch's operators replace it, because the
+compiler makes one kernel of both. docs/measured/engine.md has the times.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from w4gemm.integrations.vllm import takeover
 _ops = torch.ops.w4gemm
 _NORM_EPS, _EPS = 0.125, 1e-6
 """Epsilon of norms in patterns, which stands for any number, and the one that a quantization without a norm has."""
+_FEW = 64
+"""Most tokens of a step for which vLLM's norms and gates are replaced."""
 _VIEWS = {operator.getitem, torch.ops.aten.view.default, torch.ops.aten.reshape.default}
 _ROWS, _COLUMNS = 6, 64
 
@@ -53,7 +56,10 @@ def install() -> None:
         if engine is None:
             return
         passes = engine.compilation_config.inductor_compile_config
+        ends = engine.compilation_config.compile_ranges_endpoints
         if current_platform.pass_key not in passes:
+            if ends and _FEW not in ends and max(ends) > _FEW:
+                ends[:] = sorted((*ends, _FEW))
             with suppress(ImportError):
                 importlib.import_module("vllm.ir.ops")  # defines vLLM's operators
             _passes()  # which cannot be made while a graph is compiled
@@ -65,25 +71,29 @@ def install() -> None:
 
 def fuse(graph: fx.Graph) -> int:
     """Make the replacements in a graph of ATen operators and of vLLM's own; return how many."""
-    return sum(each.apply(graph) for each in _passes())
+    from vllm.compilation.passes.inductor_pass import get_pass_context
+
+    few = get_pass_context().compile_range.end <= _FEW
+    return sum(each.apply(graph) for each in _passes()[few])
 
 
 @functools.cache
-def _passes() -> tuple[PatternMatcherPass, ...]:
-    """Passes in the order in which they run: a pattern of a later one is part of one of the first."""
-    quantized, computed, halves = (PatternMatcherPass(pass_name=f"w4gemm_{i}") for i in range(3))
+def _passes() -> tuple[tuple[PatternMatcherPass, ...], tuple[PatternMatcherPass, ...]]:
+    """Passes for many and for few tokens in the order in which they run: a pattern of a later one is part of one of the
+    first."""
+    gated, normed, computed, alone = (PatternMatcherPass(pass_name=f"w4gemm_{i}") for i in range(4))
     with FakeTensorMode():
         x, residual = (_example(torch.bfloat16, _ROWS, _COLUMNS) for _ in range(2))
         norm = [x, residual, _example(torch.bfloat16, _COLUMNS)]
         for dtype in (torch.bfloat16, torch.float16):  # which silu's operators have among their arguments
             both = [_example(dtype, _ROWS, _COLUMNS)]
-            _add(quantized, _Rule(_quantize_gated, _gated_quantize, both))
-            _add(halves, _Rule(_gated, _gate_halves, both, _is_between_products))
+            _add(gated, _Rule(_quantize_gated, _gated_quantize, both))
+            _add(alone, _Rule(_gated, _gate_halves, both, _is_between_products))
         if hasattr(torch.ops.vllm_ir, "fused_add_rms_norm"):
-            _add(quantized, _Rule(_quantize_normed, _norm_quantize, norm, _has_rows))
-            _add(halves, _Rule(_normed, _norm, norm, _is_between_products))
+            _add(normed, _Rule(_quantize_normed, _norm_quantize, norm, _has_rows))
+            _add(alone, _Rule(_normed, _norm, norm, _is_between_products))
         _add(computed, _Rule(_quantize, _quantize_in_operators, [x], _reads_what_is_computed))
-    return quantized, computed, halves
+    return (gated, computed), (gated, normed, computed, alone)
 
 
 class _Rule(NamedTuple):
