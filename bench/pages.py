@@ -12,7 +12,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.tuning import roofline
 
 GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
-GROUPED = {"1 to 64": (1, 64), "128 to 1024": (128, 1024)}
+GROUPED = {"1 to 64": (1, 64), "128 and more": (128, 1024)}
 """Ranges of tokens per expert."""
 RATES = roofline.RATES["NVIDIA H200"]
 

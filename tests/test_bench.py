@@ -42,6 +42,8 @@ from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
 from w4gemm.kernels import KERNELS  # noqa: E402
 from w4gemm.packing.layouts import native_layout  # noqa: E402
 
+GROUPED_FP4 = pages.GROUPED_MXFP4, pages.GROUPED_NVFP4, pages.GROUPED_MXFP4_W4A8
+
 
 def test_shapes_by_name_and_by_size():
     assert parse_layers("layers,8192x8192,96x64") == (*LAYERS, (96, 64))
@@ -147,8 +149,9 @@ def tables(markdown: str) -> list[list[list[str]]]:
         ("fp4.jsonl", pages.MXFP4),
         ("fp4.jsonl", pages.NVFP4),
         ("fp4.jsonl", pages.MXFP4_W4A8),
+        *(("grouped_fp4.jsonl", page) for page in GROUPED_FP4),
     ],
-    ids=["w4a16", "w4a8", "sm80", "grouped_w4a16", "grouped_w4a8", "mxfp4", "nvfp4", "mxfp4_w4a8"],
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_the_stored_run_is_whole_and_its_page_has_its_numbers(file, work):
     (rows,) = [rows for rows in report.last_of_each_work(RESULTS / file) if pages.page_of(rows) is work]
@@ -334,7 +337,7 @@ def test_the_readme_has_the_pages_means():
         for column, title in enumerate(head):
             if page := re.search(r"\]\(docs/(benchmarks[\w-]*)\.md\)", title):
                 found[page[1]] = [(row[0], row[column]) for row in rows]
-    works = pages.W4A16, pages.W4A8, pages.MXFP4, pages.NVFP4, pages.GROUPED_W4A16, pages.GROUPED_W4A8
+    works = (pages.W4A16, pages.W4A8, pages.MXFP4, pages.NVFP4, pages.GROUPED_W4A16, pages.GROUPED_W4A8, *GROUPED_FP4)
     assert found.keys() == {work.name for work in works}
     for page, means in found.items():
         _, *rows = tables((ROOT / f"docs/{page}.md").read_text())[0]
