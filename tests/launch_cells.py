@@ -15,7 +15,7 @@ import torch
 
 import w4gemm
 from w4gemm.api.gather import gather_columns
-from w4gemm.api.step import gate_halves, rms_norm
+from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.integrations.transformers.fused_attention import Cached, step_attention
@@ -202,6 +202,10 @@ class Made(NamedTuple):
         sums = w4gemm.combine(d, rows, weights), w4gemm.combine(d, rows, weights, settled=True)
         return routing.m_offsets, rows, *sums
 
+    def added(self, k: int, function: Callable[..., tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        *found, total = function(self.half(5, k), self.half(5, k), self.half(k), 1e-5)
+        return *([found[0].float() * found[1][:, None]] if len(found) > 1 else found), total
+
     def quantized(self, k: int, front: str, padded: int) -> Any:
         columns = 2 * k if front == "silu_mul" else k
         x = self.half(5, columns + padded)[:, :columns]
@@ -213,6 +217,13 @@ class Made(NamedTuple):
 EVERYTHING = 2**30
 HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
     **{f"rms_norm {k}": lambda made, k=k: rms_norm(made.half(5, 1, k), made.half(k), 1e-5) for k in (136, 2880, 16384)},
+    **{
+        f"{name}, added": lambda made, k=k, function=function: made.added(k, function)
+        for name, k, function in (
+            ("rms_norm 2880", 2880, add_rms_norm),
+            ("activation_quantize 136 norm", 136, add_rms_norm_quantize),
+        )
+    },
     **{
         f"gate_halves {name}": lambda made, name=name: gate_halves(made.half(3, 2064), name)
         for name in ("silu_mul", "swiglu_oai")

@@ -140,10 +140,17 @@ def faults_of_helpers():
         return t
 
     norm, gates, attend = helpers.rms_norm, helpers.gate_halves, helpers.step_attention
+    added, added8 = helpers.add_rms_norm, helpers.add_rms_norm_quantize
     route, combine, quantize = w4gemm.route, w4gemm.combine, w4gemm.quantize_activations
 
     def half_the_epsilon(x, weight, eps):
         return norm(x, weight, eps / 2)
+
+    def another_sum(x, residual, weight, eps):
+        return added(x, residual, weight, eps)[0], x + 1.01 * residual
+
+    def residual_twice(x, residual, weight, eps):
+        return *added8(x + residual, residual, weight, eps)[:2], x + residual
 
     def halves_changed(x, activation):
         return gates(x.roll(x.shape[1] // 2, 1), activation)
@@ -167,6 +174,8 @@ def faults_of_helpers():
         return x8, scale.roll(1, 0)
 
     yield "rms_norm", helpers, "rms_norm", half_the_epsilon
+    yield "rms_norm", helpers, "add_rms_norm", another_sum
+    yield "rms_norm", helpers, "add_rms_norm_quantize", residual_twice
     yield "gate_halves", helpers, "gate_halves", halves_changed
     yield "step_attention", helpers, "step_attention", a_slot_too_many
     yield "step_attention", helpers, "step_attention", another_slot_written

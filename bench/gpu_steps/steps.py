@@ -66,8 +66,8 @@ STEPS = (
         TRUST,
     ),
     Step(
-        "sanitize-column-gather",
-        "python tests/sanitize_matrix.py --cells 233:235 --jobs 4 --seconds 170 --out {folder}",
+        "sanitize-added-norms",
+        "python tests/sanitize_matrix.py --cells 217:219 --jobs 4 --seconds 170 --out {folder}",
         180,
         "sanitizers.jsonl",
         TRUST,

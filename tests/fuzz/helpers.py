@@ -17,7 +17,7 @@ import w4gemm
 from fuzz import formulas
 from fuzz.cases import GATED
 from fuzz.numbers import Source
-from w4gemm.api.step import gate_halves, rms_norm
+from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
 from w4gemm.integrations.transformers.fused_attention import Cached, step_attention
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -84,7 +84,25 @@ def norm(p: Problem) -> list[str]:
     x, weight, eps = p.spoilt(p.drawn(m, k)), p.drawn(k), p.r.choice((0.0, 1e-6, 1e-5, 0.1))
     if p.r.random() < 0.2:
         x[0] = 0.0
-    found = [rms_norm(x.view(m, 1, k), weight, eps).view(m, k) for _ in range(2)]
+    if p.r.random() < 0.5:
+        return added_norm(p, x, weight, eps)
+    return normed(p, x, weight, eps, [rms_norm(x.view(m, 1, k), weight, eps).view(m, k) for _ in range(2)])
+
+
+def added_norm(p: Problem, x: torch.Tensor, weight: torch.Tensor, eps: float) -> list[str]:
+    """The norm of a sum, alone and with quantization."""
+    residual = p.drawn(*x.shape)
+    wanted = (x.float() + residual.float()).to(x.dtype)
+    found = [add_rms_norm(x, residual, weight, eps) for _ in range(2)]
+    x8, scale, total = add_rms_norm_quantize(x, residual, weight, eps)
+    quantized = w4gemm.quantize_activations(wanted, norm_weight=weight, eps=eps)
+    wrong = [line for t in (found[0][1], found[1][1], total) for line in same(t, wanted)]
+    wrong += same(x8, quantized[0]) + same(scale, quantized[1])
+    return wrong + normed(p, wanted, weight, eps, [y for y, _ in found])
+
+
+def normed(p: Problem, x: torch.Tensor, weight: torch.Tensor, eps: float, found: list[torch.Tensor]) -> list[str]:
+    """Compare the norm of x from two calls with its formula."""
     total = x.double().square().mean(1, keepdim=True) + eps
     value = x.double() / total.sqrt() * weight.double()
     error = value.abs() * (2.02 * p.unit + FLOAT32) + p.number.smallest_step * (1 + weight.double().abs())
