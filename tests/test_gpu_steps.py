@@ -90,11 +90,11 @@ def test_the_pages_and_the_steps_have_the_same_commands():
     assert len(release) == 2 and all("bench.gpu_steps" in line for line in release)
 
 
-def test_the_cells_of_column_gather_are_those_that_the_step_names():
-    (step,) = (step for step in STEPS if step.name == "sanitize-column-gather")
+def test_the_cells_of_added_norms_are_those_that_the_step_names():
+    (step,) = (step for step in STEPS if step.name == "sanitize-added-norms")
     first, end = map(int, re.search(r"--cells (\d+):(\d+)", step.command).groups())
     names = [str(cell) for cell in [*cells(), *HELPER_CALLS]]
-    assert [i for i, name in enumerate(names) if name.startswith("column_gather")] == [*range(first, end)]
+    assert [i for i, name in enumerate(names) if name.endswith(", added")] == [*range(first, end)]
 
 
 def fake(name: str, program: str, seconds: int = 20, **others) -> Step:
