@@ -93,6 +93,18 @@ class ModelRunner:
         self.load()
 
 
+class _Named(NamedTuple):
+    """A backend of SGLang's by its name."""
+
+    value: str
+
+    def is_none(self):
+        return self.value == "none"
+
+    def is_marlin(self):
+        return self.value == "marlin"
+
+
 # --- linear layers ---------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +223,79 @@ class CompressedTensorsWNA16:
         self.asked.append("apply")
 
 
+@at("layers.quantization.compressed_tensors.schemes")
+class CompressedTensorsW4A16Fp4:
+    def __init__(self, has_input_global_scale=False):
+        self.has_input_global_scale, self.asked = has_input_global_scale, []
+
+    def create_weights(
+        self,
+        layer,
+        output_partition_sizes,
+        input_size_per_partition,
+        params_dtype,
+        weight_loader,
+        **kwargs,
+    ):
+        n, k, parts = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
+        layer.logical_widths, layer.params_dtype = output_partition_sizes, params_dtype
+        layer.register_parameter("weight_packed", parameter(n, k // 2, dtype=torch.uint8))
+        layer.register_parameter("weight_global_scale", parameter(parts, dtype=torch.float32))
+        layer.register_parameter("weight_scale", parameter(n, k // 16, dtype=torch.float8_e4m3fn))
+        if self.has_input_global_scale:
+            layer.register_parameter("input_global_scale", parameter(parts, dtype=torch.float32))
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply_weights(self, layer, x, bias=None):
+        self.asked.append("apply")
+
+
+class _ModelOptNvFp4:
+    def __init__(self, quant_config):
+        self.quant_config, self.asked = quant_config, []
+
+    def create_weights(
+        self,
+        layer,
+        input_size_per_partition,
+        output_partition_sizes,
+        input_size,
+        output_size,
+        params_dtype,
+        **extra_weight_attrs,
+    ):
+        n, k, parts = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
+        layer.logical_widths, layer.params_dtype = output_partition_sizes, params_dtype
+        layer.register_parameter("weight", parameter(n, k // 2, dtype=torch.uint8))
+        layer.register_parameter("weight_scale_2", parameter(parts, dtype=torch.float32))
+        scale = parameter(n, k // self.quant_config.group_size, dtype=torch.float8_e4m3fn)
+        layer.register_parameter("weight_scale", scale)
+        layer.register_parameter("input_scale", parameter(parts, dtype=torch.float32))
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply(self, layer, x, bias=None):
+        self.asked.append("apply")
+
+
+@at("layers.quantization.modelopt_quant")
+class ModelOptFp4LinearMethod(_ModelOptNvFp4):
+    pass
+
+
+@at("layers.quantization.modelopt_quant")
+class ModelOptNvFp4A16LinearMethod(_ModelOptNvFp4):
+    pass
+
+
+@at("layers.quantization.fp4_utils")
+def get_fp4_gemm_runner_backend():
+    return _Named("marlin")
+
+
 @at("layers.quantization.compressed_tensors.compressed_tensors")
 class CompressedTensorsConfig:
     def _get_scheme_from_parts(self, weight_quant, input_quant, format=None):
@@ -218,13 +303,6 @@ class CompressedTensorsConfig:
 
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------
-
-
-class _Named(NamedTuple):
-    value: str
-
-    def is_none(self):
-        return self.value == "none"
 
 
 @at("layers.moe.utils")
@@ -270,7 +348,8 @@ def register_moe_runner_core(backend_name, factory):
 @at("layers.moe.moe_runner.runner")
 class MoeRunner:
     def __init__(self, runner_backend, config, lora_enabled=False):
-        self.config, self.runner_core = config, _factories[runner_backend.value](config)
+        self.runner_backend, self.config = runner_backend, config
+        self.runner_core = _factories[runner_backend.value](config)
 
     def run(self, dispatch_output, quant_info, lora_info=None):
         return self.runner_core.run_from_dispatch(dispatch_output, quant_info, self.config, hooks=None)
@@ -401,6 +480,96 @@ class W4AFp8MoEMethod:
 
     def create_moe_runner(self, layer, moe_runner_config):
         self.asked.append("runner")
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply(self, layer, dispatch_output):
+        self.asked.append("apply")
+
+
+@at("layers.quantization.compressed_tensors.schemes")
+class CompressedTensorsW4A16Nvfp4MoE(_Experts):
+    def __init__(self, has_input_global_scale=False):
+        super().__init__(None)
+        self.has_input_global_scale = has_input_global_scale
+
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        _nvfp4_experts(self, layer, num_experts, hidden_size, intermediate_size_per_partition)
+
+    names = "weight_packed", "weight_global_scale", "input_global_scale"
+
+
+@at("layers.quantization.modelopt_quant")
+class ModelOptNvFp4FusedMoEMethod:
+    has_input_global_scale = True
+    names = "weight", "weight_scale_2", "input_scale"
+
+    def __init__(self, quant_config):
+        self.quant_config, self.asked = quant_config, []
+
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        _nvfp4_experts(self, layer, layer.num_local_experts, hidden_size, intermediate_size_per_partition)
+        for product in ("w13", "w2"):
+            swizzled = layer._parameters[f"{product}_weight_scale"].data.clone()
+            setattr(layer, f"{product}_blockscale_swizzled", torch.nn.Parameter(swizzled, requires_grad=False))
+
+    def create_moe_runner(self, layer, moe_runner_config):
+        self.moe_runner_config, self._moe_runner_backend = moe_runner_config, _Named("marlin")
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply(self, layer, dispatch_output):
+        self.asked.append("apply")
+
+
+def _nvfp4_experts(method, layer, e, hidden, width):
+    codes, factor, inputs = method.names
+    for product, k, n in products(hidden, width):
+        each = (e, 2) if product == "w13" else (e,)
+        layer.register_parameter(f"{product}_{codes}", parameter(e, n, k // 2, dtype=torch.uint8))
+        scale = parameter(e, n, k // 16, dtype=torch.float8_e4m3fn)
+        layer.register_parameter(f"{product}_weight_scale", scale)
+        layer.register_parameter(f"{product}_{factor}", parameter(*each, dtype=torch.float32))
+        if method.has_input_global_scale:
+            layer.register_parameter(f"{product}_{inputs}", parameter(*each, dtype=torch.float32))
+
+
+@at("layers.quantization.mxfp4")
+class Mxfp4MoEMethod:
+    def __init__(self, prefix):
+        self.use_marlin = self.use_flashinfer = self.use_deep_gemm = self.use_mega_moe = False
+        self.asked = []
+
+    def create_weights(
+        self,
+        layer,
+        num_experts,
+        hidden_size,
+        intermediate_size_per_partition,
+        params_dtype,
+        with_bias=False,
+        **extra_weight_attrs,
+    ):
+        e, width = layer.num_local_experts, -(-intermediate_size_per_partition // 64) * 64
+        for product, k, n in products(hidden_size, width):
+            layer.register_parameter(f"{product}_weight", parameter(e, n, k // 2, dtype=torch.uint8))
+            layer.register_parameter(f"{product}_weight_scale", parameter(e, n, k // 32, dtype=torch.uint8))
+            layer.register_parameter(f"{product}_weight_bias", parameter(e, n, dtype=torch.bfloat16))
+            layer._parameters[f"{product}_weight"].data.zero_()
+            layer._parameters[f"{product}_weight_scale"].data.fill_(127)
+            layer._parameters[f"{product}_weight_bias"].data.zero_()
+
+    def create_moe_runner(self, layer, moe_runner_config):
+        self.moe_runner_config = moe_runner_config
+
+    def get_moe_runner_backend(self, layer):
+        return _Named("triton_kernel")
 
     def process_weights_after_loading(self, layer):
         self.asked.append("process")

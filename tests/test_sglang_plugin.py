@@ -377,6 +377,7 @@ def moe_config(**facts: Any) -> SimpleNamespace:
         "routed_scaling_factor": None,
         "gemm1_alpha": None,
         "gemm1_clamp_limit": None,
+        "gate_up_interleaved": True,
         "swiglu_limit": None,
         "silu_mul_keep_fp32": False,
         "apply_router_weight_on_input": False,
@@ -387,12 +388,14 @@ def moe_config(**facts: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**defaults, **facts})
 
 
-def experts_layer(method: Any, **facts: Any) -> torch.nn.Module:
+def experts_layer(method: Any, width: int = WIDTH, with_bias: bool = False, **facts: Any) -> torch.nn.Module:
     layer = torch.nn.Module()
-    layer.scheme, layer.moe_tp_size, layer.with_bias, layer.num_local_experts = method, 1, False, EXPERTS
-    layer.intermediate_size_per_partition = WIDTH
+    layer.scheme, layer.moe_tp_size, layer.with_bias = method, 1, with_bias
+    layer.num_experts = layer.num_local_experts = EXPERTS
+    layer.hidden_size, layer.intermediate_size_per_partition = HIDDEN, width
     layer.moe_runner_config = moe_config(**facts)
-    method.create_weights(layer, EXPERTS, HIDDEN, WIDTH, torch.bfloat16, weight_loader=None)
+    biases = {"with_bias": True} if with_bias else {}
+    method.create_weights(layer, EXPERTS, HIDDEN, width, torch.bfloat16, weight_loader=None, **biases)
     return layer
 
 
@@ -598,6 +601,7 @@ METHODS = (
     *("__init__", "create_weights", "process_weights_after_loading", "apply_weights", "apply"),
     *("create_moe_runner", "run_from_dispatch", "run", "register", "apply_hooks", "_get_scheme_from_parts"),
     "load_model",
+    "get_moe_runner_backend",
 )
 
 

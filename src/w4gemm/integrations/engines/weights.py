@@ -127,11 +127,11 @@ def floats(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | Non
     Args:
         codes: uint8 (n, k / 2), the even column in the low nibble.
         scales: float8_e4m3fn (n, k / 16), or float8_e8m0fnu (n, k / 32).
-        factor: float32, one number, which multiplies the weights of NVFP4; None for MXFP4.
+        factor: float32, which multiplies the weights of NVFP4: one number, or one for each row; None for MXFP4.
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
     format = WeightFormat.parse("mxfp4" if factor is None else "nvfp4")
-    channels = None if factor is None else factor.float().reshape(1).expand(n)
+    channels = None if factor is None else factor.float().reshape(-1).expand(n)
 
     def rows(start: int, stop: int) -> WeightComponents:
         factors = None if channels is None else channels[start:stop].contiguous()

@@ -1,8 +1,9 @@
-"""Linear layers of GPTQ, AWQ and compressed-tensors models, and 4-bit ``lm_head``s of those.
+"""Linear layers of GPTQ, AWQ, compressed-tensors and ModelOpt (NVFP4) models, and 4-bit ``lm_head``s of those.
 
 A scheme of SGLang's makes a layer's parameters and loads them. When it would repack them for Marlin, :func:`convert`
 packs them for our kernels, and :func:`apply` multiplies. compressed-tensors' W4AFP8 has no dense scheme in SGLang:
-:func:`fp8_scheme` gives it one.
+:func:`fp8_scheme` gives it one. NVFP4 layers are those that SGLang multiplies by 16-bit activations, as it does on
+Hopper.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from w4gemm.integrations.sglang.takeover import (
 
 _WEIGHT = "w4gemm_weight"
 """Attribute of a layer that was taken over."""
+_MODELS = {rule: dtype for dtype, rule in weights.SCALES.items()}
+"""dtype of a model's activations, by the scale rule of a weight that is loaded with scales in it."""
 _FP8 = "w4gemm_fp8"
 """Attribute of a scheme that :func:`fp8_scheme` made."""
 
@@ -39,8 +42,10 @@ class Facts(NamedTuple):
 
     bits: int
     numbers: weights.Numbers
-    divided: bool
+    divided: bool = False
     """True if other GPUs have other columns of the weight."""
+    refused: str = ""
+    """Why the layer cannot be taken, or the empty string."""
 
 
 class Scheme(NamedTuple):
@@ -54,6 +59,8 @@ class Scheme(NamedTuple):
     """Parameters that it may make; the first holds the codes."""
     facts: Callable[[Any, Any], Facts]
     """Reads the scheme and a layer that it has loaded."""
+    apply: str = "apply_weights"
+    """Name of the method that multiplies."""
 
 
 def install() -> None:
@@ -66,7 +73,7 @@ def install() -> None:
     for scheme in SCHEMES:
         converted = functools.partial(convert, scheme)
         hooks.append(Hook(f"{scheme.target}.process_weights_after_loading", ("self", "layer"), converted))
-        hooks.append(Hook(f"{scheme.target}.apply_weights", ("self", "layer", "x", "bias"), apply))
+        hooks.append(Hook(f"{scheme.target}.{scheme.apply}", ("self", "layer", "x", "bias"), apply))
     parts = "self", "weight_quant", "input_quant", "format"
     config = f"{QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
     hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), LOADING])
@@ -97,12 +104,14 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     device = getattr(layer, scheme.parameters[0]).device
     if reason := SGLANG.why_not_here(capability(device), fp8):
         return reason
-    bits, numbers, divided = scheme.facts(self, layer)
+    bits, numbers, divided, refused = scheme.facts(self, layer)
+    if refused:
+        return refused
     if bits != 4:
         return f"they have {bits} bits"
     if numbers.g_idx is not None and divided:
         return "they are in act-order (desc_act), and their input features are divided among GPUs"
-    dtype = torch.float16 if numbers.format.scale == "fp16" else torch.bfloat16
+    dtype = _MODELS.get(numbers.format.scale) or layer.params_dtype
     activations = "fp8" if fp8 else None
     format = SGLANG.multiplied(numbers.format, activations)
     if reason := why_no_kernel(product(device, format, numbers.n, numbers.k, dtype, fp8)):
@@ -167,7 +176,7 @@ def _gptq(self: Any, layer: Any) -> Facts:
 def _awq(self: Any, layer: Any) -> Facts:
     config = self.quant_config
     numbers = weights.awq(layer.qweight.data, layer.scales.data, layer.qzeros.data, config.group_size)
-    return Facts(config.weight_bits, numbers, False)
+    return Facts(config.weight_bits, numbers)
 
 
 def _compressed_tensors(self: Any, layer: Any) -> Facts:
@@ -176,6 +185,29 @@ def _compressed_tensors(self: Any, layer: Any) -> Facts:
     g_idx = layer.weight_g_idx.data if self.has_g_idx else None
     numbers = weights.rowwise(layer.weight_packed.data, layer.weight_scale.data, zeros, self.group_size, g_idx=g_idx)
     return Facts(32 // self.pack_factor, numbers, shapes.partition_weight_shape[0] != shapes.full_weight_shape[0])
+
+
+def _nvfp4_compressed_tensors(self: Any, layer: Any) -> Facts:
+    return _nvfp4(layer, layer.weight_packed, 1 / layer.weight_global_scale.data)
+
+
+def _nvfp4_modelopt(self: Any, layer: Any) -> Facts:
+    from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_runner_backend
+
+    facts, backend = _nvfp4(layer, layer.weight, layer.weight_scale_2.data), get_fp4_gemm_runner_backend()
+    if not backend.is_marlin():
+        return facts._replace(refused=f"--fp4-gemm-backend is {backend.value}, wanted marlin or auto on Hopper")
+    return facts._replace(refused="they scale activations first (NVFP4_AWQ)" if self.quant_config.is_awq else "")
+
+
+def _nvfp4_modelopt_16_bit(self: Any, layer: Any) -> Facts:
+    return _nvfp4(layer, layer.weight, layer.weight_scale_2.data)
+
+
+def _nvfp4(layer: Any, codes: torch.Tensor, factors: torch.Tensor) -> Facts:
+    """Return what holds for a layer with a factor for each of its fused parts."""
+    widths = torch.tensor(layer.logical_widths, device=factors.device)
+    return Facts(4, weights.floats(codes.data, layer.weight_scale.data, factors.repeat_interleave(widths)))
 
 
 SCHEMES = (
@@ -202,5 +234,25 @@ SCHEMES = (
         f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16",
         ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
         _compressed_tensors,
+    ),
+    Scheme(
+        "compressed-tensors' linear layers of NVFP4",
+        f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW4A16Fp4",
+        ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+        _nvfp4_compressed_tensors,
+    ),
+    Scheme(
+        "ModelOpt's linear layers of NVFP4",
+        f"{QUANTIZATION}.modelopt_quant.ModelOptFp4LinearMethod",
+        ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+        _nvfp4_modelopt,
+        apply="apply",
+    ),
+    Scheme(
+        "ModelOpt's linear layers of NVFP4 beside 16-bit activations",
+        f"{QUANTIZATION}.modelopt_quant.ModelOptNvFp4A16LinearMethod",
+        ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+        _nvfp4_modelopt_16_bit,
+        apply="apply",
     ),
 )

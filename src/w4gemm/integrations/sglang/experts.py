@@ -1,4 +1,5 @@
-"""Mixtures of experts of GPTQ, AWQ, compressed-tensors (W4A16, W4AFP8) and W4AFP8 models.
+"""Mixtures of experts of GPTQ, AWQ, compressed-tensors (W4A16, W4AFP8, NVFP4), W4AFP8, ModelOpt (NVFP4) and gpt-oss
+(MXFP4) models.
 
 A method of SGLang's makes the parameters of a layer's experts, loads them, and makes a runner. :func:`choose` asks for
 a runner of ours beside it, :func:`convert` packs the experts, and :func:`apply` runs them: SGLang dispatches tokens,
@@ -18,11 +19,11 @@ from sglang.srt.layers.moe.moe_runner.runner import MoeRunner, register_moe_runn
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_backend
 
-from w4gemm.api.experts import W4Experts
+from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.choice import BOUNDS
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
-from w4gemm.integrations.sglang.experts_formats import METHODS, Method
+from w4gemm.integrations.sglang.experts_formats import METHODS, Facts, Method
 from w4gemm.integrations.sglang.takeover import SGLANG, WARMUP, Hook, capability, exchange, hook
 
 RUNNER = "w4gemm"
@@ -70,6 +71,8 @@ def install() -> None:
         hooks.append(Hook(f"{method.target}.create_moe_runner", ("self", "layer", "moe_runner_config"), asked))
         hooks.append(Hook(f"{method.target}.process_weights_after_loading", ("self", "layer"), converted))
         hooks.append(Hook(f"{method.target}.{method.apply}", ("self", "layer", "dispatch_output"), apply))
+        if method.routes:
+            hooks.append(Hook(f"{method.target}.get_moe_runner_backend", ("self", "layer"), runner_backend))
     hook(hooks)
     register_moe_runner_core(RUNNER, W4gemmRunner)
 
@@ -81,11 +84,19 @@ def choose(method: Method, own: Callable[..., Any], self: Any, layer: Any, moe_r
         reason = _why_not(method, self, layer, moe_runner_config)
     except AttributeError as e:
         reason = f"this version of SGLang is not known: {e}"
+    except (TypeError, ValueError) as e:  # a format that there is not
+        reason = str(e)
     if reason:
         SGLANG.refuse(method.kind, reason)
     else:
         setattr(layer, _RUNNER, MoeRunner(resolve_moe_runner_backend(RUNNER), moe_runner_config))
     return made
+
+
+def runner_backend(own: Callable[..., Any], self: Any, layer: Any) -> Any:
+    """Return what SGLang routes a layer's tokens for: our runner, if it shall run them; else what SGLang's own method
+    says."""
+    return resolve_moe_runner_backend(RUNNER) if hasattr(layer, _RUNNER) else own(self, layer)
 
 
 def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
@@ -102,8 +113,22 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return f"their activation is {config.activation}{'' if config.is_gated else ' without gates'}"
     if config.apply_router_weight_on_input or config.no_combine:
         return "the router's weights are applied on the input, or the sum is left to others"
-    if layer.with_bias:
+    if layer.with_bias and not method.biases:
         return "they have biases"
+    if getattr(layer, "inference_moe_w13_interleaved", False) or getattr(self, "load_up_proj_weight_first", False):
+        return "their ups do not lie behind their gates"
+    return _no_kernel(method, layer, facts, config)
+
+
+def _no_kernel(method: Method, layer: Any, facts: Facts, config: Any) -> str:
+    """Return why no kernel runs the products of a layer, or the empty string."""
+    for name in ("w13", "w2"):
+        numbers = method.numbers(layer, name, facts)
+        (n, k), device = numbers.codes.shape, numbers.codes.tensor.device
+        format = SGLANG.multiplied(numbers.format, facts.activations)
+        fp8 = facts.activations == "fp8"
+        if reason := why_no_kernel(product(device, format, n, k, config.params_dtype, fp8, numbers.experts)):
+            return reason
     return ""
 
 
@@ -118,48 +143,51 @@ def fused_activation(config: Any) -> str:
 
 
 def convert(method: Method, own: Callable[..., None], self: Any, layer: Any) -> None:
-    """Pack what a layer has loaded; or let SGLang's own method do its work, and log why."""
+    """Pack what a layer has loaded; or let SGLang's own method do its work, and log why.
+
+    Raises:
+        ValueError: for a layer that SGLang's own kernels can no longer run.
+    """
     if hasattr(layer, _EXPERTS):  # called again
         return
     if not hasattr(layer, _RUNNER):
         own(self, layer)
         return
     try:
-        reason = _pack(method, self, layer)
+        _pack(method, self, layer)
     except (AttributeError, TypeError, ValueError) as e:
-        reason = str(e)
-    if reason:
-        SGLANG.refuse(method.kind, reason)
+        if method.routes:  # for our runner, as SGLang already knows
+            raise ValueError(
+                f"w4gemm cannot run {method.kind}: {e}\n{SGLANG.variable}=off leaves them to SGLang's own kernels"
+            ) from e
+        SGLANG.refuse(method.kind, str(e))
         delattr(layer, _RUNNER)
         own(self, layer)
 
 
-def _pack(method: Method, self: Any, layer: Any) -> str:
-    """Return why a layer's experts are not taken over, or the empty string: then they are."""
+def _pack(method: Method, self: Any, layer: Any) -> None:
+    """Take over a layer's experts.
+
+    Raises:
+        AttributeError, TypeError, ValueError: if they cannot be packed; the layer is as it was.
+    """
     facts, config = method.facts(self), layer.moe_runner_config
-    if getattr(self, "load_up_proj_weight_first", False):
-        return "their ups lie before their gates"
     loaded = {name: method.numbers(layer, name, facts) for name in ("w13", "w2")}
     for numbers in loaded.values():
         numbers.check()
-        (n, k), device = numbers.codes.shape, numbers.codes.tensor.device
-        fp8 = facts.activations == "fp8"
-        format = SGLANG.multiplied(numbers.format, facts.activations)
-        if reason := why_no_kernel(product(device, format, n, k, config.params_dtype, fp8, numbers.experts)):
-            return reason
-    weights = []
+    products = []
     for name in ("w13", "w2"):
-        numbers = loaded.pop(name)
+        numbers, bias = loaded.pop(name), method.bias(layer, name)
         format = SGLANG.multiplied(numbers.format, facts.activations)
-        packed = numbers.packed(facts.activations, format, gated=name == "w13")
-        old = [each for each in layer._parameters if each.startswith(f"{name}_")]
-        weights.append(exchange(layer, old, f"{name}_w4gemm", packed))
+        packed = numbers.packed(facts.activations, format, gated=name == "w13" and not method.in_pairs)
+        old = [each for each, p in layer._parameters.items() if each.startswith(f"{name}_") and p is not bias]
+        w = exchange(layer, old, f"{name}_w4gemm", packed)
+        products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))
     activation = fused_activation(config)
-    experts = W4Experts(*weights, dtype=config.params_dtype, activation=activation)
+    experts = W4Experts(*products, activation=activation)
     # beside the module, so that its buffers are not found a second time
     object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts))
     WARMUP.loaded(layer, _need(experts, activation, config))
-    return ""
 
 
 def _need(experts: W4Experts, activation: str, config: Any) -> Need:
@@ -175,7 +203,8 @@ def _need(experts: W4Experts, activation: str, config: Any) -> Need:
             ids = torch.arange(tokens * top_k, dtype=torch.int32, device=gate_up.device).view(tokens, top_k)
             experts(x, ids % count, torch.zeros(tokens, top_k, device=gate_up.device))
 
-    call = ExpertsCall(config.params_dtype, top_k, [tokens * top_k for tokens in each])
+    rows = [tokens * top_k for tokens in each]
+    call = ExpertsCall(config.params_dtype, top_k, rows, bias=experts.gate_up.bias is not None)
     return experts_need(gate_up, down, activation, call, run)
 
 

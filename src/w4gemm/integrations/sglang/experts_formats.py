@@ -23,6 +23,8 @@ class Facts(NamedTuple):
     activations: str | None = None
     refused: str = ""
     """Why they cannot be taken, or the empty string."""
+    named: str = ""
+    """The string of a format that has one form only."""
 
 
 class Method(NamedTuple):
@@ -47,6 +49,15 @@ class Method(NamedTuple):
     signed: bool = False
     apply: str = "apply_weights"
     """Name of the method that multiplies."""
+    factors: str = ""
+    """NVFP4's factors, which multiply an expert's weights, gates and ups each, or ``divides`` them."""
+    divides: bool = False
+    biases: str = ""
+    """Follows ``w13_`` and ``w2_`` in the names of biases, if the method may load some."""
+    in_pairs: bool = False
+    """True if rows of ``w13_*`` are pairs of a gate and an up, as our epilogue wants them."""
+    routes: bool = False
+    """True if tokens are routed in a form that only SGLang's own runner reads, unless the method names another."""
 
     def numbers(self, layer: Any, product: str, facts: Facts) -> StackedNumbers:
         """Return the numbers of a product, "w13" or "w2", that a layer has loaded.
@@ -55,17 +66,32 @@ class Method(NamedTuple):
             ValueError: for a group size that there is not.
         """
         scales = getattr(layer, f"{product}_{self.scales}").data
+        codes = Stacked(
+            getattr(layer, f"{product}_{self.codes}").data, self.transposed, self.along, self.order, self.signed
+        )
+        if facts.named:
+            format = WeightFormat.parse(facts.named)
+            stored = Stacked(scales.view(format.scale_dtype), self.transposed)  # as bytes
+            return StackedNumbers(format, codes, stored, factors=self._factors(layer, product))
         scales = scales.bfloat16() if scales.dtype == torch.float32 else scales  # as SGLang's own kernels take them
         zeros = getattr(layer, f"{product}_{self.zeros}").data if facts.asymmetric else None
         format = WeightFormat(facts.group_size, "int" if facts.asymmetric else "none", SCALES[scales.dtype])
         return StackedNumbers(
             format,
-            Stacked(
-                getattr(layer, f"{product}_{self.codes}").data, self.transposed, self.along, self.order, self.signed
-            ),
+            codes,
             Stacked(scales, self.transposed),
             None if zeros is None else Stacked(zeros, self.transposed, "n", self.order),
         )
+
+    def _factors(self, layer: Any, product: str) -> torch.Tensor | None:
+        if not self.factors:
+            return None
+        factors = getattr(layer, f"{product}_{self.factors}").data.float()
+        return (1 / factors if self.divides else factors).reshape(len(factors), -1)
+
+    def bias(self, layer: Any, product: str) -> torch.nn.Parameter | None:
+        """Return the biases (experts, n) of a product, or None if there are none."""
+        return getattr(layer, f"{product}_{self.biases}") if self.biases and layer.with_bias else None
 
 
 def _gptq(self: Any) -> Facts:
@@ -95,6 +121,28 @@ def _compressed_tensors_fp8(self: Any) -> Facts:
 def _w4afp8(self: Any) -> Facts:
     """Activations get a scale for each token, where SGLang's own kernel takes one from the checkpoint for all."""
     return Facts(4, self.quant_config.group_size, activations="fp8")
+
+
+def _nvfp4(self: Any) -> Facts:
+    return Facts(4, 16, named="nvfp4")
+
+
+def _nvfp4_modelopt(self: Any) -> Facts:
+    refused = ""
+    if not self.quant_config.is_checkpoint_nvfp4_serialized:
+        refused = "they are quantized while they are loaded"
+    elif not self._moe_runner_backend.is_marlin():  # others load them in other orders
+        refused = f"--moe-runner-backend {self._moe_runner_backend.value} runs them"
+    return _nvfp4(self)._replace(refused=refused)
+
+
+def _mxfp4(self: Any) -> Facts:
+    config, refused = self.moe_runner_config, ""
+    if self.use_marlin or self.use_flashinfer or self.use_deep_gemm or self.use_mega_moe:  # which pad them
+        refused = "--moe-runner-backend names another one than triton_kernel"
+    elif config.gemm1_alpha is None or not config.gate_up_interleaved:
+        refused = "their gates and ups are not in pairs, as those of gpt-oss are"
+    return Facts(4, 32, refused=refused, named="mxfp4")
 
 
 _COMPRESSED = "weight_packed", "weight_scale", "weight_zero_point"
@@ -135,5 +183,34 @@ METHODS = (
         transposed=False,
         signed=True,
         apply="apply",
+    ),
+    Method(
+        "compressed-tensors' experts of NVFP4",
+        f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW4A16Nvfp4MoE",
+        _nvfp4,
+        *("weight_packed", "weight_scale"),
+        transposed=False,
+        factors="weight_global_scale",
+        divides=True,
+    ),
+    Method(
+        "ModelOpt's experts of NVFP4",
+        f"{QUANTIZATION}.modelopt_quant.ModelOptNvFp4FusedMoEMethod",
+        _nvfp4_modelopt,
+        *("weight", "weight_scale"),
+        transposed=False,
+        factors="weight_scale_2",
+        apply="apply",
+    ),
+    Method(
+        "gpt-oss' experts of MXFP4",
+        f"{QUANTIZATION}.mxfp4.Mxfp4MoEMethod",
+        _mxfp4,
+        *("weight", "weight_scale"),
+        transposed=False,
+        apply="apply",
+        biases="weight_bias",
+        in_pairs=True,
+        routes=True,
     ),
 )

@@ -1,0 +1,260 @@
+"""SGLang's plugin: layers of 4-bit floats (NVFP4, MXFP4) become our weights. As test_sglang_plugin.py, on a stub or the
+sources of SGLang."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from test_sglang_plugin import (  # noqa: F401 (two are fixtures)
+    EXPERTS,
+    HIDDEN,
+    QUANTIZATION,
+    SOURCES,
+    K,
+    N,
+    created,
+    dispatched,
+    everywhere,
+    experts_layer,
+    fill,
+    on_hopper,
+    refused,
+    registered,
+    resolved,
+)
+from w4gemm import QuantizedWeight, linear
+from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.sglang import experts
+from w4gemm.weights.random import random_components
+
+PARTS = N // 3, N - N // 3
+WIDTH = 96  # SGLang pads gpt-oss' to 128
+LIMIT, ALPHA = 7.0, 1.702
+
+
+def config(**facts: Any) -> SimpleNamespace:
+    """A quantization config of ModelOpt's, as far as SGLang's methods read it."""
+    defaults = {"group_size": 16, "is_awq": False, "is_checkpoint_nvfp4_serialized": True}
+    return SimpleNamespace(**{**defaults, "get_name": lambda: "modelopt_fp4", **facts})
+
+
+class Floats:
+    """Random numbers of a weight (n, k) in 4-bit floats, and their meaning.
+
+    Of NVFP4, each of ``parts``, which have so many rows, has its own factor.
+    """
+
+    def __init__(self, format: str, seed: int, n: int, k: int, parts: tuple[int, ...] = ()) -> None:
+        codes, self.scales, *_ = random_components(WeightFormat.parse(format), n, k, seed)
+        self.codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        self.factors = torch.tensor([1 / (3072 * (1 + i)) for i in range(len(parts))])
+        channels = self.factors.repeat_interleave(torch.tensor(parts)) if parts else None
+        w = QuantizedWeight.from_codes(format, codes, self.scales, channels=channels)
+        self.dense = w.dequantize(torch.float64)
+
+    def compressed(self) -> dict[str, torch.Tensor]:
+        return {"weight_packed": self.codes, "weight_scale": self.scales, "weight_global_scale": 1 / self.factors}
+
+    def modelopt(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.codes, "weight_scale": self.scales, "weight_scale_2": self.factors}
+
+
+# --- linear layers ---------------------------------------------------------------------------------------------------
+
+LINEAR = {
+    "compressed-tensors": (lambda: method("compressed_tensors.schemes.CompressedTensorsW4A16Fp4"), Floats.compressed),
+    "compressed-tensors for 4-bit activations": (
+        lambda: method("compressed_tensors.schemes.CompressedTensorsW4A16Fp4", True),
+        Floats.compressed,
+    ),
+    "modelopt": (lambda: method("modelopt_quant.ModelOptFp4LinearMethod", config()), Floats.modelopt),
+    "modelopt 16-bit": (lambda: method("modelopt_quant.ModelOptNvFp4A16LinearMethod", config()), Floats.modelopt),
+}
+
+
+def method(name: str, *given: Any) -> Any:
+    return resolved(f"{QUANTIZATION}.{name}")(*given)
+
+
+@pytest.fixture(autouse=True)
+def as_on_hopper(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """SGLang's own sources choose kernels as they do on Hopper."""
+    if SOURCES:
+        backends = resolved(f"{QUANTIZATION}.fp4_utils.Fp4GemmRunnerBackend")
+        everywhere(monkeypatch, "get_fp4_gemm_runner_backend", lambda: backends("marlin"))
+        runs(monkeypatch, "marlin")
+
+
+def runs(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Have SGLang's own sources take what --moe-runner-backend names."""
+    if SOURCES:
+        backends = resolved("sglang.srt.layers.moe.utils.MoeRunnerBackend")
+        everywhere(monkeypatch, "get_moe_runner_backend", lambda: backends(backend))
+        everywhere(monkeypatch, "get_device_capability", lambda: (9, 0))
+        alone = resolved("sglang.srt.layers.moe.utils.MoeA2ABackend")("none")
+        everywhere(monkeypatch, "get_moe_a2a_backend", lambda: alone)
+        precision = SimpleNamespace(moe=SimpleNamespace(flashinfer_mxfp4_moe_precision="bf16"))
+        monkeypatch.setattr(f"{QUANTIZATION}.mxfp4.get_exec", lambda: precision)
+
+
+def loaded(name: str) -> tuple[Any, torch.nn.Module, Floats]:
+    make, stored = LINEAR[name]
+    scheme, drawn = make(), Floats("nvfp4", 3, N, K, PARTS)
+    layer = created(scheme)
+    fill(layer, stored(drawn))
+    return scheme, layer, drawn
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_layer_is_the_weight(name: str) -> None:
+    scheme, layer, drawn = loaded(name)
+    scheme.process_weights_after_loading(layer)
+    scheme.process_weights_after_loading(layer)  # SGLang may ask again
+    w = layer.w4gemm_weight
+    assert w.format == WeightFormat.parse("nvfp4") and torch.equal(w.dequantize(torch.float64), drawn.dense)
+    assert {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()} == {"w4gemm_weight"}
+    x, bias = torch.randn(2, 3, K).bfloat16(), torch.randn(N).bfloat16()
+    call = scheme.apply if name.startswith("modelopt") else scheme.apply_weights
+    for b in (None, bias):
+        assert torch.equal(call(layer, x, b), linear(x, w, b))
+
+
+def test_a_factor_that_is_not_finite_leaves_the_layer_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
+    scheme, layer, _ = loaded("compressed-tensors")
+    layer.weight_global_scale.data[1] = 0
+    assert "for finite weights" in refused(scheme, layer, caplog)
+
+
+@pytest.mark.parametrize(
+    ("backend", "awq", "reason"), [("marlin", True, "NVFP4_AWQ"), ("auto", False, "wanted marlin")]
+)
+def test_modelopts_layers_that_are_left_to_sglang(
+    backend: str, awq: bool, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = SimpleNamespace(value=backend, is_marlin=lambda: backend == "marlin")
+    everywhere(monkeypatch, "get_fp4_gemm_runner_backend", lambda: chosen)
+    scheme, layer, _ = loaded("modelopt")
+    scheme.quant_config.is_awq = awq
+    assert reason in refused(scheme, layer, caplog)
+
+
+# --- mixtures of experts ---------------------------------------------------------------------------------------------
+
+NVFP4 = {
+    "compressed-tensors": (
+        lambda: method("compressed_tensors.schemes.CompressedTensorsW4A16Nvfp4MoE", True),
+        Floats.compressed,
+    ),
+    "modelopt": (lambda: method("modelopt_quant.ModelOptNvFp4FusedMoEMethod", config()), Floats.modelopt),
+}
+
+
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, the experts of each and their weights."""
+    ids = torch.tensor([[0, 3], [1, 2], [-1, 1], [2, 0]], dtype=torch.int32)
+    return torch.randn(4, HIDDEN).bfloat16() / 4, ids, torch.rand(4, 2)
+
+
+def nvfp4_experts(name: str) -> tuple[Any, torch.nn.Module, list[tuple[Floats, Floats]]]:
+    make, stored = NVFP4[name]
+    of = make()
+    layer = experts_layer(of)
+    width = layer.intermediate_size_per_partition
+    of.create_moe_runner(layer, layer.moe_runner_config)
+    drawn = [
+        (Floats("nvfp4", 20 + e, 2 * width, HIDDEN, (width, width)), Floats("nvfp4", 40 + e, HIDDEN, width, (HIDDEN,)))
+        for e in range(EXPERTS)
+    ]
+    for e, pair in enumerate(drawn):
+        for product, numbers in zip(("w13", "w2"), pair, strict=True):
+            for key, tensor in stored(numbers).items():
+                into = layer._parameters[f"{product}_{key}"].data[e]
+                into.copy_(tensor.view(into.shape))
+    return of, layer, drawn
+
+
+@pytest.mark.parametrize("name", NVFP4)
+def test_experts_of_nvfp4(name: str) -> None:
+    of, layer, drawn = nvfp4_experts(name)
+    of.process_weights_after_loading(layer)
+    assert {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()} == {"w13_w4gemm", "w2_w4gemm"}
+    x, ids, router = routed()
+    call = of.apply if name == "modelopt" else of.apply_weights
+    got = call(layer, dispatched(x, ids, router)).hidden_states
+    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
+        if ids[t, j] >= 0:
+            w13, w2 = drawn[ids[t, j]]
+            gate, up = (w13.dense @ x[t].double()).chunk(2)
+            wanted[t] += router[t, j] * (w2.dense @ (torch.nn.functional.silu(gate) * up))
+    assert (got.double() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_nvfp4_that_is_made_while_loading_stays_sglangs(caplog: pytest.LogCaptureFixture) -> None:
+    of, layer, _ = nvfp4_experts("modelopt")
+    of.quant_config.is_checkpoint_nvfp4_serialized = False
+    delattr(layer, "w4gemm_runner")
+    with caplog.at_level("INFO", "sglang.srt.w4gemm"):
+        of.create_moe_runner(layer, layer.moe_runner_config)
+    assert "quantized while they are loaded" in caplog.text
+    refused(of, layer, caplog, experts)
+
+
+def gpt_oss(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> tuple[Any, torch.nn.Module]:
+    """gpt-oss' experts as SGLang makes them on Hopper, before they are loaded."""
+    runs(monkeypatch, "triton_kernel")
+    of = method("mxfp4.Mxfp4MoEMethod", "model.layers.0.mlp.experts")
+    layer = experts_layer(of, WIDTH, with_bias=True, **facts)
+    of.create_moe_runner(layer, layer.moe_runner_config)
+    return of, layer
+
+
+OSS = {"gemm1_alpha": ALPHA, "gemm1_clamp_limit": LIMIT}
+
+
+def test_experts_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, layer = gpt_oss(monkeypatch, **OSS)
+    assert of.get_moe_runner_backend(layer).value == "w4gemm"  # so SGLang routes in its standard form
+    drawn = []
+    for e in range(EXPERTS):
+        pair = Floats("mxfp4", 20 + e, 2 * WIDTH, HIDDEN), Floats("mxfp4", 40 + e, HIDDEN, WIDTH)
+        biases = torch.randn(2 * WIDTH).bfloat16(), torch.randn(HIDDEN).bfloat16()
+        for product, numbers, bias in zip(("w13", "w2"), pair, biases, strict=True):
+            n, k = numbers.dense.shape  # fewer than the padded layer has
+            getattr(layer, f"{product}_weight").data[e, :n, : k // 2] = numbers.codes
+            getattr(layer, f"{product}_weight_scale").data[e, :n, : k // 32] = numbers.scales.view(torch.uint8)
+            getattr(layer, f"{product}_weight_bias").data[e, :n] = bias
+        drawn.append((*pair, *(b.double() for b in biases)))
+    of.process_weights_after_loading(layer)
+    packed = {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()}
+    assert packed == {"w13_w4gemm", "w2_w4gemm", "w13_weight", "w2_weight"}  # the last two: *_weight_bias
+    x, ids, router = routed()
+    got = of.apply(layer, dispatched(x, ids, router)).hidden_states
+    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
+        if ids[t, j] >= 0:
+            w13, w2, b13, b2 = drawn[ids[t, j]]
+            pairs = w13.dense @ x[t].double() + b13
+            gate, up = pairs[0::2].clamp(max=LIMIT), pairs[1::2].clamp(-LIMIT, LIMIT)
+            wanted[t] += router[t, j] * (w2.dense @ ((up + 1) * gate * torch.sigmoid(ALPHA * gate)) + b2)
+    assert (got.double() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_gpt_oss_that_cannot_be_packed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are routed for our runner already."""
+    of, layer = gpt_oss(monkeypatch, **OSS)
+    layer.w2_weight_scale.data[1, 0, 0] = 255  # NaN
+    with pytest.raises(ValueError, match="W4GEMM_SGLANG=off leaves them to SGLang"):
+        of.process_weights_after_loading(layer)
+
+
+def test_other_mxfp4_keeps_sglangs_runner(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "sglang.srt.w4gemm"):
+        of, layer = gpt_oss(monkeypatch)
+    assert "not in pairs" in caplog.text
+    assert of.get_moe_runner_backend(layer).value == "triton_kernel"
+    refused(of, layer, caplog, experts)
