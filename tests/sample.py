@@ -1,8 +1,8 @@
 """A sample of the cases of tests that are marked ``sampled``, which take more than half of the time of all tests.
 
 A run of everything (``./dev test``) takes the sample, which is another one for each commit; its seed stands in the
-report's header. A run that names a file, a folder or a test takes every case: ``pytest tests/conformance
-tests/test_sass.py`` before a release.
+report's header. A run that names a file, a folder or a test takes every case (CONTRIBUTING.md says which before a
+release).
 """
 
 from __future__ import annotations

@@ -259,7 +259,8 @@ def test_cuda_graph_and_another_stream(m):
 @pytest.mark.parametrize("k", [8, 136, 577, 4096, 8200, 28672, 116192, 116200])
 def test_gather_columns(device, k):
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(0)).int().to(device)
-    for m, dtype in ((0, torch.bfloat16), (1, torch.float16), (3, torch.bfloat16), (300, torch.bfloat16)):
+    most = 300 if k < 10000 or device == "cuda" else 20
+    for m, dtype in ((0, torch.bfloat16), (1, torch.float16), (3, torch.bfloat16), (most, torch.bfloat16)):
         x = torch.randn(m, k + 8, device=device).to(dtype)
         for part in (
             x[:, :k],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -173,6 +174,7 @@ def test_rates_of_a_gpu_that_is_not_known():
 def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
     """Times of the legal configs of each problem in a file of bench/sweep.py."""
     found: dict[GemmProblem, dict[str, float]] = defaultdict(dict)
+    legal = functools.cache(lambda name, problem: frozenset(map(str, kernel_named(name).configs(problem))))
     for row in rows_of(path):
         name, _, text = row["config"].partition("/")
         if name not in HOPPER:
@@ -180,7 +182,7 @@ def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
         experts = row.get("experts", 0)
         m = row["m"] * max(1, experts)
         problem = problem_of(name, m, row["format"], n=row["n"], k=row["k"], experts=experts)
-        if GemmConfig.parse(text) in kernel_named(name).configs(problem):
+        if text in legal(name, problem):
             found[problem][row["config"]] = row["us"]
     return {problem: times for problem, times in found.items() if len(times) >= 4}
 

@@ -162,6 +162,7 @@ def test_what_can_be_chosen_depends_on_it():
     assert set(kernel.configs(exact)) <= set(kernel.configs(blocks))
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("experts", [0, 8])
 @pytest.mark.parametrize("format, m", [("int4_g128", 16), ("mxfp4", 512), ("int4_g32_zint", 64)])
 def test_machine_code(format, m, experts):

@@ -129,14 +129,14 @@ def test_a_search_is_never_worse(name):
     """For scales of channels too, where what counts is the error after the scales were folded."""
     g = torch.Generator().manual_seed(0)
     better = 0
-    for seed in range(60):
+    for seed in range(24):
         n, k = 4, (32, 96, 128)[seed % 3]
         w = torch.randn(n, k, generator=g) * torch.rand(n, 1, generator=g) ** 3
         plain, searched = (quantize(w, name, search=search).dequantize() for search in (False, True))
         errors = [(q - w).square().sum().item() for q in (plain, searched)]
         assert errors[1] <= errors[0] * (1 + 1e-5), (seed, errors)
         better += errors[1] < 0.99 * errors[0]
-    assert better > 40
+    assert better > 16
 
 
 @pytest.mark.parametrize("name", ["int4_g32_e4m3", "int4_col_e4m3"])

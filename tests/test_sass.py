@@ -219,7 +219,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", dict.fromkeys([*largest(), *more]), ids=str)
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.25)
 def test_config(case):
     check_variant(kernel_named(case.kernel), case.problem, case.config)
 
@@ -234,7 +234,7 @@ def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + WIDE + CODEBOOKS + floats + extra
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(
     "kernel, name, dtype, m",
     [
@@ -258,30 +258,62 @@ def test_every_kernel_that_compiles_is_checked():
     assert compiling == set(INSTRUCTION)
 
 
-@pytest.mark.parametrize(
-    "kernel, config, name, dtype, words, counts",
-    [
-        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128", torch.bfloat16, 8, {"HFMA2": 4, "HADD2": 0}),
-        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128_fp16", torch.float16, 8, {"HFMA2": 2, "HADD2": 2}),
-        ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "int4_g128_e4m3", torch.float8_e4m3fn, 16, {"PRMT": 4, "IDP": 2}),
-        ("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "mxfp4", torch.float8_e4m3fn, 16, {"IDP": 2}),
-        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "mxfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
-        ("sm90_mixed_gemm", "128x64x256_1x1x1_coop", "nf4", torch.bfloat16, 8, {"PRMT": 12, "IDP": 2, "HMUL2": 4}),
-        ("sm90_mixed_gemm", "128x64x256_1x1x1_coop", "iq4_g128", torch.bfloat16, 8, {"PRMT": 8, "IDP": 2, "HFMA2": 4}),
-        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nf4", torch.bfloat16, 8, {"IDP": 4, "LDS": 4.5, "HMUL2": 4}),
-        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "iq4_g32_fp16", torch.bfloat16, 8, {"LDS": 4.75, "FMUL": 8}),
-        ("sm90_decode", "8x64x128_1x1x1_pingpong", "nf4", torch.bfloat16, 32, {"IDP": 4, "LDS": 4.5, "PRMT": 0}),
-        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
-        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.float16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}),
-        ("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "q4_k", torch.bfloat16, 8, {"IDP": 4, "FFMA": 10, "PRMT": 2}),
-    ],
-)
-def test_instructions_that_decode(kernel, config, name, dtype, words, counts):
-    """Counts for eight weights, a code word; the main loop decodes ``words`` of them in a round."""
-    sass = disassemble(object_code(kernel_named(kernel).unit(problem(name, dtype, 128), GemmConfig.parse(config))))
-    (loop,) = main_loops(sass, INSTRUCTION[kernel])
-    found = {opcode: sum(bool(re.match(rf"{re.escape(opcode)}\b", line)) for line in loop) for opcode in counts}
-    assert {opcode: count / words for opcode, count in found.items()} == counts
+class Decoding(NamedTuple):
+    """Instructions that decode eight weights, a code word; the main loop decodes ``words`` of them in a round."""
+
+    kernel: str
+    config: str
+    format: str
+    dtype: torch.dtype
+    words: int
+    counts: dict[str, float]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Parameters whose every value is in a sample."""
+        return {"kernel": self.kernel}
+
+    def __str__(self) -> str:
+        return f"{self.kernel}-{self.config}-{self.format}-{str(self.dtype).removeprefix('torch.')}"
+
+
+DECODING = [
+    Decoding("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128", torch.bfloat16, 8, {"HFMA2": 4, "HADD2": 0}),
+    Decoding("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "int4_g128_fp16", torch.float16, 8, {"HFMA2": 2, "HADD2": 2}),
+    Decoding(
+        "sm90_fp8_gemm", "128x64x256_1x1x1_coop", "int4_g128_e4m3", torch.float8_e4m3fn, 16, {"PRMT": 4, "IDP": 2}
+    ),
+    Decoding("sm90_fp8_gemm", "128x64x256_1x1x1_coop", "mxfp4", torch.float8_e4m3fn, 16, {"IDP": 2}),
+    Decoding(
+        "sm90_mixed_gemm", "32x64x512_1x1x1_coop", "mxfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}
+    ),
+    Decoding("sm90_mixed_gemm", "128x64x256_1x1x1_coop", "nf4", torch.bfloat16, 8, {"PRMT": 12, "IDP": 2, "HMUL2": 4}),
+    Decoding(
+        "sm90_mixed_gemm", "128x64x256_1x1x1_coop", "iq4_g128", torch.bfloat16, 8, {"PRMT": 8, "IDP": 2, "HFMA2": 4}
+    ),
+    Decoding("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nf4", torch.bfloat16, 8, {"IDP": 4, "LDS": 4.5, "HMUL2": 4}),
+    Decoding("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "iq4_g32_fp16", torch.bfloat16, 8, {"LDS": 4.75, "FMUL": 8}),
+    Decoding("sm90_decode", "8x64x128_1x1x1_pingpong", "nf4", torch.bfloat16, 32, {"IDP": 4, "LDS": 4.5, "PRMT": 0}),
+    Decoding(
+        "sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}
+    ),
+    Decoding(
+        "sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.float16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}
+    ),
+    Decoding("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "q4_k", torch.bfloat16, 8, {"IDP": 4, "FFMA": 10, "PRMT": 2}),
+]
+
+
+@pytest.mark.sampled(0.4)
+@pytest.mark.parametrize("decoding", DECODING, ids=str)
+def test_instructions_that_decode(decoding):
+    p, config = problem(decoding.format, decoding.dtype, 128), GemmConfig.parse(decoding.config)
+    sass = disassemble(object_code(kernel_named(decoding.kernel).unit(p, config)))
+    (loop,) = main_loops(sass, INSTRUCTION[decoding.kernel])
+    found = {
+        opcode: sum(bool(re.match(rf"{re.escape(opcode)}\b", line)) for line in loop) for opcode in decoding.counts
+    }
+    assert {opcode: count / decoding.words for opcode, count in found.items()} == decoding.counts
 
 
 @pytest.mark.parametrize("kernel", ["sm90_mixed_gemm", "sm90_decode", "sm80_mixed_gemm", "sm90_fp8_gemm"])
@@ -297,7 +329,7 @@ def test_more_experts_than_the_smaller_map(kernel):
 OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("arch", OTHER_GPUS)
 @pytest.mark.parametrize(
     "kernel, config, name, dtype",
@@ -318,7 +350,7 @@ def test_other_gpus(arch, kernel, config, name, dtype):
     check_variant(found, p, chosen)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(
     "arch, instruction",
     [("sm_89", "QMMA.16832"), ("sm_100a", "HMMA.16816"), ("sm_120a", "QMMA.16832")],

@@ -198,17 +198,30 @@ def test_a_table_that_is_cleared_while_it_is_looked_for_is_empty(folder, caplog)
     assert store._read(store.user_path(), changed + 1, size) == () and not caplog.records
 
 
-def test_many_processes_clear_at_once(folder):
+def in_processes_at_once(work: str) -> None:
+    """Run ``work`` in four processes, as ``number`` 0 to 3, where ``one`` is a record. They are forked from a new one:
+    PyTorch is imported once."""
     script = f"""
-import sys; sys.path[:] = {sys.path!r}
+import os, sys; sys.path[:] = {sys.path!r}
+from dataclasses import replace
 from test_store import record
 from w4gemm.choice import store
-for i in range(40):
-    store.add([record()])
-    store.clear()
+one = record()
+children = []
+for number in range(4):
+    child = os.fork()
+    if child == 0:
+        exec({work!r})
+        sys.exit()
+    children.append(child)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
-    children = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(4)]
-    assert [child.wait() for child in children] == [0] * 4
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_many_processes_clear_at_once(folder):
+    in_processes_at_once("for i in range(40): store.add([one]), store.clear()")
 
 
 @pytest.mark.parametrize(
@@ -243,15 +256,7 @@ def test_a_table_that_cannot_be_written(tmp_path, monkeypatch, caplog):
 
 
 def test_many_processes_append_whole_lines(folder):
-    script = f"""
-import sys; sys.path[:] = {sys.path!r}
-from test_store import record
-from w4gemm.choice import store
-for i in range(60):
-    store.add([record(us=float(int(sys.argv[1]) * 1000 + i))])
-"""
-    children = [subprocess.Popen([sys.executable, "-c", script, str(i)]) for i in range(4)]
-    assert [child.wait() for child in children] == [0] * 4
+    in_processes_at_once("for i in range(60): store.add([replace(one, us=number * 1000.0 + i)])")
     records, bad = parse_lines((folder / store.USER_FILE).read_text().splitlines())
     assert not bad and sorted(r.us for r in records) == sorted(i * 1000.0 + j for i in range(4) for j in range(60))
     assert len(effective(records)) == 1

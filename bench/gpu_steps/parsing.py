@@ -7,7 +7,6 @@ import contextlib
 import io
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,10 +38,13 @@ def problem_of(step: Step) -> str:
 
 
 def _problem_of_pytest(arguments: list[str]) -> str:
-    # --markers: pytest reads all options, and collects nothing
-    command = [sys.executable, *arguments, "--markers", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"exit status {done.returncode}: {done.stderr.strip()[-400:]}"
+    import pytest
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        # --markers: pytest reads all options, and collects nothing
+        status = pytest.main([*arguments[2:], "--rootdir", str(ROOT), "--markers", "-p", "no:cacheprovider"])
+    return "" if status == 0 else f"exit status {int(status)}: {said.getvalue().strip()[-400:]}"
 
 
 def _problem_of_parser(arguments: list[str]) -> str:
