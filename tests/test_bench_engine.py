@@ -49,6 +49,22 @@ CHECKPOINTS = [
 ]
 
 
+def test_the_page_says_what_was_measured_in_an_engine():
+    """Cells of docs/vllm.md that begin with "measured" are those of which there are rows."""
+    kinds, rows_ = {"W4GemmLinearKernel": 1, "W4gemmExperts": 2}, launch.RESULTS.read_text().splitlines()
+    found = [row for row in map(json.loads, rows_) if row["impl"] == "w4gemm" and row["phase"] == "decode"]
+    lines = (ROOT / "docs/vllm.md").read_text().partition("## What was run")[2].partition("\n## ")[0].splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    said = {
+        (format, column)
+        for name, *runs in cells
+        for format in re.findall(r"`([\w.-]+)`", name)
+        for column, cell in enumerate(runs, 1)
+        if cell.startswith("measured")
+    }
+    assert said == {(row["format"], kinds[kernel]) for row in found for kernel in row["kernels"]}
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
