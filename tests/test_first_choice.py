@@ -21,7 +21,8 @@ RECORDED = next(record for record in store.read(store.shipped_path(H200.name)) i
 
 
 def forget() -> None:
-    for cached in (space._legal, space._legal_if_plain, space._legal_sizes, shortlist._shortlist, choose._is_legal):
+    of_space = (space._legal, space._legal_if_plain, space._legal_sizes)
+    for cached in (*of_space, shortlist._shortlist, choose._is_legal, cost._of_kernel, store._of_layer):
         cached.cache_clear()
 
 
@@ -75,6 +76,7 @@ def test_a_shortlist_makes_each_config_ready_once(counted):
     """It looks at several numbers of tokens."""
     timed = counted(cost.waves, "launch_timer")
     configs = [c for c in choice.configs(MANY) if c.startswith("sm90") and "+" not in c]
+    forget()
     timed[0] = 0
     choice.decide(MANY)
     pairs = [c for c in choice.configs(MANY) if "+" in c]
@@ -87,3 +89,23 @@ def test_a_new_m_of_many_tokens_makes_none_ready(counted):
     for m in (320, 1008, 4096, 7808):
         choice.decide(replace(MANY, m=m))
     assert timed[0] <= 4 * 12, "at most a launch of two for each pair and m"
+
+
+def test_records_of_a_layer_are_parsed_once_for_all_intervals(counted):
+    layer = [r for r in store.read(store.shipped_path(H200.name)) if (r.key.n, r.key.k) == RECORDED.key[5:7]]
+    format = WeightFormat.parse(RECORDED.key.format)
+    parsed, sources = counted(Record, "parse"), set()
+    for m in choice.BOUNDS:
+        problem = replace(FEW, m=m, n=RECORDED.key.n, k=RECORDED.key.k, format=format)
+        sources |= {choice.decide(met).source for met in choice.met(problem)}
+    assert "shipped" in sources and parsed[0] == len(layer)
+
+
+def test_every_interval_of_a_layer_takes_the_configs_that_one_made_ready(counted):
+    choice.decide(FEW)
+    timed = counted(cost.waves, "launch_timer")
+    for m in choice.BOUNDS:
+        if m <= choice.WAVES_FROM:
+            assert choice.decide(replace(FEW, m=m)).source == "heuristic"
+    pairs = [c for c in choice.configs(FEW) if "+" in c]
+    assert timed[0] <= 2 * len(choice.BOUNDS) * len(pairs), "two launches are one problem for each number of features"

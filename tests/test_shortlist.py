@@ -87,6 +87,21 @@ def test_all_that_can_be_met_is_known_beforehand(tuned):
     assert met <= set(units_of(intervals)[0])
 
 
+def test_what_an_interval_can_meet_is_chosen_as_every_m_is():
+    """Also with a record of an interval that began later once: it holds for some of its m."""
+    last = replace(FEW_FEATURES, m=8192)
+    configs = choice.configs(last)
+    store.add([replace(record(last, configs[0]), m=(6001, 8192)), record(last, configs[30])][::-1])
+    wanted = {}
+    for m in choice.intervals.all_planned(4097, 8192):
+        decision = choice.decide(replace(last, m=m))
+        wanted[decision[1:]] = m
+    assert {problem.m for problem in choice.met(last)} == set(wanted.values())
+    assert {choice for choice in wanted if choice[-1] == "tuned"} == {
+        (*choice.choose.forced(last, configs[i]), "tuned") for i in (0, 30)
+    }
+
+
 @pytest.mark.parametrize("most", [1, 100, 3000, 9000])
 def test_an_engine_knows_numbers_of_tokens_that_meet_every_choice(most, monkeypatch):
     monkeypatch.setattr(plan_cache.Device, "of", lambda device: H200)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -168,9 +168,15 @@ def check(problem: GemmProblem) -> None:
 def recorded(problem: GemmProblem) -> tuple[str, Record] | None:
     """Return ``"tuned"`` or ``"shipped"`` and the record that was measured for the interval of ``problem``; None if
     nothing was measured, so that the heuristic decides."""
+    return _among(store.find(problem), problem)
+
+
+def _among(records: Iterable[tuple[str, Record]], problem: GemmProblem) -> tuple[str, Record] | None:
+    """Return the first of a layer's records that may be used for the problem's m."""
     last = interval_of(problem.m)[1]
-    for source, record in store.find(problem):
-        if record.m[1] != last:  # an interval was longer once, and its end says little about tiles for fewer tokens
+    for source, record in records:
+        # an interval was longer once, and its end says little about tiles for fewer tokens
+        if record.m[1] != last or not record.holds_for(problem.m):
             continue
         legal = _is_legal(replace(problem, m=last or LARGEST), record.choice)
         if legal and record.revision == kernel_named(record.kernel).revision:
@@ -189,37 +195,45 @@ def _is_legal(problem: GemmProblem, choice: str) -> bool:
 
 def chosen(problem: GemmProblem) -> Choice | None:
     """Return what runs ``problem``; None if no kernel supports it."""
-    measured = _measured(problem)
+    measured = _measured(problem, store.find(problem))
     if is_by_waves(problem):
-        return _chosen_by_waves(problem, measured)
+        return _by_waves(problem, measured)(problem.m)
     if measured is not None:
         return measured
     ranking = legal_ranked(KERNELS, problem)
     return Choice(ranking[0].kernel, ranking[0].config, "heuristic") if ranking else None
 
 
-def _measured(problem: GemmProblem) -> Choice | None:
-    found = recorded(problem)
+def _measured(problem: GemmProblem, records: Iterable[tuple[str, Record]]) -> Choice | None:
+    found = _among(records, problem)
     if found is None:
         return None
     source, record = found
     return Choice(kernel_named(record.kernel), GemmConfig.parse(record.config), source)
 
 
-def _chosen_by_waves(problem: GemmProblem, measured: Choice | None) -> Choice | None:
-    """Return the config of the shortlist that is predicted to be the fastest at the problem's own m, or ``measured``,
-    the fastest at the last m of its interval, if it is predicted to be as fast. A prediction for the measured config
-    that contradicts the measurement is scaled first, so that this config is the fastest at the last m."""
-    candidates, m = shortlist(problem), problem.m
+def _by_waves(problem: GemmProblem, measured: Choice | None) -> Callable[[int], Choice | None]:
+    """Return what gives, for each m of the problem's interval, the config of the shortlist that is predicted to be the
+    fastest at this m, or ``measured``, the fastest at the last m of the interval, if it is predicted to be as fast. A
+    prediction for the measured config that contradicts the measurement is scaled first, so that this config is the
+    fastest at the last m."""
+    candidates = shortlist(problem)
     if not candidates:
-        return None
-    best = min(candidates, key=lambda candidate: candidate.us(m))
+        return lambda m: None
+    scale, us = 1.0, None
     if measured is not None:
-        last, us = representative(m), timer(measured.kernel, problem, measured.config)
+        last, us = representative(problem.m), timer(measured.kernel, problem, measured.config)
         scale = min(1.0, min(candidate.us(last) for candidate in candidates) / us(last))
-        if scale * us(m) <= best.us(m):
+
+    def choice(m: int) -> Choice | None:
+        times = [candidate.us(m) for candidate in candidates]
+        least = min(times)
+        if us is not None and scale * us(m) <= least:
             return measured
-    return Choice(best.kernel, best.config, "heuristic")
+        best = candidates[times.index(least)]
+        return Choice(best.kernel, best.config, "heuristic")
+
+    return choice
 
 
 def met(problem: GemmProblem, last: int | None = None) -> list[GemmProblem]:
@@ -229,10 +243,15 @@ def met(problem: GemmProblem, last: int | None = None) -> list[GemmProblem]:
         return [problem]
     first, end = interval_of(problem.m)
     end = min(end or LARGEST, last or LARGEST)
+    records = store.find(problem)
+    choices: dict[Choice | None, Callable[[int], Choice | None]] = {}
     found: dict[Choice | None, GemmProblem] = {}
     for m in all_planned(first, max(first, end)):
         there = replace(problem, m=m)
-        found[chosen(there)] = there
+        measured = _measured(there, records)
+        if measured not in choices:
+            choices[measured] = _by_waves(there, measured)
+        found[choices[measured](m)] = there
     return list(found.values())
 
 

@@ -130,7 +130,7 @@ def meeting(key: PlanKey, most: int) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def _meeting(problem: GemmProblem, most: int, generation: int) -> tuple[int, ...]:
-    """:func:`meeting`, which takes a good half of a second, once for all layers of a kind."""
+    """:func:`meeting`, which takes about a tenth of a second, once for all layers of a kind."""
     starts = (start for start in (1, *(bound + 1 for bound in BOUNDS)) if start <= most)
     problems = (replace(problem, m=representative(start)) for start in starts)
     return tuple(min(met.m, most) for one in problems for met in choose.met(one, most))

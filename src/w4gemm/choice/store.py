@@ -35,18 +35,16 @@ _session: list[Record] = []
 """Records that this process tuned and could not write."""
 
 
-def find(problem: GemmProblem) -> Iterator[tuple[str, Record]]:
-    """Yield ``"tuned"`` or ``"shipped"`` and the record, for each record of ``problem``, the preferred ones first.
-    There are no records of grouped problems."""
+def find(problem: GemmProblem) -> list[tuple[str, Record]]:
+    """Return ``"tuned"`` or ``"shipped"`` and the record, for each record of ``problem`` with any m, the preferred ones
+    first. There are no records of grouped problems."""
     if problem.experts:
-        return
+        return []
     key = key_of(problem)
     path = user_path()
     user = [*(_of_key(path, key) if path else ()), *(record for record in _session if record.key == key)]
-    for source, records in (("tuned", user), ("shipped", _shipped(key))):
-        for record in reversed(records):
-            if record.holds_for(problem.m):
-                yield source, record
+    tables = (("tuned", user), ("shipped", _shipped(key)))
+    return [(source, record) for source, records in tables for record in reversed(records)]
 
 
 def user_path() -> Path | None:
@@ -81,8 +79,17 @@ def _shipped(key: Key) -> list[Record]:
     """Return the records of one key in the shipped table."""
     path = shipped_path(key.device)
     about = _state(path)
-    lines = _by_layer(path, *about).get((str(key.n), str(key.k)), []) if about else []
-    return [record for record in map(Record.parse, lines) if record.key == key]
+    return _of_layer(path, *about, key.n, key.k).get(key, []) if about else []
+
+
+@functools.lru_cache(maxsize=256)
+def _of_layer(path: Path, changed: int, size: int, n: int, k: int) -> dict[Key, list[Record]]:
+    """Return the records of weights (n, k) in a shipped table by their key, in the order of their lines."""
+    found: dict[Key, list[Record]] = {}
+    for line in _by_layer(path, changed, size).get((str(n), str(k)), []):
+        record = Record.parse(line)
+        found.setdefault(record.key, []).append(record)
+    return found
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,15 +6,16 @@ roofline until one is written.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from w4gemm.choice.cost import cpu, cublas, mma_sync, waves
 from w4gemm.choice.cost.constants import unmeasured
 from w4gemm.choice.cost.traffic import Timer, copy_us, roofline_us
-from w4gemm.choice.intervals import WAVES_FROM, planned, ragged
+from w4gemm.choice.intervals import LARGEST, WAVES_FROM, planned, ragged
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Kernel
@@ -70,12 +71,17 @@ class Ranked(NamedTuple):
 
 def candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidate]:
     """Return every config of every kernel that supports ``problem``, whatever its m."""
-    found = []
-    for kernel in kernels:
-        if kernel.supports(problem):
-            of_config = TIMERS.get(kernel.name, _ROOFLINE)(kernel, problem)
-            found += [Candidate(of_config(config), kernel, config) for config in kernel.configs(problem)]
-    return found
+    of_all_m = replace(problem, m=LARGEST)
+    supporting: list[Any] = [kernel for kernel in kernels if kernel.supports(problem)]  # mypy knows no hash of a Kernel
+    return [found for kernel in supporting for found in _of_kernel(kernel, of_all_m)]
+
+
+@functools.lru_cache(maxsize=16)
+def _of_kernel(kernel: Any, problem: GemmProblem) -> tuple[Candidate, ...]:
+    """:func:`candidates` of one kernel that supports the problem. The choices of a layer for all its intervals of m
+    follow one another, so the last layers are kept."""
+    of_config = TIMERS.get(kernel.name, _ROOFLINE)(kernel, problem)
+    return tuple(Candidate(of_config(config), kernel, config) for config in kernel.configs(problem))
 
 
 def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Ranked]:
