@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,17 +40,35 @@ def test_what_failed_is_found_in_an_output() -> None:
     assert command("fuzz --like kind=masked", gpu=True)[-4:] == ["--device", "cuda", "--like", "kind=masked"]
 
 
+LATE = Outcome(None, "did not end in 9 s", 9)
+PASSES, FAILS = Outcome(True, "", 9), Outcome(False, "FAILED", 9)
+
+
 @pytest.mark.parametrize(
-    ("options", "without", "word"),
+    ("without", "found", "word", "status"),
     [
-        ((), Outcome(True, "", 1), "caught"),
-        ((), Outcome(None, "did not end in 9 s", 9), "UNDECIDED"),
-        (("--no-whole",), Outcome(True, "", 1), "UNDECIDED"),
+        (PASSES, FAILS, "caught", 0),
+        (PASSES, PASSES, "NOT CAUGHT", 1),
+        (PASSES, LATE, "LATE", 1),
+        (LATE, FAILS, "caught", 1),
+        (LATE, LATE, "LATE", 1),
     ],
 )
-def test_past_its_time_is_no_catch_unless_it_ends_without_the_fault(options, without, word, monkeypatch, capsys):
-    late = Outcome(None, "did not end in 9 s", 9)
-    monkeypatch.setattr(script, "run", lambda by, gpu, fault, seconds: without if fault is None else late)
-    monkeypatch.setattr(sys, "argv", ["planted.py", "--only", FAULTS[0].name, *options])
-    assert script.main() == (0 if word == "caught" else 1)
-    assert f"{word:10}    9 s  {FAULTS[0].name}" in capsys.readouterr().out
+def test_a_command_past_its_time_has_caught_nothing(without, found, word, status, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(script, "run", lambda by, gpu, fault, seconds: without if fault is None else found)
+    monkeypatch.setattr(sys, "argv", ["planted.py", "--only", FAULTS[0].name, "--json", str(tmp_path / "rows")])
+    assert script.main() == status
+    said = capsys.readouterr().out
+    assert f"{word:10}    9 s  {FAULTS[0].name}" in said and ("late without a fault" in said) == (without is LATE)
+    counts = [int(word == other) for other in ("caught", "NOT CAUGHT", "LATE")]
+    assert "1 faults: {} caught, {} not caught, {} late".format(*counts) in said
+    assert json.loads((tmp_path / "rows").read_text())["caught"] == {"caught": True, "NOT CAUGHT": False}.get(word)
+
+
+def test_a_command_is_ended_at_its_time_with_what_it_started(monkeypatch) -> None:
+    child = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '99'])"]
+    monkeypatch.setattr(script, "command", lambda by, gpu: child)
+    monkeypatch.setattr(script, "COPIED", ("pyproject.toml",))
+    began = time.monotonic()
+    assert script.run("tests", False, None, 0.5).passed is None
+    assert time.monotonic() - began < 90, "it is waited for until nothing writes to its output"
