@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import agreement, launch, layer, options, page, preload, profile, rows, serve, worker  # noqa: E402
+from bench.engine import agreement, launch, layer, options, page, phases, preload, profile, rows, serve, worker  # noqa: E402
 from bench.engine.checkpoint import tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
@@ -411,6 +411,33 @@ def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp
     assert not preloaded.ready() and run("again", "on").kernels  # by a process that imports vLLM itself
 
 
+LOG = """\
+(Worker_TP0 pid=7) INFO [warmup.py:126] w4gemm runs 96 4-bit linear layers; 60 kernels ready in 14.3 s: 60
+(Worker_TP1 pid=8) INFO [warmup.py:126] w4gemm runs 96 4-bit linear layers; 60 kernels ready in 12.0 s: 60
+(Worker_TP0 pid=7) INFO [model_runner.py:305] Model loading took 5.4 GiB and 20.000000 seconds
+(Worker_TP1 pid=8) INFO [model_runner.py:305] Model loading took 5.4 GiB and 21.898375 seconds
+(Worker_TP0 pid=7) INFO [monitor.py:53] torch.compile took 23.12 s in total
+(EngineCore pid=6) INFO [model_runner.py:747] Graph capturing finished in 2 secs, took 0.28 GiB
+(EngineCore pid=6) INFO [core.py:340] init engine (profile, create kv cache, warmup model) took 44.98 s \
+(compilation: 23.12 s)
+"""
+
+
+def test_a_start_is_its_phases():
+    """The slowest of several processes counts; what no line says is in the rest."""
+    parts = phases.of_start(LOG, 86.51, 9.0)
+    assert parts == {
+        "import": 9.0,
+        "load": 7.6,
+        "kernels": 14.3,
+        "torch.compile": 23.1,
+        "graphs": 2.0,
+        "other": 30.5,
+    }
+    assert phases.text(parts).startswith("other 30.5, torch.compile 23.1, kernels 14.3, import 9.0")
+    assert phases.of_start("nothing", 20.0, 0.0) == {"import": 0.0, "other": 20.0}
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -455,12 +482,14 @@ def test_a_run_goes_on_when_one_implementation_fails(tmp_path, monkeypatch, caps
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["kind"] for row in found} == {"engine"} and {row["format"] for row in found} == {"gptq-int4-g128"}
     good = [row for row in found if row["phase"] != "failed"]
+    assert [row["parts"] for row in good if row["phase"] == "start"] == [{"import": 0.0, "other": 20.0}]
     assert {row["impl"] for row in good} == {"machete"} and all(row["chosen"] for row in good)
     assert all(row["kernels"] == {"MacheteLinearKernel": 14} for row in good)
     reasons = {row["impl"]: row["reason"] for row in found if row["phase"] == "failed"}
     assert reasons["humming"] == "ended with 1: out of memory"
     assert "asked for marlin, but its linear layers got 14 x" in reasons["marlin"]
     shown = capsys.readouterr().err
+    assert "first start: 20.0 s (other 20.0)" in shown and "measured for 0.0 s" in shown
     assert "humming: ended with 1: out of memory" in shown and "decode batch 2, tokens/s" in shown
 
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.engine import profile, serve
+from bench.engine import phases, profile, serve
 from bench.engine.checkpoint import tensors_of, write
 from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
 from bench.engine.launch import (
@@ -61,6 +61,12 @@ class Place:
     logs: Path
     plugin: Path | None
     preloaded: Preloaded | None
+
+    def log(self, name: str) -> Path:
+        """Return a file for what an engine prints, without what another printed before."""
+        file = self.logs / f"{name}.log"
+        file.unlink(missing_ok=True)
+        return file
 
 
 @dataclass(frozen=True)
@@ -207,11 +213,15 @@ def offline(case: Case, implementation: Implementation) -> tuple[str, Result, li
     rows: list[Row] = []
     for number in range(1, case.starts + 1):
         start, last = caches.start(), number == case.starts
-        log = case.place.logs / f"{case}-{implementation.name}-{number}.log"
+        log, begun = case.place.log(f"{case}-{implementation.name}-{number}"), time.monotonic()
         result = run_offline(replace(task, start_only=not last), variables, log, case.seconds, case.place.preloaded)
         caches.started()
         started, *found = rows_of(result, task)
-        rows += [{**started, "start": start}, *found]
+        parts = phases.of_start(read(log), result.start_s, result.import_s)
+        rows += [{**started, "start": start, "parts": parts}, *found]
+        around = time.monotonic() - begun - result.start_s - result.measure_s
+        say(f"{case}, {implementation.name}, {start} start: {result.start_s:.1f} s ({phases.text(parts)})")
+        say(f"  measured for {result.measure_s:.1f} s; {around:.1f} s before and after, such as for the import of vLLM")
     name = checked(implementation, result.kernels, rows)
     if result.profile:
         rows.append(profile.row_of(result.profile))
@@ -229,15 +239,22 @@ def served(case: Case, implementation: Implementation) -> tuple[str, Result, lis
     caches = case.caches_of(implementation)
     loads = [serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary) for batch in task.batches]
     variables = environment(implementation, caches, case.place.plugin)
-    log, start = case.place.logs / f"{case}-{implementation.name}-serve.log", caches.start()
+    log, start = case.place.log(f"{case}-{implementation.name}-serve"), caches.start()
     facts, found = serve.serve(arguments, variables, log, case.seconds, loads)
     caches.started()
     result = Result(**facts)
-    rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": start}]
+    parts = phases.of_start(read(log), result.start_s, 0.0)
+    say(f"{case}, {implementation.name}, {start} start: {result.start_s:.1f} s ({phases.text(parts)})")
+    rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": start, "parts": parts}]
     for load, figures in zip(loads, found, strict=True):
         point = {"batch": load.at_a_time, "tokens_in": load.tokens_in, "tokens_out": load.tokens_out}
         rows.append({"phase": "serve", **point, **figures})
     return checked(implementation, result.kernels, rows), result, rows
+
+
+def read(log: Path) -> str:
+    """Return what an engine printed."""
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def checked(implementation: Implementation, kernels: Kernels, rows: list[Row]) -> str:
