@@ -16,14 +16,15 @@ from bench.engine.packing import Packing
 from safetensors.torch import save_file
 
 from test_vllm_dense import Case, config_of, dense  # noqa: F401 (a fixture)
-from w4gemm import FormatError, choice
+from w4gemm import FormatError, choice, quantize
 from w4gemm.checkpoints import Module
 from w4gemm.cli.__main__ import main
-from w4gemm.cli.needs import Use, problems_of
+from w4gemm.cli.needs import Use, helpers_of, problems_of
 from w4gemm.cli.problems import layers_of
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
+from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm.models import Model, read_model
 from w4gemm.packing.layouts import layout_for
 
@@ -128,6 +129,21 @@ def test_what_is_compiled_is_what_the_plugin_runs(
         config = config_of(case, 192, 256)
         run = {replace(dense._problem(config), m=m, epilogue=dense._epilogue(config, bias)) for m in tokens}
         assert {choice.decide(p).unit for p in compiled} == {choice.decide(p).unit for p in run}
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["W4A16", "W4A8"])
+def test_small_kernels_that_are_compiled_are_those_that_the_plugin_prepares(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "w4gemm.integrations.engines.warmup.Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)})
+    )
+    monkeypatch.setattr("w4gemm.kernels.helper.missing_for_dsl", lambda driver: "")
+    w = quantize(torch.randn(64, 256), "int4_g128").repack(activations="fp8" if fp8 else None)
+    prepared = linear_need("linear layers", w, None, LinearUse(torch.bfloat16, most_tokens=1, fused=True)).helpers
+    (layer,) = layers_of([Module(64, 256, w.format, activations=w.activations)])
+    compiled = set(helpers_of(layer, Use(H200, torch.bfloat16, fused=True)))
+    assert set(prepared) == compiled and len(prepared) == (4 if fp8 else 2)
 
 
 @pytest.mark.parametrize("name, packing", [("gpt-oss-20b", "mxfp4"), ("qwen3-30b-a3b", "modelopt-nvfp4")])

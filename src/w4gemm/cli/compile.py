@@ -119,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
             act_order=args.act_order or task.act_order,
             top_k=args.top_k or task.top_k,
             batch_invariant=args.batch_invariant,
+            fused=args.vllm is not None,
         )
         for dtype in task.dtypes
     ]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm import choice
+from w4gemm.api.step import between_products
 from w4gemm.choice.records import Record
 from w4gemm.cli.problems import Layer, problems
 from w4gemm.core.activation import is_gated
@@ -39,6 +40,8 @@ class Use(NamedTuple):
     top_k: int = 0
     """Number of experts of a token; 0 if the sum over their results is not needed."""
     batch_invariant: bool = False
+    fused: bool = False
+    """True if the engine has what lies between linear layers in w4gemm's kernels."""
 
 
 def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProblem]:
@@ -80,7 +83,10 @@ def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
     """Yield the unit of every small kernel that may run before or after a layer."""
     fp8 = use.fp8 or layer.activations == "fp8"
     facts = LayerFacts(layer.k, use.dtype, fp8, use.act_order, use.top_k if layer.experts else 0, layer.experts)
-    return (helper.unit() for kind in HELPERS for helper in kind.needed(use.device, facts))
+    found = [helper for kind in HELPERS for helper in kind.needed(use.device, facts)]
+    if use.fused and not layer.experts:
+        found += filter(None, between_products(use.device, use.dtype, layer.k, fp8))
+    return (helper.unit() for helper in found)
 
 
 def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[Record]]:
