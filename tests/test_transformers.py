@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import struct
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
+import gguf
 import transformers
 
 from tiny_model import FFN, HEAD_DIM, HIDDEN, LAYERS, write_dense, write_gguf
@@ -35,7 +38,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def from_pretrained(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+    # transformers makes the same map of names for every module
+    with mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
 
 
 def assert_same_numbers(model: torch.nn.Module, wanted: torch.nn.Module) -> None:
