@@ -3,7 +3,8 @@
 A plan is chosen for the average number of rows of an expert. Their numbers spread around it as a Poisson distribution
 does, and an expert with a row more than a tile has takes another tile, which decodes all weights once more. On an H200
 (2026-11-23) a layer of 128 experts took 91 us at 64 tokens, four rows of an expert in tiles of eight, and 128 us at 128
-tokens, eight rows of an expert in the same tiles.
+tokens, eight rows of an expert in the same tiles. For hundreds of rows, tiles of 256 tokens lose more to uneven rows
+than tiles of 128.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
 
 _FEW = 32
-"""Rows of an expert up to which decoding bounds a product. From there on choices were measured with even rows alone."""
+"""Rows of an expert up to which decoding bounds a product."""
+_MANY = 256
+"""Most rows of an expert for which choices go by even rows alone: up to 256, the tile that suits uneven rows best would
+take up to 14 % longer with even ones (predicted); from there on up to 3 %."""
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> float:
@@ -26,6 +30,24 @@ def m_tiles(problem: GemmProblem, tile_m: int) -> float:
     if not problem.experts or problem.m > _FEW * problem.experts:
         return even
     return max(even, problem.experts * _tiles_of_one(problem.m / problem.experts, tile_m))
+
+
+def unevenness(problem: GemmProblem, tile_m: int) -> float:
+    """Return by what the time of even rows is multiplied: 1, or, for many rows of experts in 4-bit floats with 16-bit
+    x, half of what uneven rows add, since even and uneven rows count alike.
+
+    An expert's last tile is half full on average if rows are uneven, so an expert has rows / tile_m + 1/2 tiles. On an
+    H200 (2026-11-23, bench/results/grouped_fp4.jsonl) launches with 512 rows of an expert took 1.09 times as long with
+    Zipf routing in tiles of 128 tokens and 1.18 times in tiles of 256, for 1.11 and 1.22 times as many tiles. This is
+    a factor, not a number of tiles, because how full the last wave is depends on the routing.
+
+    Of int4, and of fp8 x, tiles of 128 tokens take about 10 % longer than predicted beside those of 256
+    (bench/results/configs_2.jsonl, configs_fp8_8.jsonl), which is more than this factor is about."""
+    many = problem.experts and problem.m > _MANY * problem.experts
+    if not many or problem.format.element != "e2m1" or problem.dtype.itemsize != 2:
+        return 1.0
+    tiles = problem.m / tile_m + problem.experts / 2
+    return (1 + max(1.0, tiles / gpu.m_tiles(problem, tile_m))) / 2
 
 
 @functools.cache

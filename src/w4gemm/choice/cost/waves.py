@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
-from w4gemm.choice.cost.experts import m_tiles
+from w4gemm.choice.cost.experts import m_tiles, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
@@ -183,7 +183,8 @@ def launch_timer(
         in_full_wave = max(alone + shared, least)
 
         def us(m: int, operations: float) -> float:
-            fill = (m_tiles(replace(problem, m=m), rows) if experts else -(-m // rows)) * n_tiles / held
+            given = replace(problem, m=m) if experts else problem
+            fill = (m_tiles(given, rows) if experts else -(-m // rows)) * n_tiles / held
             full = int(fill)
             part = fill - full
             loading = m * row_us + (box - m) * past_us if m < box else 0.0
@@ -196,7 +197,7 @@ def launch_timer(
                     beside = math.ceil(part * ctas_per_sm)
                     part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * beside)
                     busy += slices * part_us + tile
-            busy *= 1 + heat * min(1, operations / hot)
+            busy *= unevenness(given, rows) * (1 + heat * min(1, operations / hot))
             return float(fixed_us + (busy**SHARPNESS + moved(m) ** SHARPNESS) ** _ROOT)
 
         return us
