@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +15,14 @@ PROCESSES = 2
 
 def in_two_processes(function: Callable[..., None], *arguments: Any) -> None:
     """Run function(rank, *arguments) in both; raise what one of them raises."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_joined, (port, function, arguments), PROCESSES)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_joined, (folder, function, arguments), PROCESSES)
 
 
-def _joined(rank: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in facts.items()}
+def _joined(rank: int, folder: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=PROCESSES)
     function(rank, *arguments)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
