@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import agreement, launch, layer, options, page, phases, preload, profile, rows, serve, worker  # noqa: E402
+from bench.engine import agreement, launch, layer, offline, options, page, phases, preload, profile, rows, serve, worker  # noqa: E402
 from bench.engine.checkpoint import tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
@@ -502,7 +502,8 @@ def test_figures_of_a_load():
 
 
 def test_a_profile_is_that_of_decode_steps():
-    """The first token is subtracted, kernels are grouped by name, and time without kernels is gaps."""
+    """The first token is subtracted, kernels are grouped by name, and time without kernels is gaps. The prefill's is
+    whole."""
 
     def events(launches: int) -> list[dict[str, object]]:
         marlin = [
@@ -511,8 +512,12 @@ def test_a_profile_is_that_of_decode_steps():
         start = {"cat": "kernel", "name": "flash_fwd_kernel", "ts": 0.0, "dur": 5.0}
         return [*marlin, start, {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1e6}]
 
-    found = {"first": worker.summarize(events(1)), "all": worker.summarize(events(33))}
-    row = profile.row_of(found)
+    found = {"batch": 8, "first": worker.summarize(events(1)), "all": worker.summarize(events(33))}
+    row, prefill = profile.rows_of(offline.Result(profiles=[found], prefill_profile=worker.summarize(events(2))))
+    assert (row["phase"], row["batch"]) == ("profile", 8) and "at batch 8, 30 us" in profile.table(row)
+    assert prefill["groups"] == {"4-bit products": 40.0, "attention": 5.0} and prefill["us_step"] == 50.0
+    text = "\n".join(page.steps([{**row, "impl": "machete"}, {**prefill, "impl": "machete"}]))
+    assert "| a decode step at batch 8, us | machete |" in text and "| the prefill, us | machete |" in text
     assert row["groups"] == {"4-bit products": 20.0} and row["us_step"] == 30.0 and row["gaps"] == 10.0
     assert "4-bit products" in profile.table(row) and "67%" in profile.table(row)
 

@@ -163,7 +163,7 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Pla
         tokens_out=args.tokens_out,
         prefill=args.prefill,
         repeat=args.repeat,
-        profile=args.profile,
+        profiled=() if args.profile is None else tuple(args.profile) or (1,),
     )
     return Case(model, packing, folder, options, task, args.serve, args.starts, args.seconds, place)
 
@@ -223,9 +223,9 @@ def offline(case: Case, implementation: Implementation) -> tuple[str, Result, li
         say(f"{case}, {implementation.name}, {start} start: {result.start_s:.1f} s ({phases.text(parts)})")
         say(f"  measured for {result.measure_s:.1f} s; {around:.1f} s before and after, such as for the import of vLLM")
     name = checked(implementation, result.kernels, rows)
-    if result.profile:
-        rows.append(profile.row_of(result.profile))
-        say(f"{name}: {profile.table(rows[-1])}")
+    for row in profile.rows_of(result):
+        rows.append(row)
+        say(f"{name}: {profile.table(row)}")
     return name, result, rows
 
 

@@ -31,7 +31,7 @@ class Task:
     tokens_in, tokens_out: of each of these requests.
     prefill: tokens of the prompt whose prefill is timed alone; 0 for none.
     repeat: how often each time is taken at least; the median counts.
-    profile: True to profile decode steps of a single request.
+    profiled: numbers of requests whose decode steps are profiled; if any, the long prompt's prefill is too.
     start_only: True to end as soon as the engine is up.
     texts: tokens of texts to read instead, and to go on with greedily for tokens_out tokens, one at a time.
     likeliest: tokens whose log probabilities are kept after each token of a text.
@@ -44,7 +44,7 @@ class Task:
     tokens_out: int = 128
     prefill: int = 0
     repeat: int = 3
-    profile: bool = False
+    profiled: tuple[int, ...] = ()
     start_only: bool = False
     texts: tuple[list[int], ...] = ()
     likeliest: int = 0
@@ -59,7 +59,8 @@ class Result:
     kernels: dict[str, dict[str, int]] = field(default_factory=dict)
     decode: list[dict[str, Any]] = field(default_factory=list)
     prefill_s: float = 0.0
-    profile: dict[str, Any] = field(default_factory=dict)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
+    prefill_profile: dict[str, Any] = field(default_factory=dict)
     read: list[dict[str, Any]] = field(default_factory=list)
     import_s: float = 0.0
     """Part of start_s; about 0 in a process that was forked from one that had imported vLLM."""
@@ -136,15 +137,21 @@ class Engine:
         after = [{token: p.logprob for token, p in found.items()} for found in answer.prompt_logprobs if found]
         return {"after": after, "answer": list(answer.outputs[0].token_ids)}
 
-    def profile(self) -> dict[str, Any]:
-        """Profile a single request of one token and one of more; the difference is that of decode steps."""
-        prompts, found = self.prompts(1, self.task.tokens_in), {}
-        for name, tokens in (("first", 1), ("all", 1 + PROFILED_STEPS)):
-            self.generate(prompts, tokens)
-            self.llm.collective_rpc("start_gpu_profile")
-            self.generate(prompts, tokens)
-            found[name] = self.llm.collective_rpc("stop_gpu_profile")[0]
-        return found
+    def profile(self, batch: int) -> dict[str, Any]:
+        """Profile ``batch`` requests of one token each and of more; the difference is that of decode steps."""
+        prompts = self.prompts(batch, self.task.tokens_in)
+        counts = (("first", 1), ("all", 1 + PROFILED_STEPS))
+        return {"batch": batch} | {name: self._profiled(prompts, tokens) for name, tokens in counts}
+
+    def profile_prefill(self) -> dict[str, Any]:
+        """Profile one long prompt, to its first token."""
+        return self._profiled(self.prompts(1, self.task.prefill), 1)
+
+    def _profiled(self, prompts: Sequence[Any], tokens: int) -> dict[str, Any]:
+        self.generate(prompts, tokens)
+        self.llm.collective_rpc("start_gpu_profile")
+        self.generate(prompts, tokens)
+        return self.llm.collective_rpc("stop_gpu_profile")[0]
 
 
 def measure(task: Task) -> Result:
@@ -175,11 +182,12 @@ def _time(engine: Engine, result: Result) -> None:
         print(f"batch {batch}: {found['total_s']:.3f} s, first tokens {found['first_token_s']:.3f} s", flush=True)
     if task.prefill:
         result.prefill_s = engine.prefill()
-    if task.profile:
-        try:
-            result.profile = engine.profile()
-        except Exception:  # times are worth more
-            traceback.print_exc()
+    try:
+        result.profiles = [engine.profile(batch) for batch in task.profiled]
+        if task.profiled and task.prefill:
+            result.prefill_profile = engine.profile_prefill()
+    except Exception:  # times are worth more
+        traceback.print_exc()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

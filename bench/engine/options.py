@@ -78,7 +78,13 @@ def _add_measured(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--repeat", type=int, default=3, metavar="N", help="times a point is measured (%(default)s)")
     group.add_argument("--serve", action="store_true", help="vllm serve under load, in place of LLM.generate")
-    group.add_argument("--profile", action="store_true", help="also where a decode step at batch 1 spends its time")
+    group.add_argument(
+        "--profile",
+        nargs="*",
+        type=int,
+        metavar="N",
+        help="also where the time of a decode step of N requests goes (1 if none is given), and that of the prefill",
+    )
     group.add_argument("--in-order", action="store_true", help="run --impl as given, not in mixed order")
 
 

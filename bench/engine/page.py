@@ -36,8 +36,8 @@ _METHOD = (
     "Changed since the rows of mixtures, up to 71d94a8, and not measured again: random codes have a mean of zero, "
     "without which the tokens of these mixtures went to about the same experts ([more](measured/engine.md)).",
     "To repeat a table: `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm "
-    "marlin humming`, with `--serve` and `--profile` for those tables. `python -m bench.report bench/results/{file}` "
-    "makes this page of the rows.",
+    "marlin humming`, with `--serve` and `--profile 1 256` for those tables. `python -m bench.report "
+    "bench/results/{file}` makes this page of the rows.",
 )
 
 
@@ -224,16 +224,24 @@ def latencies(rows: Sequence[Row]) -> list[str]:
 
 
 def steps(rows: Sequence[Row]) -> list[str]:
-    """Lines of the table of where a decode step of one request goes."""
-    found = {row["impl"]: row for row in rows if row["phase"] == "profile"}
-    if not found:
-        return []
+    """Lines of the tables of where decode steps and prefills spend their time."""
+    lines: list[str] = []
+    for batch in sorted({row["batch"] for row in rows if row["phase"] == "profile"}):
+        found = {row["impl"]: row for row in rows if row["phase"] == "profile" and row["batch"] == batch}
+        lines += [*([""] if lines else []), *_where(f"a decode step at batch {batch}, us", found)]
+    if found := {row["impl"]: row for row in rows if row["phase"] == "prefill_profile"}:
+        lines += ["", *_where("the prefill, us", found)]
+    return lines
+
+
+def _where(title: str, found: dict[str, Row]) -> list[str]:
+    """Lines of one of these tables. found: rows by implementation."""
     longest = next(iter(found.values()))["groups"]
     groups = list(dict.fromkeys([*longest, *(name for row in found.values() for name in row["groups"])]))
-    lines = [_line("a decode step at batch 1, us", found), "|---" * (len(found) + 1) + "|"]
+    lines = [_line(title, found), "|---" * (len(found) + 1) + "|"]
     for name in groups:
         lines.append(_line(name, (f"{row['groups'].get(name, 0.0):.0f}" for row in found.values())))
-    for name, key in (("no kernel runs", "gaps"), ("step, under the profiler", "us_step")):
+    for name, key in (("no kernel runs", "gaps"), ("in all, under the profiler", "us_step")):
         lines.append(_line(name, (f"{row[key]:.0f}" for row in found.values())))
     return lines
 

@@ -1,11 +1,11 @@
-"""Where a decode step goes: GPU kernels of a profile, by what they do."""
+"""Where the time of a decode step and of a prefill goes: GPU kernels of a profile, by what they do."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from bench.engine.offline import PROFILED_STEPS
+from bench.engine.offline import PROFILED_STEPS, Result
 
 _FOUR_BITS = "|".join(
     (
@@ -33,25 +33,35 @@ def group_of(kernel: str) -> str:
     return next((name for name, pattern in GROUPS if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
-def row_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of phase "profile" from the profiles of one token and of more: microseconds a decode step.
+def rows_of(result: Result) -> list[dict[str, Any]]:
+    """Return a row of phase "profile" for each number of requests that was profiled, then one of phase
+    "prefill_profile" if the prefill was.
 
-    ``groups`` are kernels' times by group; ``gaps`` is when the GPU ran none; ``kernels`` the longest, with launches a
-    step.
+    ``us_step`` is the time of a decode step or of the prefill; ``groups`` are kernels' times by group; ``gaps`` is when
+    the GPU ran none; ``kernels_us`` the longest, with launches.
     """
-    first, all_tokens = found["first"], found["all"]
+    rows = [
+        {"phase": "profile", "batch": found["batch"], **_where(found["all"], found["first"], PROFILED_STEPS)}
+        for found in result.profiles
+    ]
+    if result.prefill_profile:
+        rows.append({"phase": "prefill_profile", "batch": 1, **_where(result.prefill_profile)})
+    return rows
+
+
+def _where(found: dict[str, Any], before: dict[str, Any] | None = None, steps: int = 1) -> dict[str, Any]:
+    """Microseconds of one of ``steps``, which are what ``found`` has more than ``before``."""
+    before = before or {"kernels": {}, "span": 0.0}
     per_step: dict[str, tuple[float, float]] = {}
-    for name, (us, launches) in all_tokens["kernels"].items():
-        before = first["kernels"].get(name, (0.0, 0))
-        per_step[name] = ((us - before[0]) / PROFILED_STEPS, (launches - before[1]) / PROFILED_STEPS)
+    for name, (us, launches) in found["kernels"].items():
+        us_before, launches_before = before["kernels"].get(name, (0.0, 0))
+        per_step[name] = ((us - us_before) / steps, (launches - launches_before) / steps)
     groups: dict[str, float] = {}
     for name, (us, _) in per_step.items():
         groups[group_of(name)] = groups.get(group_of(name), 0.0) + us
-    step = (all_tokens["span"] - first["span"]) / PROFILED_STEPS
+    step = (found["span"] - before["span"]) / steps
     ordered = sorted(per_step.items(), key=lambda item: -item[1][0])
     return {
-        "phase": "profile",
-        "batch": 1,
         "us_step": round(step, 1),
         "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1]) if us >= 0.05},
         "gaps": round(max(0.0, step - sum(groups.values())), 1),
@@ -60,9 +70,10 @@ def row_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(row: dict[str, Any]) -> str:
-    """Return a profile's groups and longest kernels as lines."""
+    """Return the groups of a profile's row and longest kernels as lines."""
     step = row["us_step"] or 1.0
-    lines = [f"a decode step of {row['us_step']:.0f} us:"]
+    what = "a prefill" if row["phase"] == "prefill_profile" else f"a decode step at batch {row['batch']}"
+    lines = [f"{what}, {row['us_step']:.0f} us:"]
     for name, us in (*row["groups"].items(), ("gaps", row["gaps"])):
         lines.append(f"  {name:16} {us:8.1f} us  {us / step:4.0%}")
     lines += [f"  {us:8.1f} us in {launches:5.1f} launches of {name[:80]}" for name, us, launches in row["kernels_us"]]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from w4gemm.kernels.graph import capturing
+
 LONG_CALL_US = 40.0
 """Microseconds from which a call counts as long: the GPU is warmed up before each replay, so few replays are enough."""
 _WARM_UP_MS = 20.0
@@ -84,9 +86,7 @@ def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(side):
         calls[0]()  # lazy set-up stays out of the capture
     torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         for call in calls:
             call()
     return graph

@@ -14,6 +14,7 @@ from torch import nn
 from w4gemm.choice.ahead import Prepared
 from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable
 from w4gemm.integrations.transformers.fused_step import Fusion, fused
+from w4gemm.kernels.graph import capturing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,8 +138,7 @@ class DecodeStep:
         with torch.cuda.stream(side):
             run = self.choose(model)  # compiles and sets up what must not be captured
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing() as graph:
             self.logits = run(model)
         return graph
 
