@@ -65,6 +65,12 @@ def test_the_fastest_is_kept_and_chosen(favourite, folder):
     assert len(list(tuner.tune([CPU], "cpu", force=True))) == 1
 
 
+def test_a_callers_random_numbers_stay_the_same(favourite):
+    state = torch.get_rng_state()
+    assert len(list(tuner.tune([CPU], "cpu"))) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_an_interrupted_run_goes_on_where_it_stopped(favourite):
     problems = [replace(CPU, m=m) for m in (8, 16, 32)]
     run = tuner.tune(problems, "cpu")

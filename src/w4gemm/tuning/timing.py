@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from w4gemm.kernels.graph import capturing
+from w4gemm.kernels.graph import capturing, exclusive
 
 LONG_CALL_US = 40.0
 """Microseconds from which a call counts as long: the GPU is warmed up before each replay, so few replays are enough."""
@@ -33,12 +33,17 @@ def time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int
 
     A GPU at its power limit lowers its clock within milliseconds and raises it again after lighter work. So each timed
     replay follows untimed ones of the same graph (20 ms of them if calls are long), and each round has another order of
-    variants, so that none always follows a cooler one.
+    variants, so that none always follows a cooler one. Of several threads one measures at a time.
 
     Args:
         variants: for each variant the calls of one graph, each over operands of its own, together larger than L2.
         replays: number of timed replays of each graph.
     """
+    with exclusive:
+        return _time_graphs(variants, replays)
+
+
+def _time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: int) -> list[Timing]:
     graphs = [_capture(calls) for calls in variants]
     warm_ups = [_warm_ups(_replay_ms(graph), len(calls)) for graph, calls in zip(graphs, variants, strict=True)]
     times: list[list[float]] = [[] for _ in variants]

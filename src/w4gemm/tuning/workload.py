@@ -36,6 +36,8 @@ class Workload:
 
     def __init__(self, problem: GemmProblem, device: torch.device) -> None:
         self.problem, self.device = problem, device
+        # not PyTorch's own generator: a caller's random numbers stay the same, and threads may draw during a capture
+        self._generator = torch.Generator(device).manual_seed(0)
         self.weight = random_weight(problem.format, problem.n, problem.k, device=device).repack(problem.layout)
         size = sum(t.numel() * t.element_size() for t in self.weight.tensors)
         count = max(2, min(_MOST_COPIES[device.type], math.ceil(_ROTATED_BYTES[device.type] / size)))
@@ -56,7 +58,10 @@ class Workload:
         columns = epilogue.columns(problem.n)
 
         def random(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
-            return torch.randn(*shape, device=self.device).to(dtype)
+            return torch.randn(*shape, device=self.device, generator=self._generator).to(dtype)
+
+        def scales(*shape: int) -> torch.Tensor:
+            return torch.rand(*shape, device=self.device, generator=self._generator) + 0.5
 
         xs = [random(m, problem.k) for _ in range(2)]
         out = torch.empty(m, columns, dtype=problem.out_dtype, device=self.device)
@@ -66,11 +71,10 @@ class Workload:
         bias = random(problem.n, dtype=bias_dtype(problem.dtype, problem.out_dtype)) if epilogue.bias else None
         residual = random(m, columns, dtype=problem.out_dtype) if epilogue.residual else None
         copies = self._copies if m <= _MANY_TOKENS else self._copies[:4]
-        token_scale = torch.rand(m, device=self.device) + 0.5 if epilogue.token_scale else None
+        token_scale = scales(m) if epilogue.token_scale else None
         given = EpilogueOperands(alpha, bias, residual, token_scale)
         if epilogue.block_scale:
-            blocks = -(-problem.k // SCALE_BLOCK)
-            given = given._replace(block_scale=torch.rand(blocks, m, device=self.device).T + 0.5)
+            given = given._replace(block_scale=scales(-(-problem.k // SCALE_BLOCK), m).T)
         return [Operands(xs[i % 2], w, out, given) for i, w in enumerate(copies)]
 
     def error(self, launch: Launch, operands: Operands) -> float:
