@@ -3,7 +3,8 @@
 The layer is gpt-oss', all of it behind the router: gathered rows, both products with their biases, SwiGLU with its
 limit, and the weighted sum. The weights are random, in the checkpoint's own layout (MXFP4 blocks and scales). Peers are
 transformers' own layer of the same weights, dequantized to bf16 by its own function, in its implementations
-``grouped_mm`` and, for few tokens, ``batched_mm``. w4gemm takes x in 16 bits (w4a16) or quantizes it to fp8 (w4a8).
+``grouped_mm`` and, for few tokens, ``batched_mm``; and FlashInfer's fused experts where it is installed. w4gemm and
+FlashInfer take x in 16 bits (w4a16) or quantize it to fp8 (w4a8).
 
 Several draws of tokens alternate in a CUDA graph. ``rel_error`` is that of the first tokens of a draw, against float32
 with the exact weights. Rows go to bench/results/experts.jsonl; ``m`` is the number of tokens.
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.options import command, counts, some_of, typed
+from bench.peers.base import missing_package, package_version
+from bench.peers.flashinfer import FlashInferLayer, padded
 from bench.run import percentiles
 
 import w4gemm
@@ -72,6 +75,17 @@ class Product(NamedTuple):
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class Run(NamedTuple):
+    """A layer of one implementation, and what it is called with in place of a draw's tensors."""
+
+    work: str
+    impl: str
+    layer: Layer
+    version: str = ""
+    config: str = ""
+    inputs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]] = lambda *given: given
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.experts", __doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt-oss-120b", help="whose layer (default: %(default)s)")
@@ -94,11 +108,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     products = drawn_products(sizes, "cuda")
     ours = {work: our_layer(sizes, products, work) for work in args.work}
     theirs = their_layer(sizes, products, torch.bfloat16)
+    fused = flashinfer_runs(sizes, products, args.work, args.tokens)
     compile_ahead(ours.values(), [sizes.top_k * m for m in args.tokens])
     for m, routing in itertools.product(args.tokens, args.routing):
         if time.monotonic() - started > args.seconds:
             return
-        rows = measure(sizes, ours, theirs, m, routing)
+        rows = measure(sizes, ours, theirs, fused, m, routing)
         common = {"kind": "time", "run": record.run_name(facts), "model": args.model, "m": m, "routing": routing}
         common |= {"n": 2 * sizes.intermediate, "k": sizes.hidden, "experts": sizes.experts, "top_k": sizes.top_k}
         record.append(args.out, *(common | row | facts for row in rows))
@@ -165,30 +180,60 @@ def draw(sizes: Sizes, m: int, routing: str, seed: int, device: str, dtype: torc
     return Draw(torch.randn(m, sizes.hidden, device=device, generator=g).to(dtype), ids, scores.to(dtype))
 
 
-def measure(sizes: Sizes, ours: dict[str, W4Experts], theirs: Any, m: int, routing: str) -> list[dict[str, Any]]:
+def flashinfer_runs(
+    sizes: Sizes, products: tuple[Product, Product], works: Sequence[str], tokens: Sequence[int]
+) -> list[Run]:
+    """FlashInfer's layers, tuned; none where it is not installed or fails."""
+    runs: list[Run] = []
+    if missing_package("FlashInfer", "flashinfer"):
+        return runs
+    gate_up, down = (padded(*product, gated=i == 0) for i, product in enumerate(products))
+    for work in works:
+        try:
+            layer = FlashInferLayer(
+                gate_up,
+                down,
+                limit=sizes.limit,
+                top_k=sizes.top_k,
+                work=work,
+                tokens=tokens,
+                hidden=sizes.hidden,
+            )
+            layer.tune(*layer.inputs(*draw(sizes, max(tokens), "uniform", 0, "cuda")))
+            version = package_version("flashinfer-python")
+            runs.append(Run(work, "flashinfer", layer, version, inputs=layer.inputs))
+        except Exception as e:
+            print(f"  flashinfer {work}: {e!r:.300}", flush=True)
+    return runs
+
+
+def measure(
+    sizes: Sizes, ours: dict[str, W4Experts], theirs: Any, fused: Sequence[Run], m: int, routing: str
+) -> list[dict[str, Any]]:
     """Return a row for each implementation that computes the layer right."""
     draws = [draw(sizes, m, routing, seed, "cuda") for seed in range(DRAWS)]
     wanted = exact(theirs, draws[0])
-    runs: list[tuple[str, str, str, str, Layer]] = [
-        (work, "w4gemm", w4gemm.__version__, plans(layer, sizes.top_k * m), layer) for work, layer in ours.items()
+    runs = [
+        Run(work, "w4gemm", layer, w4gemm.__version__, plans(layer, sizes.top_k * m)) for work, layer in ours.items()
     ]
-    runs += [("w4a16", f"transformers_{way}", "", "", peer(theirs, way)) for way in ways(sizes, m)]
+    runs += [Run("w4a16", f"transformers_{way}", peer(theirs, way)) for way in ways(sizes, m)]
     rows, graphs = [], []
-    for work, impl, version, plan, run in runs:
+    for run in (*runs, *fused):
+        inputs = [run.inputs(*d) for d in draws]
         try:
             with torch.no_grad():
-                error = relative(run(*draws[0]), wanted)
+                error = relative(run.layer(*inputs[0]), wanted)
         except Exception as e:  # a peer's failure is a result, not the end of the run
-            print(f"  {impl}: {e!r:.200}", flush=True)
+            print(f"  {run.impl}: {e!r:.200}", flush=True)
             continue
-        if not error < _MAX_ERROR[work]:
-            print(f"  {impl} {work}, {m} tokens: relative error {error:.3g}, not timed", flush=True)
+        if not error < _MAX_ERROR[run.work]:
+            print(f"  {run.impl} {run.work}, {m} tokens: relative error {error:.3g}, not timed", flush=True)
             continue
         rows.append(
-            {"work": f"{work}_experts", "impl": impl, "impl_version": version, "config": plan, "format": "mxfp4"}
-            | {"dtype": "bfloat16", "rel_error": round(error, 6)}
+            {"work": f"{run.work}_experts", "impl": run.impl, "impl_version": run.version, "config": run.config}
+            | {"format": "mxfp4", "dtype": "bfloat16", "rel_error": round(error, 6)}
         )
-        graphs.append([lambda run=run, d=d: run(*d) for d in draws])
+        graphs.append([lambda layer=run.layer, given=given: layer(*given) for given in inputs])
     with torch.no_grad():
         graphs = [calls if _captured(row, calls) else [] for row, calls in zip(rows, graphs, strict=True)]
         rows = [row for row, calls in zip(rows, graphs, strict=True) if calls]
@@ -267,7 +312,7 @@ def relative(y: torch.Tensor, wanted: torch.Tensor) -> float:
 def line(title: str, rows: list[dict[str, Any]]) -> str:
     ours = [row["us_p50"] for row in rows if row["impl"] == "w4gemm"]
     others = [row["us_p50"] for row in rows if row["impl"] != "w4gemm"]
-    ratio = f" transformers / w4gemm {min(others) / min(ours):.2f};" if ours and others else ""
+    ratio = f" best peer / w4gemm {min(others) / min(ours):.2f};" if ours and others else ""
     texts = (f"{row['impl']} {row['work']} {row['us_p50']} us (error {row['rel_error']:.4f})" for row in rows)
     return f"{title}:{ratio} {', '.join(texts)}"
 

@@ -223,6 +223,12 @@ def latencies(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+_OVERLAP = (
+    "Kernels of w4gemm start before those in front of them end, and their times include the wait: only sums of a step "
+    "compare. The profiler itself makes a step longer."
+)
+
+
 def steps(rows: Sequence[Row]) -> list[str]:
     """Lines of the tables of where decode steps and prefills spend their time."""
     lines: list[str] = []
@@ -231,7 +237,7 @@ def steps(rows: Sequence[Row]) -> list[str]:
         lines += [*([""] if lines else []), *_where(f"a decode step at batch {batch}, us", found)]
     if found := {row["impl"]: row for row in rows if row["phase"] == "prefill_profile"}:
         lines += ["", *_where("the prefill, us", found)]
-    return lines
+    return [*lines, "", *textwrap.wrap(_OVERLAP, _WIDTH)] if lines else []
 
 
 def _where(title: str, found: dict[str, Row]) -> list[str]:

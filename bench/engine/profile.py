@@ -10,13 +10,14 @@ from bench.engine.offline import PROFILED_STEPS, Result
 _FOUR_BITS = "|".join(
     (
         *("w4gemm", "mixed_gemm", "sm90_decode", "dequantize_gemm", "marlin", "machete", "humming"),
-        *("w4a8", "mixedinput", "integer_subbyte", "matmul_ogs", "mxfp4"),
+        *("w4a8", "mixedinput", "integer_subbyte", "matmul_ogs", "mxfp4", "nvjet_sm90_qq"),
     )
 )
 GROUPS = (
     ("copies", r"memcpy|memset"),
     ("routing", r"topk|moe_align|moe_sum|moe_permute|count_and_sort|expert_map|expert_route|routing|row_combine"),
     ("quantization", r"(?<!de)quant"),
+    ("activation", r"gate_halves"),
     ("4-bit products", _FOUR_BITS),
     ("attention", r"flash|fmha|attention|attn|reshape_and_cache|concat_and_cache|merge_state|_mla|prepare_varlen"),
     ("rope", r"rotary|_rope"),
@@ -25,12 +26,20 @@ GROUPS = (
     ("16-bit products", r"nvjet|gemm|gemv|cublas|cutlass|wgmma|splitk|dot_kernel"),
     ("sampling", r"argmax|softmax|sample|logits|top_p|gumbel|penalt|exponential|sort"),
 )
-"""Groups with the pattern of their kernels' names; the first that fits. What fits none is "other"."""
+"""Groups with the pattern of their kernels' names; the first that fits. What fits none is "other". ``nvjet_sm90_qq``
+are cuBLAS's products of fp8, which follow dequantize_gemm's own kernel."""
+GROUPS_OF_TRITON = (
+    ("quantization", r"amax|abs_clamp|to_fp8|quant"),
+    ("norm", r"rms_?norm|layer_?norm|_rsqrt"),
+    ("activation", r"silu|gelu"),
+)
+"""The same for kernels of Inductor, whose names list the operators in and behind them, products too."""
 
 
 def group_of(kernel: str) -> str:
     """Return the group of a kernel by its name."""
-    return next((name for name, pattern in GROUPS if re.search(pattern, kernel, re.IGNORECASE)), "other")
+    groups = GROUPS_OF_TRITON if kernel.startswith("triton_") else GROUPS
+    return next((name for name, pattern in groups if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
 def rows_of(result: Result) -> list[dict[str, Any]]:
