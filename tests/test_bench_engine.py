@@ -502,24 +502,27 @@ def test_figures_of_a_load():
 
 
 def test_a_profile_is_that_of_decode_steps():
-    """The first token is subtracted, kernels are grouped by name, and time without kernels is gaps. The prefill's is
-    whole."""
+    """The steps before the last ones are left out, kernels are grouped by name, and time without kernels is gaps. The
+    prefill's is whole."""
 
-    def events(launches: int) -> list[dict[str, object]]:
-        marlin = [
-            {"cat": "kernel", "name": "marlin::Marlin<256>", "ts": 30.0 * i, "dur": 20.0} for i in range(launches)
-        ]
-        start = {"cat": "kernel", "name": "flash_fwd_kernel", "ts": 0.0, "dur": 5.0}
-        return [*marlin, start, {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1e6}]
+    def step(start: float, marlin_us: float) -> list[dict[str, object]]:
+        marlin = {"cat": "kernel", "name": "marlin::Marlin<256>", "ts": start, "dur": marlin_us}
+        sampler = {"cat": "kernel", "name": "_gumbel_sample_kernel", "ts": start + marlin_us + 8, "dur": 2.0}
+        return [marlin, sampler, {"cat": "cpu_op", "name": "aten::mm", "ts": start, "dur": 1e6}]
 
-    found = {"batch": 8, "first": worker.summarize(events(1)), "all": worker.summarize(events(33))}
-    row, prefill = profile.rows_of(offline.Result(profiles=[found], prefill_profile=worker.summarize(events(2))))
-    assert (row["phase"], row["batch"]) == ("profile", 8) and "at batch 8, 30 us" in profile.table(row)
-    assert prefill["groups"] == {"4-bit products": 40.0, "attention": 5.0} and prefill["us_step"] == 50.0
-    text = "\n".join(page.steps([{**row, "impl": "machete"}, {**prefill, "impl": "machete"}]))
+    prefill = [event for i in range(2) for event in step(1000.0 * i, 900.0)]
+    steps = [event for i in range(offline.PROFILED_STEPS) for event in step(2000.0 + 30 * i, 20.0)]
+    found = worker.summarize(worker.last_steps(prefill + steps, offline.PROFILED_STEPS))
+    result = offline.Result(profiles=[{"batch": 8, **found}], prefill_profile=worker.summarize(prefill))
+    row, whole = profile.rows_of(result)
+    assert (row["phase"], row["batch"], row["us_step"]) == ("profile", 8, 30.0)
+    assert row["groups"] == {"4-bit products": 20.0, "sampling": 2.0} and row["gaps"] == 8.0
+    assert "at batch 8, 30 us" in profile.table(row) and "67%" in profile.table(row)
+    assert whole["groups"] == {"4-bit products": 1800.0, "sampling": 4.0} and whole["us_step"] == 1910.0
+    text = "\n".join(page.steps([{**row, "impl": "machete"}, {**whole, "impl": "machete"}]))
     assert "| a decode step at batch 8, us | machete |" in text and "| the prefill, us | machete |" in text
-    assert row["groups"] == {"4-bit products": 20.0} and row["us_step"] == 30.0 and row["gaps"] == 10.0
-    assert "4-bit products" in profile.table(row) and "67%" in profile.table(row)
+    with pytest.raises(ValueError, match="no kernel of a sampler runs more than 32 times"):
+        worker.last_steps(prefill, offline.PROFILED_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -584,6 +587,20 @@ def test_the_page_of_sample_rows():
     assert "| prefill of 8192: tokens/s | 32,768 | 32,768 | 32,768 | 1.00 | 1.00 |" in text
     assert "| humming | 64 | 80.0 (120.0) | 6.0 (9.0) |" in text
     assert "conch" not in text and "| cold start: s | 20 |" in text
+
+
+def test_the_page_keeps_an_earlier_run_of_more_implementations():
+    first = [
+        row for impl, gain in (("w4gemm", 1.2), ("machete", 1.0), ("humming", 1.1)) for row in engine_rows(impl, gain)
+    ]
+    last = [row for impl, gain in (("w4gemm", 1.5), ("machete", 1.0)) for row in engine_rows(impl, gain, run="2")]
+    text = page.text([*first, *last], "engine.jsonl")
+    assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only | 1 to 64 | 1.50 | - |" in text
+    assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only, earlier (ab) | 1 to 64 | 1.20 | 1.09 |" in text
+    text = page.text(
+        [*last, *engine_rows("w4gemm", 1.6, run="3"), *engine_rows("machete", 1.0, run="3")], "engine.jsonl"
+    )
+    assert "earlier" not in text
 
 
 def test_the_page_of_a_layer_of_experts():

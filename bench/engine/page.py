@@ -50,14 +50,17 @@ class Case(NamedTuple):
     gpus: int
     mode: str
     dtype: str
+    earlier: str = ""
+    """Commit of an earlier run, if it is one that ran more implementations than the last; else the empty string."""
 
     @classmethod
     def of(cls, row: Row) -> Case:
-        return cls(*(row[name] for name in cls._fields))
+        return cls(*(row[name] for name in cls._fields[:-1]))
 
     def __str__(self) -> str:
         gpu = f"{self.gpus} x {self.gpu}" if self.gpus > 1 else self.gpu
-        return ", ".join((self.model, self.format, gpu, _MODES[self.mode]))
+        run = (f"earlier ({self.earlier})",) if self.earlier else ()
+        return ", ".join((self.model, self.format, gpu, _MODES[self.mode], *run))
 
 
 class Line(NamedTuple):
@@ -88,8 +91,9 @@ def lines_of(row: Row) -> list[Line]:
 
 
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
-    """Return the rows of each table: of the last run that measured its model, offline and under load."""
-    found: dict[Case, dict[bool, list[Row]]] = {}
+    """Return the rows of each table: of the last run that measured its model, offline and under load; and of the last
+    one before it with an implementation that it lacks, offline."""
+    found: dict[Case, dict[bool, dict[str, list[Row]]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
     for row in rows:
         if row["kind"] != "engine" or row["phase"] in ("failed", "agreement", "experts"):
@@ -98,19 +102,19 @@ def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
         if row["phase"] == "start":
             starts.setdefault((case, row["run"]), []).append(row)
             continue
-        runs = found.setdefault(case, {})
-        kept = runs.setdefault(row["phase"] == "serve", [])
-        if kept and kept[0]["run"] != row["run"]:
-            kept.clear()
-        kept.append(row)
-    return {
-        case: [*(row for kept in runs.values() for row in kept), *starts.get((case, _offline_run(runs)), [])]
-        for case, runs in found.items()
-    }
-
-
-def _offline_run(runs: dict[bool, list[Row]]) -> str:
-    return (runs.get(False) or runs[True])[0]["run"]
+        found.setdefault(case, {}).setdefault(row["phase"] == "serve", {}).setdefault(row["run"], []).append(row)
+    tables: dict[Case, list[Row]] = {}
+    for case, kinds in found.items():
+        last = {serve: next(reversed(runs)) for serve, runs in kinds.items()}
+        rows = [row for serve, runs in kinds.items() for row in runs[last[serve]]]
+        tables[case] = [*rows, *starts.get((case, last.get(False) or last[True]), [])]
+        offline = list(reversed(kinds.get(False, {}).values()))
+        for earlier in offline[1:]:
+            if {row["impl"] for row in earlier} > {row["impl"] for row in offline[0]}:
+                run = earlier[0]["run"]
+                tables[case._replace(earlier=earlier[0]["commit"][:7])] = [*earlier, *starts.get((case, run), [])]
+                break
+    return tables
 
 
 def text(rows: Sequence[Row], file: str) -> str:

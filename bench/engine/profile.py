@@ -49,32 +49,24 @@ def rows_of(result: Result) -> list[dict[str, Any]]:
     ``us_step`` is the time of a decode step or of the prefill; ``groups`` are kernels' times by group; ``gaps`` is when
     the GPU ran none; ``kernels_us`` the longest, with launches.
     """
-    rows = [
-        {"phase": "profile", "batch": found["batch"], **_where(found["all"], found["first"], PROFILED_STEPS)}
-        for found in result.profiles
-    ]
+    rows = [{"phase": "profile", "batch": found["batch"], **_where(found, PROFILED_STEPS)} for found in result.profiles]
     if result.prefill_profile:
-        rows.append({"phase": "prefill_profile", "batch": 1, **_where(result.prefill_profile)})
+        rows.append({"phase": "prefill_profile", "batch": 1, **_where(result.prefill_profile, 1)})
     return rows
 
 
-def _where(found: dict[str, Any], before: dict[str, Any] | None = None, steps: int = 1) -> dict[str, Any]:
-    """Microseconds of one of ``steps``, which are what ``found`` has more than ``before``."""
-    before = before or {"kernels": {}, "span": 0.0}
-    per_step: dict[str, tuple[float, float]] = {}
-    for name, (us, launches) in found["kernels"].items():
-        us_before, launches_before = before["kernels"].get(name, (0.0, 0))
-        per_step[name] = ((us - us_before) / steps, (launches - launches_before) / steps)
+def _where(found: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Microseconds of one of ``steps``."""
     groups: dict[str, float] = {}
-    for name, (us, _) in per_step.items():
-        groups[group_of(name)] = groups.get(group_of(name), 0.0) + us
-    step = (found["span"] - before["span"]) / steps
-    ordered = sorted(per_step.items(), key=lambda item: -item[1][0])
+    for name, (us, _) in found["kernels"].items():
+        groups[group_of(name)] = groups.get(group_of(name), 0.0) + us / steps
+    step = found["span"] / steps
+    ordered = sorted(found["kernels"].items(), key=lambda item: -item[1][0])
     return {
         "us_step": round(step, 1),
         "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1]) if us >= 0.05},
         "gaps": round(max(0.0, step - sum(groups.values())), 1),
-        "kernels_us": [[name[:120], round(us, 2), round(launches, 1)] for name, (us, launches) in ordered[:20]],
+        "kernels_us": [[name[:120], round(us / steps, 2), round(n / steps, 1)] for name, (us, n) in ordered[:20]],
     }
 
 
