@@ -264,6 +264,15 @@ def test_clear_deletes_objects_and_leftovers_of_a_trusted_folder_alone(folder):
     assert disk.clear() == 1 and os.listdir(folder) == ["kept"]
 
 
+def test_an_object_that_is_written_while_another_process_clears(folder, monkeypatch, caplog):
+    """Nothing is stored, and nothing is wrong with the folder."""
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (disk.clear(), replace(*paths)))
+    with caplog.at_level(logging.WARNING, "w4gemm"):
+        assert not disk.write("z-sm_90a-1-2.o", b"code")
+    assert not caplog.text and not os.listdir(folder)
+
+
 def test_compiling_processes_import_nothing_of_the_current_folder(folder, tmp_path):
     pytest.importorskip("cutlass")
     (tmp_path / "pickle.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit")

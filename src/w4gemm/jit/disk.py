@@ -137,8 +137,9 @@ def write(name: str, code: bytes) -> bool:
             made_for = " ".join(processor()).encode()
             body = code + made_for + len(made_for).to_bytes(_SIZE, "little")
             f.write(body + hashlib.sha256(body).digest())
-        os.replace(temporary, folder / name)
-        return True
+        with contextlib.suppress(FileNotFoundError):  # another process has cleared the folder
+            os.replace(temporary, folder / name)
+            return True
     except trust.Untrusted as e:
         trust.warn(str(e))
     except OSError as e:
