@@ -82,15 +82,6 @@ STEPS = (
     ),
     # models inside vLLM
     Step(
-        "engine-w4a8",
-        f"{ENGINE} --model llama-3-8b --format ct-int4-g128-fp8 --impl default w4gemm",
-        300,
-        "engine.jsonl",
-        TO_RUN,
-        needs=("vllm",),
-        alone=True,
-    ),
-    Step(
         "engine-experts",
         f"{ENGINE} --model qwen3-30b-a3b --format ct-int4-g128 --batch 1 8 64 --impl default w4gemm --prefill 0",
         300,

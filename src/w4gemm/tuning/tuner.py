@@ -136,6 +136,9 @@ def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
     are compiled, and memory for copies of its weight. Products of experts are not tuned. Nothing is tuned outside the
     block, in other threads, or while a CUDA graph is captured. ``w4gemm cache list`` prints the records.
 
+    On a GPU other threads may multiply meanwhile, but not wait for the whole GPU (``torch.cuda.synchronize``) or draw
+    from PyTorch's CUDA generator: CUDA graphs are captured, and PyTorch raises an error there.
+
     Args:
         top: number of configs to measure for each product, least predicted time first; None for all.
 
