@@ -18,7 +18,7 @@ from w4gemm import choice
 from w4gemm.choice import cost, explain
 from w4gemm.choice.cost import constants, predicted_us, ranked
 from w4gemm.choice.cost.constants import Scale
-from w4gemm.choice.cost.experts import m_tiles, unevenness
+from w4gemm.choice.cost.experts import m_tiles, of_wide_tiles, unevenness
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -244,3 +244,14 @@ def test_experts_in_4_bit_floats_take_tiles_of_128_tokens_for_512(format):
     for experts, n, k in FP4_EXPERTS:
         problem = problem_of("sm90_mixed_gemm", 512 * experts, format, n=n, k=k, experts=experts)
         assert choice.decide(problem).config.tile_m == 128
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_experts_in_4_bit_floats_take_three_warpgroups_for_512(format):
+    """128 x 256 was chosen: 1.02 times as long as 128 x 192 at 16 points."""
+    problem = problem_of("sm90_mixed_gemm", 512 * 64, format, n=6144, k=3584, experts=64)
+    config = choice.decide(problem).config
+    assert (config.tile_m, config.tile_n) == (128, 192)
+    others = (problem, replace(problem, m=256 * 64), replace(problem, format=WeightFormat.parse("int4_g128")))
+    wide = [of_wide_tiles(p, replace(config, tile_n=256)) for p in others]
+    assert wide == [1.02, 1, 1] and of_wide_tiles(problem, config) == 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 
+from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
 
@@ -20,6 +21,11 @@ _FEW = 32
 _MANY = 256
 """Most rows of an expert for which choices go by even rows alone: up to 256, the tile that suits uneven rows best would
 take up to 14 % longer with even ones (predicted); from there on up to 3 %."""
+_TWO_BLOCKS = 1.02
+"""Time of tiles of 256 features beside those of 192 over what the rest of the model predicts, with many rows of experts
+in 4-bit floats and 16-bit x: two warpgroups decode two blocks of rows each, where of 192 three decode one each. On an
+H200 (2026-11-24, bench/results/grouped_configs_2.jsonl) 0.97 to 1.05 with 512 rows of an expert, 1.02 in the mean of 16
+points. First choice over fastest there: 1.018 without this factor, 1.006 with it."""
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> float:
@@ -43,11 +49,20 @@ def unevenness(problem: GemmProblem, tile_m: int) -> float:
 
     Of int4, and of fp8 x, tiles of 128 tokens take about 10 % longer than predicted beside those of 256
     (bench/results/configs_2.jsonl, configs_fp8_8.jsonl), which is more than this factor is about."""
-    many = problem.experts and problem.m > _MANY * problem.experts
-    if not many or problem.format.element != "e2m1" or problem.dtype.itemsize != 2:
+    if not _many_rows_of_floats(problem):
         return 1.0
     tiles = problem.m / tile_m + problem.experts / 2
     return (1 + max(1.0, tiles / gpu.m_tiles(problem, tile_m))) / 2
+
+
+def of_wide_tiles(problem: GemmProblem, config: GemmConfig) -> float:
+    """Return by what the time of a config is multiplied because of its number of features."""
+    return _TWO_BLOCKS if config.tile_n == 256 and _many_rows_of_floats(problem) else 1.0
+
+
+def _many_rows_of_floats(problem: GemmProblem) -> bool:
+    many = problem.experts > 0 and problem.m > _MANY * problem.experts
+    return many and problem.format.element == "e2m1" and problem.dtype.itemsize == 2
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
-from w4gemm.choice.cost.experts import m_tiles, unevenness
+from w4gemm.choice.cost.experts import m_tiles, of_wide_tiles, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
@@ -197,7 +197,7 @@ def launch_timer(
                     beside = math.ceil(part * ctas_per_sm)
                     part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * beside)
                     busy += slices * part_us + tile
-            busy *= unevenness(given, rows) * (1 + heat * min(1, operations / hot))
+            busy *= unevenness(given, rows) * of_wide_tiles(given, config) * (1 + heat * min(1, operations / hot))
             return float(fixed_us + (busy**SHARPNESS + moved(m) ** SHARPNESS) ** _ROOT)
 
         return us
