@@ -56,8 +56,9 @@ HELPERS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "activation_quantize": (
         *(("bfloat16", 4096, "", True), ("float16", 4096, "rms", True)),
         *(("bfloat16", 4096, "silu_mul", True), ("bfloat16", 4099, "silu_mul", False)),
+        *(("bfloat16", 4096, "add_rms", True), ("bfloat16", 4099, "rms", False)),
     ),
-    "rms_norm": (("bfloat16", 4096),),
+    "rms_norm": (("bfloat16", 4096), ("float16", 16384), ("bfloat16", 4096, True)),
     "gate_halves": (("bfloat16", "silu_mul"),),
     "step_attention": (("bfloat16", 128, 4, 2, False), ("float16", 64, 8, 1, True)),
 }

@@ -23,20 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from w4gemm.kernels.activation_quantize.spec import ADD_RMS, NORMS
 from w4gemm.kernels.device.activation import silu
 from w4gemm.kernels.device.arithmetic import (
     divide,
-    fma,
+    floats_to_halves,
+    halves_to_floats,
     maximum,
     maximum_halves,
     pack_e4m3,
-    pack_half2,
     square_root,
     to_float,
     warp_maximum,
@@ -52,12 +53,22 @@ from w4gemm.kernels.device.memory import (
     store_global,
     store_global_byte,
 )
-from w4gemm.kernels.device.sums import cta_sum
+from w4gemm.kernels.device.sums import cta_sum_of_squares
 
 _MAGNITUDES = 0x7FFF7FFF
-NORMS = ("rms", "add_rms")
-"""Fronts with an RMSNorm."""
 _LINE = 8  # threads whose columns are the 128 bytes of one prefetch
+
+
+class Rows(NamedTuple):
+    """x (m, k), for silu_mul (m, 2 k); weight (k,) for the norms; x8 as bytes (m, k), contiguous; scales float32 (m,).
+    For add_rms residual and total (m, k), contiguous. What a front does not take is None."""
+
+    x: cute.Tensor
+    residual: cute.Tensor | None
+    weight: cute.Tensor | None
+    x8: cute.Tensor
+    scales: cute.Tensor
+    total: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -95,24 +106,14 @@ class ActivationQuantizeKernel:
         eps: Float32,
         stream: Any,
     ) -> None:
-        """x (m, k), for silu_mul (m, 2 k); weight (k,) for the norms; x8 as bytes (m, k), contiguous; scales float32
-        (m,). For add_rms: residual and total (m, k) contiguous."""
-        self.kernel(x, residual, weight, x8, scales, total, eps).launch(
+        """Launch; tensors as in :class:`Rows`."""
+        self.kernel(Rows(x, residual, weight, x8, scales, total), eps).launch(
             grid=[x8.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.dependent_launch
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        residual: cute.Tensor | None,
-        weight: cute.Tensor | None,
-        x8: cute.Tensor,
-        scales: cute.Tensor,
-        total: cute.Tensor | None,
-        eps: Float32,
-    ) -> None:
-        thread, row, k = cute.arch.thread_idx()[0], Int64(cute.arch.block_idx()[0]), x8.shape[1]
+    def kernel(self, rows: Rows, eps: Float32) -> None:
+        thread, row, k = cute.arch.thread_idx()[0], Int64(cute.arch.block_idx()[0]), rows.x8.shape[1]
         smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout(32))
         tops = smem.allocate_tensor(Int32, cute.make_layout(32))
@@ -120,35 +121,39 @@ class ActivationQuantizeKernel:
         if cutlass.const_expr(self.dependent_launch):
             if cutlass.const_expr(self.front in NORMS):
                 for column in columns:
-                    prefetch_global(weight.iterator.toint() + Int64(column) * 2, (column < k) & (thread % _LINE == 0))
+                    prefetch_global(
+                        rows.weight.iterator.toint() + Int64(column) * 2, (column < k) & (thread % _LINE == 0)
+                    )
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         factors = []
         if cutlass.const_expr(self.front in NORMS):
-            factors = [self.load(weight.iterator.toint(), column, k) for column in columns]
-        source = x.iterator.toint() + row * x.stride[0] * 2
+            factors = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]
+        source = rows.x.iterator.toint() + row * rows.x.stride[0] * 2
         if cutlass.const_expr(self.front == "silu_mul"):
             y = self.gated_row(source, columns, k, smem)
         else:
             y = [self.load(source, column, k) for column in columns]
-        if cutlass.const_expr(self.front == "add_rms"):
+        if cutlass.const_expr(self.front == ADD_RMS):
             first = row * k * 2
-            added = [self.load(residual.iterator.toint() + first, column, k) for column in columns]
+            added = [self.load(rows.residual.iterator.toint() + first, column, k) for column in columns]
             for i in cutlass.range_constexpr(self.chunks):
                 pairs = zip(self.floats(y[i]), self.floats(added[i]), strict=True)
                 y[i] = self.halves([value + more for value, more in pairs])
-                store_global(total.iterator.toint() + first + Int64(columns[i]) * 2, y[i], columns[i] < k)
+                store_global(rows.total.iterator.toint() + first + Int64(columns[i]) * 2, y[i], columns[i] < k)
         if cutlass.const_expr(self.front in NORMS):
-            mean = divide(self.sum_of_squares(y, sums, thread), Float32(k))
+            mean = divide(
+                cta_sum_of_squares([self.floats(words) for words in y], sums, thread, self.threads), Float32(k)
+            )
             scale = divide(Float32(1.0), square_root(mean + eps))
             for i in cutlass.range_constexpr(self.chunks):
                 y[i] = self.normed(y[i], scale, factors[i])
         top = self.top(y, tops, thread)
         counted, largest = maximum(top, Float32(self.smallest)), Float32(self.largest)
         if thread == 0:
-            scales[row] = divide(counted, largest) if top != Float32(0.0) else Float32(1.0)
+            rows.scales[row] = divide(counted, largest) if top != Float32(0.0) else Float32(1.0)
         factor = divide(largest, counted)
-        target = x8.iterator.toint() + row * k
+        target = rows.x8.iterator.toint() + row * k
         for i in cutlass.range_constexpr(self.chunks):
             values = [value * factor for value in self.floats(y[i])]
             self.store(target + columns[i], [pack_e4m3(values[:4]), pack_e4m3(values[4:])], columns[i], k)
@@ -171,11 +176,11 @@ class ActivationQuantizeKernel:
 
     def floats(self, words: Sequence[Int32]) -> list[Float32]:
         """Widen the two numbers of each word."""
-        return [to_float(self.kind, word, high) for word in words for high in (False, True)]
+        return halves_to_floats(self.kind, words)
 
     def halves(self, values: list[Float32]) -> list[Int32]:
         """Round eight numbers to x's dtype, two per word."""
-        return [pack_half2(self.kind, values[i], values[i + 1]) for i in range(0, 8, 2)]
+        return floats_to_halves(self.kind, values)
 
     def gated_row(self, source: Int64, columns: list[Int32], k: Int32, smem: Any) -> list[list[Int32]]:
         """Return y of silu_mul. If wide, x passes through shared memory, where each thread reads only what it copied
@@ -201,15 +206,6 @@ class ActivationQuantizeKernel:
         """x * scale * factor of eight columns."""
         pairs = zip(self.floats(words), self.floats(factors), strict=True)
         return self.halves([(value * scale) * factor for value, factor in pairs])
-
-    @cute.jit
-    def sum_of_squares(self, y: list[list[Int32]], sums: cute.Tensor, thread: Int32) -> Float32:
-        """Add up squares over the CTA; every thread gets the same bits."""
-        total = Float32(0.0)
-        for words in y:
-            for value in self.floats(words):
-                total = fma(value, value, total)
-        return cta_sum(total, sums, thread, self.threads)
 
     @cute.jit
     def top(self, y: list[list[Int32]], tops: cute.Tensor, thread: Int32) -> Float32:

@@ -22,7 +22,8 @@ FRONTS = ("", "rms", "silu_mul")
 """Operations on x before it is quantized: none, an RMSNorm, or silu(gate) * up."""
 ADD_RMS = "add_rms"
 """A further one: an RMSNorm of x + residual, which is stored too."""
-_NORMS = ("rms", ADD_RMS)
+NORMS = ("rms", ADD_RMS)
+"""Fronts with an RMSNorm."""
 
 _VECTOR = 8
 _MOST_THREADS = 1024
@@ -79,7 +80,7 @@ class ActivationQuantize:
         if dtype not in HALF_KINDS or not runs_on(Sm89Fp8Gemm(), device) or (front == ADD_RMS and not wide):
             return None
         found = cls(dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0))
-        most = _MOST_CHUNKS if wide and front not in _NORMS else _MOST_CHUNKS // 2
+        most = _MOST_CHUNKS if wide and front not in NORMS else _MOST_CHUNKS // 2
         fits = found.shape.chunks <= most and found.staged_bytes + _REDUCTION_BYTES <= device.shared_memory
         return found if fits else None
 
@@ -123,7 +124,7 @@ class ActivationQuantize:
             dtype, (m, cute.sym_int()), (cute.sym_int64(divisibility=vector), 1), assumed_align=2 * vector
         )
         residual = weight = total = None
-        if self.front in _NORMS:
+        if self.front in NORMS:
             weight = make_fake_compact_tensor(dtype, (k,), assumed_align=2 * vector)
         if self.front == ADD_RMS:
             residual, total = half_rows(kind, m, k), half_rows(kind, m, k)

@@ -97,6 +97,16 @@ def pack_half2(kind: str, low: Float32, high: Float32) -> Int32:
     return asm(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True)[0]
 
 
+def halves_to_floats(kind: str, words: Sequence[Int32]) -> list[Float32]:
+    """The two numbers of ``kind`` in each word, exactly."""
+    return [to_float(kind, word, high) for word in words for high in (False, True)]
+
+
+def floats_to_halves(kind: str, values: Sequence[Float32]) -> list[Int32]:
+    """An even number of float32 rounded to ``kind``, two per word."""
+    return [pack_half2(kind, low, high) for low, high in zip(values[::2], values[1::2], strict=True)]
+
+
 def broadcast_half(word: Int32, high: bool) -> Int32:
     """The low or high half of ``word`` in both halves."""
     return asm(f"prmt.b32 $0, $1, $1, {'0x3232' if high else '0x1010'};", [Int32], [word], pure=True)[0]

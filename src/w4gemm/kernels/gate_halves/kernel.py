@@ -12,7 +12,7 @@ from cutlass import Int32, Int64
 
 from w4gemm.core.activation import Activation
 from w4gemm.kernels.device.activation import activated
-from w4gemm.kernels.device.arithmetic import pack_half2, to_float
+from w4gemm.kernels.device.arithmetic import floats_to_halves, halves_to_floats
 from w4gemm.kernels.device.memory import load_global, store_global
 
 _THREADS = 128
@@ -43,7 +43,6 @@ class GateHalvesKernel:
         cute.arch.griddepcontrol_launch_dependents()
         source = x.iterator.toint() + (row * 2 * n + column) * 2
         gates, ups = (load_global(source + Int64(half) * n * 2, _VECTOR // 2, exists) for half in (0, 1))
-        gate, up = ([to_float(self.kind, w, high) for w in words for high in (False, True)] for words in (gates, ups))
+        gate, up = (halves_to_floats(self.kind, words) for words in (gates, ups))
         y = [activated(self.activation, gate[i], up[i]) for i in range(_VECTOR)]
-        words = [pack_half2(self.kind, y[i], y[i + 1]) for i in range(0, _VECTOR, 2)]
-        store_global(out.iterator.toint() + (row * n + column) * 2, words, exists)
+        store_global(out.iterator.toint() + (row * n + column) * 2, floats_to_halves(self.kind, y), exists)

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.kernels.device.arithmetic import pack_half2, to_float
+from w4gemm.kernels.device.arithmetic import floats_to_halves, halves_to_floats, to_float
 from w4gemm.kernels.device.memory import load_global, load_int32, store_global
 
 _THREADS = 128
@@ -81,7 +81,7 @@ class RowCombineKernel:
                 loaded.append(load_global(address, _VECTOR // 2, row >= 0))
             sums = [Float32(0.0)] * _VECTOR
             for j in cutlass.range_constexpr(self.terms):
-                values = [to_float(self.kind, loaded[j][i // 2], i % 2 == 1) for i in range(_VECTOR)]
+                values = halves_to_floats(self.kind, loaded[j])
                 sums = [sums[i] + factors[j] * values[i] for i in range(_VECTOR)]
-            words = [pack_half2(self.kind, sums[i], sums[i + 1]) for i in range(0, _VECTOR, 2)]
+            words = floats_to_halves(self.kind, sums)
             store_global(out.iterator.toint() + (Int64(token) * n + column) * 2, words, Boolean(True))
