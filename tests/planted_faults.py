@@ -295,9 +295,9 @@ FAULTS = (
         "src/w4gemm/kernels/rms_norm/kernel.py",
         """        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        loaded = [self.load(weight.iterator.toint(), column, k) for column in columns]
+        loaded = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]
 """,
-        """        loaded = [self.load(weight.iterator.toint(), column, k) for column in columns]
+        """        loaded = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 """,
