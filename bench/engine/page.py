@@ -91,8 +91,8 @@ def lines_of(row: Row) -> list[Line]:
 
 
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
-    """Return the rows of each table: of the last run that measured its model, offline and under load; and of the last
-    one before it with an implementation that it lacks, offline."""
+    """Return the rows of each table: of the last run that measured its model, offline and under load; and, offline,
+    of the last one before it that ran all of its implementations and more."""
     found: dict[Case, dict[bool, dict[str, list[Row]]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
     for row in rows:
@@ -238,13 +238,13 @@ def steps(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     for batch in sorted({row["batch"] for row in rows if row["phase"] == "profile"}):
         found = {row["impl"]: row for row in rows if row["phase"] == "profile" and row["batch"] == batch}
-        lines += [*([""] if lines else []), *_where(f"a decode step at batch {batch}, us", found)]
+        lines += [*([""] if lines else []), *_times_by_group(f"a decode step at batch {batch}, us", found)]
     if found := {row["impl"]: row for row in rows if row["phase"] == "prefill_profile"}:
-        lines += ["", *_where("the prefill, us", found)]
+        lines += ["", *_times_by_group("the prefill, us", found)]
     return [*lines, "", *textwrap.wrap(_OVERLAP, _WIDTH)] if lines else []
 
 
-def _where(title: str, found: dict[str, Row]) -> list[str]:
+def _times_by_group(title: str, found: dict[str, Row]) -> list[str]:
     """Lines of one of these tables. found: rows by implementation."""
     longest = next(iter(found.values()))["groups"]
     groups = list(dict.fromkeys([*longest, *(name for row in found.values() for name in row["groups"])]))

@@ -49,14 +49,16 @@ def rows_of(result: Result) -> list[dict[str, Any]]:
     ``us_step`` is the time of a decode step or of the prefill; ``groups`` are kernels' times by group; ``gaps`` is when
     the GPU ran none; ``kernels_us`` the longest, with launches.
     """
-    rows = [{"phase": "profile", "batch": found["batch"], **_where(found, PROFILED_STEPS)} for found in result.profiles]
+    rows = [
+        {"phase": "profile", "batch": found["batch"], **_by_group(found, PROFILED_STEPS)} for found in result.profiles
+    ]
     if result.prefill_profile:
-        rows.append({"phase": "prefill_profile", "batch": 1, **_where(result.prefill_profile, 1)})
+        rows.append({"phase": "prefill_profile", "batch": 1, **_by_group(result.prefill_profile, 1)})
     return rows
 
 
-def _where(found: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Microseconds of one of ``steps``."""
+def _by_group(found: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the fields of a row: microseconds of one of ``steps``, in all, by group and by kernel."""
     groups: dict[str, float] = {}
     for name, (us, _) in found["kernels"].items():
         groups[group_of(name)] = groups.get(group_of(name), 0.0) + us / steps
