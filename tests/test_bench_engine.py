@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -491,6 +492,58 @@ def test_a_run_goes_on_when_one_implementation_fails(tmp_path, monkeypatch, caps
     shown = capsys.readouterr().err
     assert "first start: 20.0 s (other 20.0)" in shown and "measured for 0.0 s" in shown
     assert "humming: ended with 1: out of memory" in shown and "decode batch 2, tokens/s" in shown
+
+
+VLLM_THAT_STARTS_SLOWLY = """
+import json, os, time
+__version__ = '0'
+def note(event):
+    with open(os.environ['EVENTS'], 'a') as file:
+        file.write(json.dumps([event, os.getpid(), time.monotonic()]) + chr(10))
+class SamplingParams:
+    def __init__(self, **options): self.tokens = options['max_tokens']
+class Answer:
+    def __init__(self, tokens): self.outputs, self.token_ids = [self], [1] * tokens
+class LLM:
+    def __init__(self, **options):
+        note('start'); time.sleep(0.5 if options['max_num_seqs'] == 2 else 0.0); note('up')
+    def collective_rpc(self, name): return [{'linear': {'MacheteLinearKernel': 14}}]
+    def generate(self, prompts, params, use_tqdm):
+        note('measure'); time.sleep(0.01); note('measured')
+        return [Answer(params.tokens) for _ in prompts]
+"""
+
+
+def test_engines_start_side_by_side_and_are_measured_one_at_a_time(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text(VLLM_THAT_STARTS_SLOWLY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("EVENTS", str(tmp_path / "events"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (80e9, 80e9))
+    out = tmp_path / "rows.jsonl"
+    options = ["--tiny", "--fresh", "--batch", "2", "--tokens-out", "8", "--prefill", "0", "--at-once", "3"]
+    options += ["--work", str(tmp_path / "work"), "--out", str(out), "--impl", "default", "machete", "marlin"]
+    program.main(options)
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    names = [name for name, *_ in events]
+    assert names[:6].count("start") == names[:6].count("up") == 3, "one was measured before all had started"
+    processes = [process for name, process, _ in events if name == "measure"]
+    assert sorted(processes, key=processes.index) == processes, "two were measured at a time"
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["at_once"] for row in found} == {3}
+    assert {row["impl"] for row in found if row["phase"] == "decode"} == {"machete"}
+    assert [row["impl"] for row in found if row["phase"] == "failed"] == ["marlin"]  # its layers got Machete
+
+
+def test_engines_that_share_memory_are_told_how_much_keys_and_values_may_take(tmp_path, monkeypatch):
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (80e9, 80e9))
+    shared = launch.EngineOptions("bfloat16", True, False, 1, 0.8, 4096, at_once=2)
+    arguments = shared.arguments(tmp_path, Implementation.parse("default"), model_named("llama-3-8b"), (8,))
+    assert arguments["gpu_memory_utilization"] == 0.4
+    assert arguments["kv_cache_memory_bytes"] == int(0.4 * 80e9 - 1100 - 6e9)
+    with pytest.raises(launch.EngineError, match="memory: 6 GB for each engine are too few for 0 GB of weights"):
+        replace(shared, memory=0.16).cache_bytes(tmp_path)
 
 
 def test_figures_of_a_load():

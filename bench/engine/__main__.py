@@ -1,9 +1,10 @@
 """Measure implementations inside vLLM: ``python -m bench.engine --model llama-3-8b --impl default w4gemm marlin``.
 
 For each model and format a checkpoint of random numbers is written; then every implementation serves it in a process of
-its own, one after the other in mixed order. ``LLM.generate`` is timed at several batch sizes, for a long prompt, and to
-the first token; with ``--serve``, ``vllm serve`` under load instead. All answers are greedy. An implementation whose
-layers got another kernel than asked for is refused. What fails is a row of phase "failed" with its reason.
+its own, one after the other in mixed order. With ``--at-once N``, N engines start side by side, and each is measured
+while the others do nothing. ``LLM.generate`` is timed at several batch sizes, for a long prompt, and to the first
+token; with ``--serve``, ``vllm serve`` under load instead. All answers are greedy. An implementation whose layers got
+another kernel than asked for is refused. What fails is a row of phase "failed" with its reason.
 
 ``default`` is vLLM's own choice: its rows have the name of the kernel that it chose and ``"chosen": true``. Needs vLLM
 and a GPU. Rows go to bench/results/engine.jsonl.
@@ -12,13 +13,16 @@ and a GPU. Rows go to bench/results/engine.jsonl.
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.engine import phases, profile, serve
@@ -38,8 +42,9 @@ from bench.engine.models import Model
 from bench.engine.offline import Result, Task
 from bench.engine.options import pairs_of, parser
 from bench.engine.packing import Packing
-from bench.engine.preload import Preloaded
+from bench.engine.preload import Preloaded, end_descendants
 from bench.engine.rows import Answers, Row, add_agreement, rows_of, table
+from bench.engine.turns import Turns
 
 import w4gemm
 from w4gemm.console.progress import say
@@ -54,13 +59,14 @@ class Place:
         work: folder of checkpoints and of compiled code.
         logs: folder for what engines print.
         plugin: folder with our plugin's metadata, if the package is not installed.
-        preloaded: process to fork engines of ``LLM.generate`` from.
+        preloaded: processes to fork engines of ``LLM.generate`` from, one for each that starts at the same time; or
+            none.
     """
 
     work: Path
     logs: Path
     plugin: Path | None
-    preloaded: Preloaded | None
+    preloaded: tuple[Preloaded, ...]
 
     def log(self, name: str) -> Path:
         """Return a file for what an engine prints, without what another printed before."""
@@ -70,6 +76,19 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """What an engine has for itself beside those that start at the same time.
+
+    Attributes:
+        turns: None if it is alone.
+        preloaded: process to fork it from; None to import vLLM anew.
+    """
+
+    turns: Turns | None
+    preloaded: Preloaded | None
+
+
+@dataclass(frozen=True, eq=False)
 class Case:
     """A checkpoint to serve and how.
 
@@ -77,47 +96,93 @@ class Case:
         task: what is measured of each implementation; its engine's arguments are added for each.
         serve: True to measure ``vllm serve``, False for ``LLM.generate``.
         starts: how often an engine starts; the last start is measured.
-        seconds: limit of each process.
+        seconds: limit of a process that is alone.
+        common: fields of all rows.
+        shown: the rows so far.
+        reference: name and answers of the first implementation that was done, once there is one.
     """
 
     model: Model
     packing: Packing
-    folder: Path
     options: EngineOptions
     task: Task
     serve: bool
     starts: int
     seconds: float
     place: Place
+    common: Row
+    shown: list[Row] = field(default_factory=list)
+    reference: list[tuple[str, Answers]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.model.name}-{self.packing}"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.place.work / "models" / str(self)
+
+    @property
+    def limit(self) -> float:
+        """Seconds of a process, which may wait for as many others as start with it."""
+        return self.seconds * self.options.at_once
 
     def caches_of(self, implementation: Implementation) -> Caches:
         """Return the implementation's folders of compiled code for this checkpoint."""
         caches = self.place.work / "caches"
         return Caches(caches / f"{self}-{implementation.name}", caches / "shared")
 
+    def write(self) -> None:
+        """Write the checkpoint, if it is not there."""
+        done = self.folder / "complete"
+        if done.exists():
+            return
+        start = time.monotonic()
+        size = sum(tensor.nbytes for tensor in tensors_of(self.model, self.packing))
+        say(f"{self}: {size / 1e9:.1f} GB into {self.folder}")
+        write(self.model, self.packing, self.folder)
+        done.touch()
+        say(f"{self}: written in {time.monotonic() - start:.1f} s")
+
+    def compare(self, name: str, answers: Answers, rows: list[Row]) -> None:
+        """Compare answers with those of the first implementation; remember them if they are the first."""
+        if not self.reference:
+            self.reference.append((name, answers))
+        elif answers:
+            add_agreement(rows, answers, *self.reference[0])
+
+    def end(self, kept: bool) -> None:
+        """Remove the checkpoint, unless it is kept."""
+        if not kept:
+            shutil.rmtree(self.folder)
+
+
+Job = tuple[Case, Implementation]
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     packings = [Packing.parse(text) for text in args.format]
     implementations = [Implementation.parse(text) for text in args.impl]
-    cases = [pair for text in args.model for pair in pairs_of(text, packings, args)]
+    pairs = [pair for text in args.model for pair in pairs_of(text, packings, args)]
     facts, end = record.facts(), time.monotonic() + args.budget
     if not args.in_order:
         random.Random(facts["utc"]).shuffle(implementations)
     with place_of(args, implementations) as place:
-        for model, packing in cases:
-            case = case_of(args, model, packing, place)
-            common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
-            common |= {"format": str(packing), "dtype": args.dtype, "gpus": args.gpus}
-            common["mode"] = "eager" if args.eager else "graphs" if args.no_compile else "default"
-            shown: list[Row] = []
-            for rows in measure(case, implementations, common, end):
+        cases = [case_of(args, model, packing, place, facts) for model, packing in pairs]
+        jobs = [(case, implementation) for case in cases for implementation in implementations]
+        for first in range(0, len(jobs), args.at_once):
+            if time.monotonic() > end:
+                say(f"{', '.join(f'{case} {i.name}' for case, i in jobs[first:])}: not run, the budget is spent")
+                break
+            now, later = jobs[first : first + args.at_once], jobs[first + args.at_once :]
+            for case, rows in measure(now, place):
                 record.append(args.out, *(row | facts for row in rows))
-                shown += rows
-            say(f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}\n{table(shown)}")
+                case.shown.extend(rows)
+            for case in dict.fromkeys(case for case, _ in now):
+                if case not in [other for other, _ in later]:
+                    say(f"\n{case.model.name}, {case.packing}, {facts['gpu'] or 'no GPU'}\n{table(case.shown)}")
+                    case.end(kept=args.work is not None)
 
 
 @contextmanager
@@ -129,23 +194,17 @@ def place_of(args: argparse.Namespace, implementations: Sequence[Implementation]
         logs.mkdir(parents=True, exist_ok=True)
         ours = any(OURS in (i.linear, i.experts) for i in implementations)
         plugin = plugin_metadata(work / "plugin") if ours else None
-        preload = not (args.serve or args.fresh)
-        preloaded = stack.enter_context(preloaded_vllm(plugin, logs / "preload.log")) if preload else None
-        yield Place(work, logs, plugin, preloaded)
+        count = 0 if args.serve or args.fresh else args.at_once
+        preloaded = [stack.enter_context(preloaded_vllm(plugin, logs / f"preload-{i}.log")) for i in range(count)]
+        yield Place(work, logs, plugin, tuple(preloaded))
 
 
-def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Place) -> Case:
-    """Write the checkpoint, if it is not there from an earlier run, and return what to do with it."""
-    name = f"{model.name}-{packing}"
-    folder = place.work / "models" / name
-    done = folder / "complete"
-    if not done.exists():
-        start = time.monotonic()
-        size = sum(tensor.nbytes for tensor in tensors_of(model, packing))
-        say(f"{name}: {size / 1e9:.1f} GB into {folder}")
-        write(model, packing, folder)
-        done.touch()
-        say(f"{name}: written in {time.monotonic() - start:.1f} s")
+def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Place, facts: Row) -> Case:
+    """Return what to do with a checkpoint.
+
+    Args:
+        facts: of the run, for its name.
+    """
     longest = max(args.tokens_in + args.tokens_out, args.prefill + 1)
     options = EngineOptions(
         dtype=args.dtype,
@@ -154,6 +213,7 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Pla
         gpus=args.gpus,
         memory=args.memory,
         max_len=-(-longest // 256) * 256,
+        at_once=args.at_once,
     )
     task = Task(
         engine={},
@@ -165,39 +225,47 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Pla
         repeat=args.repeat,
         profiled=() if args.profile is None else tuple(args.profile) or (1,),
     )
-    return Case(model, packing, folder, options, task, args.serve, args.starts, args.seconds, place)
+    common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
+    common |= {"format": str(packing), "dtype": args.dtype, "gpus": args.gpus}
+    common |= {"mode": "eager" if args.eager else "graphs" if args.no_compile else "default", "at_once": args.at_once}
+    return Case(model, packing, options, task, args.serve, args.starts, args.seconds, place, common)
 
 
-def measure(case: Case, implementations: Sequence[Implementation], common: Row, end: float) -> Iterator[list[Row]]:
-    """Serve one checkpoint with every implementation, and give the rows of each when it is done.
-
-    Args:
-        common: fields of all rows.
-        end: time (``time.monotonic``) after which none starts.
-    """
-    reference: tuple[str, Answers] | None = None
-    for implementation in implementations:
-        start = time.monotonic()
-        if start > end:
-            say(f"{implementation.name}: not run, the budget is spent")
-            continue
+def measure(jobs: Sequence[Job], place: Place) -> Iterator[tuple[Case, list[Row]]]:
+    """Serve checkpoints, all at the same time, and give the rows of each engine when it is done."""
+    for case, _ in jobs:
+        case.write()
+    turns = Turns(place.work / f"turns-{time.monotonic_ns()}") if len(jobs) > 1 else None
+    preloaded = place.preloaded or (None,) * len(jobs)
+    slots = [Slot(turns, process) for process, _ in zip(preloaded, jobs, strict=False)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
         try:
-            name, result, rows = (served if case.serve else offline)(case, implementation)
-            common = {**common, "engine_version": result.engine_version}
-            answers = {point["batch"]: point["tokens"] for point in result.decode}
-            if reference:
-                add_agreement(rows, answers, *reference)
-            reference = reference or (name, answers)
-        except EngineError as e:
-            name, rows = implementation.name, [{"phase": "failed", "reason": str(e)}]
-            say(f"{name} failed: {e}")
-        version = w4gemm.__version__ if OURS in name else common.get("engine_version", "")
-        own = {"impl": name, "impl_version": version, "chosen": implementation.linear == DEFAULT}
-        say(f"{case.model.name}, {case.packing}: {implementation.name} took {time.monotonic() - start:.0f} s")
-        yield [common | own | row for row in rows]
+            with turns.until_begun(len(jobs)) if turns else nullcontext():
+                futures = [pool.submit(finished, *job, slot) for job, slot in zip(jobs, slots, strict=True)]
+            for (case, _), future in zip(jobs, futures, strict=True):
+                yield case, future.result()
+        except BaseException:
+            end_descendants(os.getpid())  # else the pool would wait for engines
+            raise
 
 
-def offline(case: Case, implementation: Implementation) -> tuple[str, Result, list[Row]]:
+def finished(case: Case, implementation: Implementation, slot: Slot) -> list[Row]:
+    """Serve a checkpoint with an implementation, and return its rows, whole."""
+    start, common = time.monotonic(), case.common
+    try:
+        name, result, rows = (served if case.serve else offline)(case, implementation, slot)
+        common = {**common, "engine_version": result.engine_version}
+        case.compare(name, {point["batch"]: point["tokens"] for point in result.decode}, rows)
+    except EngineError as e:
+        name, rows = implementation.name, [{"phase": "failed", "reason": str(e)}]
+        say(f"{case}, {name} failed: {e}")
+    version = w4gemm.__version__ if OURS in name else common.get("engine_version", "")
+    own = {"impl": name, "impl_version": version, "chosen": implementation.linear == DEFAULT}
+    say(f"{case}: {implementation.name} took {time.monotonic() - start:.0f} s")
+    return [common | own | row for row in rows]
+
+
+def offline(case: Case, implementation: Implementation, slot: Slot) -> tuple[str, Result, list[Row]]:
     """Start an engine as often as wanted, measure it at the last start.
 
     Returns:
@@ -207,14 +275,15 @@ def offline(case: Case, implementation: Implementation) -> tuple[str, Result, li
         EngineError: if a start fails, or the layers got other kernels.
     """
     arguments = case.options.arguments(case.folder, implementation, case.model, case.task.batches)
-    task = replace(case.task, engine={**arguments, "skip_tokenizer_init": True, "disable_log_stats": True})
+    arguments |= {"skip_tokenizer_init": True, "disable_log_stats": True}
+    task = replace(case.task, engine=arguments, turns=str(slot.turns.file) if slot.turns else "")
     caches = case.caches_of(implementation)
     variables = environment(implementation, caches, case.place.plugin)
     rows: list[Row] = []
     for number in range(1, case.starts + 1):
         start, last = caches.start(), number == case.starts
         log, begun = case.place.log(f"{case}-{implementation.name}-{number}"), time.monotonic()
-        result = run_offline(replace(task, start_only=not last), variables, log, case.seconds, case.place.preloaded)
+        result = run_offline(replace(task, start_only=not last), variables, log, case.limit, slot.preloaded)
         caches.started()
         started, *found = rows_of(result, task)
         parts = phases.of_start(read(log), result.start_s, result.import_s)
@@ -229,7 +298,7 @@ def offline(case: Case, implementation: Implementation) -> tuple[str, Result, li
     return name, result, rows
 
 
-def served(case: Case, implementation: Implementation) -> tuple[str, Result, list[Row]]:
+def served(case: Case, implementation: Implementation, slot: Slot) -> tuple[str, Result, list[Row]]:
     """Start a server and put a load on it for each number of requests at a time. Returns and raises as offline."""
     task = case.task
     arguments = case.options.arguments(case.folder, implementation, case.model, task.batches)
@@ -240,7 +309,7 @@ def served(case: Case, implementation: Implementation) -> tuple[str, Result, lis
     loads = [serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary) for batch in task.batches]
     variables = environment(implementation, caches, case.place.plugin)
     log, start = case.place.log(f"{case}-{implementation.name}-serve"), caches.start()
-    facts, found = serve.serve(arguments, variables, log, case.seconds, loads)
+    facts, found = serve.serve(arguments, variables, log, case.limit, loads, slot.turns)
     caches.started()
     result = Result(**facts)
     parts = phases.of_start(read(log), result.start_s, 0.0)

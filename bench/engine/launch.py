@@ -30,6 +30,8 @@ RESULTS = ROOT / "bench/results/engine.jsonl"
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch sizes with CUDA graphs, beside those that are measured; vLLM captures more of them by default."""
 PLUGIN_GROUP = "vllm.general_plugins"
+_REPACKED, _ENGINE_BYTES = 1.1, 6e9
+"""What an engine takes beside keys and values: this part of its checkpoint, and activations, graphs, a context."""
 
 
 class EngineError(RuntimeError):
@@ -49,6 +51,7 @@ class EngineOptions:
         memory: part of the GPU's memory that the engine may take.
         max_len: most tokens of a request.
         likeliest: most tokens whose probabilities are asked for at a position.
+        at_once: engines that share ``memory``.
     """
 
     dtype: str
@@ -58,28 +61,50 @@ class EngineOptions:
     memory: float
     max_len: int
     likeliest: int = 20
+    at_once: int = 1
 
     def arguments(self, folder: Path, implementation: Implementation, model: Model, batches: tuple[int, ...]) -> Any:
-        """Return the arguments of ``vllm.LLM`` for requests of these batch sizes."""
+        """Return the arguments of ``vllm.LLM`` for requests of these batch sizes.
+
+        Raises:
+            EngineError: if the memory is too small for the weights in ``folder``.
+        """
         arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": self.dtype,
             "max_model_len": self.max_len,
             "max_num_seqs": max(batches),
             "max_logprobs": self.likeliest,
-            "gpu_memory_utilization": self.memory,
+            "gpu_memory_utilization": self.memory / self.at_once,
             "tensor_parallel_size": self.gpus,
             "enable_prefix_caching": False,  # a prompt is timed more than once
             "seed": 0,
             "worker_extension_cls": EXTENSION,
             **implementation.engine_arguments(model),
         }
+        if self.at_once > 1:  # else vLLM would find out how much is free, while others take and give back
+            arguments["kv_cache_memory_bytes"] = self.cache_bytes(folder)
         if self.eager:
             return {**arguments, "enforce_eager": True}
         compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted({*CAPTURED, *batches})}
         if not self.compiled:  # mode 0 alone would drop the CUDA graphs
             compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return {**arguments, "compilation_config": compilation}
+
+    def cache_bytes(self, folder: Path) -> int:
+        """Return the bytes of keys and values that an engine has room for beside others.
+
+        Raises:
+            EngineError: if there are none.
+        """
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / self.gpus
+        memory = self.memory / self.at_once * torch.cuda.mem_get_info()[1]
+        left = int(memory - _REPACKED * weights - _ENGINE_BYTES)
+        if left < 2**30:
+            raise EngineError(
+                f"memory: {memory / 1e9:.0f} GB for each engine are too few for {weights / 1e9:.0f} GB of weights"
+            )
+        return left
 
 
 @contextmanager

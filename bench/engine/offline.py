@@ -13,9 +13,12 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from bench.engine.turns import Turns
 
 PROFILED_STEPS = 32
 _FIRST_TOKENS, _FIRST_TOKENS_S = 25, 0.5
@@ -35,6 +38,7 @@ class Task:
     start_only: True to end as soon as the engine is up.
     texts: tokens of texts to read instead, and to go on with greedily for tokens_out tokens, one at a time.
     likeliest: tokens whose log probabilities are kept after each token of a text.
+    turns: file of :class:`Turns`, if other engines start at the same time; else empty.
     """
 
     engine: dict[str, Any]
@@ -48,6 +52,7 @@ class Task:
     start_only: bool = False
     texts: tuple[list[int], ...] = ()
     likeliest: int = 0
+    turns: str = ""
 
 
 @dataclass
@@ -155,9 +160,19 @@ class Engine:
 
 def measure(task: Task) -> Result:
     """Start an engine and measure it."""
-    start = time.perf_counter()
-    engine = Engine(task)
-    result = Result(start_s=time.perf_counter() - start, import_s=engine.import_s)
+    turns = Turns(Path(task.turns)) if task.turns else None
+    with turns.starting() if turns else nullcontext():
+        start = time.perf_counter()
+        engine = Engine(task)
+        result = Result(start_s=time.perf_counter() - start, import_s=engine.import_s)
+    with turns.measuring() if turns else nullcontext():
+        fill(result, engine)
+    return result
+
+
+def fill(result: Result, engine: Engine) -> None:
+    """Measure an engine that is up."""
+    task = engine.task
     import vllm
 
     result.engine_version = vllm.__version__
@@ -169,7 +184,6 @@ def measure(task: Task) -> Result:
     elif not task.start_only:
         _time(engine, result)
     result.measure_s = time.perf_counter() - start
-    return result
 
 
 def _time(engine: Engine, result: Result) -> None:

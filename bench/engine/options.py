@@ -94,6 +94,14 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--starts", type=int, default=1, metavar="N", help="of each engine; the last counts (%(default)s)"
     )
+    group.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines that start side by side and share --memory; each is measured while the others do nothing "
+        "(%(default)s)",
+    )
     group.add_argument("--fresh", action="store_true", help="each engine imports vLLM anew, instead of being forked")
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="tensor parallel size (%(default)s)")
     group.add_argument("--memory", type=float, default=0.85, metavar="PART", help="of a GPU's for vLLM (%(default)s)")

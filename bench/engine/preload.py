@@ -116,7 +116,16 @@ def end_tree(leader: int) -> None:
     found = descendants(leader)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-    for process in found:
+    _kill(found)
+
+
+def end_descendants(process: int) -> None:
+    """End the children of a process, theirs, and so on."""
+    _kill(descendants(process))
+
+
+def _kill(processes: list[int]) -> None:
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 

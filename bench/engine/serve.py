@@ -8,16 +8,19 @@ import math
 import random
 import socket
 import statistics
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.engine.launch import EngineError, last_error, started
+from bench.engine.turns import Turns
 
 ROUNDS = 4
 """Requests of a load over those at a time."""
@@ -49,9 +52,17 @@ def command(arguments: dict[str, Any], port: int) -> list[str]:
 
 
 def serve(
-    arguments: dict[str, Any], variables: dict[str, str], log: Path, seconds: float, loads: Sequence[Load]
+    arguments: dict[str, Any],
+    variables: dict[str, str],
+    log: Path,
+    seconds: float,
+    loads: Sequence[Load],
+    turns: Turns | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Start a server, put every load on it, and stop it.
+
+    Args:
+        turns: those of other servers that start at the same time; None if there is none.
 
     Returns:
         Facts of the server (start_s, engine_version, kernels), and figures by load.
@@ -60,30 +71,49 @@ def serve(
         EngineError: if it does not come up, or does not answer, within ``seconds``.
     """
     port, end = _free_port(), time.monotonic() + seconds
-    base, start = f"http://{_HOST}:{port}", time.perf_counter()
     # the development server answers calls of worker.py's methods
     with started(command(arguments, port), {**variables, "VLLM_SERVER_DEV_MODE": "1"}, log) as process:
-        while True:
-            if process.poll() is not None:
-                raise EngineError(f"the server ended with {process.returncode}: {last_error(log)}")
-            if time.monotonic() > end:
-                raise EngineError(f"the server was not up in {seconds:.0f} s: {last_error(log)}")
-            try:
-                urllib.request.urlopen(f"{base}/health", timeout=2).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        facts = {"start_s": time.perf_counter() - start, "engine_version": _get(base, "/version")["version"]}
+        with turns.starting() if turns else nullcontext():
+            seconds_up = _up(process, port, log, seconds)
+        base = f"http://{_HOST}:{port}"
+        facts = {"start_s": seconds_up, "engine_version": _get(base, "/version")["version"]}
         facts["kernels"] = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
-        found = []
-        for load in loads:
-            try:
-                found.append(asyncio.run(asyncio.wait_for(load.put_on(port), max(1.0, end - time.monotonic()))))
-            except (TimeoutError, asyncio.TimeoutError):
-                raise EngineError(f"{load.at_a_time} requests at a time: not done in {seconds:.0f} s") from None
-            except Exception as e:  # of the connection, of the server, of what it answers
-                raise EngineError(f"{load.at_a_time} requests at a time: {e!r}: {last_error(log)}") from None
-        return facts, found
+        with turns.measuring() if turns else nullcontext():
+            return facts, [_put_on(load, port, log, end - time.monotonic()) for load in loads]
+
+
+def _up(process: subprocess.Popen[bytes], port: int, log: Path, seconds: float) -> float:
+    """Wait until a server is up, and return the seconds that it took.
+
+    Raises:
+        EngineError: if it is not up in time.
+    """
+    start = time.perf_counter()
+    while True:
+        if process.poll() is not None:
+            raise EngineError(f"the server ended with {process.returncode}: {last_error(log)}")
+        if time.perf_counter() - start > seconds:
+            raise EngineError(f"the server was not up in {seconds:.0f} s: {last_error(log)}")
+        try:
+            urllib.request.urlopen(f"http://{_HOST}:{port}/health", timeout=2).close()
+            return time.perf_counter() - start
+        except OSError:
+            time.sleep(0.2)
+
+
+def _put_on(load: Load, port: int, log: Path, seconds: float) -> dict[str, Any]:
+    """Put a load on a server and return its figures.
+
+    Raises:
+        EngineError: if the server does not answer all requests in time.
+    """
+    what = f"{load.at_a_time} requests at a time"
+    try:
+        return asyncio.run(asyncio.wait_for(load.put_on(port), max(1.0, seconds)))
+    except (TimeoutError, asyncio.TimeoutError):
+        raise EngineError(f"{what}: not done in {seconds:.0f} s") from None
+    except Exception as e:  # of the connection, of the server, of what it answers
+        raise EngineError(f"{what}: {e!r}: {last_error(log)}") from None
 
 
 @dataclass(frozen=True)

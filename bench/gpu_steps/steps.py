@@ -81,35 +81,41 @@ STEPS = (
         needs=("transformers",),
     ),
     # models inside vLLM
-    Step(
-        "engine-experts",
-        f"{ENGINE} --model qwen3-30b-a3b --format ct-int4-g128 --batch 1 8 64 --impl default w4gemm --prefill 0",
-        300,
-        "engine.jsonl",
-        TO_RUN,
-        needs=("vllm",),
-        alone=True,
-    ),
-    Step(
-        "engine-formats",
-        f"{ENGINE} --layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --model "
-        "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
-        "mixtral-8x7b=gptq-int4-g128 llama-3-8b=ct-nvfp4 llama-3-8b=modelopt-nvfp4-a16 qwen3-30b-a3b=ct-nvfp4 "
-        "deepseek-v3-5-layers=awq-int4-g128",
-        400,
-        "engine.jsonl",
-        TO_RUN,
-        needs=("vllm",),
-        alone=True,
-    ),
-    Step(
-        "engine-serve",
-        f"{ENGINE} --serve --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm --batch 8 64 256",
-        400,
-        "engine.jsonl",
-        TO_RUN,
-        needs=("vllm",),
-        alone=True,
+    *(
+        Step(f"engine-{name}", f"{ENGINE} {options}", seconds, "engine.jsonl", TO_RUN, needs=("vllm",), alone=True)
+        for name, options, seconds in (
+            (
+                "experts",
+                "--model qwen3-30b-a3b=ct-int4-g128 gpt-oss-20b=mxfp4 --impl default w4gemm humming --at-once 3 "
+                "--profile 1 64",
+                480,
+            ),
+            (
+                "experts-w4a8",
+                "--model qwen3-30b-a3b=ct-int4-g128-fp8 deepseek-v3-5-layers=awq-int4-g128 --impl default w4gemm "
+                "--at-once 3",
+                400,
+            ),
+            (
+                "dense",
+                "--model llama-3-8b qwen2.5-32b --format gptq-int4-g128 --impl default w4gemm humming --at-once 3",
+                400,
+            ),
+            (
+                "serve",
+                "--serve --model llama-3-8b=gptq-int4-g128 qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm "
+                "--batch 8 64 256 --at-once 4",
+                400,
+            ),
+            (
+                "formats",
+                "--layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --at-once 4 --model "
+                "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
+                "mixtral-8x7b=gptq-int4-g128 llama-3-8b=ct-nvfp4 llama-3-8b=modelopt-nvfp4-a16 qwen3-30b-a3b=ct-nvfp4 "
+                "deepseek-v3-5-layers=awq-int4-g128",
+                400,
+            ),
+        )
     ),
     Step(
         "engine-agreement",
