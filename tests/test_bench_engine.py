@@ -457,6 +457,20 @@ def test_rows_of_a_result():
     assert (prefill["tokens_s"], prefill["tokens_in"]) == (32768.0, 8192)
 
 
+def test_a_batch_that_was_still_compiled_is_no_measurement():
+    still = result(-1.0, [[1, 2, 3, 4, 5]])
+    _, failed, _ = rows.rows_of(still, Task({}, 512, (1,), 16, 5, prefill=8192))
+    assert failed == {"phase": "failed", "reason": "batch 1: first tokens took 0.500 s, whole answers 0.496 s"}
+
+
+def test_engines_warm_up_until_nothing_is_compiled_any_more(monkeypatch):
+    seconds = iter([9.0, 3.0, 1.0, 1.0])
+    engine = offline.Engine.__new__(offline.Engine)
+    monkeypatch.setattr(engine, "generate", lambda prompts, tokens: (next(seconds), []), raising=False)
+    engine.warm_up([], 128)
+    assert not list(seconds)
+
+
 def test_answers_are_compared_up_to_the_first_token_that_differs():
     marlin, ours = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5]]
     found = rows.rows_of(result(2.5, ours), Task({}, 512, (2,), 16, 5))

@@ -77,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Slot:
-    """What an engine has for itself beside those that start at the same time.
+    """An engine's own things, beside those that start at the same time.
 
     Attributes:
         turns: None if it is alone.

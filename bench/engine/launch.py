@@ -31,7 +31,7 @@ CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch sizes with CUDA graphs, beside those that are measured; vLLM captures more of them by default."""
 PLUGIN_GROUP = "vllm.general_plugins"
 _REPACKED, _ENGINE_BYTES = 1.1, 6e9
-"""What an engine takes beside keys and values: this part of its checkpoint, and activations, graphs, a context."""
+"""Memory of an engine beside keys and values: its checkpoint's times the first, and activations, graphs, a context."""
 
 
 class EngineError(RuntimeError):

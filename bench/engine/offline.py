@@ -7,6 +7,7 @@ and nothing of w4gemm: the plugin, if any, is vLLM's to load.
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import sys
@@ -23,6 +24,8 @@ from bench.engine.turns import Turns
 PROFILED_STEPS = 32
 _FIRST_TOKENS, _FIRST_TOKENS_S = 25, 0.5
 """The time to first tokens, of which an engine's own work is a part, is taken up to so often or for so long."""
+_WARM_UPS, _SETTLED = 8, 0.9
+"""A warm-up ends when a run takes more than this part of the time of the run before, or after so many."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,19 @@ class Engine:
         seconds = time.perf_counter() - start
         return seconds, [list(answer.outputs[0].token_ids) for answer in answers]
 
+    def warm_up(self, prompts: Sequence[Any], tokens: int) -> None:
+        """Generate until it takes no longer than the time before: some kernels are compiled when they are first
+        called, for every new number of tokens of an expert."""
+        before = math.inf
+        for _ in range(_WARM_UPS):
+            seconds, _ = self.generate(prompts, tokens)
+            if seconds > _SETTLED * before:
+                return
+            before = seconds
+
     def first_token(self, prompts: Sequence[Any]) -> float:
         """Return the median seconds until every request has its first token."""
+        self.warm_up(prompts, 1)
         seconds: list[float] = []
         while len(seconds) < self.task.repeat or (len(seconds) < _FIRST_TOKENS and sum(seconds) < _FIRST_TOKENS_S):
             seconds.append(self.generate(prompts, 1)[0])
@@ -109,7 +123,7 @@ class Engine:
     def decode(self, batch: int) -> dict[str, Any]:
         """Time ``batch`` requests: all tokens, and the first alone."""
         prompts = self.prompts(batch, self.task.tokens_in)
-        self.generate(prompts, 8)
+        self.warm_up(prompts, self.task.tokens_out)
         first = self.first_token(prompts)
         runs = [self.generate(prompts, self.task.tokens_out) for _ in range(self.task.repeat)]
         answers = runs[0][1]
@@ -123,9 +137,7 @@ class Engine:
 
     def prefill(self) -> float:
         """Return the median seconds of one long prompt, to its first token."""
-        prompts = self.prompts(1, self.task.prefill)
-        self.generate(prompts, 1)
-        return self.first_token(prompts)
+        return self.first_token(self.prompts(1, self.task.prefill))
 
     def read(self, text: list[int]) -> dict[str, Any]:
         """Return what the model predicts after each token of a text (log probability by token), and how it goes on."""

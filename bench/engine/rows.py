@@ -16,12 +16,17 @@ def rows_of(result: Result, task: Task) -> list[Row]:
     """Return a result's rows, without the fields that all rows of its implementation share.
 
     ``tokens_s`` of phase decode is that of the whole batch, without the time to the first tokens; ``ms_step`` is
-    between two tokens of a request.
+    between two tokens of a request. A batch whose first tokens took as long as its whole answers, since kernels were
+    still compiled, is a row of phase "failed".
     """
     tokens_in = {"tokens_in": task.tokens_in}
     rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2)}]
     for found in result.decode:
         seconds, steps = found["total_s"] - found["first_token_s"], task.tokens_out - 1
+        if seconds <= 0:
+            times = f"first tokens took {found['first_token_s']:.3f} s, whole answers {found['total_s']:.3f} s"
+            rows.append({"phase": "failed", "reason": f"batch {found['batch']}: {times}"})
+            continue
         row = {"phase": "decode", "batch": found["batch"], **tokens_in, "tokens_out": task.tokens_out}
         row |= {"tokens_s": round(found["batch"] * steps / seconds, 1), "ms_step": round(1e3 * seconds / steps, 4)}
         row |= {"first_tokens_s": round(found["first_token_s"], 4), "repeats_itself": found["repeats_itself"]}
