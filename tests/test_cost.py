@@ -86,16 +86,26 @@ def test_no_term_is_zero(device):
 
 def test_configs_that_nobody_measured_rank_close_behind_their_own():
     """A cluster of two along m, of W4A16: behind the same tiles without it, and not behind all."""
-    unmeasured = legal_names() - set(constants.reference().configs)
-    assert unmeasured
-    for name in unmeasured:
-        kernel_name, _, text = name.partition("/")
-        kernel, config = kernel_named(kernel_name), GemmConfig.parse(text)
+    known = constants.reference()
+    unmeasured = legal_names() - set(known.configs)
+    pairs = [(timed_as, GemmConfig.parse(text)) for timed_as, _, text in (name.rpartition("/") for name in unmeasured)]
+    alone_of_its_kind = [(timed_as, config) for timed_as, config in pairs if not known._between(timed_as, config)]
+    assert alone_of_its_kind
+    for kernel_name, config in alone_of_its_kind:
+        kernel = kernel_named(kernel_name)
         for m in (128, 256, 1000, 4096):
             problem = problem_of(kernel_name, m)
             us, alone = predicted_us(kernel, problem, config), replace(config, cluster_m=1, cluster_n=1)
             assert 1.0 < us / predicted_us(kernel, problem, alone) < 1.6
             assert us < ranked([kernel], problem)[-1][0]
+
+
+def test_a_config_between_measured_ones_has_times_between_theirs():
+    known = constants.reference()
+    below, above = (known.configs[f"sm90_mixed_gemm/{m}x128x128_1x1x1_coop"] for m in (112, 128))
+    found = known.times("sm90_mixed_gemm", GemmConfig(120, 128, 128))
+    assert found == pytest.approx([(a + b) / 2 for a, b in zip(below, above, strict=True)])
+    assert known.times("sm90_mixed_gemm", GemmConfig(112, 128, 128)) == below
 
 
 def test_a_kernel_without_a_model_is_ranked():

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,15 +74,25 @@ class Constants:
         return Scale(clock, memory, memory * sms, mma)
 
     def times(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
-        """Times of a config; if it was not measured, a little more than those of the nearest one of the kernel that
-        was. None for a kernel of which nothing was measured."""
+        """Times of a config. If it was not measured, but the same with a smaller and a larger tile_m, those between
+        theirs; else a little more than those of the nearest one of the kernel that was. None for a kernel of which
+        nothing was measured."""
         name = f"{kernel}/{config}"
         found = self.configs.get(name)
         if found is None:
             if name not in self._estimated:
-                self._estimated[name] = self._estimate(kernel, config)
+                self._estimated[name] = self._between(kernel, config) or self._estimate(kernel, config)
             found = self._estimated[name]
         return found
+
+    def _between(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
+        like = self._by_tile_m.get(kernel, {}).get(_but_tile_m(config), {})
+        below = max((m for m in like if m < config.tile_m), default=None)
+        above = min((m for m in like if m > config.tile_m), default=None)
+        if below is None or above is None:
+            return None
+        part = (config.tile_m - below) / (above - below)
+        return SliceTimes(*(a + part * (b - a) for a, b in zip(like[below], like[above], strict=True)))
 
     def _estimate(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
         measured = self._measured.get(kernel)
@@ -104,6 +114,20 @@ class Constants:
             kernel, _, text = name.rpartition("/")
             found.setdefault(kernel, []).append((GemmConfig.parse(text), times))
         return found
+
+    @functools.cached_property
+    def _by_tile_m(self) -> dict[str, dict[GemmConfig, dict[int, SliceTimes]]]:
+        """``configs`` by the kernel's name, :func:`_but_tile_m`, and tile_m."""
+        found: dict[str, dict[GemmConfig, dict[int, SliceTimes]]] = {}
+        for kernel, measured in self._measured.items():
+            for config, times in measured:
+                found.setdefault(kernel, {}).setdefault(_but_tile_m(config), {})[config.tile_m] = times
+        return found
+
+
+def _but_tile_m(config: GemmConfig) -> GemmConfig:
+    """Return a config that stands for all that differ from one in tile_m only."""
+    return replace(config, tile_m=1)
 
 
 def _ratio(ours: float, theirs: float) -> float:

@@ -7,13 +7,23 @@ from collections.abc import Iterator
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.sm90_mixed_gemm import space as mixed
-from w4gemm.kernels.sm90_mixed_gemm.space import TILE_M, TILE_N
+from w4gemm.kernels.sm90_mixed_gemm.space import TILE_M, TILE_N, beside
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
-_BETWEEN = (96, 112)
-"""tile_m for about as many tokens, with 256 features."""
 _TILE_K = (128, 256, 512)
+_LONG = beside("coop", 64, 256, 1, 2) | beside("coop", 128, 256, 1, 2)
+_MANY = beside("coop", 64, 128) | beside("coop", 128, 128) | beside("pingpong", 64, 128)
+_BETWEEN = {
+    72: beside("coop", 64, 512) | beside("coop", 64, 256) | beside("coop", 128, 256) | beside("coop", 192, 256),
+    80: _LONG | beside("coop", 192, 256),
+    **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 128, 1, 2)),
+    120: beside("coop", 128, 256) | beside("coop", 192, 256),
+    **dict.fromkeys((144, 160, 168), beside("coop", 128, 128)),
+    200: beside("coop", 128, 128) | beside("pingpong", 64, 128),
+    **dict.fromkeys((224, 240), _MANY),
+}
+"""tile_m between the powers of two, with the other sizes that are kept; see the W4A16 kernel's."""
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
 _MAX_TILE_M = {
@@ -124,13 +134,8 @@ SPACE = Space(
         ),
     ),
     pruned=(
-        mixed.EXPERTS_BETWEEN._replace(excludes=lambda v: v.grouped and v.config.tile_m in _BETWEEN),
-        Rule(
-            "between",
-            "tile_m 96 and 112 are kept with tile_n 256, without a cluster along n",
-            lambda c: c.tile_m in _BETWEEN and (c.tile_n != 256 or c.cluster_n > 1),
-            of="sizes",
-        ),
+        mixed.experts_between(_BETWEEN),
+        mixed.between(_BETWEEN),
         mixed.PINGPONG_CLUSTER,
         mixed.MULTICAST_TOKENS,
         Rule(

@@ -25,17 +25,29 @@ class Beside(NamedTuple):
     split_k: int = 1
 
 
-_MANY = {Beside("coop", tile_n, 128, split_k) for tile_n in (64, 128) for split_k in (1, 2)}
-_FEW = {Beside("coop", 256, 128)} | {Beside("coop", tile_n, 256, split_k) for tile_n in (64, 128) for split_k in (1, 2)}
-_STREAM = {Beside("stream", 128, 128)}
+def beside(schedule: str, tile_n: int, tile_k: int, *split_k: int) -> set[Beside]:
+    """Return the sizes with each split_k; with 1 if none is named."""
+    return {Beside(schedule, tile_n, tile_k, split) for split in split_k or (1,)}
+
+
+_MANY = beside("coop", 64, 128, 1, 2) | beside("coop", 128, 128, 1, 2)
+_LONG = beside("coop", 64, 256, 1, 2)
+_FEW = _LONG | beside("coop", 128, 256, 1, 2) | beside("coop", 256, 128)
+_WIDE = beside("coop", 192, 128)
+_STREAM = beside("stream", 128, 128)
 _BETWEEN = {
-    24: _FEW | {Beside("coop", 64, 512), Beside("coop", 64, 512, 2)},
+    24: _FEW | beside("coop", 64, 512, 1, 2),
     **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
-    **dict.fromkeys((80, 96, 112), _MANY | _STREAM | {Beside("coop", 64, 256), Beside("coop", 192, 128, 2)}),
+    72: _MANY | _LONG | _WIDE,
+    **dict.fromkeys((80, 96, 112), _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2)),
+    120: _MANY | _WIDE | _STREAM,
+    **dict.fromkeys((144, 168), _MANY | _STREAM),
     **dict.fromkeys((160, 224), _MANY),
+    **dict.fromkeys((200, 240), beside("coop", 128, 64) | beside("pingpong", 64, 128)),
 }
 """tile_m between the powers of two, with the sizes that were the fastest for its neighbours somewhere. Tokens past m
-cost time, so a tile of 48 is better for 48 tokens than one of 64."""
+cost time, so a tile of 48 is better for 48 tokens than one of 64, and three of 136 better for 400 than two of 256. The
+largest box of x that divides tile_m should be large (``Variant.box_tokens``), so that there is no 88, 104 or 136."""
 _MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
 
@@ -51,11 +63,22 @@ def fits(v: Variant) -> bool:
     return v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes
 
 
-def _is_between(c: Sizes) -> bool:
-    """True if tile_m is one of ``_BETWEEN`` and the other sizes are not among those that it was chosen with."""
-    if c.tile_m not in _BETWEEN:
-        return False
-    return c.cluster_m * c.cluster_n > 1 or Beside(c.schedule, c.tile_n, c.tile_k, c.split_k) not in _BETWEEN[c.tile_m]
+def between(kept: dict[int, set[Beside]]) -> Rule:
+    """Return the rule that leaves a tile_m of a table only the sizes that it has there."""
+
+    def excludes(c: Sizes) -> bool:
+        if c.tile_m not in kept:
+            return False
+        return c.cluster_m * c.cluster_n > 1 or Beside(c.schedule, c.tile_n, c.tile_k, c.split_k) not in kept[c.tile_m]
+
+    reason = "a tile_m between the powers of two is kept with the sizes that were the fastest somewhere"
+    return Rule("between", reason, excludes, of="sizes")
+
+
+def experts_between(kept: dict[int, set[Beside]]) -> Rule:
+    """Return the rule that leaves experts no tile_m of a table."""
+    reason = "sizes between the powers of two are not looked at for experts"
+    return Rule("experts between", reason, lambda v: v.grouped and v.config.tile_m in kept)
 
 
 GROUPED_CLUSTER = Rule(
@@ -120,11 +143,6 @@ REGISTERS = Rule(
     "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
     lambda c: c.tile_m > _MAX_TILE_M[c.schedule].get(c.tile_n, 0),
     of="sizes",
-)
-EXPERTS_BETWEEN = Rule(
-    "experts between",
-    "sizes between the powers of two are not looked at for experts",
-    lambda v: v.grouped and v.config.tile_m in _BETWEEN,
 )
 WIDE_FEW = Rule(
     "192 features of few tokens",
@@ -252,13 +270,8 @@ SPACE = Space(
         ),
     ),
     pruned=(
-        EXPERTS_BETWEEN,
-        Rule(
-            "between",
-            "a tile_m between the powers of two is kept with the sizes that were the fastest somewhere",
-            _is_between,
-            of="sizes",
-        ),
+        experts_between(_BETWEEN),
+        between(_BETWEEN),
         PINGPONG_CLUSTER,
         Rule(
             "short slices",

@@ -49,13 +49,14 @@ class Variant(WarpsVariant):
 
     @property
     def token_splits(self) -> int:
-        """Number of ranges of tokens that are multiplied one after the other if sums are promoted: two sets of
-        sums of one range must fit into the registers beside the accumulators."""
+        """Number of ranges of tokens, of a multiple of eight each, that are multiplied one after the other if sums are
+        promoted: two sets of sums of one range must fit into the registers beside the accumulators."""
         if not self.promotes:
             return 1
         registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
         room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
-        return next(splits for splits in (1, 2, 4, 8) if self.config.tile_m // splits <= max(room, 8))
+        eights, most = self.config.tile_m // 8, max(room // 8, 1)
+        return next(splits for splits in range(1, eights + 1) if eights % splits == 0 and eights // splits <= most)
 
     @property
     def scale_tokens(self) -> int:
