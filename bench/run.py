@@ -45,7 +45,7 @@ class Entry:
     weight: QuantizedWeight
     dtype: torch.dtype
     prepared: Prepared
-    copies: list[tuple[torch.Tensor, ...]]
+    copies: list[Any]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,7 +17,7 @@ import functools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ class Entry:
     name: str
     version: str
     prepared: Prepared
-    copies: list[tuple[torch.Tensor, ...]]
+    copies: list[Any]
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,6 @@ class Layer:
     """dtype of x."""
     dense: torch.Tensor
     """The numbers of the weight, float32."""
-    packed: QuantizedWeight
-    """In the layout that w4gemm takes."""
     entries: list[Entry]
 
     @classmethod
@@ -108,15 +106,12 @@ class Layer:
                 print(f"  {peer.name}, {n}x{k}: {e!r:.200}", flush=True)
                 continue
             entries.append(Entry(peer.name, peer.version(), form, form.copies()))
-        packed = weight.repack(layout_for(Device.of(weight.device), format, dtype))
-        return cls(dtype, weight.dequantize(torch.float32), packed, entries)
+        return cls(dtype, weight.dequantize(torch.float32), entries)
 
-    def run_config(
-        self, config: str, tensors: tuple[torch.Tensor, ...], x: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
+    def run_config(self, config: str, w: QuantizedWeight, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """w4gemm with a config that is forced."""
         scales = token_scales()[: len(x)] if self.dtype == FP8 else None
-        return w4gemm.linear(x, replace(self.packed, tensors=tensors), token_scale=scales, out=out, config=config)
+        return w4gemm.linear(x, w, token_scale=scales, out=out, config=config)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

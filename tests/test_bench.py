@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 from bench import fit, pages, report, support, sweep, timings, tune  # noqa: E402
 from bench.drawn import page as unknown_page  # noqa: E402
 from bench.peers import PEERS, bitsandbytes, peers_named  # noqa: E402
+from bench.peers.w4gemm import W4gemm  # noqa: E402
 from bench.shapes import (  # noqa: E402
     EXPERTS,
     LAYERS,
@@ -33,7 +34,7 @@ from bench.shapes import (  # noqa: E402
 )
 
 import w4gemm  # noqa: E402
-from w4gemm import WeightFormat, choice  # noqa: E402
+from w4gemm import QuantizedWeight, WeightFormat, choice  # noqa: E402
 from w4gemm.checkpoints import FORMATS, METHODS  # noqa: E402
 from w4gemm.choice import store  # noqa: E402
 from w4gemm.choice.records import Record, key_of  # noqa: E402
@@ -72,6 +73,19 @@ def test_peers_by_name():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is no GPU")
+def test_a_timed_call_of_ours_makes_no_weight(monkeypatch):
+    """On a GPU a weight that is made launches something, which took 2.6 us of every call that was timed."""
+    w = w4gemm.quantize(torch.randn(48, 128))
+    prepared = W4gemm().prepare(w, torch.float32)
+    weights = prepared.copies()
+    made = []
+    monkeypatch.setattr(QuantizedWeight, "__post_init__", lambda self: made.append(self))
+    x, out = torch.randn(3, 128), torch.empty(3, 48)
+    for one in weights[:2]:
+        assert torch.allclose(prepared.run(one, x, out), x @ w.dequantize().T, atol=1e-4)
+    assert not made
+
+
 @pytest.mark.parametrize("peer", PEERS, ids=lambda p: p.name)
 def test_peers_say_why_they_cannot_run(peer):
     assert peer.available()
@@ -91,7 +105,7 @@ def test_bitsandbytes_gets_the_bytes_that_it_writes_itself(monkeypatch):
     peer = bitsandbytes.PEER
     w = w4gemm.quantize(torch.randn(48, 128), "nf4_g64_fp32")
     prepared = peer.prepare(w, torch.bfloat16)
-    prepared.run(prepared.tensors, torch.ones(1, 128), torch.empty(1, 48))
+    prepared.run(prepared.form(prepared.tensors), torch.ones(1, 128), torch.empty(1, 48))
     (state,), (packed, absmax) = calls, prepared.tensors
     assert (state.shape, state.blocksize, state.quant_type) == ((48, 128), 64, "nf4") and state.absmax is absmax
     codes = torch.stack((packed >> 4, packed & 15), -1).view(48, 2, 64)
@@ -180,12 +194,12 @@ def test_every_stored_row_can_be_read():
             rows = list(timings.rows_of(path))
             assert all(row["us"] > 0 and row["n"] > 0 and row["k"] > 0 and row["m"] > 0 for row in rows), path.name
             assert {str(WeightFormat.parse(row["format"])) for row in rows} == {row["format"] for row in rows}
-        elif path.name.startswith("unknown"):
+        elif "unknown" in path.name:
             rows = unknown_page.read(path)
             assert all({"kind", "gpu", "commit", "dirty", "us_p50"} <= row.keys() for row in rows), path.name
-            assert unknown_page.paths(path)[0].read_text() == unknown_page.text(rows, path), (
-                "run python -m bench.report"
-            )
+            if path.name.startswith("unknown"):
+                page, _ = unknown_page.paths(path)
+                assert page.read_text() == unknown_page.text(rows, path), "run python -m bench.report"
         elif not path.name.startswith("grouped_configs"):
             assert all({"kind", "gpu", "commit", "dirty"} <= row.keys() for row in rows), path.name
 
@@ -218,7 +232,7 @@ def test_a_table_from_rows(tmp_path):
     assert store.read(table)[0] == kept
     assert [(r.m, r.choice, r.us) for r in store.read(table)[1:]] == [
         ((57, 64), guess, 10.05),
-        ((113, 128), third, 8.0),
+        ((121, 128), third, 8.0),
     ]
     again = rows_file(tmp_path / "2", {64: {guess: 20.5, second: 20.0}, 128: {second: 9.0}})
     tune.main(["--rows", str(first), str(again), "--table", str(table)])
@@ -248,10 +262,10 @@ def test_a_sweep_leaves_out_what_is_predicted_to_be_slow():
     problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
     what = {"format": "int4_g128", "dtype": "bfloat16", "drawn": 0, "shapes": [(8192, 8192)], "m": "64", "configs": 16}
     us = {str(each): each.us for each in choice.explain(problem).candidates[:16]}
-    for within in (math.inf, 1.2, 1.0):
+    for within in (math.inf, 1.1, 1.0):
         (names,) = sweep.products(argparse.Namespace(**what, within=within), H200).values()
         assert names == [name for name in us if us[name] <= within * min(us.values())]
-    assert 1 == len(names) < sum(time <= 1.2 * min(us.values()) for time in us.values()) < 16
+    assert 1 == len(names) < sum(time <= 1.1 * min(us.values()) for time in us.values()) < 16
 
 
 def test_a_sweep_goes_on_without_what_cannot_be_compiled(capsys, monkeypatch):

@@ -46,7 +46,7 @@ def test_the_ctas_of_experts():
 
 
 def test_few_enough_to_compile_them_all():
-    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 290
+    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 320
 
 
 @pytest.mark.parametrize("n, k", LAYERS)
@@ -58,7 +58,7 @@ def test_a_tile_has_about_as_many_tokens_as_there_are(n, k):
         assert config.tile_m - m <= 16, (m, config)
 
 
-@pytest.mark.parametrize("m, experts, tile_m", [(80, 0, 96), (112, 0, 112), (128, 0, 128), (8 * 128, 8, 128)])
+@pytest.mark.parametrize("m, experts, tile_m", [(128, 0, 128), (8 * 128, 8, 128)])
 def test_folded_fp8_takes_256_features_where_they_are_the_fastest(m, experts, tile_m):
     """By measurements on an H200, docs/measured.md; where one wave would not be full of such tiles it does not."""
     folded = WeightFormat.parse("int4_g128_e4m3")

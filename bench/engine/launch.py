@@ -30,8 +30,9 @@ RESULTS = ROOT / "bench/results/engine.jsonl"
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch sizes with CUDA graphs, beside those that are measured; vLLM captures more of them by default."""
 PLUGIN_GROUP = "vllm.general_plugins"
-_REPACKED, _ENGINE_BYTES = 1.1, 6e9
-"""Memory of an engine beside keys and values: its checkpoint's times the first, and activations, graphs, a context."""
+_LOADED, _PACKED, _ENGINE_BYTES = 2.0, 1.1, 6e9
+"""Memory of an engine beside keys and values: its weights' times the first while it loads them and times the second
+later, and activations, graphs, a context."""
 
 
 class EngineError(RuntimeError):
@@ -99,8 +100,8 @@ class EngineOptions:
         """
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / self.gpus
         memory = self.memory / self.at_once * torch.cuda.mem_get_info()[1]
-        left = int(memory - _REPACKED * weights - _ENGINE_BYTES)
-        if left < 2**30:
+        left = int(memory - _PACKED * weights - _ENGINE_BYTES)
+        if memory < _LOADED * weights + _ENGINE_BYTES or left < 2**30:
             raise EngineError(
                 f"memory: {memory / 1e9:.0f} GB for each engine are too few for {weights / 1e9:.0f} GB of weights"
             )

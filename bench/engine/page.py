@@ -28,13 +28,13 @@ _WHAT = (
 _METHOD = (
     "Checkpoints have published shapes and random numbers (`bench/engine/checkpoint.py`). A random router divides "
     "tokens about evenly among experts.",
-    "Each implementation served the same checkpoint in a process of its own, one after the other on one machine; "
-    "medians. The engine was asked which kernel every layer got.",
+    "Each implementation served the same checkpoint in a process of its own on one machine, and was measured while no "
+    "other did anything; medians. The engine was asked which kernel every layer got.",
     "Decode: `LLM.generate` with prompts of 128 random tokens and greedy answers of 128; tokens/s of the whole batch "
     "without the time to the first tokens, and milliseconds per step. Serve: `vllm serve`, streamed, with a fixed "
     "number of requests at a time.",
-    "Changed since the rows of mixtures, up to 71d94a8, and not measured again: random codes have a mean of zero, "
-    "without which the tokens of these mixtures went to about the same experts ([more](measured/engine.md)).",
+    "Serve, 256 at a time: one Python process read all answers, and it or vLLM's own process that streams them was "
+    "probably the bound, so that all engines came to about the same tokens/s ([more](measured/engine.md)).",
     "To repeat a table: `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm "
     "marlin humming`, with `--serve` and `--profile 1 256` for those tables. `python -m bench.report "
     "bench/results/{file}` makes this page of the rows.",
@@ -82,7 +82,7 @@ def lines_of(row: Row) -> list[Line]:
             name = f"first token after {row['tokens_in']}: ms"
             found.append(Line(name, lambda r: r["first_tokens_s"], lambda r: f"{1e3 * r['first_tokens_s']:.1f}", True))
         return found
-    if phase == "start" and row["start"] != "first":  # which pays for the others'
+    if phase == "start" and row["start"] != "first" and row.get("at_once", 1) == 1:  # the first pays for the others
         return [Line(f"{row['start']} start: s", lambda r: r["seconds"], lambda r: f"{r['seconds']:.0f}", True)]
     names = {"prefill": f"prefill of {row.get('tokens_in')}", "serve": f"serve, {batch} at a time"}
     if phase not in names:

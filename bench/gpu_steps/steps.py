@@ -84,18 +84,7 @@ STEPS = (
     *(
         Step(f"engine-{name}", f"{ENGINE} {options}", seconds, "engine.jsonl", TO_RUN, needs=("vllm",), alone=True)
         for name, options, seconds in (
-            (
-                "experts",
-                "--model qwen3-30b-a3b=ct-int4-g128 gpt-oss-20b=mxfp4 --impl default w4gemm humming --at-once 3 "
-                "--profile 1 64",
-                480,
-            ),
-            (
-                "experts-w4a8",
-                "--model qwen3-30b-a3b=ct-int4-g128-fp8 deepseek-v3-5-layers=awq-int4-g128 --impl default w4gemm "
-                "--at-once 3",
-                400,
-            ),
+            ("gpt-oss", "--model gpt-oss-20b --format mxfp4 --impl default w4gemm humming --at-once 3", 240),
             (
                 "dense",
                 "--model llama-3-8b qwen2.5-32b --format gptq-int4-g128 --impl default w4gemm humming --at-once 3",
@@ -111,8 +100,7 @@ STEPS = (
                 "formats",
                 "--layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --at-once 4 --model "
                 "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
-                "mixtral-8x7b=gptq-int4-g128 llama-3-8b=ct-nvfp4 llama-3-8b=modelopt-nvfp4-a16 qwen3-30b-a3b=ct-nvfp4 "
-                "deepseek-v3-5-layers=awq-int4-g128",
+                "mixtral-8x7b=gptq-int4-g128 llama-3-8b=ct-nvfp4 llama-3-8b=modelopt-nvfp4-a16 qwen3-30b-a3b=ct-nvfp4",
                 400,
             ),
         )

@@ -39,10 +39,13 @@ class W4gemm:
         scaled = dtype == FP8
         epilogue = PLAIN._replace(token_scale=scaled)
 
-        def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        def form(tensors: Tensors) -> QuantizedWeight:
+            return replace(packed, tensors=tensors)  # launches something small on a GPU, which a call must not
+
+        def run(w: QuantizedWeight, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             scales = token_scales()[: len(x)] if scaled else None
             config = chosen(len(x)) if self._kernel else None
-            return w4gemm.linear(x, replace(packed, tensors=tensors), token_scale=scales, out=out, config=config)
+            return w4gemm.linear(x, w, token_scale=scales, out=out, config=config)
 
         def chosen(m: int) -> str:
             if self._kernel:
@@ -50,7 +53,7 @@ class W4gemm:
                 return next(str(c) for c in choice.explain(problem).candidates if c.kernel == self._kernel)
             return str(choice.plan_for(choice.PlanKey.of(packed, m, dtype, epilogue)))
 
-        return Prepared(packed.tensors, run, chosen)
+        return Prepared(packed.tensors, run, chosen, form=form)
 
 
 PEER = W4gemm()
