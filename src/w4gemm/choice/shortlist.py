@@ -25,7 +25,7 @@ _SAMPLES = 40
 """Number of m that a shortlist is chosen for, evenly spaced in the logarithm."""
 _LOOKS = (288, 400, 560, 800, 1120, 1600, 2560, 5120, 12288)
 """The m at which a config has to be near the best to be considered."""
-_NEAR = 1.25
+_NEAR = 1.15
 """Largest predicted time / best predicted time, at one of ``_LOOKS``, of a config that is considered."""
 _LEAST_GAIN = 2e-4
 """Least gain in the mean logarithm of the time that is worth another config."""

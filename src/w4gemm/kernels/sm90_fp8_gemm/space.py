@@ -35,9 +35,10 @@ tile_n, which fix the number of threads: what the registers have room for."""
 
 
 def _candidates() -> Iterator[Sizes]:
-    sizes = itertools.product(("coop", "pingpong"), TILE_N, (*TILE_M, *_BETWEEN), _TILE_K, _CLUSTER_SPLIT_K)
+    sizes = itertools.product(("coop", "pingpong"), TILE_N, TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
+    yield from mixed.between(_BETWEEN)
 
 
 def _spills_with_groups(v: Variant) -> bool:
@@ -64,8 +65,8 @@ def _spills_with_activation(v: Variant) -> bool:
 
 SPACE = Space(
     _candidates,
-    f"tile_m {listed(sorted((*TILE_M, *_BETWEEN)))}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; "
-    f"(cluster_m, cluster_n, split_k) {listed(_CLUSTER_SPLIT_K)}; coop and pingpong",
+    f"tile_m {listed(TILE_M)}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; (cluster_m, cluster_n, split_k) "
+    f"{listed(_CLUSTER_SPLIT_K)}; coop and pingpong; and some of these with tile_m {listed(_BETWEEN)}",
     impossible=(
         mixed.GROUPED_CLUSTER,
         mixed.GATHERED_CLUSTER,
@@ -135,7 +136,6 @@ SPACE = Space(
     ),
     pruned=(
         mixed.experts_between(_BETWEEN),
-        mixed.between(_BETWEEN),
         mixed.PINGPONG_CLUSTER,
         mixed.MULTICAST_TOKENS,
         Rule(

@@ -53,26 +53,22 @@ _MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64:
 
 
 def _candidates() -> Iterator[Sizes]:
-    sizes = itertools.product(("coop", "pingpong", "stream"), TILE_N, (*TILE_M, *_BETWEEN), _TILE_K, _CLUSTER_SPLIT_K)
+    sizes = itertools.product(("coop", "pingpong", "stream"), TILE_N, TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
+    yield from between(_BETWEEN)
+
+
+def between(kept: dict[int, set[Beside]]) -> Iterator[Sizes]:
+    """Yield the candidates of a table of tile_m between the powers of two."""
+    for tile_m, others in kept.items():
+        for c in sorted(others):
+            yield Sizes(tile_m, c.tile_n, c.tile_k, 1, 1, c.schedule, c.split_k)
 
 
 def fits(v: Variant) -> bool:
     """True if shared memory holds two stages, and the sums that lie over the drained pipeline."""
     return v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes
-
-
-def between(kept: dict[int, set[Beside]]) -> Rule:
-    """Return the rule that leaves a tile_m of a table only the sizes that it has there."""
-
-    def excludes(c: Sizes) -> bool:
-        if c.tile_m not in kept:
-            return False
-        return c.cluster_m * c.cluster_n > 1 or Beside(c.schedule, c.tile_n, c.tile_k, c.split_k) not in kept[c.tile_m]
-
-    reason = "a tile_m between the powers of two is kept with the sizes that were the fastest somewhere"
-    return Rule("between", reason, excludes, of="sizes")
 
 
 def experts_between(kept: dict[int, set[Beside]]) -> Rule:
@@ -163,8 +159,8 @@ def _large(v: Variant) -> bool:
 
 SPACE = Space(
     _candidates,
-    f"tile_m {listed(sorted((*TILE_M, *_BETWEEN)))}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; "
-    f"(cluster_m, cluster_n, split_k) {listed(_CLUSTER_SPLIT_K)}",
+    f"tile_m {listed(TILE_M)}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; (cluster_m, cluster_n, split_k) "
+    f"{listed(_CLUSTER_SPLIT_K)}; and, of tile_m {listed(_BETWEEN)}, those that were the fastest for its neighbours",
     impossible=(
         Rule(
             "experts and stream-k",
@@ -271,7 +267,6 @@ SPACE = Space(
     ),
     pruned=(
         experts_between(_BETWEEN),
-        between(_BETWEEN),
         PINGPONG_CLUSTER,
         Rule(
             "short slices",
