@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from bench.engine.implementations import OURS
 from bench.engine.page import Case, Row, by_line, names_of
+
+_WORDS = re.compile(r"(\w+)(?:,| of) (?:batch )?(\d+).*")
+"""A line's name, of which a group of bars shows what was done and how many requests or tokens there were."""
 
 
 def plot(cases: dict[Case, list[Row]], file: Path) -> None:
@@ -41,13 +45,14 @@ def plot(cases: dict[Case, list[Row]], file: Path) -> None:
                 label=names[name],
                 **color,
             )
-        short = [name.partition(":")[0].replace(", ", "\n", 1) for name in groups]
+        short = [_WORDS.sub(r"\1\n\2", name.partition(":")[0]) for name in groups]
         panel.set_xticks([x + 0.4 * (1 - 1 / len(names)) for x in range(len(groups))], short, fontsize=7)
         panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
         panel.set_title(str(case).replace(", NVIDIA", "\nNVIDIA"), fontsize=9)
         panel.margins(y=0.2)
         panel.legend(fontsize=7, ncols=len(names), loc="upper center")
     figure.supylabel("tokens/s over vLLM's choice", fontsize=10)
+    figure.supxlabel("decode: batch; prefill: tokens of the prompt; serve: requests at a time", fontsize=9)
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, metadata={"Date": None})
