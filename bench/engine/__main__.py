@@ -15,21 +15,19 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from bench.engine import phases, profile, serve
-from bench.engine.checkpoint import tensors_of, write
+from bench.engine.cases import Case, Place, Slot
 from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
 from bench.engine.launch import (
-    Caches,
     EngineError,
     EngineOptions,
     environment,
@@ -42,120 +40,13 @@ from bench.engine.models import Model
 from bench.engine.offline import Result, Task
 from bench.engine.options import pairs_of, parser
 from bench.engine.packing import Packing
-from bench.engine.preload import Preloaded, end_descendants
-from bench.engine.rows import Answers, Row, add_agreement, rows_of, table
+from bench.engine.preload import end_descendants
+from bench.engine.rows import Row, rows_of, table
 from bench.engine.turns import Turns
 
 import w4gemm
 from w4gemm.console.progress import say
 from w4gemm.tuning import record
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where engines run.
-
-    Attributes:
-        work: folder of checkpoints and of compiled code.
-        logs: folder for what engines print.
-        plugin: folder with our plugin's metadata, if the package is not installed.
-        preloaded: processes to fork engines of ``LLM.generate`` from, one for each that starts at the same time; or
-            none.
-    """
-
-    work: Path
-    logs: Path
-    plugin: Path | None
-    preloaded: tuple[Preloaded, ...]
-
-    def log(self, name: str) -> Path:
-        """Return a file for what an engine prints, without what another printed before."""
-        file = self.logs / f"{name}.log"
-        file.unlink(missing_ok=True)
-        return file
-
-
-@dataclass(frozen=True)
-class Slot:
-    """An engine's own things, beside those that start at the same time.
-
-    Attributes:
-        turns: None if it is alone.
-        preloaded: process to fork it from; None to import vLLM anew.
-    """
-
-    turns: Turns | None
-    preloaded: Preloaded | None
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A checkpoint to serve and how.
-
-    Attributes:
-        task: what is measured of each implementation; its engine's arguments are added for each.
-        serve: True to measure ``vllm serve``, False for ``LLM.generate``.
-        starts: how often an engine starts; the last start is measured.
-        seconds: limit of a process that is alone.
-        common: fields of all rows.
-        shown: the rows so far.
-        reference: name and answers of the first implementation that was done, once there is one.
-    """
-
-    model: Model
-    packing: Packing
-    options: EngineOptions
-    task: Task
-    serve: bool
-    starts: int
-    seconds: float
-    place: Place
-    common: Row
-    shown: list[Row] = field(default_factory=list)
-    reference: list[tuple[str, Answers]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"{self.model.name}-{self.packing}"
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the checkpoint."""
-        return self.place.work / "models" / str(self)
-
-    @property
-    def limit(self) -> float:
-        """Seconds of a process, which may wait for as many others as start with it."""
-        return self.seconds * self.options.at_once
-
-    def caches_of(self, implementation: Implementation) -> Caches:
-        """Return the implementation's folders of compiled code for this checkpoint."""
-        caches = self.place.work / "caches"
-        return Caches(caches / f"{self}-{implementation.name}", caches / "shared")
-
-    def write(self) -> None:
-        """Write the checkpoint, if it is not there."""
-        done = self.folder / "complete"
-        if done.exists():
-            return
-        start = time.monotonic()
-        size = sum(tensor.nbytes for tensor in tensors_of(self.model, self.packing))
-        say(f"{self}: {size / 1e9:.1f} GB into {self.folder}")
-        write(self.model, self.packing, self.folder)
-        done.touch()
-        say(f"{self}: written in {time.monotonic() - start:.1f} s")
-
-    def compare(self, name: str, answers: Answers, rows: list[Row]) -> None:
-        """Compare answers with those of the first implementation; remember them if they are the first."""
-        if not self.reference:
-            self.reference.append((name, answers))
-        elif answers:
-            add_agreement(rows, answers, *self.reference[0])
-
-    def end(self, kept: bool) -> None:
-        """Remove the checkpoint, unless it is kept."""
-        if not kept:
-            shutil.rmtree(self.folder)
-
 
 Job = tuple[Case, Implementation]
 
