@@ -47,6 +47,42 @@ class Step:
 
 
 STEPS = (
+    # times that are in no row yet, or too long there (docs/measured/method.md#a-launch-before-each-call)
+    *(
+        Step(
+            f"unknown-{gpu.lower()}",
+            "python -m bench.unknown --impl w4gemm,machete,cutlass_w4a8,cublas --every 2 --configs 8 --seconds 150 "
+            "--out {rows}",
+            500,
+            rows,
+            "docs/measured/ragged_m.md#more-tiles-between-powers-of-two-2026-11-24",
+            gpu=gpu,
+            alone=True,
+        )
+        for gpu, rows in (("H200", "unknown.jsonl"), ("H100", "unknown_h100.jsonl"))
+    ),
+    *(
+        Step(
+            f"fp4-{shape}",
+            f"python -m bench.run --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes {shape} --out {{rows}}",
+            400,
+            "fp4.jsonl",
+            "bench/results/README.md#benchmarks",
+            needs=PEERS,
+            alone=True,
+        )
+        for shape in ("28672x4096", "8192x28672")
+    ),
+    Step(
+        "nf4",
+        "python -m bench.run --impl w4gemm,bitsandbytes,cublas --format nf4_g64_fp32,int4_g128 "
+        "--shapes 8192x8192,28672x4096 --m 1,16,64 --out {rows}",
+        200,
+        "nf4.jsonl",
+        "bench/results/README.md#benchmarks",
+        needs=("bitsandbytes",),
+        alone=True,
+    ),
     # the GPU tests: of models and checkpoints by themselves, then all of them in shards
     Step(
         "tests-of-models",
@@ -125,28 +161,6 @@ STEPS = (
         alone=True,
     ),
     # products, layers and models beside others
-    *(
-        Step(
-            f"fp4-{shape}",
-            f"python -m bench.run --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes {shape} --out {{rows}}",
-            400,
-            "fp4.jsonl",
-            "bench/results/README.md#benchmarks",
-            needs=PEERS,
-            alone=True,
-        )
-        for shape in ("28672x4096", "8192x28672")
-    ),
-    Step(
-        "nf4",
-        "python -m bench.run --impl w4gemm,bitsandbytes,cublas --format nf4_g64_fp32,int4_g128 "
-        "--shapes 8192x8192,28672x4096 --m 1,16,64 --out {rows}",
-        200,
-        "nf4.jsonl",
-        "bench/results/README.md#benchmarks",
-        needs=("bitsandbytes",),
-        alone=True,
-    ),
     Step(
         "fp4-experts",
         "python -m bench.grouped --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes fp4-moe "
@@ -185,40 +199,21 @@ STEPS = (
         needs=("transformers",),
         alone=True,
     ),
-    # layers that nobody tuned, and timings for the cost model
-    Step(
-        "unknown-h200",
-        "python -m bench.unknown --seconds 170 --out {rows}",
-        540,
-        "unknown.jsonl",
-        "docs/measured/choice.md#layers-that-nobody-fitted",
-        needs=PEERS,
-        gpu="H200",
-        alone=True,
-    ),
-    Step(
-        "unknown-h100",
-        "python -m bench.unknown --seconds 170 --out {rows}",
-        540,
-        "unknown_h100.jsonl",
-        "docs/measured/choice.md#an-h100-of-its-own",
-        needs=PEERS,
-        gpu="H100",
-        alone=True,
-    ),
+    # timings for the cost model
     *(
         Step(
             f"sweep-{name}",
-            f"python -m bench.sweep --drawn 20 --configs 16 --within 1.3 --format {format} --dtype float8_e4m3fn "
+            f"python -m bench.sweep --drawn 20 --configs 16 --within 1.3 --format {format} --dtype {dtype} "
             "--seconds 280 --out {rows}",
             400,
             rows,
             "bench/results/README.md#timings-of-configs",
             alone=True,
         )
-        for name, format, rows in (
-            ("w4a8-folded", "int4_g128_e4m3", "configs_fp8_10.jsonl"),
-            ("w4a8-exact", "int4_g128", "configs_fp8_11.jsonl"),
+        for name, format, dtype, rows in (
+            ("w4a16", "int4_g128", "bfloat16", "configs_9.jsonl"),
+            ("w4a8-folded", "int4_g128_e4m3", "float8_e4m3fn", "configs_fp8_10.jsonl"),
+            ("w4a8-exact", "int4_g128", "float8_e4m3fn", "configs_fp8_11.jsonl"),
         )
     ),
     # the rest of a release
