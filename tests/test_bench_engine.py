@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
 import re
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +23,6 @@ sys.path.insert(0, str(ROOT))
 from bench.engine import __main__ as program  # noqa: E402
 from bench.engine import (  # noqa: E402
     agreement,
-    client,
     launch,
     layer,
     offline,
@@ -574,43 +571,6 @@ def test_engines_that_share_memory_are_told_how_much_keys_and_values_may_take(tm
     assert arguments["kv_cache_memory_bytes"] == int(0.4 * 80e9 - 1100 - 6e9)
     with pytest.raises(launch.EngineError, match="memory: 6 GB for each engine are too few for 0 GB of weights"):
         replace(shared, memory=0.16).cache_bytes(tmp_path)
-
-
-async def _stream(reader, writer) -> None:
-    """Answer a POST as vLLM does: three tokens, or an error for a prompt of one token."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(re.search(rb"Content-Length: (\d+)", head)[1])
-    prompt = json.loads(await reader.readexactly(length))["prompt"]
-    events = [{"choices": [{"text": "a"}]}] * 3 + [{"choices": [], "usage": {"completion_tokens": 3}}]
-    events = [{"error": "too short"}] if len(prompt) == 1 else events
-    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    for text in (*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n", ""):
-        writer.write(f"{len(text):x}\r\n{text}\r\n".encode())
-        await writer.drain()
-    writer.close()
-
-
-@pytest.fixture
-def streaming_server():
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(_stream, client.HOST, 0))
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    yield server.sockets[0].getsockname()[1]
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-
-
-def test_clients_share_a_load(streaming_server, tmp_path):
-    load = serve.Load(10, tokens_in=5, tokens_out=3, vocabulary=512)
-    parts = load.parts(streaming_server)
-    assert sum(part.at_a_time for part in parts) == 10 and len({part.seed for part in parts}) == len(parts)
-    found = serve._put_on(load, streaming_server, tmp_path / "log", 60)
-    assert found["requests"] == 10 * serve.ROUNDS and found["tokens_s"] > 0
-    with pytest.raises(launch.EngineError, match="10 requests at a time: OSError.'too short'"):
-        serve._put_on(replace(load, tokens_in=1), streaming_server, tmp_path / "log", 60)
-    with pytest.raises(launch.EngineError, match="an answer has 3 tokens, wanted 4"):
-        serve._put_on(replace(load, tokens_out=4), streaming_server, tmp_path / "log", 60)
 
 
 def test_figures_of_a_load():

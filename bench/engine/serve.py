@@ -1,13 +1,11 @@
-"""``vllm serve`` under load: as many streamed requests at a time as wanted, a new one as soon as one ends.
-
-With hundreds of requests at a time vLLM's own process that streams answers, one per server, may be the bound.
-"""
+"""``vllm serve`` under load: as many streamed requests at a time as wanted, a new one as soon as one ends."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
+import random
 import socket
 import statistics
 import subprocess
@@ -15,31 +13,35 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from asyncio.subprocess import Process
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.engine.client import HOST, WARM, Answer, Outcome, Part
-from bench.engine.launch import ROOT, EngineError, last_error, started
+from bench.engine.launch import EngineError, last_error, started
 from bench.engine.turns import Turns
 
 ROUNDS = 4
 """Requests of a load over those at a time."""
-_CLIENTS = 8
-_CLIENT = (sys.executable, "-m", "bench.engine.client")
-_MOST_CHARACTERS = 2**28
-"""Characters of a client's line, which has the times of all its answers."""
+_HOST = "127.0.0.1"
 _FLAGS = {True: "--{}", False: "--no-{}"}
+
+
+@dataclass
+class Answer:
+    """A streamed answer: the time until its first token, and between chunks of tokens, in seconds."""
+
+    first_token: float = 0.0
+    between: list[float] = field(default_factory=list)
+    tokens: int = 0
 
 
 def command(arguments: dict[str, Any], port: int) -> list[str]:
     """Return the command line of a server from the arguments of ``vllm.LLM``."""
     model, *others = arguments.items()
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model[1]), "--served-model-name", "m"]
-    words += ["--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
+    words += ["--host", _HOST, "--port", str(port), "--disable-uvicorn-access-log"]
     for name, value in others:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -73,7 +75,7 @@ def serve(
     with started(command(arguments, port), {**variables, "VLLM_SERVER_DEV_MODE": "1"}, log) as process:
         with turns.starting() if turns else nullcontext():
             seconds_up = _up(process, port, log, seconds)
-        base = f"http://{HOST}:{port}"
+        base = f"http://{_HOST}:{port}"
         facts = {"start_s": seconds_up, "engine_version": _get(base, "/version")["version"]}
         facts["kernels"] = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
         with turns.measuring() if turns else nullcontext():
@@ -93,7 +95,7 @@ def _up(process: subprocess.Popen[bytes], port: int, log: Path, seconds: float) 
         if time.perf_counter() - start > seconds:
             raise EngineError(f"the server was not up in {seconds:.0f} s: {last_error(log)}")
         try:
-            urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=2).close()
+            urllib.request.urlopen(f"http://{_HOST}:{port}/health", timeout=2).close()
             return time.perf_counter() - start
         except OSError:
             time.sleep(0.2)
@@ -107,49 +109,11 @@ def _put_on(load: Load, port: int, log: Path, seconds: float) -> dict[str, Any]:
     """
     what = f"{load.at_a_time} requests at a time"
     try:
-        outcomes = asyncio.run(asyncio.wait_for(_outcomes(load.parts(port)), max(1.0, seconds)))
+        return asyncio.run(asyncio.wait_for(load.put_on(port), max(1.0, seconds)))
     except (TimeoutError, asyncio.TimeoutError):
         raise EngineError(f"{what}: not done in {seconds:.0f} s") from None
-    for error in (outcome.error for outcome in outcomes if outcome.error):
-        raise EngineError(f"{what}: {error}: {last_error(log)}")
-    answers = [answer for outcome in outcomes for answer in outcome.answers]
-    return figures(answers, max(o.ended for o in outcomes) - min(o.begun for o in outcomes))
-
-
-async def _outcomes(parts: Sequence[Part]) -> list[Outcome]:
-    """Run a client for each part, and return what they found. All begin to count when all are warm."""
-    pipes: dict[str, Any] = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "cwd": ROOT,
-        "limit": _MOST_CHARACTERS,
-    }
-    clients = [await asyncio.create_subprocess_exec(*_CLIENT, **pipes) for _ in parts]
-    try:
-        for client, part in zip(clients, parts, strict=True):
-            _tell(client, json.dumps(asdict(part)))
-        lines = await asyncio.gather(*(_line(client) for client in clients))
-        if all(line == WARM for line in lines):
-            for client in clients:
-                _tell(client, "")
-            lines = await asyncio.gather(*(_line(client) for client in clients))
-    finally:
-        for client in clients:
-            if client.returncode is None:
-                client.kill()
-            await client.wait()
-    return [Outcome() if line == WARM else Outcome.parse(line) for line in lines]
-
-
-def _tell(client: Process, text: str) -> None:
-    assert client.stdin is not None
-    client.stdin.write(text.encode() + b"\n")
-
-
-async def _line(client: Process) -> str:
-    assert client.stdout is not None
-    line = (await client.stdout.readline()).decode().strip()
-    return line or json.dumps(asdict(Outcome(error="a client has ended")))
+    except Exception as e:  # of the connection, of the server, of what it answers
+        raise EngineError(f"{what}: {e!r}: {last_error(log)}") from None
 
 
 @dataclass(frozen=True)
@@ -161,12 +125,68 @@ class Load:
     tokens_out: int
     vocabulary: int
 
-    def parts(self, port: int) -> list[Part]:
-        """Return the parts of clients that share the load."""
-        clients = min(_CLIENTS, self.at_a_time)
-        sizes = [len(range(i, self.at_a_time, clients)) for i in range(clients)]
-        sizes_of_requests = (self.tokens_in, self.tokens_out, self.vocabulary)
-        return [Part(port, size, ROUNDS, *sizes_of_requests, seed) for seed, size in enumerate(sizes)]
+    async def put_on(self, port: int) -> dict[str, Any]:
+        """Return a load's figures, after as many requests at a time that are not counted."""
+        rng = random.Random(self.at_a_time)
+        prompts = [
+            rng.choices(range(4, self.vocabulary), k=self.tokens_in) for _ in range(self.at_a_time * (ROUNDS + 1))
+        ]
+        gate = asyncio.Semaphore(self.at_a_time)
+        await asyncio.gather(*(self._ask(port, gate, prompt) for prompt in prompts[: self.at_a_time]))
+        start = time.perf_counter()
+        answers = await asyncio.gather(*(self._ask(port, gate, prompt) for prompt in prompts[self.at_a_time :]))
+        return figures(answers, time.perf_counter() - start)
+
+    async def _ask(self, port: int, gate: asyncio.Semaphore, prompt: list[int]) -> Answer:
+        body = {"model": "m", "prompt": prompt, "max_tokens": self.tokens_out, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer = Answer()
+        async with gate:
+            last = start = time.perf_counter()
+            async for event in _events(port, "/v1/completions", body):
+                now = time.perf_counter()
+                if event.get("error"):
+                    raise OSError(str(event["error"]))
+                if event.get("choices"):
+                    if answer.first_token:
+                        answer.between.append(now - last)
+                    else:
+                        answer.first_token = now - start
+                    last = now
+                if event.get("usage"):
+                    answer.tokens = event["usage"]["completion_tokens"]
+        if answer.tokens != self.tokens_out:
+            raise OSError(f"an answer has {answer.tokens} tokens, wanted {self.tokens_out}")
+        return answer
+
+
+async def _events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Give the events (JSON behind "data: ") that a server of this machine streams as the answer to a POST.
+
+    Raises:
+        OSError: if it answers with another status than 200; with what it says.
+    """
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(_HOST, port)
+    try:
+        fields = {"Host": _HOST, "Content-Type": "application/json", "Content-Length": len(data), "Connection": "close"}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        status = (await reader.readline()).decode().strip()
+        while (await reader.readline()).strip():
+            pass
+        if status.split()[1:2] != ["200"]:
+            raise OSError(f"{status or 'no answer'}: {(await reader.read(4096)).decode(errors='replace')}")
+        text = b""
+        while size := int(await reader.readline(), 16):  # chunks of the answer, which lines may straddle
+            text += (await reader.readexactly(size + 2))[:-2]
+            *lines, text = text.split(b"\n")
+            for line in lines:
+                event = line.strip().removeprefix(b"data: ")
+                if event not in (b"", b"[DONE]"):
+                    yield json.loads(event)
+    finally:
+        writer.close()
 
 
 def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -190,7 +210,7 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
 
 def _free_port() -> int:
     with socket.socket() as s:
-        s.bind((HOST, 0))
+        s.bind((_HOST, 0))
         return s.getsockname()[1]
 
 
