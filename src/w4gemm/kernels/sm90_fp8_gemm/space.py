@@ -17,7 +17,7 @@ _MANY = beside("coop", 64, 128) | beside("coop", 128, 128) | beside("pingpong", 
 _BETWEEN = {
     72: beside("coop", 64, 256) | beside("coop", 128, 256) | beside("coop", 192, 256),
     80: _LONG | beside("coop", 192, 256),
-    **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 128, 1, 2)),
+    **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 128)),
     120: beside("coop", 128, 256) | beside("coop", 192, 256),
     **dict.fromkeys((144, 160, 168), beside("coop", 128, 128)),
     200: beside("coop", 128, 128) | beside("pingpong", 64, 128),
