@@ -46,8 +46,8 @@ class QuantizedWeight:
             state dict keep it.
         packed: format, layout, n, k and experts as one value, see :mod:`w4gemm.packing.packed_shape`.
 
-    On a GPU each new weight launches a small kernel behind what wrote its tensors, about 2.6 us: make a weight once, not
-    in every call, where it would keep products from starting early.
+    On a GPU each new weight launches a small kernel behind what wrote its tensors, about 2.6 us: make a weight once,
+    not in every call, where it would keep products from starting early.
 
     Raises:
         ValueError, TypeError: if the tensors do not fit format, layout, n and k.

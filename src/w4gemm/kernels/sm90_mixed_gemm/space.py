@@ -46,8 +46,9 @@ _BETWEEN = {
     **dict.fromkeys((200, 240), beside("coop", 128, 64) | beside("pingpong", 64, 128)),
 }
 """tile_m between the powers of two, with the other sizes that were the fastest somewhere, or are by the cost model
-(2026-11-24). Tokens past m cost time, so a tile of 48 is better for 48 tokens than one of 64, and four of 112 better for
-400 than four of 128. The box of x that divides tile_m should be large (``Variant.box_tokens``): no 88, 104 or 136."""
+(2026-11-24). Tokens past m cost time, so a tile of 48 is better for 48 tokens than one of 64, and four of 112 better
+for 400 than four of 128. The box of x that divides tile_m should be large (``Variant.box_tokens``): no 88, 104 or
+136."""
 _MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
 
