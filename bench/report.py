@@ -23,7 +23,7 @@ from bench.pages import RATES, W4A16, Layer, Page, Times, kind_of_work, page_of
 
 ROOT = Path(__file__).parent.parent
 _LATE = {"20261124T0106-e2f8700"}
-"""Runs of bench.run between d094c6c and the commit that adds this line."""
+"""Runs of bench.run in which each call of w4gemm's had a launch of PyTorch's before it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -116,7 +116,7 @@ class Ours:
     def prepare(self, weight, dtype) -> Prepared:
         packed = weight.repack("cpu")
         run = lambda w, x, out: w4gemm.linear(x, w, out=out)  # noqa: E731
-        return Prepared(packed.tensors, run, lambda m: CONFIGS[0], form=lambda ts: replace(packed, tensors=ts))
+        return Prepared(packed.tensors, run, lambda m: CONFIGS[0], weight_of=lambda ts: replace(packed, tensors=ts))
 
 
 _CPU = GemmProblem(5, 64, 128, torch.bfloat16, WeightFormat.parse("int4_g128"), "cpu", device=Device("cpu"))

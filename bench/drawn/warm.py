@@ -147,7 +147,7 @@ def main() -> None:
             for form in forms:
                 with _said(f"{n}x{k}, m {m}"):
                     x = torch.randn(m, k, device="cuda").to(form.activations or dtype)
-                    form.run(form.form(form.tensors), x, torch.empty(m, n, device="cuda", dtype=torch.bfloat16))
+                    form.run(form.weight_of(form.tensors), x, torch.empty(m, n, device="cuda", dtype=torch.bfloat16))
                     torch.cuda.synchronize()
             print("warm", n, k, m, round(1e3 * (time.monotonic() - started)), flush=True)
             started = time.monotonic()

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,12 +126,12 @@ def measure(jobs: Sequence[Job], place: Place) -> Iterator[tuple[Case, list[Row]
     """Serve checkpoints, all at the same time, and give the rows of each engine when it is done."""
     for case, _ in jobs:
         case.write()
-    turns = Turns(place.work / f"turns-{time.monotonic_ns()}") if len(jobs) > 1 else None
+    turns = Turns(place.work / f"turns-{time.monotonic_ns()}" if len(jobs) > 1 else None)
     preloaded = place.preloaded or (None,) * len(jobs)
     slots = [Slot(turns, process) for process, _ in zip(preloaded, jobs, strict=False)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         try:
-            with turns.until_begun(len(jobs)) if turns else nullcontext():
+            with turns.until_begun(len(jobs)):
                 futures = [pool.submit(finished, *job, slot) for job, slot in zip(jobs, slots, strict=True)]
             for (case, _), future in zip(jobs, futures, strict=True):
                 yield case, future.result()
@@ -167,7 +167,7 @@ def offline(case: Case, implementation: Implementation, slot: Slot) -> tuple[str
     """
     arguments = case.options.arguments(case.folder, implementation, case.model, case.task.batches)
     arguments |= {"skip_tokenizer_init": True, "disable_log_stats": True}
-    task = replace(case.task, engine=arguments, turns=str(slot.turns.file) if slot.turns else "")
+    task = replace(case.task, engine=arguments, turns=str(slot.turns.file or ""))
     caches = case.caches_of(implementation)
     variables = environment(implementation, caches, case.place.plugin)
     rows: list[Row] = []

@@ -46,14 +46,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Slot:
-    """An engine's own things, beside those that start at the same time.
+    """One of the engines that start at the same time.
 
     Attributes:
-        turns: None if it is alone.
+        turns: shared by all of them.
         preloaded: process to fork it from; None to import vLLM anew.
     """
 
-    turns: Turns | None
+    turns: Turns
     preloaded: Preloaded | None
 
 

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ class Task:
     start_only: True to end as soon as the engine is up.
     texts: tokens of texts to read instead, and to go on with greedily for tokens_out tokens, one at a time.
     likeliest: tokens whose log probabilities are kept after each token of a text.
-    turns: file of :class:`Turns`, if other engines start at the same time; else empty.
+    turns: file of :class:`Turns`; empty if no other engine starts at the same time.
     """
 
     engine: dict[str, Any]
@@ -172,12 +171,12 @@ class Engine:
 
 def measure(task: Task) -> Result:
     """Start an engine and measure it."""
-    turns = Turns(Path(task.turns)) if task.turns else None
-    with turns.starting() if turns else nullcontext():
+    turns = Turns(Path(task.turns) if task.turns else None)
+    with turns.starting():
         start = time.perf_counter()
         engine = Engine(task)
         result = Result(start_s=time.perf_counter() - start, import_s=engine.import_s)
-    with turns.measuring() if turns else nullcontext():
+    with turns.measuring():
         fill(result, engine)
     return result
 

@@ -11,6 +11,8 @@ from bench.engine.launch import RESULTS
 from bench.engine.models import MODELS, Model, cut, model_named, tiny
 from bench.engine.packing import Packing
 
+from w4gemm.console.options import positive
+
 _DESCRIPTION = """\
 Write checkpoints of random numbers in the shapes of published models, and time vLLM serving each with several
 implementations of its 4-bit layers, one after the other. Needs vLLM and a GPU."""
@@ -96,7 +98,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--at-once",
-        type=int,
+        type=positive,
         default=1,
         metavar="N",
         help="engines that start side by side and share --memory; each is measured while the others do nothing "

@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,12 +56,12 @@ def serve(
     log: Path,
     seconds: float,
     loads: Sequence[Load],
-    turns: Turns | None = None,
+    turns: Turns = Turns(),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Start a server, put every load on it, and stop it.
 
     Args:
-        turns: those of other servers that start at the same time; None if there is none.
+        turns: shared with other servers that start at the same time.
 
     Returns:
         Facts of the server (start_s, engine_version, kernels), and figures by load.
@@ -73,12 +72,12 @@ def serve(
     port, end = _free_port(), time.monotonic() + seconds
     # the development server answers calls of worker.py's methods
     with started(command(arguments, port), {**variables, "VLLM_SERVER_DEV_MODE": "1"}, log) as process:
-        with turns.starting() if turns else nullcontext():
+        with turns.starting():
             seconds_up = _up(process, port, log, seconds)
         base = f"http://{_HOST}:{port}"
         facts = {"start_s": seconds_up, "engine_version": _get(base, "/version")["version"]}
         facts["kernels"] = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
-        with turns.measuring() if turns else nullcontext():
+        with turns.measuring():
             return facts, [_put_on(load, port, log, end - time.monotonic()) for load in loads]
 
 

@@ -20,16 +20,18 @@ _BEGUN = b"."
 @dataclass(frozen=True)
 class Turns:
     """Attributes:
-    file: to lock. It holds a byte for each engine that has begun to start.
+    file: to lock. It holds a byte for each engine that has begun to start. None for an engine that is alone, which
+        waits for nobody.
     """
 
-    file: Path
+    file: Path | None = None
 
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Hold the lock together with other engines that start."""
         with self._locked(fcntl.LOCK_SH) as handle:
-            os.write(handle, _BEGUN)
+            if handle is not None:
+                os.write(handle, _BEGUN)
             yield
 
     @contextmanager
@@ -45,11 +47,14 @@ class Turns:
         with self._locked(fcntl.LOCK_SH):
             yield
             end = time.monotonic() + seconds
-            while self.file.stat().st_size < engines * len(_BEGUN) and time.monotonic() < end:
+            while self.file and self.file.stat().st_size < engines * len(_BEGUN) and time.monotonic() < end:
                 time.sleep(0.05)
 
     @contextmanager
-    def _locked(self, how: int) -> Iterator[int]:
+    def _locked(self, how: int) -> Iterator[int | None]:
+        if self.file is None:
+            yield None
+            return
         handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(handle, how)

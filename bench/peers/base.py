@@ -27,15 +27,15 @@ class Prepared:
     tensors: Tensors
     """Every tensor of the weight that a call reads: the benchmark rotates over copies of them."""
     run: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
-    """run(form(tensors), x (m, k), out (m, n)) -> d (m, n), in ``out`` if the implementation can write there. It runs
-    what users get by default, and works in a CUDA graph."""
+    """run(weight_of(tensors), x (m, k), out (m, n)) -> d (m, n), in ``out`` if the implementation can write there. It
+    runs what users get by default, and works in a CUDA graph."""
     chosen: Callable[[int], str] = lambda m: ""
     """The config that runs for m tokens, or the empty string if the implementation does not say."""
     activations: torch.dtype | None = None
     """dtype of x that ``run`` takes, if the implementation quantizes x itself; else None."""
     most_tokens: int = 2**31
     """Most tokens that are measured: for more it takes so much longer than others that the GPU cools down meanwhile."""
-    form: Callable[[Tensors], Any] = lambda tensors: tensors
+    weight_of: Callable[[Tensors], Any] = lambda tensors: tensors
     """Makes the weight that ``run`` takes from a copy of the tensors, once, because a timed call must do no more than a
     user's."""
 
@@ -44,7 +44,7 @@ class Prepared:
         size = sum(t.numel() * t.element_size() for t in self.tensors)
         count = min(_MOST_COPIES, max(2, math.ceil(_ROTATED_BYTES / size)))
         copies = (tuple(t.clone() for t in self.tensors) for _ in range(count - 1))
-        return [self.form(tensors) for tensors in (self.tensors, *copies)]
+        return [self.weight_of(tensors) for tensors in (self.tensors, *copies)]
 
 
 class Peer(Protocol):

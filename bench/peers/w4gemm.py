@@ -39,7 +39,7 @@ class W4gemm:
         scaled = dtype == FP8
         epilogue = PLAIN._replace(token_scale=scaled)
 
-        def form(tensors: Tensors) -> QuantizedWeight:
+        def weight_of(tensors: Tensors) -> QuantizedWeight:
             return replace(packed, tensors=tensors)  # launches something small on a GPU, which a call must not
 
         def run(w: QuantizedWeight, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class W4gemm:
                 return next(str(c) for c in choice.explain(problem).candidates if c.kernel == self._kernel)
             return str(choice.plan_for(choice.PlanKey.of(packed, m, dtype, epilogue)))
 
-        return Prepared(packed.tensors, run, chosen, form=form)
+        return Prepared(packed.tensors, run, chosen, weight_of=weight_of)
 
 
 PEER = W4gemm()
