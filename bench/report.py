@@ -22,8 +22,6 @@ from bench.options import command
 from bench.pages import RATES, W4A16, Layer, Page, Times, kind_of_work, page_of
 
 ROOT = Path(__file__).parent.parent
-_LATE = {"20261124T0106-e2f8700"}
-"""Runs of bench.run in which each call of w4gemm's had a launch of PyTorch's before it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -140,11 +138,6 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
         f"Driver {row['driver']}, torch {row['torch']}; run `{runs}`.",
     ]
-    if late := sorted(_LATE & {row["run"] for row in rows}):
-        method.append(
-            f"In run `{'`, `'.join(late)}` w4gemm's times are about 2.6 us too long, because the benchmark launched "
-            "something before each of its calls ([why](measured/method.md#a-launch-before-each-call))."
-        )
     lines += ["", "## How it was measured", ""]
     for sentence in method:
         lines += textwrap.wrap(f"- {sentence}", 120, subsequent_indent="  ")

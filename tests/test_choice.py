@@ -421,7 +421,7 @@ def test_a_kernel_that_decodes_more_slowly_is_ranked_so():
 
     bf16, fp16 = torch.bfloat16, torch.float16
     ratios = [ratio(16, *of) for of in ((bf16, "int4_g128"), (bf16, "int4_g128_fp16"), (fp16, "int4_g128"))]
-    assert ratios == sorted(ratios) and ratios[0] < 1 < ratios[1]
+    assert ratios == sorted(ratios) and ratios[0] < 1.05 < ratios[1]
     assert ratio(16, bf16, "int4_g128_zfloat") == pytest.approx(ratios[0], rel=1e-3)
     assert ratios[0] < ratio(16, fp16, "int4_g128_fp16") < ratios[2]
     assert ratio(4096, fp16, "int4_g128") / ratio(4096, bf16, "int4_g128") < 0.9 * ratios[2] / ratios[0]

@@ -91,15 +91,15 @@ def test_all_that_can_be_met_is_known_beforehand(tuned):
 def test_what_an_interval_can_meet_is_chosen_as_every_m_is():
     """Also with a record of an interval that began later once: it holds for some of its m."""
     last = replace(FEW_FEATURES, m=8192)
-    configs = choice.configs(last)
-    store.add([replace(record(last, configs[0]), m=(6001, 8192)), record(last, configs[30])][::-1])
+    whole, late = choice.configs(FEW_FEATURES)[0], choice.configs(last)[0]
+    store.add([record(last, whole), replace(record(last, late), m=(6001, 8192))])
     wanted = {}
     for m in choice.intervals.all_planned(4097, 8192):
         decision = choice.decide(replace(last, m=m))
         wanted[decision[1:]] = m
     assert {problem.m for problem in choice.met(last)} == set(wanted.values())
     assert {choice for choice in wanted if choice[-1] == "tuned"} == {
-        (*choice.choose.forced(last, configs[i]), "tuned") for i in (0, 30)
+        (*choice.choose.forced(last, config), "tuned") for config in (whole, late)
     }
 
 

@@ -18,6 +18,8 @@ ONE_GROUP = Block().bytes
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
 """Registers besides the accumulators: fragments, packed words, addresses."""
+_WANTED_STAGES = 3
+"""With two, nothing is loaded while one is multiplied and the other decoded."""
 _FEW_TOKENS = 64
 """The largest tile_m of which decoding decides the time."""
 
@@ -132,11 +134,13 @@ class Variant(WarpsVariant):
         """Tokens that the staging buffer holds, 16 to 128: as many as do not cost a stage.
 
         Stages of half a block do better with five of them and a large buffer than with six and a small one. With four
-        warpgroups, long rounds spill.
+        warpgroups, long rounds spill. Boxes of eight tokens are worth a third stage, but not a fourth.
         """
         most = 128 if self.warpgroups < 4 else 56
         step = 32 if self.boxed else 8
         sizes = [size for size in range(max(16, step), most + 1, step) if self.stored_tokens % size == 0] or [8]
+        if self.boxed and self._stages_beside(sizes[0]) < _WANTED_STAGES:
+            sizes.insert(0, 16)
         stages = self._stages_beside(sizes[0])
         if self.half_block_stages:
             stages = min(stages, 5)
