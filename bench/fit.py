@@ -44,6 +44,8 @@ _ROUNDS, _UNKNOWN_ROUNDS = 7, 4
 _MISLED, _UNKNOWN_MISLED = 1.03, 1.15
 """Time of the first choice over the fastest from which its samples count for more. For other layers than those of the
 timings that is far, because smaller differences are chance there."""
+_EXPERTS_WEIGHT = 4
+"""How much a sample of experts weighs beside another: few stand for many layers."""
 ADJUSTED = 0.02
 """How much an adjusted constant weighs, beside samples: of the squared logarithm of its change."""
 
@@ -202,7 +204,7 @@ def fitted(
 
     def weight(point: Point, us: float) -> float:
         """Sample weight: the fit must rank the fast configs of a point correctly; errors on slow ones hardly matter."""
-        return (fastest[point] / us) ** 6
+        return (fastest[point] / us) ** 6 * (_EXPERTS_WEIGHT if point[3] else 1)
 
     # What slows down all configs of a point alike, a hot GPU most of all, must not count against those measured there.
     slower: dict[Point, float] = dict.fromkeys(points, 1.0)
@@ -224,7 +226,7 @@ def fitted(
         found = regrets(points, times)
         rounds.append((sum(math.log(r[0]) + (r[0] > 1.05) * 0.05 for r in found), times))
         for regret, point, chosen, best in found:
-            if regret > (_UNKNOWN_MISLED if unknown else _MISLED):
+            if regret > (_UNKNOWN_MISLED if unknown and not point[3] else _MISLED):
                 blame[chosen, point] *= 3
                 blame[best, point] *= 2
     return rounds[-1][1] if unknown else min(rounds, key=lambda r: r[0])[1]
