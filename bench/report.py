@@ -6,7 +6,6 @@ kind of work in it are written, and docs/benchmarks.html for W4A16. Only rows of
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections import defaultdict
@@ -20,6 +19,7 @@ from bench.engine import page as engine_page
 from bench.engine.plot import plot as plot_engines
 from bench.options import command
 from bench.pages import RATES, W4A16, Layer, Page, Times, kind_of_work, page_of
+from bench.rows import read
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     path = parser.parse_args(argv).file
     if path.name.startswith("engine"):
-        stored = [json.loads(line) for line in path.read_text().splitlines()]
+        stored = read(path)
         engine_page.PAGE.write_text(engine_page.text(stored, path.name))
         plot_engines(engine_page.cases_of(stored), engine_page.PLOT)
     if path.name.startswith("unknown"):
-        stored, (to, plotted) = unknown_page.read(path), unknown_page.paths(path)
+        stored, (to, plotted) = read(path), unknown_page.paths(path)
         to.write_text(unknown_page.text(stored, path))
         unknown_page.plot(stored, plotted)
         return
@@ -60,8 +60,7 @@ def last_of_each_work(path: Path) -> list[list[dict[str, Any]]]:
     """Return, for each kind of work in a file, the rows that its page shows: of each layer those of its last row's
     commit, of each point those of the last run, without forced choices (``w4gemm_config`` and the like)."""
     works: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in read(path):
         if row["kind"] == "time" and not row["impl"].startswith("w4gemm_"):
             works[kind_of_work(row)].append(row)
     found = []
@@ -99,7 +98,7 @@ def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
         if run != row["run"]:
             raise ValueError(f"{point[0]}, m {point[1]}: wanted rows of one run, got some of {run} and {row['run']}")
         times[point][name] = row["us_p50"]
-        versions[name] = row["impl_version"]
+        versions[name] = row["impl_version"] or versions.get(name, "")
     return times, versions
 
 

@@ -6,15 +6,13 @@ layers too, and the fastest of them says what the choice lost. The protocol is t
 compiled beforehand, in as many processes as there are cores.
 
 Points that ``--out`` has are passed over, so that runs of limited ``--seconds`` add up. Rows of one ``run`` are of one
-process. ``--keep FILE`` measures nothing: it adds the rows of FILE to ``--out``, where the facts that all rows of a run
-have in common stand once. ``python -m bench.report FILE`` makes the page.
+process. ``python -m bench.report FILE`` makes the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.drawn.page import compact, read
 from bench.drawn.points import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
 from bench.drawn.warm import COMPILING_PEERS, Warmer, compile_all
 from bench.options import command, some_of, typed
 from bench.peers import Peer, Prepared, peers_named
 from bench.peers.base import FP8, token_scales
+from bench.rows import read
 from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, percentiles, random_weight
 
 import w4gemm
@@ -136,12 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="for each kind; other points wait for the next run")
     parser.add_argument("--dry", action="store_true", help="measure nothing: say what would be compiled")
     parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="measure nothing: add the rows of FILE to --out")
     args = parser.parse_args(argv)
-    if args.keep:
-        rows = [*(read(args.out) if args.out.exists() else []), *read(args.keep)]
-        args.out.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in compact(rows)))
-        return
     for kind in args.kinds:
         run_kind(kind, args)
 

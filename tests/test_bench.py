@@ -19,6 +19,7 @@ RESULTS = ROOT / "bench/results"
 sys.path.insert(0, str(ROOT))
 
 from bench import fit, pages, report, support, sweep, timings, tune  # noqa: E402
+from bench import rows as bench_rows  # noqa: E402
 from bench.drawn import page as unknown_page  # noqa: E402
 from bench.peers import PEERS, bitsandbytes, peers_named  # noqa: E402
 from bench.peers.w4gemm import W4gemm  # noqa: E402
@@ -188,20 +189,32 @@ def test_the_stored_run_is_whole_and_its_page_has_its_numbers(file, work):
 def test_every_stored_row_can_be_read():
     """And says what was measured: of benchmarks also where and of which commit."""
     for path in RESULTS.glob("*.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = bench_rows.read(path)
         assert rows, path.name
         if path.name.startswith("configs"):
             rows = list(timings.rows_of(path))
             assert all(row["us"] > 0 and row["n"] > 0 and row["k"] > 0 and row["m"] > 0 for row in rows), path.name
             assert {str(WeightFormat.parse(row["format"])) for row in rows} == {row["format"] for row in rows}
         elif "unknown" in path.name:
-            rows = unknown_page.read(path)
             assert all({"kind", "gpu", "commit", "dirty", "us_p50"} <= row.keys() for row in rows), path.name
-            if path.name.startswith("unknown"):
-                page, _ = unknown_page.paths(path)
-                assert page.read_text() == unknown_page.text(rows, path), "run python -m bench.report"
+            page, _ = unknown_page.paths(path)
+            assert page.read_text() == unknown_page.text(rows, path), "run python -m bench.report"
         elif not path.name.startswith("grouped_configs"):
             assert all({"kind", "gpu", "commit", "dirty"} <= row.keys() for row in rows), path.name
+
+
+def test_what_a_run_has_in_common_is_stored_once(tmp_path):
+    wanted = [
+        {"run": run, "gpu": gpu, "m": m, "us_p50": 1.5} for run, gpu, m in (("a", "G", 1), ("a", "G", 2), ("b", "H", 1))
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in wanted))
+    bench_rows.main([str(path)])
+    assert path.read_text().count('"G"') == 1 and bench_rows.read(path) == wanted
+    with open(path, "a") as file:  # a benchmark appends whole rows
+        file.write(json.dumps(wanted[0] | {"m": 3}) + "\n")
+    bench_rows.main([str(path)])
+    assert len(path.read_text().splitlines()) == 2 + 4 and len(bench_rows.read(path)) == 4
 
 
 def test_the_stored_rows_stay_small_and_are_described():

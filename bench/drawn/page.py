@@ -6,7 +6,6 @@ docs/benchmarks-unknown-h100.md, and so on.
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections import Counter, defaultdict
@@ -14,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.rows import Row
+
 from w4gemm.core.problem import H200
 
-Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 TITLES = {
     "w4a16": "W4A16: int4 g128, bf16 x",
@@ -66,42 +66,19 @@ class Point(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """The best peer's time over ours; None without a peer."""
-        peers = {name: us for name, us in self.us.items() if name != "w4gemm"}
-        if self.kind != "w4a16":
-            peers.pop("cublas", None)
-        return min(peers.values()) / self.us["w4gemm"] if peers else None
+        return min(self.peers.values()) / self.us["w4gemm"] if self.peers else None
+
+    @property
+    def peers(self) -> dict[str, float]:
+        """Times of the peers that count."""
+        passed_over = {"w4gemm"} if self.kind == "w4a16" else {"w4gemm", "cublas"}
+        return {name: us for name, us in self.us.items() if name not in passed_over}
 
     @property
     def regret(self) -> float | None:
         """Our time over that of the best config; None where only the choice was timed."""
         row = self.compared
         return None if row is None else float(row["us_p50"] / row["best_config_us"])
-
-
-def read(path: Path) -> list[Row]:
-    """Rows of a file; what all of a run have in common may stand once, in a line of kind ``run`` before them."""
-    common: dict[str, Row] = {}
-    rows: list[Row] = []
-    for row in map(json.loads, path.read_text().splitlines()):
-        if row.get("kind") == "run":
-            common[row["run"]] = row["all"]
-        else:
-            rows.append(common.get(row["run"], {}) | row)
-    return rows
-
-
-def compact(rows: Iterable[Row]) -> list[Row]:
-    """Inverse of :func:`read`: with a line for what all rows of a run have in common."""
-    runs: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        runs[row["run"]].append(row)
-    found = []
-    for run, own in runs.items():
-        common = {name: fact for name, fact in own[0].items() if name != "run"}
-        common = {name: fact for name, fact in common.items() if all(name in r and r[name] == fact for r in own)}
-        found.append({"kind": "run", "run": run, "all": common})
-        found += [{name: fact for name, fact in row.items() if name not in common} for row in own]
-    return found
 
 
 def paths(file: Path) -> tuple[Path, Path]:
@@ -139,7 +116,7 @@ def text(rows: Sequence[Row], file: Path) -> str:
     lines += ["", f"![Best peer's time over w4gemm's](plots/{paths(file)[1].name})"]
     for kind, title in TITLES.items():
         if own := [point for point in points if point.kind == kind]:
-            lines += ["", f"## {title}", "", *_summary(own), "", *_worst(own)]
+            lines += ["", f"## {title}", "", *_summary(own), *_by_peer(own), *_worst(own)]
     listed = ", ".join(f"{name} {version}".strip() for name, version in versions.items())
     runs = "`, `".join(dict.fromkeys(row["run"] for row in rows))
     facts = f"Versions: {listed}.", f"Driver {last['driver']}, torch {last['torch']}; run `{runs}`."
@@ -176,11 +153,27 @@ def _summary(points: list[Point]) -> list[str]:
     return lines
 
 
+def _by_peer(points: list[Point]) -> list[str]:
+    """How much faster w4gemm is than each peer; none if there is no peer."""
+    names = sorted({name for point in points for name in point.peers})
+    if not names:
+        return []
+    heads = [f"{first} to {last}" for first, last in GROUPS]
+    lines = ["", f"| peer's time / w4gemm's, mean (points); m | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for name in names:
+        cells = [name]
+        for first, last in GROUPS:
+            own = [p.us[name] / p.us["w4gemm"] for p in points if first <= p.m <= last and name in p.peers]
+            cells.append(f"{_mean(own):.2f} ({len(own)})" if own else "-")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def _worst(points: list[Point]) -> list[str]:
     """The points furthest behind a peer, and those of the largest regret."""
     behind = sorted((p for p in points if p.ratio is not None), key=lambda p: p.ratio or 0)[:_WORST]
     lost = sorted((p for p in points if p.regret is not None), key=lambda p: -(p.regret or 0))[:_WORST]
-    lines = ["| furthest behind | ratio | w4gemm | its config | peers |", "|---|---|---|---|---|"]
+    lines = ["", "| furthest behind | ratio | w4gemm | its config | peers |", "|---|---|---|---|---|"] if behind else []
     for p in behind:
         peers = ", ".join(f"{name} {us:.1f}" for name, us in sorted(p.us.items()) if name != "w4gemm")
         lines.append(f"| {p} | {p.ratio:.2f} | {p.us['w4gemm']:.1f} | {p.own['config']} | {peers} |")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ _METHOD = (
     "number of requests at a time.",
     "Serve, 256 at a time: w4gemm's steps of llama-3-8b took 16 ms in the median, not 9.8 as in `LLM.generate`, in the "
     "one run that there is; cause unknown ([more](measured/engine.md)).",
+    "Tables of steps are of the last run with a profile, which need not be that of the speeds.",
     "To repeat a table: `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm "
     "marlin humming`, with `--serve` and `--profile 1 256` for those tables. `python -m bench.report "
     "bench/results/{file}` makes this page of the rows.",
@@ -90,10 +92,15 @@ def lines_of(row: Row) -> list[Line]:
     return [Line(f"{names[phase]}: tokens/s", lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f}")]
 
 
+_OFFLINE = "offline"
+_MEASURED = defaultdict[str, str](lambda: _OFFLINE, serve="serve", profile="profile", prefill_profile="profile")
+"""The kind of measurement that a phase belongs to; the last run of each kind is shown."""
+
+
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
-    """Return the rows of each table: of the last run that measured its model, offline and under load; and, offline,
-    of the last one before it that ran all of its implementations and more."""
-    found: dict[Case, dict[bool, dict[str, list[Row]]]] = {}
+    """Return the rows of each table: of the last run that measured its model, offline, under load and profiled; and,
+    offline, of the last one before it that ran all of its implementations and more."""
+    found: dict[Case, dict[str, dict[str, list[Row]]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
     for row in rows:
         if row["kind"] != "engine" or row["phase"] in ("failed", "agreement", "experts"):
@@ -102,13 +109,13 @@ def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
         if row["phase"] == "start":
             starts.setdefault((case, row["run"]), []).append(row)
             continue
-        found.setdefault(case, {}).setdefault(row["phase"] == "serve", {}).setdefault(row["run"], []).append(row)
+        found.setdefault(case, {}).setdefault(_MEASURED[row["phase"]], {}).setdefault(row["run"], []).append(row)
     tables: dict[Case, list[Row]] = {}
     for case, kinds in found.items():
-        last = {serve: next(reversed(runs)) for serve, runs in kinds.items()}
-        rows = [row for serve, runs in kinds.items() for row in runs[last[serve]]]
-        tables[case] = [*rows, *starts.get((case, last.get(False) or last[True]), [])]
-        offline = list(reversed(kinds.get(False, {}).values()))
+        last = {kind: next(reversed(runs)) for kind, runs in kinds.items()}
+        rows = [row for kind, runs in kinds.items() for row in runs[last[kind]]]
+        tables[case] = [*rows, *starts.get((case, last.get(_OFFLINE) or next(iter(last.values()))), [])]
+        offline = list(reversed(kinds.get(_OFFLINE, {}).values()))
         for earlier in offline[1:]:
             if {row["impl"] for row in earlier} > {row["impl"] for row in offline[0]}:
                 run = earlier[0]["run"]

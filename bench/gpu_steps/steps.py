@@ -47,31 +47,15 @@ class Step:
 
 
 STEPS = (
-    # times that are in no row yet, or too long there (docs/measured/method.md#a-launch-before-each-call)
-    *(
-        Step(
-            f"unknown-{gpu.lower()}",
-            "python -m bench.unknown --impl w4gemm,machete,cutlass_w4a8,cublas --every 2 --configs 8 --seconds 150 "
-            "--out {rows}",
-            500,
-            rows,
-            "docs/measured/ragged_m.md#more-tiles-between-powers-of-two-2026-11-24",
-            gpu=gpu,
-            alone=True,
-        )
-        for gpu, rows in (("H200", "unknown.jsonl"), ("H100", "unknown_h100.jsonl"))
-    ),
-    *(
-        Step(
-            f"fp4-{shape}",
-            f"python -m bench.run --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes {shape} --out {{rows}}",
-            400,
-            "fp4.jsonl",
-            "bench/results/README.md#benchmarks",
-            needs=PEERS,
-            alone=True,
-        )
-        for shape in ("28672x4096", "8192x28672")
+    # rows of fewer stages than today's, or too long (docs/measured/method.md#a-launch-before-each-call)
+    Step(
+        "fp4-8192x28672",
+        "python -m bench.run --format nvfp4 --shapes 8192x28672 --m 512,1024,2048,4096,8192 --out {rows}",
+        120,
+        "fp4.jsonl",
+        "docs/measured/sm90_mixed_gemm.md#two-stages-or-three-2026-11-24",
+        needs=PEERS,
+        alone=True,
     ),
     Step(
         "nf4",
@@ -116,15 +100,27 @@ STEPS = (
         gpus=2,
         needs=("transformers",),
     ),
+    # layers that nobody tuned
+    *(
+        Step(
+            f"unknown-{gpu.lower()}",
+            "python -m bench.unknown --every 4 --configs 8 --seconds 150 --out {rows}",
+            500,
+            rows,
+            "docs/measured/ragged_m.md#more-tiles-between-powers-of-two-2026-11-24",
+            gpu=gpu,
+            alone=True,
+        )
+        for gpu, rows in (("H200", "unknown.jsonl"), ("H100", "unknown_h100.jsonl"))
+    ),
     # models inside vLLM
     *(
         Step(f"engine-{name}", f"{ENGINE} {options}", seconds, "engine.jsonl", TO_RUN, needs=("vllm",), alone=True)
         for name, options, seconds in (
-            ("gpt-oss", "--model gpt-oss-20b --format mxfp4 --impl default w4gemm humming --at-once 3", 240),
             (
                 "dense",
-                "--model llama-3-8b qwen2.5-32b --format gptq-int4-g128 --impl default w4gemm humming --at-once 3",
-                400,
+                "--model qwen2.5-32b llama-3-8b --format gptq-int4-g128 --impl default w4gemm humming --at-once 3",
+                560,
             ),
             (
                 "serve",
