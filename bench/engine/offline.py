@@ -7,7 +7,6 @@ and nothing of w4gemm: the plugin, if any, is vLLM's to load.
 from __future__ import annotations
 
 import json
-import math
 import random
 import statistics
 import sys
@@ -23,8 +22,9 @@ from bench.engine.turns import Turns
 PROFILED_STEPS = 32
 _FIRST_TOKENS, _FIRST_TOKENS_S = 25, 0.5
 """The time to first tokens, of which an engine's own work is a part, is taken up to so often or for so long."""
-_WARM_UPS, _SETTLED = 8, 0.9
-"""A warm-up ends when a run takes more than this part of the time of the run before, or after so many."""
+_WARM_UPS, _SETTLED = 8, 0.05
+"""A warm-up ends when the time of a run differs by no more than this part from that of the run before, or after so
+many runs. One that takes longer than the one before may have compiled more."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ class Engine:
         return seconds, [list(answer.outputs[0].token_ids) for answer in answers]
 
     def warm_up(self, prompts: Sequence[Any], tokens: int) -> None:
-        """Generate until it takes no longer than the time before: some kernels are compiled when they are first
-        called, for every new number of tokens of an expert."""
-        before = math.inf
+        """Generate until two runs take about as long: some kernels are compiled when they are first called, for every
+        new number of tokens of an expert."""
+        before = 0.0
         for _ in range(_WARM_UPS):
             seconds, _ = self.generate(prompts, tokens)
-            if seconds > _SETTLED * before:
+            if abs(seconds - before) <= _SETTLED * before:
                 return
             before = seconds
 
