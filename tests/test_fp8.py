@@ -76,8 +76,11 @@ def test_scales_that_are_a_column_of_others(w, x, device):
 
 
 def test_no_gradients_to_scales(w, x):
-    with pytest.raises(NotImplementedError, match="gradients of a linear with fp8 activations"):
+    with pytest.raises(NotImplementedError, match="token_scale: requires grad, but gradients beside fp8 act"):
         linear(x.to(FP8), w, token_scale=torch.ones(2, 3, requires_grad=True))
+    layer = w4gemm.W4Linear.from_linear(torch.nn.Linear(64, 8), activations="fp8")
+    with pytest.raises(NotImplementedError, match="^bias: requires grad"):
+        layer(torch.ones(2, 64))
 
 
 def test_only_fp8_has_scales(w, x):

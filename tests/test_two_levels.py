@@ -61,6 +61,16 @@ def test_a_short_last_superblock(k):
     assert torch.equal(linear(torch.eye(k), w.repack()).T, w.dequantize())
 
 
+@pytest.mark.parametrize("name", ["q4_k", "int4_g32_zfloat_u8x128", "int4_g32_zfloat_fp16"])
+def test_small_weights_are_never_further_off_than_zeros(name):
+    """Down to where fp16 scales are 0: a factor or scale that was rounded to 0 beside a zero point that was not gave
+    each number of a group the group's minimum."""
+    dense = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+    for size in (1e-5, 3e-6, 1e-6, 1e-7, 1e-8):
+        error = (quantize(dense * size, name).dequantize() / size - dense).norm() / dense.norm()
+        assert error < (0.1 if size >= 1e-6 else 1.001), size
+
+
 def test_zeros_and_one_sign():
     dense = torch.rand(4, 512) + 1
     dense[1], dense[2, :300] = -dense[1], 0

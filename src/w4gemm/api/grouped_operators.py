@@ -16,6 +16,7 @@ import torch
 from w4gemm.api import boundary
 from w4gemm.api.arguments import FP8
 from w4gemm.api.boundary import Call
+from w4gemm.api.modes import refuse_fp8_gradients
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
     WEIGHT,
@@ -62,7 +63,7 @@ def differentiable(call: Call) -> torch.Tensor:
         NotImplementedError: if x is fp8.
     """
     if call.x.dtype == FP8:
-        raise NotImplementedError("x: gradients beside fp8 activations are not implemented; call it under no_grad")
+        refuse_fp8_gradients(call.x, call.operands)
     if _is_plain(call.epilogue):
         return product(call, call.epilogue, call.operands).view(call.shape)
     sums = product(call, _FLOAT32, NO_OPERANDS)

@@ -75,6 +75,16 @@ def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
     return False
 
 
+def refuse_fp8_gradients(x: torch.Tensor, operands: EpilogueOperands) -> None:
+    """Raise NotImplementedError that names what requires grad beside fp8 activations."""
+    given = {"x": x, **operands._asdict()}
+    names = [name for name, t in given.items() if getattr(t, "requires_grad", False)]
+    raise NotImplementedError(
+        f"{' and '.join(names)}: requires grad, but gradients beside fp8 activations are not implemented; call this "
+        "under torch.no_grad(), or pass it detached"
+    )
+
+
 def refuse_duals(x: torch.Tensor, operands: EpilogueOperands) -> None:
     """Raise NotImplementedError if forward-mode derivatives would silently be lost."""
     if is_compiling():

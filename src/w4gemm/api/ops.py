@@ -13,7 +13,7 @@ import torch
 
 from w4gemm.api import arguments, bound, boundary, transforms
 from w4gemm.api.boundary import Call
-from w4gemm.api.modes import is_transformed, needs_dispatcher, refuse_duals, requires_grad
+from w4gemm.api.modes import is_transformed, needs_dispatcher, refuse_duals, refuse_fp8_gradients, requires_grad
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
     WEIGHT,
@@ -112,7 +112,7 @@ def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     differentiated = torch.is_grad_enabled() and requires_grad(x, operands)
     refuse_duals(x, operands)
     if differentiated and x.dtype == arguments.FP8:
-        raise NotImplementedError("x: gradients of a linear with fp8 activations are not implemented; call no_grad")
+        refuse_fp8_gradients(x, operands)
     rows = x.reshape(-1, w.k)
     if w.perm is not None:  # an operator that autograd undoes, and that a compiler may fuse with what made x
         rows = selected(rows, 1, w.perm)

@@ -25,7 +25,8 @@ def quantize(
     search: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizedWeight:
-    """Quantize a dense weight to 4 bits, each number rounded to the nearest.
+    """Quantize a dense weight to 4 bits, each number rounded to the nearest. Numbers become zeros where scales of the
+    format's dtype would be (fp16: numbers of about 1e-7).
 
     Args:
         weight: the matrix (n, k) as torch.nn.Linear has it, output features first; floating point, finite, on any
@@ -106,6 +107,8 @@ def _factors(scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat, k:
     padding = format.superblocks(k) * together - scales.shape[1]
     sizes = torch.nn.functional.pad(torch.stack((scales, -zeros), dim=-1), (0, 0, 0, padding))
     largest = sizes.unflatten(1, (-1, together)).amax(2) / _LARGEST_BYTE
+    least = torch.where(largest > 0, torch.finfo(torch.float16).smallest_normal * 2.0**-10, 0.0)
+    largest = torch.maximum(largest, least)  # rounded to 0, it would make all its scales 0
     return (largest * torch.tensor([1.0, -1.0], device=scales.device)).half()
 
 
@@ -173,7 +176,7 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
         if format.has_factors:
             factors = _factors(scales, zeros, format, k) if factors is None else factors
             scales, zeros, codes, values = _two_levels(w, scales, zeros, factors, format)
-            return _Rounded(((values - w) * is_column).square().sum(-1), scales, zeros, codes)
+            return judged(values, scales, zeros, codes)
         effective = scales
         if format.has_channels:
             channels = channel_scales(scales, format) if channels is None else channels
@@ -185,7 +188,18 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
         values = _values(codes, scales, zeros, format)
         if channels is not None:
             values = values * channels[:, None, None]
-        return _Rounded(((values - w) * is_column).square().sum(-1), scales, zeros, codes)
+        return judged(values, scales, zeros, codes)
+
+    def judged(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, codes: torch.Tensor) -> _Rounded:
+        """Return rounded weights with their error. Groups whose scale was rounded to 0 beside a zero point that was not
+        are all zeros if that is nearer."""
+        error = ((values - w) * is_column).square().sum(-1)
+        if format.zero == "float":
+            nothing = (w * is_column).square().sum(-1)
+            worse = error > nothing
+            scales, zeros = (torch.where(worse, torch.zeros_like(t), t) for t in (scales, zeros))
+            error = torch.minimum(error, nothing)
+        return _Rounded(error, scales, zeros, codes)
 
     best = rounded(1.0, again=not format.scales_in_weights)
     if search:
