@@ -102,6 +102,11 @@ def test_refuses(weight, error, message):
         quantize(weight, "int4_g32_fp16")
 
 
+def test_refuses_a_search_that_is_no_bool():
+    with pytest.raises(TypeError, match="search: wanted a bool, got str 'mse'"):
+        quantize(torch.ones(2, 32), search="mse")
+
+
 def test_refuses_a_wrong_format():
     with pytest.raises(ValueError, match="format: wanted int4_g<group size>"):
         quantize(torch.zeros(2, 32), "int5")

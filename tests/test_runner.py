@@ -146,6 +146,11 @@ def test_an_epilogue_that_there_is_not(epilogue, error, message):
         MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=epilogue)
 
 
+def test_a_dtype_that_no_kernel_takes():
+    with pytest.raises(TypeError, match=r"dtype: wanted torch.float16 or .*, got torch.int8"):
+        MixedGemm("int4_g32_fp16", torch.int8, "cpu")
+
+
 @pytest.mark.gpu
 def test_on_the_gpu_without_allocating_or_synchronizing():
     m, n, k = 24, 1536, 1024

@@ -28,7 +28,8 @@ from w4gemm.weights.weight import QuantizedWeight
 FP8 = torch.float8_e4m3fn
 UE8M0 = torch.float8_e8m0fnu
 _HALVES = (torch.float16, torch.bfloat16)
-_CPU_DTYPES = (*_HALVES, torch.float32, FP8)
+DTYPES = (*_HALVES, torch.float32, FP8)
+"""dtypes of x, of float32 on the CPU only."""
 _OUT_ALIGNMENT = 16
 
 
@@ -68,7 +69,7 @@ def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
 def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]:
     """Return the dtypes of x that ``linear`` takes beside ``w``."""
     if device.type == "cpu" or (device.type == "meta" and w.layout in ("cpu", "canonical")):  # of some device yet
-        return _CPU_DTYPES
+        return DTYPES
     if w.activations == "fp8":
         return (*_HALVES, FP8)
     return (FP8,) if w.layout == FP8_LAYOUT else _HALVES

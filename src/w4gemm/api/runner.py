@@ -16,7 +16,7 @@ import torch
 
 from w4gemm import choice
 from w4gemm.api import boundary
-from w4gemm.api.arguments import check_alignment, check_own_memory, checked_config, require_tensor
+from w4gemm.api.arguments import DTYPES, check_alignment, check_own_memory, checked_config, require_tensor
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.errors import device_named, kind_of, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
@@ -71,6 +71,8 @@ class MixedGemm:
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "format", format)
         GemmProblem(1, 2, 1, self.dtype, format, "", self.epilogue).check()
+        if self.dtype not in DTYPES:
+            raise TypeError(f"dtype: wanted {' or '.join(map(str, DTYPES))}, got {self.dtype}")
         layout = layout_for(Device.of(device), format, self.dtype) if self.layout is None else self.layout
         object.__setattr__(self, "layout", layout_named(layout).name)
 

@@ -142,8 +142,8 @@ class WeightFormat:
         if g != PER_COLUMN and (g <= 0 or g % SMALLEST_GROUP):
             multiple = max(32, round(g / 32) * 32)
             raise ValueError(
-                "group_size: wanted a positive multiple of 16 (on GPUs of 32, but for mxfp4 and nvfp4), or -1 for one scale "
-                f"per output channel, got {g}; nearest is {multiple}"
+                "group_size: wanted a positive multiple of 16 (on GPUs of 32, but for mxfp4 and nvfp4), or -1 for one "
+                f"scale per output channel, got {g}; nearest is {multiple}"
             )
         for argument, value, legal in (
             ("zero", self.zero, ZEROS),

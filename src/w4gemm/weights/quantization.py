@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.core.errors import kind_of, require_dense
+from w4gemm.core.errors import kind_of, require_bool, require_dense
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.dequantize import rounded_products
@@ -52,6 +52,7 @@ def quantize(
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         raise TypeError(f"weight: wanted a floating-point tensor (n, k), got {kind_of(weight)}")
     require_dense("weight", weight)
+    require_bool("search", search)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: wanted a function of two ints or None, got {kind_of(progress)}")
     if weight.device.type == "meta":
