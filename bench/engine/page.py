@@ -152,18 +152,19 @@ def text(rows: Sequence[Row], file: str) -> str:
 
 
 def summary(case: Case, rows: Sequence[Row]) -> list[str]:
-    """Lines of the first table: means over batches of 64 and less, and over larger ones."""
+    """Lines of the first table: means over batches of 64 and less, and over larger ones. Batches that vLLM's choice was
+    not measured at do not count; those that do are named then."""
     lines = []
+    decode = [row for row in rows if row["phase"] == "decode"]
     for name, wanted in (("1 to 64", lambda b: b <= 64), ("more", lambda b: b > 64)):
-        points = sorted({row["batch"] for row in rows if row["phase"] == "decode" and wanted(row["batch"])})
-        found = [
-            gains(lines_of(of_batch[0])[0], of_batch)
-            for of_batch in ([r for r in rows if r["phase"] == "decode" and r["batch"] == b] for b in points)
-        ]
-        if found:
-            means = [mean([pair[i] for pair in found]) for i in range(2)]
-            if any(means):  # else nothing of vLLM's ran
-                lines.append(_line(str(case), (name, *map(_gain, means))))
+        batches = sorted({row["batch"] for row in decode if wanted(row["batch"])})
+        found = {batch: [row for row in decode if row["batch"] == batch] for batch in batches}
+        pairs = {batch: gains(lines_of(of_batch[0])[0], of_batch) for batch, of_batch in found.items()}
+        known = {batch: pair for batch, pair in pairs.items() if pair[0] is not None}
+        if known:
+            label = name if known.keys() == pairs.keys() else ", ".join(map(str, known))
+            means = [mean([pair[i] for pair in known.values()]) for i in range(2)]
+            lines.append(_line(str(case), (label, *map(_gain, means))))
     return lines
 
 
