@@ -118,7 +118,8 @@ def test_generate_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "nowhere.gguf"], r"no file or folder 'nowhere.gguf'"),
         (["--device", "tpu"], "--device: wanted cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:77"], "--device: cuda:77 is not there"),
-        (["--temperature", "-1"], "--temperature: wanted a number >= 0"),
+        (["--temperature", "-1"], "--temperature: wanted a finite number >= 0, got -1.0"),
+        (["--temperature", "nan"], "--temperature: wanted a finite number >= 0, got nan"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,9 @@ from w4gemm.choice import store
 from w4gemm.choice.records import Record, key_of
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
+from w4gemm.console.errors import memory_for, sentence
 from w4gemm.console.options import parse_tokens
+from w4gemm.console.progress import counted
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import GPUS
 from w4gemm.jit import is_ready
@@ -63,8 +65,27 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ("cache import {file}/x", "FILE: no file '"),
         ("gemm 4 64 64 --device cpu --top 3", "--top: goes with --profile"),
         ("explain --m 4 --n 63 --k 64 --device h200 --activation silu_mul", "n: silu_mul wants an even one"),
-        ("compile --shapes 64x64 --m 1 -o {file}", "File exists"),
-        ("cache export {file}/x", "Not a directory"),
+        (
+            "compile --shapes 64x64 --m 1 -o {file}",
+            "--output: wanted a folder, which is made if needed, got the file '",
+        ),
+        ("convert nowhere {file}", "OUTPUT: wanted a folder, which is made if needed, got the file '"),
+        ("cache export {file}/x", "/file/x: Not a directory"),
+        ("cache export {file}/..", "/file/..: Not a directory"),
+        ("cache import {binary}", "FILE: wanted a text file in UTF-8, got '"),
+        ("tune --shapes {binary} --device cpu", "--shapes: wanted a text file in UTF-8, got '"),
+        (
+            "gemm 2000000000 64 1048576 --device cpu",
+            "M, N, K: wanted sizes that fit the memory of the CPU, got 2000000000, 64, 1048576; 7812500.0 GiB",
+        ),
+        ("gemm 4 2000000000 2000000000 --device cpu", "got 4, 2000000000, 2000000000; 3725290298.5 GiB could not be"),
+        ("gemm 4 2000000000 2000000000 --device cpu --profile", "M, N, K: wanted sizes that fit the memory of the CPU"),
+        (
+            "tune --shapes 2000000000x2000000000 --m 1 --device cpu",
+            "fit the memory of the CPU, got '2000000000x2000000000'; 37",
+        ),
+        ("compile --shapes 64x64 -o {file}s --gpu A100", "got 'A100', for which --arch sm_80 compiles"),
+        ("compile --shapes 64x64 -o {file}s --gpu 'NVIDIA H200' --arch sm_80", "for which --arch sm_90a compiles"),
         ("bench tune", "bench tune measures on a GPU"),
         ("generate '' --device cpu", "PROMPT: wanted some words, got none"),
     ],
@@ -73,8 +94,50 @@ def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
     if "bench" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     (tmp_path / "file").write_text("")
-    _, err = run(capsys, *shlex.split(arguments.format(file=tmp_path / "file")), code=1)
-    assert err.splitlines()[-1].startswith("w4gemm: error: ") and message in err
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    words = shlex.split(arguments.format(file=tmp_path / "file", binary=tmp_path / "binary"))
+    _, err = run(capsys, *words, code=1)
+    last = err.splitlines()[-1]
+    assert last.startswith("w4gemm: error: ") and message in last and "Errno" not in last and "codec" not in last
+
+
+def test_a_config_is_refused_before_anything_is_printed(capsys):
+    for arguments in ("explain --m 4 --n 96 --k 64 --device cpu --why foo", "gemm 4 96 64 --device cpu --config foo"):
+        out, err = run(capsys, *arguments.split(), code=1)
+        assert not out and err.startswith("w4gemm: error: config: wanted <tile_m>x")
+    _, err = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--config", "2x128x64_1x1x1_coop", code=1)
+    assert "is not legal" in err
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError, RuntimeError])
+def test_a_gpu_without_enough_memory(error):
+    text = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+    assert sentence(error(text)) == "not enough memory; 20.00 GiB could not be allocated"
+    with (
+        pytest.raises(MemoryError, match="^M: wanted less; 20.00 GiB could not") as raised,
+        memory_for("M: wanted less"),
+    ):
+        raise error(text)
+    assert sentence(raised.value) == str(raised.value) and isinstance(raised.value.__cause__, error)
+    assert sentence(RuntimeError("a defect")) is None
+    with pytest.raises(RuntimeError, match="a defect"), memory_for("M: wanted less"):
+        raise RuntimeError("a defect")
+
+
+def test_traceback_shows_where_memory_was_missing():
+    with pytest.raises(MemoryError) as raised:
+        main(["--traceback", "gemm", "4", "2000000000", "2000000000", "--device", "cpu"])
+    assert "can't allocate memory" in str(raised.value.__cause__)
+
+
+def test_an_operating_systems_error_names_its_paths():
+    assert sentence(FileNotFoundError(2, "No such file or directory", "/nope")) == "/nope: No such file or directory"
+    assert sentence(OSError(18, "Invalid cross-device link", "a", None, b"b")) == "a -> b: Invalid cross-device link"
+    assert sentence(OSError("said whole")) == "said whole"
+
+
+def test_one_is_singular():
+    assert [counted(n, "problem") for n in (0, 1, 2)] == ["0 problems", "1 problem", "2 problems"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +217,7 @@ def test_tune_and_cache(capsys, folder, tmp_path):
     assert len(out.splitlines()) == 4 and "m 16, n 64, k 96: cpu_mixed_gemm/" in out
     assert "4 of 4 measured" in err and "geometric mean" in err and str(folder) in err
     out, err = run(capsys, *arguments)
-    assert not out and "0 of 4 measured" in err
+    assert not out and "0 of 4 measured" in err and "with a record already: 4 (--force measures again)" in err
 
     out, _ = run(capsys, "cache", "path")
     assert out == f"{folder}\n"
@@ -170,11 +233,11 @@ def test_tune_and_cache(capsys, folder, tmp_path):
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
     assert "added 4 tuned configs" in err and store.read(folder / store.USER_FILE)
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
-    assert "added 0 tuned configs" in err and "(4 were there)" in err
+    assert "added 0 tuned configs" in err and "(there already: 4)" in err
     assert (folder / store.USER_FILE).read_text() == exported
     (tmp_path / "out.jsonl").write_text("what\n" + exported)
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"), code=1)
-    assert "skipped 1 unreadable lines; line 1" in err
+    assert "skipped 1 unreadable line; line 1" in err
     stale = json.loads(exported.splitlines()[0]) | {"revision": 0}
     (folder / store.USER_FILE).write_text(json.dumps(stale) + "\n")
     assert "(stale)" in run(capsys, "cache", "list")[0]
@@ -225,7 +288,10 @@ def test_layers_of_experts_and_of_fp8_activations(tmp_path, capsys):
     (found,) = problems.problems([fp8], [16], GPUS["sm_90a"], torch.bfloat16)
     assert (found.dtype, found.layout, found.epilogue.token_scale) == (torch.float8_e4m3fn, "mma8", True)
     out, err = run(capsys, "tune", "--shapes", str(tmp_path / "s.txt"), "--m", "4", "--device", "cpu")
-    assert "left out: 1 layers of experts" in err and len(out.splitlines()) == 1
+    assert "experts are not tuned: 1 layer of experts" in err and len(out.splitlines()) == 1
+    assert "1 of 1 measured" in err and "the CPU; 1 problem\n" in err and "record already" not in err
+    _, err = run(capsys, "tune", "--shapes", "4x64x32", "--m", "4", "--device", "cpu", code=1)
+    assert "error: --shapes: wanted a layer that is not of experts" in err and "measured" not in err
 
 
 @pytest.mark.parametrize(
@@ -303,7 +369,7 @@ def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path
     tuned = Record(key_of(problem), (9, 16), kernel, config, 1.0, revision, "2026-11-21")
     store.add([tuned])
     out, _ = run(capsys, "compile", "--shapes", "1536x1024", "--m", "5..16", "--act-order", "-o", str(output))
-    assert f"{output}: 3 kernels" in out and "1 tuned configs" in out
+    assert f"{output}: 3 kernels" in out and "1 tuned config\n" in out
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     script = f"""
 import sys; sys.path[:] = {sys.path!r}

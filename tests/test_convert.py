@@ -136,7 +136,7 @@ def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert there > 1
     limit, before = -1, len(read)
     assert convert(tmp_path / "in", out, *sizes) == 0
-    assert f"{there} files were there already" in capsys.readouterr().err
+    assert f"there already: {there} files" in capsys.readouterr().err
     assert len(read) - before < 7 * LAYERS
     assert not list(out.glob("*.unfinished"))
     assert_same(out, tmp_path / "in")

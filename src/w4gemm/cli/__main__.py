@@ -10,11 +10,10 @@ from typing import Any
 
 import w4gemm
 from w4gemm.cli import bench, cache, compile, convert, explain, gemm, generate, info, inspect, tune
+from w4gemm.console.errors import sentence
 from w4gemm.core.environment import configure_logging
-from w4gemm.core.errors import UnsupportedError
 
 COMMANDS = (generate, inspect, convert, explain, gemm, tune, compile, cache, bench, info)
-USER_ERRORS = (ValueError, TypeError, OSError, ImportError, UnsupportedError)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,10 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         sys.stderr.close()
         return 1
-    except USER_ERRORS as e:
-        if args.traceback:
+    except Exception as e:
+        text = sentence(e)
+        if text is None or args.traceback:
             raise
-        print(f"w4gemm: error: {e}", file=sys.stderr)
+        print(f"w4gemm: error: {text}", file=sys.stderr)
         return 1
     finally:
         warnings.formatwarning = format_of_others

@@ -9,7 +9,8 @@ from pathlib import Path
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.choice.records import Record, effective, parse_lines
-from w4gemm.console.progress import say
+from w4gemm.console.errors import read_text
+from w4gemm.console.progress import counted, say
 from w4gemm.core import environment
 from w4gemm.jit import disk
 from w4gemm.kernels import kernel_named
@@ -51,10 +52,11 @@ def _path(args: argparse.Namespace) -> None:
 def _list(args: argparse.Namespace) -> None:
     objects = disk.stored()
     size = sum(path.stat().st_size for path in objects)
-    print(f"{environment.cache_dir() or 'nothing is kept'}: {len(objects)} compiled kernels, {size / 2**20:.1f} MiB")
+    kernels = counted(len(objects), "compiled kernel")
+    print(f"{environment.cache_dir() or 'nothing is kept'}: {kernels}, {size / 2**20:.1f} MiB")
     for name, path in (("tuned", store.user_path()), *(("shipped", path) for path in store.shipped_tables())):
         records = effective(store.read(path)) if path else []
-        print(f"{name}: {path}, {len(records)} configs")
+        print(f"{name}: {path}, {counted(len(records), 'config')}")
         for record in records if name == "tuned" or args.all else ():
             print(f"  {_line(record)}")
 
@@ -77,9 +79,9 @@ def is_current(record: Record) -> bool:
 
 def _clear(args: argparse.Namespace) -> None:
     if args.only != "tuned":
-        say(f"deleted {disk.clear()} compiled kernels")
+        say(f"deleted {counted(disk.clear(), 'compiled kernel')}")
     if args.only != "compiled":
-        say(f"deleted {store.clear()} tuned configs")
+        say(f"deleted {counted(store.clear(), 'tuned config')}")
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -88,7 +90,7 @@ def _export(args: argparse.Namespace) -> None:
     text = "".join(record.line() for record in records)
     if args.file:
         Path(args.file).write_text(text)
-        say(f"wrote {len(records)} tuned configs to {args.file}")
+        say(f"wrote {counted(len(records), 'tuned config')} to {args.file}")
     else:
         sys.stdout.write(text)
 
@@ -98,12 +100,12 @@ def _import(args: argparse.Namespace) -> None:
     assert path is not None
     if not Path(args.file).is_file():
         raise FileNotFoundError(f"FILE: no file {args.file!r}")
-    records, bad = parse_lines(Path(args.file).read_text().splitlines())
+    records, bad = parse_lines(read_text("FILE", args.file).splitlines())
     there = {(record.key, record.m): record for record in store.read(path)}  # the last line of a problem holds
     new = [record for record in records if there.get((record.key, record.m)) != record]
     store.append(path, new)
-    same = f" ({len(records) - len(new)} were there)" if len(new) < len(records) else ""
-    say(f"added {len(new)} tuned configs to {path}{same}")
+    same = f" (there already: {len(records) - len(new)})" if len(new) < len(records) else ""
+    say(f"added {counted(len(new), 'tuned config')} to {path}{same}")
     if bad:
         number, reason = bad[0]
-        raise ValueError(f"{args.file}: skipped {len(bad)} unreadable lines; line {number}: {reason}")
+        raise ValueError(f"{args.file}: skipped {counted(len(bad), 'unreadable line')}; line {number}: {reason}")

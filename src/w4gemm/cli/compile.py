@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -16,11 +17,12 @@ from w4gemm.choice import store
 from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
 from w4gemm.cli.problems import ALL_TOKENS, Layer, add_layer_arguments, layers_of, parse_layers
 from w4gemm.console.devices import device_line
+from w4gemm.console.errors import require_folder
 from w4gemm.console.options import DTYPES, parse_tokens, positive
-from w4gemm.console.progress import progress_bar, say
+from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
-from w4gemm.core.problem import GPUS
+from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
@@ -104,8 +106,8 @@ def _add_call_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = GPUS[args.arch]
-    device = replace(device, name=args.gpu or device.name, sms=args.sms or device.sms)
+    require_folder("--output", args.output)
+    device = described(args.arch, args.gpu, args.sms)
     task = _task_of_vllm(args) if args.vllm is not None else _task_of_layers(args)
     layers, tokens = task.layers, parse_tokens(task.m)
     uses = [
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         for dtype in task.dtypes
     ]
     wanted = [problem for use in uses for layer in layers for problem in problems_of(layer, tokens, use)]
-    say(f"{device_line(device)}; {len(wanted)} problems")
+    say(f"{device_line(device)}; {counted(len(wanted), 'problem')}")
     if any(layer.experts for layer in layers) and not (args.top_k or task.top_k):
         say("without --top-k the sum over the experts of a token is left out")
     units, records = chosen(wanted, args.top)
@@ -139,9 +141,34 @@ def run(args: argparse.Namespace) -> int:
             path.chmod(0o644)
     seconds = time.perf_counter() - started
     print(
-        f"{args.output}: {len(units)} kernels, {size / 2**20:.1f} MiB, in {seconds:.1f} s; {len(records)} tuned configs"
+        f"{args.output}: {counted(len(units), 'kernel')}, {size / 2**20:.1f} MiB, in {seconds:.1f} s; "
+        f"{counted(len(records), 'tuned config')}"
     )
     return 0
+
+
+def described(arch: str, name: str | None, sms: int | None) -> Device:
+    """Return the GPU to compile for: the one known of a target, or of that name, with the rates of its name, and with
+    so many multiprocessors.
+
+    Raises:
+        ValueError: if the GPU of that name is known to be of another target.
+    """
+    device = GPUS[arch]
+    if name:
+        _check_gpu(name, arch)
+        device = replace(device, name=name, clock=0.0, bandwidth=0.0, operations=0.0)  # 0: those of the name
+    return replace(device, sms=sms or device.sms)
+
+
+def _check_gpu(name: str, arch: str) -> None:
+    """Raise ValueError for a GPU that is known to be of another target, on which nothing would be loaded."""
+    for other, models in _MODELS.items():
+        if other != arch and re.search(rf"\b({models})\b", name, re.IGNORECASE):
+            raise ValueError(
+                f"--gpu: wanted the name of a GPU of --arch {arch}, such as {GPUS[arch].name!r}, got {name!r}, for "
+                f"which --arch {other} compiles"
+            )
 
 
 class _Task(NamedTuple):
@@ -190,8 +217,17 @@ def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> i
             size += len(future.result())
     missing = [unit for unit in units if disk.read(disk.entry_name(unit)) is None]
     if missing:
-        raise OSError(f"{folder}: {len(missing)} of {len(units)} kernels could not be stored")
+        raise OSError(f"{folder}: {len(missing)} of {counted(len(units), 'kernel')} could not be stored")
     return size
 
 
 _HALVES = (torch.float16, torch.bfloat16)
+_MODELS = {
+    "sm_80": "A100|A800|A30",
+    "sm_86": "A10G?|A16|A40|RTX A[2-6]000|RTX 30[5-9]0",
+    "sm_89": "L4|L20|L40S?|Ada|RTX 40[5-9]0",
+    "sm_90a": "H100|H200|H800|H20|GH200",
+    "sm_100a": "B200|GB200",
+    "sm_120a": "RTX 50[5-9]0",
+}
+"""GPUs of each target, as a pattern of whole words of their names."""

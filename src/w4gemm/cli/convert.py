@@ -13,8 +13,9 @@ from w4gemm.checkpoints.dense import DenseCheckpoint
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import WeightWriter, write_folder
 from w4gemm.console.devices import choose_device
+from w4gemm.console.errors import require_folder
 from w4gemm.console.options import WIDE_DTYPES, positive
-from w4gemm.console.progress import progress_bar, say
+from w4gemm.console.progress import counted, progress_bar, say
 
 MIB = 2**20
 NAME = "convert"
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
+    require_folder("OUTPUT", args.output)
     checkpoint = open_checkpoint(args.path, args.format)
     how = ""
     if isinstance(checkpoint, DenseCheckpoint):
@@ -76,11 +78,12 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if resumed:
-        say(f"{resumed} files were there already")
+        say(f"there already: {counted(resumed, 'file')}")
     size = sum(file.stat().st_size for file in args.output.glob("*.safetensors"))
+    seconds = time.perf_counter() - started
     say(
-        f"{args.output}: {len(checkpoint.modules)} modules in 4 bits, {len(checkpoint.tensors)} dense tensors, "
-        f"{size / MIB:.1f} MiB, in {time.perf_counter() - started:.1f} s"
+        f"{args.output}: {counted(len(checkpoint.modules), 'module')} in 4 bits, "
+        f"{counted(len(checkpoint.tensors), 'dense tensor')}, {size / MIB:.1f} MiB, in {seconds:.1f} s"
     )
     return 0
 

@@ -61,10 +61,8 @@ def run(args: argparse.Namespace) -> int:
         args.batch_invariant,
     )
     if args.why:
-        print(device_line(device))
-        print(problem)
-        for verdict in choice.why(problem, args.why):
-            print(verdict)
+        verdicts = choice.why(problem, args.why)  # before the heading, because CONFIG may be none
+        print(device_line(device), problem, *verdicts, sep="\n")
         return 0
     found = choice.explain(problem, args.config)
     print(device_line(device))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from w4gemm import choice
-from w4gemm.console.devices import chosen_device, device_line
+from w4gemm.console.devices import chosen_device, device_line, device_name
+from w4gemm.console.errors import memory_for
 from w4gemm.console.options import (
     add_device_arguments,
     add_format_argument,
@@ -14,7 +17,7 @@ from w4gemm.console.options import (
     positive,
     require_sizes,
 )
-from w4gemm.console.progress import progress_bar
+from w4gemm.console.progress import counted, progress_bar
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
@@ -52,22 +55,39 @@ def run(args: argparse.Namespace) -> int:
     format = WeightFormat.parse(args.format)
     dtype = chosen_dtype(args.dtype, device)
     problem = GemmProblem(args.m, args.n, args.k, dtype, format, layout_for(device, format, dtype), device=device)
-    print(f"{device_line(device)}\n{problem}")
-    if args.profile:
-        with progress_bar() as progress:
-            outcomes = list(tune([problem], where, top=args.top, force=True, progress=progress))
-        for outcome in outcomes:
-            print(profile_text(outcome))
-        return 0 if outcomes else 1
+    with memory_for(
+        f"M, N, K: wanted sizes that fit the memory of {device_name(where)}, got {args.m}, {args.n}, {args.k}"
+    ):
+        return _profile(problem, where, args.top) if args.profile else _run_once(problem, where, args.config)
+
+
+def _profile(problem: GemmProblem, where: torch.device, top: int | None) -> int:
+    print(_heading(problem))
+    with progress_bar() as progress:
+        outcomes = list(tune([problem], where, top=top, force=True, progress=progress))
+    for outcome in outcomes:
+        print(profile_text(outcome))
+    return 0 if outcomes else 1
+
+
+def _run_once(problem: GemmProblem, where: torch.device, config: str | None) -> int:
     # planned as linear does it, for the interval of m
-    weight = packed_shape(format, problem.layout, args.n, args.k)
-    plan = choice.plan_for(choice.PlanKey.of(weight, args.m, dtype, config=args.config or "", device=where))
+    weight = packed_shape(problem.format, problem.layout, problem.n, problem.k)
+    key = choice.PlanKey.of(weight, problem.m, problem.dtype, config=config or "", device=where)
+    if config:
+        choice.explain(key.problem(), config)  # refuses a config before the heading; plan_for compiles after it
+    print(_heading(problem), flush=True)
+    plan = choice.plan_for(key)
     workload = Workload(problem, where)
-    operands = workload.operands(args.m)
+    operands = workload.operands(problem.m)
     error = workload.error(plan.launch, operands[0])
     (time,) = workload.time([plan.launch], operands, _REPLAYS)
     print(f"{plan} ({plan.source}): {speed(problem, time.p50)}; relative error {error:.1e}")
     return 0
+
+
+def _heading(problem: GemmProblem) -> str:
+    return f"{device_line(problem.device)}\n{problem}"
 
 
 def speed(problem: GemmProblem, us: float) -> str:
@@ -83,7 +103,7 @@ def speed(problem: GemmProblem, us: float) -> str:
 def profile_text(outcome: Outcome, rows: int = 10) -> str:
     """Return lines with the fastest configs, the rank of the heuristic's first guess, and what was kept."""
     problem, times = outcome.problem, outcome.times
-    lines = [f"measured at m {problem.m}, which stands for its interval: {len(times)} configs"]
+    lines = [f"measured at m {problem.m}, which stands for its interval: {counted(len(times), 'config')}"]
     guesses = choice.configs(problem)
     for rank, (name, time) in enumerate(list(times.items())[:rows], 1):
         lines.append(f"{rank:3}  {name}: {speed(problem, time.p50)}; guess {guesses.index(name) + 1}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.temperature < 0:
-        raise ValueError(f"--temperature: wanted a number >= 0, got {args.temperature}")
+    if not (math.isfinite(args.temperature) and args.temperature >= 0):
+        raise ValueError(f"--temperature: wanted a finite number >= 0, got {args.temperature}")
     if not args.prompt.strip():
         raise ValueError("PROMPT: wanted some words, got none")
     path = Path(args.model) if args.model else default_model()

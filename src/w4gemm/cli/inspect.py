@@ -19,6 +19,7 @@ from w4gemm.checkpoints import Checkpoint, Module, find_checkpoint, open_checkpo
 from w4gemm.cli.problems import layers_of, problems
 from w4gemm.console.devices import SIMULATED, described_device, device_line
 from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens
+from w4gemm.console.progress import counted
 from w4gemm.core.problem import Device
 from w4gemm.packing.packed_shape import packed_shape
 
@@ -79,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{checkpoint.path}: {found.format.name}")
     print(
-        f"{len(checkpoint.modules)} modules in 4 bits, {_size(packed)}; "
-        f"{len(checkpoint.tensors)} dense tensors, {numbers / 1e6:.1f} million numbers"
+        f"{counted(len(checkpoint.modules), 'module')} in 4 bits, {_size(packed)}; "
+        f"{counted(len(checkpoint.tensors), 'dense tensor')}, {numbers / 1e6:.1f} million numbers"
     )
     print(device_line(device))
     head = ("layers", "format", "n x k", "", "MiB", *(f"m {m}" for m in tokens))

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from w4gemm.checkpoints import Module, open_checkpoint
+from w4gemm.console.errors import read_text
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
@@ -37,8 +38,14 @@ class Layer:
     """"fp8" if the layer quantizes x, whatever dtype the others are asked for in."""
 
 
-def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "") -> None:
-    """Add --model, --shapes or, if ``vllm`` says in words what it takes, --vllm; and --format and --m."""
+def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "", experts: bool = True) -> None:
+    """Add --model, --shapes or, if ``vllm`` says in words what it takes, --vllm; and --format and --m.
+
+    Args:
+        experts: False if the command leaves out layers of experts.
+    """
+    sizes = "sizes N x K like 6144x4096,4096x4096" + " or, of 8 experts, 8x28672x4096" * experts
+    left_out = "" if experts else ". Lines with EXPERTS are left out"
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--model",
@@ -49,7 +56,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "") -> None
         "--shapes",
         metavar="FILE",
         help="the layers of a file with lines [EXPERTS] N K [FORMAT] [bias] (N output features, K input features); or "
-        "sizes N x K like 6144x4096,4096x4096 or, of 8 experts, 8x28672x4096",
+        f"{sizes}{left_out}",
     )
     if vllm:
         which.add_argument("--vllm", metavar="PATH", help=vllm)
@@ -58,8 +65,8 @@ def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "") -> None
         "--m",
         default=ALL_TOKENS,
         metavar="M",
-        help="numbers of tokens (for experts, of each on average): numbers and ranges like 1..64,512 or 1.. without an "
-        "end (default: %(default)s)",
+        help=f"numbers of tokens{' (for experts, of each on average)' * experts}: numbers and ranges like 1..64,512 or "
+        "1.. without an end (default: %(default)s)",
     )
 
 
@@ -98,7 +105,7 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
     elif Path(args.shapes).is_file():
         found = [
             _parse_line(line, f"{args.shapes}:{number}", format)
-            for number, text in enumerate(Path(args.shapes).read_text().splitlines(), 1)
+            for number, text in enumerate(read_text("--shapes", args.shapes).splitlines(), 1)
             if (line := text.partition("#")[0].strip())
         ]
     else:

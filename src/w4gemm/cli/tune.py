@@ -6,11 +6,13 @@ import argparse
 import math
 import time
 
+from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.cli.problems import add_layer_arguments, parse_layers, problems
-from w4gemm.console.devices import chosen_device, device_line
+from w4gemm.console.devices import chosen_device, device_line, device_name
+from w4gemm.console.errors import memory_for
 from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens, positive
-from w4gemm.console.progress import progress_bar, say
+from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.tuning.tuner import TOP, Outcome, tune
 
 NAME = "tune"
@@ -18,12 +20,12 @@ HELP = "measure the likeliest configs of a model's layers and keep the fastest"
 DESCRIPTION = (
     "For each layer and each interval of m, the number of tokens: compile the configs of least predicted time, measure "
     "them, and keep the fastest in the cache folder, where every later process finds it. What has a record already is "
-    "not measured again, so an interrupted run goes on where it stopped."
+    "not measured again, so an interrupted run goes on where it stopped. Layers of experts are left out."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_layer_arguments(parser)
+    add_layer_arguments(parser, experts=False)
     add_device_arguments(parser)
     parser.add_argument(
         "--top",
@@ -43,24 +45,30 @@ def run(args: argparse.Namespace) -> int:
     device, where = chosen_device(args.device)
     dtype = chosen_dtype(args.dtype, device)
     layers = parse_layers(args)
-    if experts := [layer for layer in layers if layer.experts]:
-        say(f"left out: {len(experts)} layers of experts, which are not tuned")
     dense = [layer for layer in layers if not layer.experts]
-    wanted = problems(dense, parse_tokens(args.m), device, dtype, args.batch_invariant)
-    say(f"{device_line(device)}; {len(wanted)} problems")
+    name, value = ("--shapes", args.shapes) if args.model is None else ("--model", args.model)
+    if not dense:
+        raise ValueError(f"{name}: wanted a layer that is not of experts, since those are not tuned, got {value!r}")
+    tokens = parse_tokens(args.m)
+    if left_out := len(layers) - len(dense):
+        say(f"left out, since experts are not tuned: {counted(left_out, 'layer')} of experts")
+    wanted = problems(dense, tokens, device, dtype, args.batch_invariant)
+    tuned = 0 if args.force else sum((choice.recorded(problem) or ("",))[0] == "tuned" for problem in wanted)
+    say(f"{device_line(device)}; {counted(len(wanted), 'problem')}")
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     try:
-        with progress_bar() as progress:
+        too_large = f"{name}: wanted layers that fit the memory of {device_name(where)}, got {value!r}"
+        with memory_for(too_large), progress_bar() as progress:
             options = {"top": args.top, "force": args.force, "workers": args.workers}
             for outcome in tune(wanted, where, **options, progress=progress):
                 outcomes.append(outcome)
                 print(line(outcome), flush=True)
     finally:
         seconds = time.perf_counter() - started
-        say(f"{len(outcomes)} of {len(wanted)} measured in {seconds:.0f} s{summary(outcomes)}")
+        say(f"{len(outcomes)} of {len(wanted)} measured in {seconds:.0f} s{summary(outcomes, tuned)}")
         path = store.user_path()
-        if path is None or path.exists():  # else a warning has said what is in the way
+        if (outcomes or tuned) and (path is None or path.exists()):  # else a warning has said what is in the way
             say(f"kept in {path or 'no file: W4GEMM_CACHE_DIR is off'}")
     return 0
 
@@ -71,9 +79,11 @@ def line(outcome: Outcome) -> str:
     return f"m {problem.m}, n {problem.n}, k {problem.k}: {record.choice}, {record.us:.1f} us, {gain}"
 
 
-def summary(outcomes: list[Outcome]) -> str:
-    """Return a line with the gain of tuning over the heuristic."""
+def summary(outcomes: list[Outcome], tuned: int) -> str:
+    """Return the end of a line: the gain of tuning over the heuristic, and how many problems had records before."""
+    before = f"; with a record already: {tuned} (--force measures again)" if tuned else ""
     if not outcomes:
-        return "; the others have records already (--force measures them again)"
+        return before
     mean = math.exp(sum(math.log(o.gain) for o in outcomes) / len(outcomes))
-    return f"; over the first guesses {mean:.3f} x in the geometric mean, at most {max(o.gain for o in outcomes):.2f} x"
+    best = max(o.gain for o in outcomes)
+    return f"; over the first guesses {mean:.3f} x in the geometric mean, at most {best:.2f} x{before}"

@@ -13,6 +13,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words, such as "1 problem" and "2 problems"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[int, int, str], None]]:
     """Yield a function ``(done, total, what)`` that keeps one line on a terminal up to date and prints nothing

@@ -1,0 +1,73 @@
+"""Errors in one sentence for users: :func:`sentence`, :func:`memory_for`; and the reading of files that users name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from w4gemm.core.errors import UnsupportedError
+
+_USER_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError, UnsupportedError)
+_LACKS_MEMORY = re.compile(r"can't allocate memory|out of memory|Storage size calculation overflowed")
+"""Words of PyTorch's RuntimeErrors: of its CPU allocator, of CUDA, and for sizes beyond 64 bits."""
+_ASKED = re.compile(r"allocate (?:(?P<bytes>\d+) bytes|(?P<text>[\d.]+ [KMGT]iB))")
+
+
+def sentence(error: Exception) -> str | None:
+    """Return what to print for an error that a user can mend; None for any other, which wants its traceback."""
+    if (memory := _lacking(error)) is not None:
+        return str(error) if isinstance(error, MemoryError) and str(error) else f"not enough memory; {memory}"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:  # without its [Errno ...]
+        names = (error.filename, error.filename2)
+        paths = " -> ".join(os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in names if name)
+        return f"{paths}: {error.strerror}"
+    return str(error) if isinstance(error, _USER_ERRORS) else None
+
+
+@contextlib.contextmanager
+def memory_for(wanted: str) -> Iterator[None]:
+    """Raise MemoryError with the words ``wanted`` and the bytes asked for, in place of an allocator's own error."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        if (memory := _lacking(e)) is None:
+            raise
+        raise MemoryError(f"{wanted}; {memory}") from e
+
+
+def _lacking(error: Exception) -> str | None:
+    """Return how much memory could not be allocated, in words; None if an error says nothing of memory."""
+    found = isinstance(error, RuntimeError) and _LACKS_MEMORY.search(str(error))
+    if not (found or isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))):
+        return None
+    asked = _ASKED.search(str(error))
+    size = (asked["text"] or f"{int(asked['bytes']) / 2**30:.1f} GiB") if asked else "what it wants"
+    return f"{size} could not be allocated"
+
+
+def read_text(name: str, path: str | Path) -> str:
+    """Return the text of a file.
+
+    Args:
+        name: the argument that named the file, as messages call it.
+
+    Raises:
+        OSError, ValueError: if it cannot be read, or is not text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(
+            f"{name}: wanted a text file in UTF-8, got {str(path)!r}, which is none at byte {e.start}"
+        ) from e
+
+
+def require_folder(name: str, path: Path) -> None:
+    """Raise FileExistsError if ``path`` is there and is no folder."""
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{name}: wanted a folder, which is made if needed, got the file {str(path)!r}")
