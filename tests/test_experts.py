@@ -48,8 +48,12 @@ def test_a_stack_refuses():
         QuantizedWeight.stack(iter(each), 5)
     with pytest.raises(TypeError, match="count: wanted the number"):
         QuantizedWeight.stack(iter(each))
-    with pytest.raises(ValueError, match="weights: wanted 5 like the first"):
+    with pytest.raises(ValueError, match="weights: wanted 3, got more"):
+        QuantizedWeight.stack(iter(each), 3)
+    with pytest.raises(ValueError, match="weights: wanted n 32 like the first, got n 16 as number 5 of 5"):
         QuantizedWeight.stack([*each, quantize(torch.randn(16, 64), "int4_g32_zint")])
+    with pytest.raises(ValueError, match="wanted format int4_g32_zint, k 64 like the first, got format nf4_g32, k 32"):
+        QuantizedWeight.stack([each[0], quantize(torch.randn(32, 32), "nf4_g32")])
     with pytest.raises(ValueError, match="index: wanted an expert 0 .. 3, got 4"):
         QuantizedWeight.stack(each).expert(4)
     with pytest.raises(ValueError, match="expert: wanted a weight of several experts, got a single one"):
@@ -195,6 +199,13 @@ def test_routing_refuses():
         layer(torch.randn(3, FEATURES), [[0, 1]], weights)
     with pytest.raises(TypeError, match="x: wanted a tensor"):
         layer([1.0], ids, weights)
+    for wrong in (weights.int(), weights[:, :1], 0.5):
+        with pytest.raises(ValueError, match=r"expert_weights: wanted floating point \(3, 2\) like expert_ids, got"):
+            layer(torch.randn(3, FEATURES), ids, wrong)
+    with pytest.raises(ValueError, match="expert_weights: wanted x's device cpu, got meta"):
+        layer(torch.randn(3, FEATURES), ids, weights.to("meta"))
+    with pytest.raises(TypeError, match="linear: wanted the weights of several experts.*W4GroupedLinear.from_weight"):
+        W4GroupedLinear.from_linear(torch.nn.Linear(64, 32))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(3, FEATURES), ids, weights).dtype == torch.bfloat16
 

@@ -199,6 +199,8 @@ def test_bad_arguments():
         (lambda: W4Linear(5, 5, format="int4"), ValueError, "format: wanted int4_g<group size>"),
         (lambda: W4Linear(5, 5, format=4), TypeError, "format: wanted a WeightFormat or its string, got int"),
         (lambda: W4Linear(5, 5, dtype=torch.int8), TypeError, "dtype: wanted a floating-point dtype, got torch.int8"),
+        (lambda: W4Linear(5, 5, dtype="float32"), TypeError, "dtype: wanted a floating-point dtype, got 'float32'"),
+        (lambda: W4Linear(5, 5, device="cuda:77"), ValueError, "device: cuda:77 is not there; PyTorch sees"),
         (lambda: W4Linear.from_linear(w), TypeError, "linear: wanted a torch.nn.Linear, got QuantizedWeight"),
         (lambda: W4Linear.from_weight(torch.zeros(3)), TypeError, "w: wanted a QuantizedWeight, got Tensor"),
         (
@@ -230,6 +232,29 @@ def test_another_weight_stays(tmp_path):
     for other in (torch.zeros(3), QuantizedWeight.stack([w])):
         with pytest.raises(TypeError, match="weight: wanted a QuantizedWeight of no experts, got"):
             layer.weight = other
+
+
+def test_attributes_say_what_the_weight_is():
+    """A value that would let the state dict or a framework read another thing than the product is refused."""
+    layer = W4Linear.from_weight(quantize(torch.randn(32, 256), "int4_g32"))
+    kept, state = repr(layer), layer.state_dict()
+    for name, value, error, message in (
+        ("format", "nf4", ValueError, "format: wanted the weight's, int4_g32; assign another weight, got 'nf4'"),
+        ("in_features", 3, ValueError, "in_features: wanted the weight's k 256, or that of all its shards, got 3"),
+        ("out_features", "32", TypeError, "out_features: wanted an int from 1 on, got '32'"),
+        ("dtype", torch.int8, TypeError, "dtype: wanted a floating-point dtype, got torch.int8"),
+        ("pre_quant_scale", torch.ones(255), ValueError, r"pre_quant_scale: wanted shape \(256,\), k of"),
+        ("pre_quant_scale", torch.ones(256).int(), TypeError, "pre_quant_scale: wanted a floating-point tensor"),
+        ("pre_quant_scale", [1.0], TypeError, "pre_quant_scale: wanted .* or None, got list"),
+    ):
+        with pytest.raises(error, match=message):
+            setattr(layer, name, value)
+    assert repr(layer) == kept and torch.equal(layer.state_dict()["_extra_state"], state["_extra_state"])
+    layer.in_features, layer.dtype, layer.pre_quant_scale = 512, torch.float16, torch.full((256,), 2.0)
+    x = torch.randn(3, 256)
+    assert torch.equal(layer(x), linear(2 * x, layer.weight))
+    layer.pre_quant_scale = None
+    assert torch.equal(layer(x), linear(x, layer.weight))
 
 
 # --- fp8 activations --------------------------------------------------------------------------------------------------

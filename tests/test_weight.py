@@ -157,6 +157,25 @@ def test_shard_refuses_and_says_what_fits(dim, index, count, message):
         weight().shard(dim, index, count)
 
 
+@pytest.mark.parametrize("n, listed", [(512, "256, 512]"), (1023, "1, 3, 11, 31, 33, 93, 341, 1023]"), (17, "[1, 17]")])
+def test_every_count_of_shards_that_fits_is_listed(n, listed):
+    w = weight(n=n, k=32)
+    with pytest.raises(ValueError, match="counts that fit: ") as e:
+        w.shard(0, 0, 1024)
+    assert str(e.value).endswith(listed)
+    fits = json.loads(str(e.value).partition("counts that fit: ")[2])
+    assert fits == [c for c in range(1, n + 1) if n % c == 0]
+    assert [w.shard(0, c - 1, c).n * c for c in fits] == [n] * len(fits)
+
+
+def test_of_very_many_counts_of_shards_the_nearest_are_listed():
+    w = weight(n=55440, k=16)  # 120 divisors
+    with pytest.raises(ValueError, match=r"the nearest of 120 counts that fit: \[.* 99, 105, .*\]"):
+        w.shard(0, 0, 101)
+    with pytest.raises(ValueError, match=r"counts that fit: \[1\]$"):
+        weight(k=300).shard(1, 0, 2)
+
+
 @pytest.mark.parametrize("format", ALL + FOLDED, ids=str)
 def test_file_round_trip_is_bit_equal(format, tmp_path):
     for n, k in [(1, 1), (70, 300)]:
@@ -184,6 +203,13 @@ def test_load_refuses_what_is_no_whole_file(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(FormatError, match="path: .* is not a whole safetensors file"):
             QuantizedWeight.load(path)
+
+
+def test_only_the_canonical_layout_has_names():
+    w = weight().repack("cpu")
+    for method in (w.named_tensors, w.check_range):
+        with pytest.raises(ValueError, match=r"layout: wanted canonical, got cpu; w.repack\('canonical'\) gives that"):
+            method()
 
 
 GOOD = {"kind": "w4gemm.weights.weight", "version": "1", "format": "int4_g128", "n": 96, "k": 512}
@@ -337,7 +363,7 @@ def test_activations_are_a_fact_of_the_weight(tmp_path):
     assert plain.activations is None and plain.layout == "cpu" and plain.repack() is plain
     with pytest.raises(ValueError, match=r"activations: wanted one of \('fp8', None\), got 'int8'"):
         w.repack(activations="int8")
-    with pytest.raises(ValueError, match="wanted 2 like the first, .*activations='fp8'.*got as number 2"):
+    with pytest.raises(ValueError, match="wanted activations fp8 like the first, got activations None as number 2"):
         QuantizedWeight.stack([w, plain])
 
 

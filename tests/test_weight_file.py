@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from w4gemm import FormatError, QuantizedWeight
+from w4gemm import FormatError, QuantizedWeight, quantize
 
 
 def test_flipped_bits_of_the_header(tmp_path: Path) -> None:
@@ -28,3 +29,32 @@ def test_flipped_bits_of_the_header(tmp_path: Path) -> None:
         except FormatError:
             refused += 1
     assert refused > 300
+
+
+def test_what_is_no_path_is_named(tmp_path: Path) -> None:
+    w = quantize(torch.randn(8, 64))
+    for path in (None, 3, b"w"):
+        for call in (w.save, QuantizedWeight.load):
+            with pytest.raises(TypeError, match=f"path: wanted a string or a Path, got {type(path).__name__}"):
+                call(path)
+    with pytest.raises(ValueError, match="weight: wanted one with numbers, got one on the meta device"):
+        w.to("meta").save(tmp_path / "w")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_device_is_named(tmp_path: Path) -> None:
+    w, path = quantize(torch.randn(8, 64)), tmp_path / "w"
+    w.save(path)
+    for device, error, message in (
+        ("meta", ValueError, "device: wanted one that holds numbers, got meta"),
+        ("cuda:77", ValueError, "device: cuda:77 is not there; PyTorch sees"),
+        ("hpu", ValueError, "device: hpu is not there"),
+        ("fast", ValueError, "device: wanted a torch.device or its string"),
+        (None, TypeError, "device: wanted a torch.device or its string"),
+    ):
+        with pytest.raises(error, match=message):
+            QuantizedWeight.load(path, device)  # type: ignore[arg-type]
+        if device != "meta":
+            with pytest.raises(error, match=message):
+                w.to(device)  # type: ignore[arg-type]
+    assert torch.equal(QuantizedWeight.load(path, "cpu:0").dequantize(), w.dequantize())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -37,6 +37,14 @@ class W4GroupedLinear(W4Linear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("W4GroupedLinear: wanted W4GroupedLinear.from_weight(w), which makes one, got a direct call")
+
+    @classmethod
+    def from_linear(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a dense layer is one expert, and this layer has several."""
+        raise TypeError(
+            "linear: wanted the weights of several experts, got one dense layer; call W4GroupedLinear.from_weight with "
+            "the QuantizedWeight.stack of their quantized weights, or W4Linear.from_linear for a single layer"
+        )
 
     @classmethod
     def from_weight(
@@ -198,11 +206,18 @@ class W4Experts(torch.nn.Module):
             raise TypeError(f"x: wanted a tensor (tokens, features), got {type(x).__name__}")
         if x.dim() != 2:
             raise ValueError(f"x: wanted shape (tokens, features), got {tuple(x.shape)}")
-        if expert_ids.shape[:1] != x.shape[:1]:
-            raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(expert_ids.shape)}")
-        if not isinstance(expert_weights, torch.Tensor) or expert_weights.shape != expert_ids.shape:
-            wanted = f"floating point {tuple(expert_ids.shape)} like expert_ids"
+        shape = expert_ids.shape
+        if shape[0] != x.shape[0]:
+            raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(shape)}")
+        if (
+            not isinstance(expert_weights, torch.Tensor)
+            or expert_weights.shape != shape
+            or not expert_weights.is_floating_point()
+        ):
+            wanted = f"floating point {tuple(shape)} like expert_ids"
             raise ValueError(f"expert_weights: wanted {wanted}, got {kind_of(expert_weights)}")
+        if expert_weights.device != x.device:
+            raise ValueError(f"expert_weights: wanted x's device {x.device}, got {expert_weights.device}")
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         d = self.down(hidden, routing.m_offsets, settled=True)
         return combine(d, routing.row_of_choice, expert_weights, settled=True)

@@ -11,11 +11,12 @@ from w4gemm.api.arguments import check, checked_activation
 from w4gemm.api.bound import argument_facts, bind
 from w4gemm.api.modes import autocast, is_eager
 from w4gemm.api.ops import linear
-from w4gemm.api.packed_module import PackedModule
-from w4gemm.core.errors import device_named, kind_of, require_bool, require_int
+from w4gemm.api.packed_module import PackedModule, check_dtype
+from w4gemm.core.errors import kind_of, require_bool, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.act_order import PERM_DTYPE, is_permutation
+from w4gemm.weights.devices import device_here
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import as_tensor, in_words, of_tensor
 from w4gemm.weights.weight import QuantizedWeight
@@ -35,6 +36,8 @@ class W4Linear(PackedModule):
 
     ``pre_quant_scale`` is a buffer (in_features,) or None. It multiplies x before anything else, in x's dtype: for
     checkpoints that moved factors of x into the weight, such as ModelOpt's AWQ. A state dict holds it.
+
+    ``format``, ``in_features`` and ``out_features`` are those of the weight, and change with it.
 
     Args:
         in_features, out_features: k and n, the weight's columns and rows.
@@ -80,17 +83,17 @@ class W4Linear(PackedModule):
         require_bool("bias", bias)
         require_bool("batch_invariant", batch_invariant)
         format = WeightFormat.of(format)
-        device = torch.get_default_device() if device is None else device_named("device", device)
-        shapes = packed_shape(format, "canonical", out_features, in_features).tensors
-        tensors = tuple(torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in shapes)
-        w = QuantizedWeight(format, out_features, in_features, "canonical", tensors, activations=activations)
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        check_dtype(dtype)
+        device = device_here("device", torch.get_default_device() if device is None else device)
+        shapes = packed_shape(format, "canonical", out_features, in_features).tensors
+        tensors = tuple(torch.zeros(shape, dtype=stored, device=device) for stored, shape in shapes)
+        w = QuantizedWeight(format, out_features, in_features, "canonical", tensors, activations=activations)
         self._build(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, dtype)
         self.activation = checked_activation(activation, out_features)
         self.batch_invariant = batch_invariant
 
     def _build(self, w: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        _check_dtype(dtype)
         super().__init__()
         self.adopt(w, dtype)
         requires_grad = bias is not None and bias.requires_grad
@@ -155,7 +158,7 @@ class W4Linear(PackedModule):
                 raise ValueError(f"bias: wanted w's device {w.device}, got {bias.device}")
         if dtype is None:
             dtype = torch.get_default_dtype() if bias is None else bias.dtype
-        _check_dtype(dtype)
+        check_dtype(dtype)
         layer = cls.__new__(cls)
         layer._build(w, bias if bias is None else bias.to(dtype), dtype)
         return layer
@@ -263,8 +266,3 @@ class W4Linear(PackedModule):
             error_msgs.append(f"{prefix}{e}")
             return
         self._set_weight(loaded)
-
-
-def _check_dtype(dtype: object) -> None:
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r:.40}")

@@ -10,7 +10,7 @@ import torch
 
 from w4gemm.api.bound import BoundLinear
 from w4gemm.api.modes import is_watched
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import kind_of, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -34,6 +34,14 @@ class PackedModule(torch.nn.Module):
     """Names and buffers of ``_weight``'s tensors. A tuple, because every warm call iterates over it."""
     _bound: BoundLinear | None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, unless it is one that would say another thing than the weight does."""
+        if name == "dtype":
+            check_dtype(value)
+        elif name in _OF_WEIGHT and (w := self.__dict__.get("_weight")) is not None:
+            _check_attribute(name, value, w)
+        super().__setattr__(name, value)
+
     @property
     def weight(self) -> QuantizedWeight:
         """The weight, in the layout of its device. Another weight of any size and format may be assigned."""
@@ -50,8 +58,8 @@ class PackedModule(torch.nn.Module):
                 f"weight: wanted a QuantizedWeight of {'several experts' if self.grouped else 'no experts'}, got "
                 f"{w if isinstance(w, QuantizedWeight) else kind_of(w)}"
             )
-        self.in_features, self.out_features, self.format = w.k, w.n, w.format
         self._set_weight(w)
+        self.in_features, self.out_features, self.format = w.k, w.n, w.format
 
     @property
     def activations(self) -> str | None:
@@ -98,8 +106,7 @@ class PackedModule(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         w = self.weight
         dtype = fn(torch.empty(0, dtype=self.dtype, device=w.device)).dtype
-        if not dtype.is_floating_point:
-            raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype}")
+        check_dtype(dtype)
         moved = {name: _moved(t, fn) for name, t in self._packed}
         for name in moved:
             del self._buffers[name]
@@ -123,6 +130,33 @@ class PackedModule(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._set_weight(self._weight)
+
+
+_OF_WEIGHT = ("format", "in_features", "out_features", "pre_quant_scale")
+"""The attributes that have to fit the weight."""
+
+
+def _check_attribute(name: str, value: Any, w: QuantizedWeight) -> None:
+    """Raise TypeError or ValueError unless ``value`` fits the weight as the attribute ``name`` of its module."""
+    if name == "format":
+        if value != w.format:
+            raise ValueError(f"format: wanted the weight's, {w.format}; assign another weight, got {str(value)!r:.40}")
+    elif name == "pre_quant_scale":
+        if value is not None and (not isinstance(value, torch.Tensor) or not value.is_floating_point()):
+            raise TypeError(f"{name}: wanted a floating-point tensor ({w.k},) or None, got {kind_of(value)}")
+        if value is not None and tuple(value.shape) != (w.k,):
+            raise ValueError(f"{name}: wanted shape ({w.k},), k of the weight, got {tuple(value.shape)}")
+    else:
+        require_int(name, value)
+        letter, size = ("k", w.k) if name == "in_features" else ("n", w.n)
+        if value % size:  # frameworks of tensor parallelism keep the size of all shards
+            raise ValueError(f"{name}: wanted the weight's {letter} {size}, or that of all its shards, got {value}")
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise TypeError unless ``dtype`` is a floating-point one."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r:.40}")
 
 
 def _moved(t: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

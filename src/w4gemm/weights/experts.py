@@ -40,13 +40,19 @@ def stack(
         if not isinstance(w, cls) or w.experts or w.perm is not None:
             came = w if isinstance(w, cls) else kind_of(w)
             raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {came}")
-        facts = w.format, w.n, w.k, w.device, w.activations
+        facts = {name: getattr(w, name) for name in ("format", "n", "k", "device", "activations")}
         if first is None or common is None:
             first, common = w, facts
             target = packed_shape(w.format, target_layout(w, layout, w.activations), w.n, w.k, count)
             tensors = target.empty(w.device)
-        if facts != common or found == count:
-            raise ValueError(f"weights: wanted {count} like the first, {first!r}, got as number {found + 1} {w!r}")
+        if found == count:
+            raise ValueError(f"weights: wanted {count}, got more")
+        if facts != common:
+            wanted, came = (
+                ", ".join(f"{name} {value}" for name, value in of.items() if facts[name] != common[name])
+                for of in (common, facts)
+            )
+            raise ValueError(f"weights: wanted {wanted} like the first, got {came} as number {found + 1} of {count}")
         repack_into(w, target.layout, tuple(t[found] for t in tensors))
         found += 1
     if first is None or found < count:

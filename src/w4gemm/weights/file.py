@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from w4gemm.core.errors import FormatError
+from w4gemm.core.errors import FormatError, kind_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.act_order import is_permutation
+from w4gemm.weights.devices import device_here
 
 if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
@@ -21,6 +23,9 @@ _VERSION = "1"
 
 def save(w: QuantizedWeight, path: str | Path) -> None:
     """See :meth:`w4gemm.QuantizedWeight.save`."""
+    _check_path(path)
+    if w.device.type == "meta":
+        raise ValueError(f"weight: wanted one with numbers, got one on the meta device, {w!r}")
     facts: dict[str, Any] = {"format": str(w.format), "n": w.n, "k": w.k}
     facts |= {"experts": w.experts} if w.experts else {}
     facts |= {"activations": w.activations} if w.activations else {}
@@ -67,18 +72,19 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
     Raises:
         FileNotFoundError: if there is no such file.
         FormatError: if the file is truncated, is not such a file, or holds other tensors than its metadata name.
-        ValueError: for a device that is not there.
+        TypeError, ValueError: for what is no path or no device, or a device that is not there or is meta.
     """
     from safetensors import SafetensorError, safe_open
 
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as e:  # PyTorch's for a name that is none, and without CUDA
-        raise ValueError(f"device: {device!r} is not there: {str(e).splitlines()[0]}") from e
+    _check_path(path)
+    device = device_here("device", device)
+    if device.type == "meta":
+        raise ValueError("device: wanted one that holds numbers, got meta; load(path).to('meta') has the shapes alone")
+    place = "cpu" if device.type == "cpu" else str(device)  # safetensors knows no cpu:0
     if not Path(path).is_file():
         raise FileNotFoundError(f"path: no file {str(path)!r}")
     try:
-        with safe_open(path, "pt", device=str(device)) as f:
+        with safe_open(path, "pt", device=place) as f:
             text = (f.metadata() or {}).get("w4gemm")
             if text is None:
                 raise FormatError(f"path: {path} is a safetensors file without w4gemm metadata")
@@ -98,6 +104,11 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise unfit(path, e) from e
     return tensors, facts
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: wanted a string or a Path, got {kind_of(path)}")
 
 
 def unfit(path: str | Path, error: Exception) -> FormatError:

@@ -79,7 +79,21 @@ def _group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
     size = (w.n, w.k)[dim]
     unit = 1 if dim == 0 or w.format.groups(w.k) == 1 else SMALLEST_GROUP
     if count > 1 and size % (count * unit):
-        fits = [1] + [c for c in range(2, min(size // unit, 256) + 1) if size % (c * unit) == 0]
         what = "equal parts" if unit == 1 else f"equal parts of whole groups of {unit}, the smallest"
-        raise ValueError(f"count: {'nk'[dim]} {size} does not split into {count} {what}; counts that fit: {fits}")
+        raise ValueError(f"count: {'nk'[dim]} {size} does not split into {count} {what}; {_fitting(size, unit, count)}")
     return w.format.group_size if unit == 1 or count == 1 else math.gcd(w.format.group_size, size // count)
+
+
+_MOST_LISTED = 32
+"""The most counts that a message lists."""
+
+
+def _fitting(size: int, unit: int, count: int) -> str:
+    """Return what a message says of the counts that split ``size`` into equal parts of whole units."""
+    units = size // unit if size % unit == 0 else 1
+    small = [c for c in range(1, math.isqrt(units) + 1) if units % c == 0]
+    fits = sorted({*small, *(units // c for c in small)})
+    if len(fits) <= _MOST_LISTED:
+        return f"counts that fit: {fits}"
+    nearest = sorted(sorted(fits, key=lambda c: abs(c - count))[:_MOST_LISTED])
+    return f"the nearest of {len(fits)} counts that fit: {nearest}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from w4gemm.core.errors import device_named
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
@@ -20,6 +19,7 @@ from w4gemm.weights import repack as weight_repack
 from w4gemm.weights import shard as weight_shard
 from w4gemm.weights.act_order import check_perm, in_original_order
 from w4gemm.weights.dequantize import dequantize_parts
+from w4gemm.weights.devices import device_here
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""
@@ -227,8 +227,12 @@ class QuantizedWeight:
         return w if self.perm is None else in_original_order(w, self.perm)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """Return the same weight on another device, in the same layout; ``to(device).repack()`` gives that device's."""
-        device = device_named("device", device)
+        """Return the same weight on another device, in the same layout; ``to(device).repack()`` gives that device's.
+
+        Raises:
+            TypeError, ValueError: for what is no device, or one that is not there.
+        """
+        device = device_here("device", device)
         perm = None if self.perm is None else self.perm.to(device)
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors), perm=perm)
 
@@ -251,8 +255,13 @@ class QuantizedWeight:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a weight in the canonical layout by name: ``codes``, ``scales`` and, if it has them,
-        ``zeros``, ``channels``, ``factors`` and ``perm``."""
-        assert self.layout == "canonical"
+        ``zeros``, ``channels``, ``factors`` and ``perm``.
+
+        Raises:
+            ValueError: for another layout, whose tensors have no such meaning.
+        """
+        if self.layout != "canonical":
+            raise ValueError(f"layout: wanted canonical, got {self.layout}; w.repack('canonical') gives that")
         perm = {} if self.perm is None else {"perm": self.perm}
         return dict(zip(self.format.part_names, self.tensors, strict=True)) | perm
 
@@ -262,6 +271,8 @@ class QuantizedWeight:
 
         Raises:
             OSError: if the file cannot be written.
+            TypeError: for what is no path.
+            ValueError: for a weight on the meta device, which has no numbers.
         """
         weight_file.save(self, path)
 
@@ -273,13 +284,13 @@ class QuantizedWeight:
         Raises:
             FileNotFoundError: if there is no such file.
             FormatError: if the file is truncated or was not written by :meth:`save`.
-            ValueError: for a device that is not there.
+            TypeError, ValueError: for what is no path or no device, or a device that is not there or is meta.
         """
         return weight_file.load(cls, path, device)
 
     def check_range(self) -> None:
-        """Raise ValueError if a weight in the canonical layout has scales or zero points that :meth:`from_codes`
-        refuses. Rows are counted over all experts. On the meta device there are no numbers to check."""
+        """Raise ValueError for a layout other than the canonical one, and for scales or zero points that
+        :meth:`from_codes` refuses. Rows are counted over all experts. On the meta device there are none to check."""
         if self.device.type != "meta":
             named = self.named_tensors().items()
             parts = {name: t.flatten(0, 1) if self.experts else t for name, t in named}
