@@ -69,8 +69,17 @@ class Launch(NamedTuple):
         return self.of_times(times)(p.m, 2 * p.m * p.n * p.k)
 
 
-Point = tuple[int, int, int, int, str, str]
-"""(n, k, m, experts, format, file)."""
+class Point(NamedTuple):
+    """A problem whose configs were timed beside each other."""
+
+    n: int
+    k: int
+    m: int
+    experts: int
+    format: str
+    file: str
+
+
 Sample = tuple[Launch, Point, float]
 Points = dict[Point, dict[str, tuple[Launch, float]]]
 """Times by point and by the name that a config is timed as."""
@@ -177,7 +186,7 @@ def collected(rows: list[dict[str, Any]]) -> Timings:
         problem = GemmProblem(*sizes, *of, device=device, experts=experts)
         launch = Launch.of(kernel, problem, config)
         named = f"{waves.timed_as(kernel, problem)}/{config}"
-        point = row["n"], row["k"], row["m"], experts, row["format"], row["file"]
+        point = Point(row["n"], row["k"], row["m"], experts, row["format"], row["file"])
         configs[named].append((launch, point, row["us"]))
         points[point][named] = launch, row["us"]
     return Timings(configs, points, device, fp8)
@@ -204,7 +213,7 @@ def fitted(
 
     def weight(point: Point, us: float) -> float:
         """Sample weight: the fit must rank the fast configs of a point correctly; errors on slow ones hardly matter."""
-        return (fastest[point] / us) ** 6 * (_EXPERTS_WEIGHT if point[3] else 1)
+        return (fastest[point] / us) ** 6 * (_EXPERTS_WEIGHT if point.experts else 1)
 
     # What slows down all configs of a point alike, a hot GPU most of all, must not count against those measured there.
     slower: dict[Point, float] = dict.fromkeys(points, 1.0)
@@ -226,7 +235,7 @@ def fitted(
         found = regrets(points, times)
         rounds.append((sum(math.log(r[0]) + (r[0] > 1.05) * 0.05 for r in found), times))
         for regret, point, chosen, best in found:
-            if regret > (_UNKNOWN_MISLED if unknown and not point[3] else _MISLED):
+            if regret > (_UNKNOWN_MISLED if unknown and not point.experts else _MISLED):
                 blame[chosen, point] *= 3
                 blame[best, point] *= 2
     return rounds[-1][1] if unknown else min(rounds, key=lambda r: r[0])[1]

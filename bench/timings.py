@@ -6,9 +6,8 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from bench.rows import Row
 
 
 def rows_of(path: Path) -> Iterator[Row]:

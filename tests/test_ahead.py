@@ -14,7 +14,7 @@ from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, Weigh
 from w4gemm.api import gather
 from w4gemm.choice.choose import Plan
 from w4gemm.cli.__main__ import main
-from w4gemm.cli.compile import described
+from w4gemm.cli.compile import target_device
 from w4gemm.cli.needs import Use, chosen, problems_of
 from w4gemm.cli.problems import Layer
 from w4gemm.core.problem import H200, Device
@@ -64,9 +64,9 @@ def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def test_a_named_gpu_has_the_rates_of_its_name():
     """There the choice must be the same."""
-    pcie = described("sm_90a", "NVIDIA H100 PCIe", 114)
+    pcie = target_device("sm_90a", "NVIDIA H100 PCIe", 114)
     assert pcie == replace(H200, name=pcie.name, sms=114, clock=0.0, bandwidth=0.0, operations=0.0)
-    assert 0 < pcie.bandwidth < H200.bandwidth and described("sm_90a", None, None) == H200
+    assert 0 < pcie.bandwidth < H200.bandwidth and target_device("sm_90a", None, None) == H200
 
 
 def model(device: str, activations: str | None) -> tuple[W4Experts, W4Linear]:

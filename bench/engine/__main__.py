@@ -41,8 +41,9 @@ from bench.engine.offline import Result, Task
 from bench.engine.options import pairs_of, parser
 from bench.engine.packing import Packing
 from bench.engine.preload import end_descendants
-from bench.engine.rows import Row, rows_of, table
+from bench.engine.rows import rows_of, table
 from bench.engine.turns import Turns
+from bench.rows import Row
 
 import w4gemm
 from w4gemm.console.progress import say

@@ -14,8 +14,9 @@ from bench.engine.models import Model
 from bench.engine.offline import Task
 from bench.engine.packing import Packing
 from bench.engine.preload import Preloaded
-from bench.engine.rows import Answers, Row, add_agreement
+from bench.engine.rows import Answers, add_agreement
 from bench.engine.turns import Turns
+from bench.rows import Row
 
 from w4gemm.console.progress import say
 

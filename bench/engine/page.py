@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.engine.implementations import OURS
+from bench.rows import Row
 
-Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, PLOT = ROOT / "docs/benchmarks-vllm.md", ROOT / "docs/plots/vllm.svg"
 _WIDTH = 120
@@ -93,8 +92,8 @@ def lines_of(row: Row) -> list[Line]:
 
 
 _OFFLINE = "offline"
-_MEASURED = defaultdict[str, str](lambda: _OFFLINE, serve="serve", profile="profile", prefill_profile="profile")
-"""The kind of measurement that a phase belongs to; the last run of each kind is shown."""
+_KINDS = {"serve": "serve", "profile": "profile", "prefill_profile": "profile"}
+"""The kind of measurement that a phase belongs to, if not offline; the last run of each kind is shown."""
 
 
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
@@ -109,7 +108,9 @@ def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
         if row["phase"] == "start":
             starts.setdefault((case, row["run"]), []).append(row)
             continue
-        found.setdefault(case, {}).setdefault(_MEASURED[row["phase"]], {}).setdefault(row["run"], []).append(row)
+        found.setdefault(case, {}).setdefault(_KINDS.get(row["phase"], _OFFLINE), {}).setdefault(row["run"], []).append(
+            row
+        )
     tables: dict[Case, list[Row]] = {}
     for case, kinds in found.items():
         last = {kind: next(reversed(runs)) for kind, runs in kinds.items()}

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from bench.engine.implementations import OURS
-from bench.engine.page import Case, Row, by_line, names_of
+from bench.engine.page import Case, by_line, names_of
+from bench.rows import Row
 
 _WORDS = re.compile(r"(\w+)(?:,| of) (?:batch )?(\d+).*")
 """A line's name, of which a group of bars shows what was done and how many requests or tokens there were."""

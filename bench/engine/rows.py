@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from bench.engine.offline import Result, Task
+from bench.rows import Row
 
-Row = dict[str, Any]
 Answers = Mapping[int, list[list[int]]]
 """Tokens of every request, by batch."""
 

@@ -12,11 +12,10 @@ from w4gemm.api.bound import argument_facts, bind
 from w4gemm.api.modes import autocast, is_eager
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
-from w4gemm.core.errors import kind_of, require_bool, require_int
+from w4gemm.core.errors import device_here, kind_of, require_bool, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.act_order import PERM_DTYPE, is_permutation
-from w4gemm.weights.devices import device_here
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import as_tensor, in_words, of_tensor
 from w4gemm.weights.weight import QuantizedWeight

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -22,6 +21,7 @@ from w4gemm.console.options import DTYPES, parse_tokens, positive
 from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
+from w4gemm.core.gpu_rates import capability_of
 from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
@@ -107,7 +107,7 @@ def _add_call_arguments(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_folder("--output", args.output)
-    device = described(args.arch, args.gpu, args.sms)
+    device = target_device(args.arch, args.gpu, args.sms)
     task = _task_of_vllm(args) if args.vllm is not None else _task_of_layers(args)
     layers, tokens = task.layers, parse_tokens(task.m)
     uses = [
@@ -147,28 +147,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def described(arch: str, name: str | None, sms: int | None) -> Device:
-    """Return the GPU to compile for: the one known of a target, or of that name, with the rates of its name, and with
-    so many multiprocessors.
+def target_device(arch: str, name: str | None, sms: int | None) -> Device:
+    """Return the GPU to compile for.
+
+    Args:
+        arch: target of the compiler, a key of ``GPUS``.
+        name: of a GPU of that target, with whose rates configs are chosen; None for the one in ``GPUS``.
+        sms: its multiprocessors; None for those of the one in ``GPUS``.
 
     Raises:
-        ValueError: if the GPU of that name is known to be of another target.
+        ValueError: if the GPU of that name is known to be of another target, where nothing would be loaded.
     """
     device = GPUS[arch]
     if name:
-        _check_gpu(name, arch)
+        other = next((a for a, gpu in GPUS.items() if gpu.capability == capability_of(name)), arch)
+        if other != arch:
+            raise ValueError(
+                f"--gpu: wanted the name of a GPU of --arch {arch}, such as {device.name!r}, got {name!r}, for which "
+                f"--arch {other} compiles"
+            )
         device = replace(device, name=name, clock=0.0, bandwidth=0.0, operations=0.0)  # 0: those of the name
     return replace(device, sms=sms or device.sms)
-
-
-def _check_gpu(name: str, arch: str) -> None:
-    """Raise ValueError for a GPU that is known to be of another target, on which nothing would be loaded."""
-    for other, models in _MODELS.items():
-        if other != arch and re.search(rf"\b({models})\b", name, re.IGNORECASE):
-            raise ValueError(
-                f"--gpu: wanted the name of a GPU of --arch {arch}, such as {GPUS[arch].name!r}, got {name!r}, for "
-                f"which --arch {other} compiles"
-            )
 
 
 class _Task(NamedTuple):
@@ -222,12 +221,3 @@ def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> i
 
 
 _HALVES = (torch.float16, torch.bfloat16)
-_MODELS = {
-    "sm_80": "A100|A800|A30",
-    "sm_86": "A10G?|A16|A40|RTX A[2-6]000|RTX 30[5-9]0",
-    "sm_89": "L4|L20|L40S?|Ada|RTX 40[5-9]0",
-    "sm_90a": "H100|H200|H800|H20|GH200",
-    "sm_100a": "B200|GB200",
-    "sm_120a": "RTX 50[5-9]0",
-}
-"""GPUs of each target, as a pattern of whole words of their names."""

@@ -78,3 +78,20 @@ def nearest(value: object, legal: Iterable[str]) -> str:
 def kind_of(value: object) -> str:
     """Return what a message says came instead: dtype and shape of a tensor, else the name of the type."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def device_here(name: str, device: object) -> torch.device:
+    """Return a device of this machine, or meta, from itself or from its string.
+
+    Raises:
+        TypeError, ValueError: for what is no device, or is not there; the message begins with ``name``, the argument.
+    """
+    device = device_named(name, device)
+    require_gpu(name, device)
+    if device.type not in ("cpu", "cuda", "meta"):
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, ImportError) as e:  # PyTorch's, of builds without such devices
+            reason = str(e).splitlines()[0].partition(". ")[0]
+            raise ValueError(f"{name}: {device} is not there: {reason}") from e
+    return device

@@ -17,31 +17,50 @@ class GpuRates(NamedTuple):
     """Dense 16-bit tensor-core operations with float32 sums, per us: 2 for a multiplication and an addition."""
 
 
-_RATES = {
-    "B300": GpuRates(1965, 8.0e6, 2250e6),
-    "B200": GpuRates(1965, 8.0e6, 2250e6),
-    "H200 NVL": GpuRates(1785, 4.8e6, 835e6),
-    "GH200": GpuRates(1980, 4.0e6, 989.5e6),
-    "H200": GpuRates(1980, 4.8e6, 989.5e6),
-    "H[18]00 PCIe": GpuRates(1755, 2.0e6, 756e6),
-    "H[18]00 NVL": GpuRates(1785, 3.9e6, 835e6),
-    "H[18]00": GpuRates(1980, 3.35e6, 989.5e6),
-    "H20": GpuRates(1980, 4.0e6, 148e6),
-    "A[18]00.*40GB": GpuRates(1410, 1.555e6, 312e6),
-    "A[18]00": GpuRates(1410, 2.0e6, 312e6),
-    "A30": GpuRates(1440, 0.933e6, 165e6),
-    "A10G?": GpuRates(1695, 0.6e6, 125e6),
-    "L40S": GpuRates(2520, 0.864e6, 362e6),
-    "L40": GpuRates(2490, 0.864e6, 181e6),
-    "L4": GpuRates(2040, 0.3e6, 121e6),
-    "RTX 6000 Ada": GpuRates(2505, 0.96e6, 364e6),
-    "RTX 3090": GpuRates(1695, 0.936e6, 71e6),
-    "RTX 4090": GpuRates(2520, 1.008e6, 165e6),
-    "RTX 5090": GpuRates(2407, 1.792e6, 209e6),
+_KNOWN: dict[tuple[int, int], dict[str, GpuRates]] = {
+    (10, 3): {"B300": GpuRates(1965, 8.0e6, 2250e6)},
+    (10, 0): {"B200": GpuRates(1965, 8.0e6, 2250e6)},
+    (9, 0): {
+        "H200 NVL": GpuRates(1785, 4.8e6, 835e6),
+        "GH200": GpuRates(1980, 4.0e6, 989.5e6),
+        "H200": GpuRates(1980, 4.8e6, 989.5e6),
+        "H[18]00 PCIe": GpuRates(1755, 2.0e6, 756e6),
+        "H[18]00 NVL": GpuRates(1785, 3.9e6, 835e6),
+        "H[18]00": GpuRates(1980, 3.35e6, 989.5e6),
+        "H20": GpuRates(1980, 4.0e6, 148e6),
+    },
+    (8, 0): {
+        "A[18]00.*40GB": GpuRates(1410, 1.555e6, 312e6),
+        "A[18]00": GpuRates(1410, 2.0e6, 312e6),
+        "A30": GpuRates(1440, 0.933e6, 165e6),
+    },
+    (8, 6): {"A10G?": GpuRates(1695, 0.6e6, 125e6), "RTX 3090": GpuRates(1695, 0.936e6, 71e6)},
+    (8, 9): {
+        "L40S": GpuRates(2520, 0.864e6, 362e6),
+        "L40": GpuRates(2490, 0.864e6, 181e6),
+        "L4": GpuRates(2040, 0.3e6, 121e6),
+        "RTX 6000 Ada": GpuRates(2505, 0.96e6, 364e6),
+        "RTX 4090": GpuRates(2520, 1.008e6, 165e6),
+    },
+    (12, 0): {"RTX 5090": GpuRates(2407, 1.792e6, 209e6)},
 }
-"""Rates by a pattern that matches whole words of the name. The first pattern that matches counts."""
+"""Rates by compute capability and by a pattern that matches whole words of the name. The first pattern that matches
+counts."""
 
 
 def rates_of(name: str) -> GpuRates:
     """Return the rates of the GPU called ``name``, such as ``"NVIDIA H100 PCIe"``."""
-    return next((rates for pattern, rates in _RATES.items() if re.search(rf"\b{pattern}\b", name)), GpuRates())
+    return _found(name)[1]
+
+
+def capability_of(name: str) -> tuple[int, int] | None:
+    """Return the compute capability of the GPU called ``name``; None for one that is not known."""
+    return _found(name)[0]
+
+
+def _found(name: str) -> tuple[tuple[int, int] | None, GpuRates]:
+    for capability, gpus in _KNOWN.items():
+        for pattern, rates in gpus.items():
+            if re.search(rf"\b{pattern}\b", name):
+                return capability, rates
+    return None, GpuRates()

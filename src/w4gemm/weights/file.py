@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from w4gemm.core.errors import FormatError, kind_of
+from w4gemm.core.errors import FormatError, device_here, kind_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.act_order import is_permutation
-from w4gemm.weights.devices import device_here
 
 if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight

@@ -25,8 +25,8 @@ def quantize(
     search: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizedWeight:
-    """Quantize a dense weight to 4 bits, each number rounded to the nearest. Numbers become zeros where scales of the
-    format's dtype would be (fp16: numbers of about 1e-7).
+    """Quantize a dense weight to 4 bits, each number rounded to the nearest. A group whose scale would be 0 in the
+    format's dtype becomes zeros (fp16 scales: numbers of 1e-7 and less).
 
     Args:
         weight: the matrix (n, k) as torch.nn.Linear has it, output features first; floating point, finite, on any
@@ -99,6 +99,8 @@ def channel_scales(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
 
 _LARGEST_BYTE = 63
 """Largest byte of a scale or zero point that has a factor, because GGUF's Q4_K has six bits for each."""
+_LEAST_FACTOR = 2.0**-24
+"""The smallest number of fp16 above 0."""
 
 
 def _factors(scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat, k: int) -> torch.Tensor:
@@ -108,8 +110,8 @@ def _factors(scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat, k:
     padding = format.superblocks(k) * together - scales.shape[1]
     sizes = torch.nn.functional.pad(torch.stack((scales, -zeros), dim=-1), (0, 0, 0, padding))
     largest = sizes.unflatten(1, (-1, together)).amax(2) / _LARGEST_BYTE
-    least = torch.where(largest > 0, torch.finfo(torch.float16).smallest_normal * 2.0**-10, 0.0)
-    largest = torch.maximum(largest, least)  # rounded to 0, it would make all its scales 0
+    # rounded to 0, a factor would make all its scales 0
+    largest = torch.where(largest > 0, largest.clamp(min=_LEAST_FACTOR), largest)
     return (largest * torch.tensor([1.0, -1.0], device=scales.device)).half()
 
 

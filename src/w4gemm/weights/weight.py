@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
@@ -19,7 +20,6 @@ from w4gemm.weights import repack as weight_repack
 from w4gemm.weights import shard as weight_shard
 from w4gemm.weights.act_order import check_perm, in_original_order
 from w4gemm.weights.dequantize import dequantize_parts
-from w4gemm.weights.devices import device_here
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""

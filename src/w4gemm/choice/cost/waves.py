@@ -171,9 +171,9 @@ def launch_timer(
     slices, rows = -(-problem.k // (config.tile_k * config.split_k)), config.tile_m * config.cluster_m
     stream, experts = config.schedule == "stream", problem.experts
     box = 0 if experts else _first_box(facts, config)
-    chunks = config.tile_k * problem.dtype.itemsize / 128 / config.cluster_n * scale.clock
-    row_us = chunks * model["row_us"]
-    past_us = chunks * config.cluster_n * model["row_past_us"]  # CTAs that share x gain nothing there
+    chunks = config.tile_k * problem.dtype.itemsize / 128 * scale.clock
+    row_us = chunks / config.cluster_n * model["row_us"]
+    past_us = chunks * model["row_past_us"]  # CTAs of a cluster, which share x, gain nothing there
     fixed_us, heat, hot = model["fixed_us"], model["heat"], model["hot_operations"]
     if scale.mma > _COOL * scale.clock:
         heat = 0.0
