@@ -575,10 +575,12 @@ def test_engines_that_share_memory_are_told_how_much_keys_and_values_may_take(tm
 
 def test_figures_of_a_load():
     answers = [serve.Answer(0.1 * i, [0.01, 0.02], 3) for i in range(1, 5)]
-    found = serve.figures(answers, 2.0)
-    assert (found["tokens_s"], found["requests"]) == (6.0, 4)
+    found = serve.figures(answers, 2.0, streamed=True)
+    assert (found["tokens_s"], found["requests"], found["streamed"]) == (6.0, 4, True)
     assert (found["first_token_ms_p50"], found["first_token_ms_p99"]) == (250.0, 400.0)
     assert (found["between_tokens_ms_p50"], found["between_tokens_ms_p99"]) == (15.0, 20.0)
+    found = serve.figures([serve.Answer(tokens=3, whole=i) for i in (1.0, 2.0, 4.0)], 3.0, streamed=False)
+    assert found == {"requests": 3, "streamed": False, "tokens_s": 3.0, "answer_ms_p50": 2000, "answer_ms_p99": 4000}
 
 
 def test_a_profile_is_that_of_decode_steps():

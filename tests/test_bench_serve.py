@@ -49,6 +49,12 @@ class Handler(BaseHTTPRequestHandler):
             here += 1
             most = max(most, here)
             print(f"at a time: {most}", flush=True)
+        if not asked.get("stream"):
+            time.sleep(0.005 * TOKENS)
+            with lock:
+                here -= 1
+            self.close_connection = True
+            return self.answer({"choices": [{"text": " t" * TOKENS}], "usage": {"completion_tokens": TOKENS}})
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -90,7 +96,9 @@ def rows(folder: Path, monkeypatch: pytest.MonkeyPatch, tokens_in: int, tokens: 
 
 
 def test_a_server_under_load_gives_rows(tmp_path, monkeypatch):
-    start, alone, three = rows(tmp_path, monkeypatch, 16)
+    start, *loads = rows(tmp_path, monkeypatch, 16)
+    alone, three = (row for row in loads if row["streamed"])
+    whole = [row for row in loads if not row["streamed"]]
     (log,) = (tmp_path / "logs").glob("*-serve.log")
     assert max(log.read_text().splitlines()) == "at a time: 3"
     assert (start["phase"], start["impl"], start["engine_version"]) == ("start", "machete", "0.26.0")
@@ -101,7 +109,12 @@ def test_a_server_under_load_gives_rows(tmp_path, monkeypatch):
         assert 0 < row["first_token_ms_p50"] <= row["first_token_ms_p99"]
         assert 0 <= row["between_tokens_ms_p50"] <= row["between_tokens_ms_p99"]
         assert row["between_tokens_ms_p99"] > 4
-    assert "serve, 3 at a time" in page.text([row | {"dirty": False} for row in (start, alone, three)], "engine.jsonl")
+    for row, streamed in zip(whole, (alone, three), strict=True):
+        assert (row["batch"], row["requests"]) == (streamed["batch"], streamed["requests"])
+        assert 0 < row["tokens_s"] < 1000 * row["batch"] / 5
+        assert 4 * 5 < row["answer_ms_p50"] <= row["answer_ms_p99"]
+    text = page.text([row | {"dirty": False} for row in (start, *loads)], "engine.jsonl")
+    assert "| serve, 3 at a time: tokens/s |" in text and "| serve whole, 3 at a time: tokens/s |" in text
 
 
 def test_a_server_that_refuses_or_answers_too_little_fails_with_its_words(tmp_path, monkeypatch):

@@ -198,7 +198,11 @@ def served(case: Case, implementation: Implementation, slot: Slot) -> tuple[str,
         compilation.pop("cudagraph_capture_sizes")  # requests come and go: all of vLLM's batch sizes
         arguments |= {"compilation_config": compilation} if compilation else {}
     caches = case.caches_of(implementation)
-    loads = [serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary) for batch in task.batches]
+    loads = [
+        serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary, streamed)
+        for batch in task.batches
+        for streamed in (True, False)
+    ]
     variables = environment(implementation, caches, case.place.plugin)
     log, start = case.place.log(f"{case}-{implementation.name}-serve"), caches.start()
     facts, found = serve.serve(arguments, variables, log, case.limit, loads, slot.turns)

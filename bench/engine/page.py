@@ -31,8 +31,8 @@ _METHOD = (
     "Each implementation served the same checkpoint in a process of its own on one machine, and was measured while no "
     "other did anything; medians. The engine was asked which kernel every layer got.",
     "Decode: `LLM.generate` with prompts of 128 random tokens and greedy answers of 128; tokens/s of the whole batch "
-    "without the time to the first tokens, and milliseconds per step. Serve: `vllm serve`, streamed, with a fixed "
-    "number of requests at a time.",
+    "without the time to the first tokens, and milliseconds per step. Serve: `vllm serve` with a fixed number of "
+    "requests at a time, whose answers are streamed or come whole.",
     "Serve, 256 at a time: w4gemm's steps of llama-3-8b took 16 ms in the median, not 9.8 as in `LLM.generate`, in the "
     "one run that there is; cause unknown ([more](measured/engine.md)).",
     "Tables of steps are of the last run with a profile, which need not be that of the speeds.",
@@ -85,7 +85,8 @@ def lines_of(row: Row) -> list[Line]:
         return found
     if phase == "start" and row["start"] != "first" and row.get("at_once", 1) == 1:  # the first pays for the others
         return [Line(f"{row['start']} start: s", lambda r: r["seconds"], lambda r: f"{r['seconds']:.0f}", True)]
-    names = {"prefill": f"prefill of {row.get('tokens_in')}", "serve": f"serve, {batch} at a time"}
+    how = "serve" if row.get("streamed", True) else "serve whole"
+    names = {"prefill": f"prefill of {row.get('tokens_in')}", "serve": f"{how}, {batch} at a time"}
     if phase not in names:
         return []
     return [Line(f"{names[phase]}: tokens/s", lambda r: r["tokens_s"], lambda r: f"{r['tokens_s']:,.0f}")]
@@ -223,8 +224,8 @@ def speeds(rows: Sequence[Row]) -> list[str]:
 
 
 def latencies(rows: Sequence[Row]) -> list[str]:
-    """Lines of the table of times under load, median and 99th percentile."""
-    found = [row for row in rows if row["phase"] == "serve"]
+    """Lines of the table of times under load, streamed: median and 99th percentile."""
+    found = [row for row in rows if row["phase"] == "serve" and row.get("streamed", True)]
     if not found:
         return []
     lines = ["| under load, ms: median (99 %) | at a time | first token | between tokens |", "|---|---|---|---|"]

@@ -1,4 +1,8 @@
-"""``vllm serve`` under load: as many streamed requests at a time as wanted, a new one as soon as one ends."""
+"""``vllm serve`` under load: as many requests at a time as wanted, a new one as soon as one ends.
+
+Answers are streamed, or come whole. Streamed, the one process of the server that writes a chunk for each token of each
+answer can be slower than the engine; whole, it is not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +33,13 @@ _FLAGS = {True: "--{}", False: "--no-{}"}
 
 @dataclass
 class Answer:
-    """A streamed answer: the time until its first token, and between chunks of tokens, in seconds."""
+    """Tokens of an answer, and the seconds until it was whole. If it was streamed, also until its first token and
+    between chunks of tokens."""
 
     first_token: float = 0.0
     between: list[float] = field(default_factory=list)
     tokens: int = 0
+    whole: float = 0.0
 
 
 def command(arguments: dict[str, Any], port: int) -> list[str]:
@@ -106,7 +112,7 @@ def _put_on(load: Load, port: int, log: Path, seconds: float) -> dict[str, Any]:
     Raises:
         EngineError: if the server does not answer all requests in time.
     """
-    what = f"{load.at_a_time} requests at a time"
+    what = f"{load.at_a_time} requests at a time, {'streamed' if load.streamed else 'whole'}"
     try:
         return asyncio.run(asyncio.wait_for(load.put_on(port), max(1.0, seconds)))
     except (TimeoutError, asyncio.TimeoutError):
@@ -117,12 +123,19 @@ def _put_on(load: Load, port: int, log: Path, seconds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of random prompts: ``at_a_time`` of them, ``ROUNDS`` times as many in all."""
+    """Requests of random prompts: ``at_a_time`` of them, ``ROUNDS`` times as many in all.
+
+    Attributes:
+        tokens_in, tokens_out: of each request.
+        vocabulary: prompts are random tokens below it.
+        streamed: True for answers token by token, False for whole ones.
+    """
 
     at_a_time: int
     tokens_in: int
     tokens_out: int
     vocabulary: int
+    streamed: bool = True
 
     async def put_on(self, port: int) -> dict[str, Any]:
         """Return a load's figures, after as many requests at a time that are not counted."""
@@ -134,11 +147,12 @@ class Load:
         await asyncio.gather(*(self._ask(port, gate, prompt) for prompt in prompts[: self.at_a_time]))
         start = time.perf_counter()
         answers = await asyncio.gather(*(self._ask(port, gate, prompt) for prompt in prompts[self.at_a_time :]))
-        return figures(answers, time.perf_counter() - start)
+        return figures(answers, time.perf_counter() - start, self.streamed)
 
     async def _ask(self, port: int, gate: asyncio.Semaphore, prompt: list[int]) -> Answer:
         body = {"model": "m", "prompt": prompt, "max_tokens": self.tokens_out, "temperature": 0, "ignore_eos": True}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         answer = Answer()
         async with gate:
             last = start = time.perf_counter()
@@ -154,13 +168,15 @@ class Load:
                     last = now
                 if event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
+            answer.whole = time.perf_counter() - start
         if answer.tokens != self.tokens_out:
             raise OSError(f"an answer has {answer.tokens} tokens, wanted {self.tokens_out}")
         return answer
 
 
 async def _events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Give the events (JSON behind "data: ") that a server of this machine streams as the answer to a POST.
+    """Give what a server of this machine answers to a POST: the events (JSON behind "data: ") that it streams, or the
+    JSON of an answer that is whole.
 
     Raises:
         OSError: if it answers with another status than 200; with what it says.
@@ -172,10 +188,14 @@ async def _events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[d
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
         status = (await reader.readline()).decode().strip()
-        while (await reader.readline()).strip():
-            pass
+        chunked = False
+        while line := (await reader.readline()).strip().lower():
+            chunked = chunked or (line.startswith(b"transfer-encoding:") and line.endswith(b"chunked"))
         if status.split()[1:2] != ["200"]:
             raise OSError(f"{status or 'no answer'}: {(await reader.read(4096)).decode(errors='replace')}")
+        if not chunked:
+            yield json.loads(await reader.read())
+            return
         text = b""
         while size := int(await reader.readline(), 16):  # chunks of the answer, which lines may straddle
             text += (await reader.readexactly(size + 2))[:-2]
@@ -188,18 +208,22 @@ async def _events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[d
         writer.close()
 
 
-def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """Return tokens/s of all answers together, and milliseconds to and between tokens."""
-    first = sorted(1e3 * a.first_token for a in answers)
-    between = sorted(1e3 * gap for a in answers for gap in a.between)
-    return {
-        "requests": len(answers),
-        "tokens_s": round(sum(a.tokens for a in answers) / seconds, 1),
-        "first_token_ms_p50": round(statistics.median(first), 2),
-        "first_token_ms_p99": round(percentile(first, 99), 2),
-        "between_tokens_ms_p50": round(statistics.median(between), 3),
-        "between_tokens_ms_p99": round(percentile(between, 99), 3),
-    }
+def figures(answers: Sequence[Answer], seconds: float, streamed: bool) -> dict[str, Any]:
+    """Return tokens/s of all answers together, and milliseconds: of streamed ones to and between tokens, of whole ones
+    to their end."""
+    found: dict[str, Any] = {"requests": len(answers), "streamed": streamed}
+    found["tokens_s"] = round(sum(a.tokens for a in answers) / seconds, 1)
+    if not streamed:
+        return found | _milliseconds("answer", 2, (a.whole for a in answers))
+    found |= _milliseconds("first_token", 2, (a.first_token for a in answers))
+    return found | _milliseconds("between_tokens", 3, (gap for a in answers for gap in a.between))
+
+
+def _milliseconds(name: str, digits: int, seconds: Iterable[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile of times."""
+    ordered = sorted(1e3 * s for s in seconds)
+    found = {"p50": statistics.median(ordered), "p99": percentile(ordered, 99)}
+    return {f"{name}_ms_{of}": round(ms, digits) for of, ms in found.items()}
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
