@@ -57,18 +57,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def last_of_each_work(path: Path) -> list[list[dict[str, Any]]]:
-    """Return, for each kind of work in a file, the rows that its page shows: of each layer those of its last row's
-    commit, of each point those of the last run, without forced choices (``w4gemm_config`` and the like)."""
+    """Return, for each kind of work in a file, the rows that its page shows: of each point those of the last run that
+    had peers, without forced choices (``w4gemm_config`` and the like)."""
     works: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in read(path):
         if row["kind"] == "time" and not row["impl"].startswith("w4gemm_"):
             works[kind_of_work(row)].append(row)
     found = []
     for rows in works.values():
-        commits = {_point(row)[0]: row["commit"] for row in rows}
-        rows = [row for row in rows if row["commit"] == commits[_point(row)[0]]]
-        runs = {_point(row): row["run"] for row in rows}
-        found.append([row for row in rows if row["run"] == runs[_point(row)]])
+        runs = {_point(row): row["run"] for row in rows if not row["impl"].startswith("w4gemm")}
+        found.append([row for row in rows if row["run"] == runs.get(_point(row))])
     return found
 
 

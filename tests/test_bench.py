@@ -307,11 +307,12 @@ def test_of_a_point_the_last_run_counts(tmp_path):
     row = {"kind": "time", "work": "w4a16", "impl": "w4gemm", "commit": "c", "format": "int4_g128", "impl_version": "1"}
     row |= {"n": 64, "k": 128, "m": 1}
     rows = [row | {"run": run, "m": m, "us_p50": us} for run, m, us in (("a", 1, 9.0), ("a", 2, 8.0), ("b", 1, 7.0))]
-    rows += [row | {"impl": "peer", "run": "a", "us_p50": 5.0}]
-    rows = [rows[0], rows[1], rows[3], rows[2]]
+    rows += [r | {"impl": "peer", "us_p50": 5.0} for r in rows]
+    rows = [rows[0], rows[1], rows[3], rows[4], rows[2], rows[5], row | {"run": "without peers", "us_p50": 6.0}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (kept,) = report.last_of_each_work(tmp_path / "rows.jsonl")
-    assert [(r["run"], r["m"], r["us_p50"]) for r in kept] == [("a", 2, 8.0), ("b", 1, 7.0)]
+    own = [r for r in kept if r["impl"] == "w4gemm"]
+    assert [(r["run"], r["m"], r["us_p50"]) for r in own] == [("a", 2, 8.0), ("b", 1, 7.0)]
     report.by_point(kept)
 
 

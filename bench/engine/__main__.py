@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -133,9 +133,9 @@ def measure(jobs: Sequence[Job], place: Place) -> Iterator[tuple[Case, list[Row]
     with ThreadPoolExecutor(len(jobs)) as pool:
         try:
             with turns.until_begun(len(jobs)):
-                futures = [pool.submit(finished, *job, slot) for job, slot in zip(jobs, slots, strict=True)]
-            for (case, _), future in zip(jobs, futures, strict=True):
-                yield case, future.result()
+                futures = {pool.submit(finished, *job, slot): job for job, slot in zip(jobs, slots, strict=True)}
+            for future in as_completed(futures):
+                yield futures[future][0], future.result()
         except BaseException:
             end_descendants(os.getpid())  # else the pool would wait for engines
             raise

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import constants_for, scale_of
+from w4gemm.choice.cost.decoding import decode_overhead
 from w4gemm.choice.cost.experts import m_tiles
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us
 from w4gemm.core.config import GemmConfig
@@ -70,6 +71,8 @@ def _terms(kernel: Any, v: Any, problem: GemmProblem, config: GemmConfig) -> Ter
     models = constants_for(problem.device).models
     model = models[f"mma_sync/{config.schedule}"]
     found = Terms(**{name: us for name, us in model.items() if name in Terms._fields})
+    slower = 1 + decode_overhead(models["decoding"], kernel.name, problem, v.pairs)
+    found = found._replace(decode=found.decode * slower)
     if kernel.name != "sm89_fp8_gemm":
         return found
     fp8 = models["mma_sync_fp8"]

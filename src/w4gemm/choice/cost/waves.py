@@ -28,9 +28,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
+from w4gemm.choice.cost.decoding import decode_overhead
 from w4gemm.choice.cost.experts import m_tiles, of_wide_tiles, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
@@ -40,7 +39,6 @@ from w4gemm.kernels.hopper import first_features
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, RESERVED_SHARED_MEMORY
 from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import scales_on_sums
-from w4gemm.packing.codecs.pairs import Pairs
 
 LaunchTimer = Callable[[int, float], float]
 """Microseconds of one launch by m and by the operations that heat the GPU: those of all launches, if this is one of
@@ -240,32 +238,10 @@ def _decode_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> 
     """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
     found = facts.decode_overheads.get(config.tile_m)
     if found is None:
-        found = _overhead(facts, problem, replace(facts.any_variant, config=config).pairs)
+        model, pairs = facts.constants.models["decoding"], replace(facts.any_variant, config=config).pairs
+        found = decode_overhead(model, facts.kernel.name, problem, pairs)
         facts.decode_overheads[config.tile_m] = found
     return found
-
-
-def _overhead(facts: Facts, problem: GemmProblem, pairs: Pairs | None) -> float:
-    """The same for a kernel that decodes by a table of pairs, or without one; codes take about as long either way."""
-    model, name = facts.constants.models["decoding"], facts.kernel.name
-    few = "_few" if name == "sm90_decode" else ""
-    if problem.format.has_factors and problem.dtype.itemsize == 2:
-        return model[f"two_levels{few}"]
-    if pairs is not None and not problem.format.element_rule.counts:
-        return model[pairs.value + few]
-    if problem.format.element == "e2m1" and problem.dtype.itemsize == 2:
-        if problem.dtype == torch.float16:
-            return model["e2m1_half"]
-        return model[f"e2m1_{problem.format.scale}{few}"]
-    if name != "sm90_mixed_gemm":
-        return 0.0
-    found = 0.0 if problem.format.element_rule.counts else model["codebook"]
-    same = problem.dtype == problem.format.scale_dtype
-    if problem.dtype == torch.float16:
-        return found + model["half" if same else "half_other_scales"]
-    if not same:
-        return found + model["other_scales"]
-    return found + (model["integer_zeros"] if problem.format.zero == "int" else 0.0)
 
 
 def _expert_tiles_us(facts: Facts, problem: GemmProblem, config: GemmConfig) -> float:
