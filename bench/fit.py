@@ -46,7 +46,9 @@ _MISLED, _UNKNOWN_MISLED = 1.03, 1.15
 timings that is far, because smaller differences are chance there."""
 _EXPERTS_WEIGHT = 4
 """How much a sample of experts weighs beside another: few stand for many layers."""
-ADJUSTED = 0.02
+_STARTING_US = 3.0
+"""A launch that takes little more than this says little of the time of k-slices, and so its sample weighs less."""
+ADJUSTED = 0.3
 """How much an adjusted constant weighs, beside samples: of the squared logarithm of its change."""
 
 
@@ -116,10 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     timings = collected(rows)
     times = after(timings, known, how)
-    layers = sorted({(row["n"], row["k"]) for row in rows})
-    tokens = sorted({row["m"] for row in rows})
     day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    source = f"{device.name}, fitted {day}, {len(rows)} timings: (n, k) in {layers}, m in {tokens}."
+    files = ", ".join(path.name for path in args.rows)
+    source = f"{device.name}, fitted {day}, {len(rows)} timings of {files}."
     write(constants.path_of(device.name), times, source, timings.fp8, adjust=args.adjust)
     report(timings.points, times)
 
@@ -213,7 +214,8 @@ def fitted(
 
     def weight(point: Point, us: float) -> float:
         """Sample weight: the fit must rank the fast configs of a point correctly; errors on slow ones hardly matter."""
-        return (fastest[point] / us) ** 6 * (_EXPERTS_WEIGHT if point.experts else 1)
+        told = (fastest[point] / us) ** 6 * (us / (us + _STARTING_US)) ** 2
+        return told * (_EXPERTS_WEIGHT if point.experts else 1)
 
     # What slows down all configs of a point alike, a hot GPU most of all, must not count against those measured there.
     slower: dict[Point, float] = dict.fromkeys(points, 1.0)

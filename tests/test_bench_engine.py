@@ -40,6 +40,7 @@ from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
 from bench.engine.offline import Result, Task  # noqa: E402
 from bench.engine.packing import Packing  # noqa: E402
+from bench.rows import read  # noqa: E402
 
 from tiny_model import write_gguf  # noqa: E402
 from w4gemm import W4Experts  # noqa: E402
@@ -65,8 +66,8 @@ CHECKPOINTS = [
 
 def test_the_page_says_what_was_measured_in_an_engine():
     """Cells of docs/vllm.md that begin with "measured" are those of which there are rows."""
-    kinds, rows_ = {"W4GemmLinearKernel": 1, "W4gemmExperts": 2}, launch.RESULTS.read_text().splitlines()
-    found = [row for row in map(json.loads, rows_) if row["impl"] == "w4gemm" and row["phase"] == "decode"]
+    kinds = {"W4GemmLinearKernel": 1, "W4gemmExperts": 2}
+    found = [row for row in read(launch.RESULTS) if row["impl"] == "w4gemm" and row["phase"] == "decode"]
     lines = (ROOT / "docs/vllm.md").read_text().partition("## What was run")[2].partition("\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
     said = {
@@ -715,7 +716,7 @@ def test_a_page_without_our_rows_has_no_ratios():
 
 @pytest.mark.skipif(not launch.RESULTS.exists(), reason="no stored rows")
 def test_the_stored_page_is_that_of_the_stored_rows():
-    stored = [json.loads(line) for line in launch.RESULTS.read_text().splitlines()]
+    stored = read(launch.RESULTS)
     assert page.PAGE.read_text() == page.text(stored, launch.RESULTS.name), "run python -m bench.report"
     assert page.PLOT.exists() and not any(row["dirty"] for row in stored)
 

@@ -140,7 +140,17 @@ def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert len(read) - before < 7 * LAYERS
     assert not list(out.glob("*.unfinished"))
     assert_same(out, tmp_path / "in")
-    assert convert(tmp_path / "in", out, *sizes) == 1
+    (out / "config.json").unlink()  # interrupted while the small files were written
+    assert convert(tmp_path / "in", out, *sizes) == 0
+    assert_same(out, tmp_path / "in")
+    config = (out / "config.json").read_text() + " "
+    (out / "config.json").write_text(config)
+    read.clear()
+    capsys.readouterr()
+    assert convert(tmp_path / "in", out, *sizes) == 0  # there is nothing to do
+    assert not read and (out / "config.json").read_text() == config
+    assert f"there already: {len(list(out.glob('*.safetensors')))} files" in capsys.readouterr().err
+    assert convert(tmp_path / "in", out, "--shard-size", 2) == 1
     assert "which is not of an interrupted run" in capsys.readouterr().err
 
 

@@ -33,8 +33,8 @@ _METHOD = (
     "Decode: `LLM.generate` with prompts of 128 random tokens and greedy answers of 128; tokens/s of the whole batch "
     "without the time to the first tokens, and milliseconds per step. Serve: `vllm serve` with a fixed number of "
     "requests at a time, whose answers are streamed or come whole.",
-    "Serve, 256 at a time: w4gemm's steps of llama-3-8b took 16 ms in the median, not 9.8 as in `LLM.generate`, in the "
-    "one run that there is; cause unknown ([more](measured/engine.md)).",
+    "Serve, 256 at a time: the one process of vLLM's that streams answers takes part in the time, since whole answers "
+    "come 15 % faster with either kernel ([more](measured/engine.md#under-load-streamed-and-whole-2026-11-24)).",
     "Tables of steps are of the last run with a profile, which need not be that of the speeds.",
     "To repeat a table: `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm "
     "marlin humming`, with `--serve` and `--profile 1 256` for those tables. `python -m bench.report "

@@ -46,14 +46,16 @@ def plot(cases: dict[Case, list[Row]], file: Path) -> None:
                 label=names[name],
                 **color,
             )
-        short = [_WORDS.sub(r"\1\n\2", name.partition(":")[0]) for name in groups]
+        short = [_WORDS.sub(r"\1\n\2", name.partition(":")[0]).replace(" ", "\n") for name in groups]
         panel.set_xticks([x + 0.4 * (1 - 1 / len(names)) for x in range(len(groups))], short, fontsize=7)
         panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
         panel.set_title(str(case).replace(", NVIDIA", "\nNVIDIA"), fontsize=9)
         panel.margins(y=0.2)
         panel.legend(fontsize=7, ncols=len(names), loc="upper center")
     figure.supylabel("tokens/s over vLLM's choice", fontsize=10)
-    figure.supxlabel("decode: batch; prefill: tokens of the prompt; serve: requests at a time", fontsize=9)
+    figure.supxlabel(
+        "decode: batch; prefill: tokens of the prompt; serve: requests at a time, streamed or whole", fontsize=9
+    )
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, metadata={"Date": None})

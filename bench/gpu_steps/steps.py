@@ -7,6 +7,8 @@ from dataclasses import dataclass
 ENGINE = "python -m bench.engine --out {rows} --logs {folder}"
 PEERS = ("humming", "vllm")
 SHARDS = 12
+LARGE = "16384x16384,40960x7168,12288x28672,43008x5376,13312x16384,8192x22528"
+"""Layers of more than 150 million weights, of which the cost model knows few; none is one of bench.unknown's."""
 RELEASE, TO_RUN = "CONTRIBUTING.md#release", "docs/measured/engine.md#to-be-run-next"
 
 
@@ -47,26 +49,6 @@ class Step:
 
 
 STEPS = (
-    # rows of fewer stages than today's, or too long (docs/measured/method.md#a-launch-before-each-call)
-    Step(
-        "fp4-8192x28672",
-        "python -m bench.run --format nvfp4 --shapes 8192x28672 --m 512,1024,2048,4096,8192 --out {rows}",
-        120,
-        "fp4.jsonl",
-        "docs/measured/sm90_mixed_gemm.md#two-stages-or-three-2026-11-24",
-        needs=PEERS,
-        alone=True,
-    ),
-    Step(
-        "nf4",
-        "python -m bench.run --impl w4gemm,bitsandbytes,cublas --format nf4_g64_fp32,int4_g128 "
-        "--shapes 8192x8192,28672x4096 --m 1,16,64 --out {rows}",
-        200,
-        "nf4.jsonl",
-        "bench/results/README.md#benchmarks",
-        needs=("bitsandbytes",),
-        alone=True,
-    ),
     # the GPU tests: of models and checkpoints by themselves, then all of them in shards
     Step(
         "tests-of-models",
@@ -119,14 +101,14 @@ STEPS = (
         for name, options, seconds in (
             (
                 "dense",
-                "--model qwen2.5-32b llama-3-8b --format gptq-int4-g128 --impl default w4gemm humming --at-once 3",
+                "--model qwen2.5-32b llama-3-8b --format gptq-int4-g128 --impl w4gemm humming --profile 256 "
+                "--at-once 2",
                 560,
             ),
             (
                 "serve",
-                "--serve --model llama-3-8b=gptq-int4-g128 qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm "
-                "--batch 8 64 256 --at-once 4",
-                400,
+                "--serve --model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 256 --at-once 2",
+                200,
             ),
             (
                 "formats",
@@ -199,17 +181,17 @@ STEPS = (
     *(
         Step(
             f"sweep-{name}",
-            f"python -m bench.sweep --drawn 20 --seed 2 --configs 16 --within 1.3 --format {format} --dtype {dtype} "
-            "--seconds 280 --out {rows}",
+            f"python -m bench.sweep --shapes {LARGE} --m 1,3,12,24,44,56,100,234,500,1500,6000 --configs 12 "
+            f"--within 1.3 --format {format} --dtype {dtype} --seconds 280 --out {{rows}}",
             400,
             rows,
-            "bench/results/README.md#timings-of-configs",
+            "docs/measured/choice.md#other-drawn-layers-2026-11-24",
             alone=True,
         )
         for name, format, dtype, rows in (
-            ("w4a16", "int4_g128", "bfloat16", "configs_10.jsonl"),
-            ("w4a8-folded", "int4_g128_e4m3", "float8_e4m3fn", "configs_fp8_12.jsonl"),
-            ("w4a8-exact", "int4_g128", "float8_e4m3fn", "configs_fp8_13.jsonl"),
+            ("w4a16", "int4_g128", "bfloat16", "configs_11.jsonl"),
+            ("w4a8-folded", "int4_g128_e4m3", "float8_e4m3fn", "configs_fp8_14.jsonl"),
+            ("w4a8-exact", "int4_g128", "float8_e4m3fn", "configs_fp8_15.jsonl"),
         )
     ),
     # the rest of a release

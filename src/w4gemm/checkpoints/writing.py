@@ -28,6 +28,8 @@ from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
 _PLAN = "w4gemm_plan"
+_LAST = "config.json"
+"""The file that is written last."""
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py", "LICENSE*")
 """Files beside the weights that are copied: tokenizer, generation config, licence, code that a model type names."""
 _OF_THE_SOURCE = ("config.json", "hf_quant_config.json", "quant_cfg.json", "quantize_config.json", "quant_config.json")
@@ -78,7 +80,8 @@ def write_folder(
     how: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> int:
-    """Write a checkpoint as a folder; return how many shards were there already, from a run that was interrupted.
+    """Write a checkpoint as a folder; return how many shards were there already, from a run that was interrupted, or
+    from one that was done, which leaves nothing to do.
 
     Args:
         dtype: of dense tensors.
@@ -87,7 +90,7 @@ def write_folder(
         progress: called as ``progress(done, total, name)`` after each module and dense tensor.
 
     Raises:
-        FileExistsError: if the folder holds anything but shards of the same run.
+        FileExistsError: if the folder holds what the same run did not write.
         FormatError: if a module cannot be stored.
     """
     for name, module in checkpoint.modules.items():
@@ -103,6 +106,8 @@ def write_folder(
     plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, plan)
+    if (folder / _LAST).exists():
+        return len(plan.shards)
     total, done, whole = sum(map(len, plan.shards)), 0, 0
     places: dict[str, str] = {}
     for index, names in enumerate(plan.shards):
@@ -157,25 +162,29 @@ def _plan(
 
 
 def _check_folder(folder: Path, plan: Plan) -> None:
-    """Raise FileExistsError for anything that is no shard of this plan."""
-    from safetensors import SafetensorError, safe_open
-
-    expected = {plan.file(i) for i in range(len(plan.shards))}
+    """Raise FileExistsError for anything that is no shard of this plan, unless all of its shards are there: the other
+    files are written last."""
+    expected = [folder / plan.file(i) for i in range(len(plan.shards))]
+    ours = {file for file in expected if file.exists() and _key_of(file) == plan.key}
+    if len(ours) == len(expected):
+        return
     for file in sorted(folder.iterdir()):
-        if file.name.endswith(".unfinished"):
-            continue
-        key = None
-        if file.name in expected:
-            try:
-                with safe_open(file, "pt") as f:
-                    key = (f.metadata() or {}).get(_PLAN)
-            except SafetensorError:
-                key = None
-        if key != plan.key:
+        if file not in ours and not file.name.endswith(".unfinished"):
             raise FileExistsError(
                 f"{folder} holds {file.name}, which is not of an interrupted run of the same conversion; wanted an "
                 "empty folder"
             )
+
+
+def _key_of(file: Path) -> str | None:
+    """Return the key of the plan that a shard is of; None for another file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as f:
+            return (f.metadata() or {}).get(_PLAN)
+    except SafetensorError:
+        return None
 
 
 def _stored(checkpoint: Checkpoint, name: str, writer: WeightWriter, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -231,7 +240,7 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
         part.pop("quantization_config", None)
         part.pop("expert_dtype", None)
     config |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+    (folder / _LAST).write_text(json.dumps(config, indent=2, default=str) + "\n")
 
 
 def _architecture(config: Mapping[str, Any]) -> list[str]:

@@ -67,13 +67,23 @@ def _cover(logs: dict[Candidate, list[float]]) -> list[Candidate]:
     Args:
         logs: for each candidate, the logarithm of its time at each sample.
     """
-    chosen: list[Candidate] = []
-    least = [math.inf] * _SAMPLES
+    if not logs:
+        return []
+    chosen = [min(logs, key=lambda candidate: math.fsum(logs[candidate]))]
+    least = logs[chosen[0]]
+    # What a candidate would lower the sum by only shrinks as others are chosen. So after a choice just those are looked
+    # at again that seemed to lower it by more than the best of those looked at.
+    gains = dict.fromkeys(logs, math.inf)
     while len(chosen) < min(MOST, len(logs)):
-        best = min(logs, key=lambda candidate: math.fsum(map(min, least, logs[candidate])))
-        lower = list(map(min, least, logs[best]))
-        if chosen and math.fsum(least) - math.fsum(lower) < _LEAST_GAIN * _SAMPLES:
+        before, best, most = math.fsum(least), chosen[0], -math.inf
+        for candidate in sorted(logs, key=lambda candidate: -gains[candidate]):
+            if gains[candidate] < most:
+                break
+            gains[candidate] = before - math.fsum(map(min, least, logs[candidate]))
+            if gains[candidate] > most:
+                best, most = candidate, gains[candidate]
+        if most < _LEAST_GAIN * _SAMPLES:
             break
         chosen.append(best)
-        least = lower
+        least = list(map(min, least, logs[best]))
     return chosen

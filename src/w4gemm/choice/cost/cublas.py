@@ -1,13 +1,18 @@
-"""Model of dequantize_gemm: the dense weight is written and read once, and cuBLAS multiplies at its usual rate."""
+"""Model of dequantize_gemm: the dense weight is written and read once, and cuBLAS multiplies at its usual rate. In fp8,
+less so the less of its waves is filled; in 16 bits the power limit sets the rate, whatever the waves."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from w4gemm.choice.cost.constants import constants_for, scale_of
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
+
+_TILES = ((128, 256), (256, 128), (128, 128))
+"""Tokens and features of the tiles that cuBLAS is taken to choose from."""
 
 
 def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
@@ -20,9 +25,16 @@ def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float
     per_sm = rate["operations"] / rate["sms"]
     if problem.dtype.itemsize == 1:
         per_sm = model["fp8_operations"] / constants.device.sms
+        per_sm *= _filled(problem.m, min(problem.n, config.tile_n), device.sms) ** model["fp8_waves"]
     per_sm /= scale.mma
     chunks = -(-problem.n // config.tile_n)
     operations = 2 * problem.m * problem.n * problem.k
     return float(
         chunks * model["launch_us"] + moved / model["bytes_per_us"] * scale.memory + operations / (per_sm * device.sms)
     )
+
+
+def _filled(m: int, n: int, sms: int) -> float:
+    """Part of the tensor cores' time in which waves of cuBLAS's best tiles use them."""
+    waves = ((tokens * features * sms, -(-m // tokens) * -(-n // features) / sms) for tokens, features in _TILES)
+    return max(m * n / (each * math.ceil(count)) for each, count in waves)

@@ -196,7 +196,9 @@ def launch_timer(
                     beside = math.ceil(part * ctas_per_sm)
                     part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * beside)
                     busy += slices * part_us + tile
-            busy *= unevenness(given, rows) * of_wide_tiles(given, config) * (1 + heat * min(1, operations / hot))
+            if experts:
+                busy *= unevenness(given, rows) * of_wide_tiles(given, config)
+            busy *= 1 + heat * min(1, operations / hot)
             return float(fixed_us + (busy**SHARPNESS + moved(m) ** SHARPNESS) ** _ROOT)
 
         return us
