@@ -21,6 +21,7 @@ from w4gemm.console.options import WIDE_DTYPES
 from w4gemm.console.progress import say
 from w4gemm.integrations.generation import default_model, encode, generate, plans, quiet_transformers, timed_streamer
 from w4gemm.integrations.transformers import dequantize_layers, load, summarize
+from w4gemm.integrations.transformers.decode_step import cache_argument
 from w4gemm.tuning import record
 
 RESULTS = Path(__file__).parent / "results/answers.jsonl"
@@ -90,7 +91,8 @@ def answer(model: Any, tokenizer: Any, inputs: torch.Tensor, max_new_tokens: int
     with torch.inference_mode():  # this also warms up: kernels are compiled here
         first = model(inputs, logits_to_keep=1, use_cache=True)
         token = first.logits.argmax(-1)
-        second = model(token, past_key_values=first.past_key_values)
+        name = cache_argument(model)
+        second = model(token, **{name: first[name]})
     logits = [out.logits[0, -1].float().cpu() for out in (first, second)]
     streamer = timed_streamer(tokenizer, show=False)
     new = generate(model, inputs, max_new_tokens, 0.0, 0, streamer)

@@ -89,7 +89,7 @@ class DecodeStep:
             self.mask.fill_(1)[:, : ids.shape[1]] = mask
             self.first.copy_((mask == 0).sum(1))
         options = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
-        given = {"past_key_values": self.cache, "position_ids": positions, "use_cache": True, **options}
+        given = {cache_argument(model): self.cache, "position_ids": positions, "use_cache": True, **options}
         logits = model(ids, attention_mask=mask, **given).logits[:, -1]
         self.position.copy_(positions[:, -1:])
         self.slot.fill_(ids.shape[1])
@@ -115,7 +115,7 @@ class DecodeStep:
 
     def _run(self, model: PreTrainedModel) -> torch.Tensor:
         self.position.add_(1)
-        given = {"attention_mask": self.mask, "position_ids": self.position, "past_key_values": self.cache}
+        given = {"attention_mask": self.mask, "position_ids": self.position, cache_argument(model): self.cache}
         inputs = model.prepare_inputs_for_generation(self.token, next_sequence_length=1, use_cache=True, **given)
         logits = model(**inputs, return_dict=True).logits[:, -1]
         self.slot.add_(1)
@@ -126,7 +126,7 @@ class DecodeStep:
         as it is."""
         assert self.fusion is not None
         self.position.add_(1)
-        given = {"attention_mask": self._no_mask, "position_ids": self.position, "past_key_values": self.cache}
+        given = {"attention_mask": self._no_mask, "position_ids": self.position, cache_argument(model): self.cache}
         with fused(model, self.fusion, Cached(self.cache, self.slot, self.first)):
             logits = model(self.token, use_cache=True, return_dict=True, **given).logits[:, -1]
         torch._foreach_add_([self.slot, *(layer.cumulative_length for layer in self.cache.layers)], 1)
@@ -199,6 +199,11 @@ def static_cache(model: PreTrainedModel, length: int) -> Cache | None:
     # a sliding layer counts in Python; the mask of a window hides the same positions of a whole cache
     cache.layers = [StaticLayer(max_cache_len=length) for _ in cache.layers]
     return cache
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the argument that a model takes its cache in: another one since transformers 5.24."""
+    return "cache" if _takes(model, "cache") else "past_key_values"
 
 
 def _takes(model: PreTrainedModel, argument: str) -> bool:

@@ -24,7 +24,7 @@ from w4gemm.choice.ahead import Prepared, prepare
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.generation import expert_keys, plan_keys
-from w4gemm.integrations.transformers.decode_step import DecodeStep, static_cache
+from w4gemm.integrations.transformers.decode_step import DecodeStep, cache_argument, static_cache
 from w4gemm.integrations.transformers.fused_step import Fusion
 from w4gemm.jit import Unit
 from w4gemm.kernels.expert_route.spec import ExpertRoute
@@ -38,8 +38,8 @@ DEVICES = ("cuda",)
 """Kinds of devices on which models decode step by step; elsewhere the host does not wait."""
 _ROUND = 256
 """Lengths of caches are multiples of it, so that calls of about the same length share a graph."""
-_HANDLED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-"""Arguments of a model's forward that a step gives it; with any others transformers decodes."""
+_HANDLED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+"""Arguments of a model's forward that a step gives it, beside the cache; with any others transformers decodes."""
 _ATTENTION = ("sdpa", "eager")
 """Implementations whose masks say which slots of a cache are filled."""
 
@@ -109,7 +109,8 @@ def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
 def allowed(model: PreTrainedModel, given: dict[str, Any], options: dict[str, Any]) -> bool:
     """True if a call of ``_sample`` asks for nothing but tokens, from a prompt alone, and the model can be captured."""
     config: GenerationConfig = given["generation_config"]
-    cache, mask, positions = (options.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+    kept = cache_argument(model)
+    cache, mask, positions = (options.get(name) for name in (kept, "attention_mask", "position_ids"))
     wanted_else = (
         config.disable_compile
         or config.return_dict_in_generate
@@ -121,7 +122,7 @@ def allowed(model: PreTrainedModel, given: dict[str, Any], options: dict[str, An
         or (mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all()))  # padding elsewhere than on the left
         or (positions is not None and positions.dim() != 2)
         or given["stopping_criteria"].max_length is None
-        or any(value is not None for name, value in options.items() if name not in _HANDLED)
+        or any(value is not None for name, value in options.items() if name not in (kept, *_HANDLED))
     )
     devices = set(getattr(model, "hf_device_map", {}).values())
     several = len(devices) > 1 or (getattr(model, "tp_size", None) or 1) > 1

@@ -5,7 +5,7 @@ quantizer reserves the places of the 4-bit layers before, and fills them after, 
 weight is taken over losslessly, whatever its packing, and split into lossless shards. A dense folder's weights come
 through transformers, and are quantized one at a time on the device that they are loaded to.
 
-Importing this file registers it for the method "w4gemm". transformers 5.17 to 5.23 are tested.
+Importing this file registers it for the method "w4gemm". transformers 5.17 to 5.24 are tested.
 """
 
 from __future__ import annotations
