@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,10 +47,10 @@ _MISLED, _UNKNOWN_MISLED = 1.03, 1.15
 timings that is far, because smaller differences are chance there."""
 _EXPERTS_WEIGHT = 4
 """How much a sample of experts weighs beside another: few stand for many layers."""
-_STARTING_US = 3.0
-"""A launch that takes little more than this says little of the time of k-slices, and so its sample weighs less."""
-ADJUSTED = 0.3
-"""How much an adjusted constant weighs, beside samples: of the squared logarithm of its change."""
+_QUARTER_US = 3.0
+"""Time of a sample that weighs a quarter of a long one: short launches say little of the time of k-slices."""
+_CHANGE_WEIGHT = 0.3
+"""How much the squared logarithm of a known constant's change weighs, beside those of samples."""
 
 
 class Launch(NamedTuple):
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class How(NamedTuple):
-    """The constants that a fit may change."""
+    """Options of a fit."""
 
     kept: dict[str, SliceTimes]
     adjust: bool
@@ -207,14 +208,14 @@ def fitted(
 ) -> dict[str, SliceTimes]:
     """Times of every config: those in ``kept`` as they are, those in ``adjusted`` scaled, the others fitted anew; of
     several rounds the one whose first choices are best. unknown: for layers beside those of the timings, of which a
-    choice that is good by chance says nothing (22 drawn layers, each held out once: 1.015, and 1.017 without), so that
+    choice that is good by chance says nothing (22 drawn layers, each held out once: 1.014, and 1.017 without), so that
     it is the last round."""
     points = timings.points
     fastest = {point: min(us for _, us in configs.values()) for point, configs in points.items()}
 
     def weight(point: Point, us: float) -> float:
         """Sample weight: the fit must rank the fast configs of a point correctly; errors on slow ones hardly matter."""
-        told = (fastest[point] / us) ** 6 * (us / (us + _STARTING_US)) ** 2
+        told = (fastest[point] / us) ** 6 * (us / (us + _QUARTER_US)) ** 2
         return told * (_EXPERTS_WEIGHT if point.experts else 1)
 
     # What slows down all configs of a point alike, a hot GPU most of all, must not count against those measured there.
@@ -269,17 +270,17 @@ def fit(samples: list[tuple[Launch, float, float]], known: SliceTimes | None = N
     def values(p: np.ndarray) -> SliceTimes:
         if known is None:
             alone, shared, tile = np.exp(np.clip(p, -12, 4))
-        else:  # all of a slot's time, its tile's, and besides what others cost it
+        else:  # p: logarithms of factors of alone and shared, of tile, and of shared besides
             alone, shared, tile = known * np.exp([p[0], p[0] + p[2], p[1]])
         return SliceTimes(float(alone), float(shared), float(tile))
 
     def loss(p: np.ndarray) -> float:
         errors = (w * math.log(launch.us(values(p)) / us) ** 2 for launch, us, w in samples)
-        return sum(errors) + (0 if known is None else ADJUSTED * float(np.square(p) @ (1, 0.3, 1)))
+        return sum(errors) + (0 if known is None else _CHANGE_WEIGHT * float(np.square(p) @ (1, 0.3, 1)))
 
-    slot = math.log(np.median([us / max(1, launch.problem.k // launch.config.tile_k) for launch, us, _ in samples]))
+    k_slice = math.log(np.median([us / max(1, launch.problem.k // launch.config.tile_k) for launch, us, _ in samples]))
     starts = [
-        (slot - a, slot - b, c) for a, b, c in ((0.3, 1, 0), (0.7, 0.7, -1), (1, 3, 0.7), (0.2, 4, -3), (2, 2, 0))
+        (k_slice - a, k_slice - b, c) for a, b, c in ((0.3, 1, 0), (0.7, 0.7, -1), (1, 3, 0.7), (0.2, 4, -3), (2, 2, 0))
     ]
     options = {"maxiter": 4000, "xatol": 1e-4, "fatol": 1e-7}
     starts = starts if known is None else [(-0.1, 0, 0)]  # not where Nelder and Mead's first steps would be none
@@ -306,7 +307,7 @@ def report(points: Points, times: dict[str, SliceTimes]) -> None:
 
 def summary(found: list[float]) -> str:
     """Regrets in a line."""
-    mean = math.exp(sum(map(math.log, found)) / len(found))
+    mean = statistics.geometric_mean(found)
     late = sum(regret > 1.05 for regret in found)
     return f"geometric mean {mean:.4f}, worst {max(found):.3f}; {late} of {len(found)} points above 1.05"
 

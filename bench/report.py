@@ -6,7 +6,7 @@ kind of work in it are written, and docs/benchmarks.html for W4A16. Only rows of
 
 from __future__ import annotations
 
-import math
+import statistics
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
         found = sorted((page.ratio(us), p) for p, us in times.items() if first <= p[1] <= last)
         if not found:
             continue
-        mean = math.exp(sum(math.log(r) for r, _ in found) / len(found))
+        mean = statistics.geometric_mean(r for r, _ in found)
         worst, (layer, m) = found[0]
         lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {layer}, {tokens} {m} |")
     lines += ["", f"![Time over roofline](plots/{page.plot}.svg)", ""]

@@ -15,6 +15,8 @@ from typing import Any
 from bench.options import command
 
 Row = dict[str, Any]
+FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
+"""Facts of the machine that a row has at least, of ``w4gemm.tuning.record.facts``."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -23,29 +22,29 @@ from typing import Any
 import torch
 from bench.drawn.points import draw
 from bench.options import command, typed
+from bench.rows import FACTS, read
 from bench.shapes import parse_layers
 from bench.timings import by_problem
 
 from w4gemm import choice
-from w4gemm.console.devices import chosen_device
+from w4gemm.console.devices import SIMULATED, chosen_device
 from w4gemm.console.options import DTYPES, chosen_dtype, parse_tokens, positive
 from w4gemm.console.progress import progress_bar
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import H100, H200, Device, GemmProblem
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import Unit, adopt
 from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import kernel_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
+from w4gemm.tuning.tuner import MAX_ERROR
 from w4gemm.tuning.workload import Launch, Workload
 
-MAX_ERROR = 2e-2
 _REPLAYS, _FEW_REPLAYS = 9, 4
 _MANY_TOKENS = 512
 """For more tokens the timer warms up before each replay, so that few are enough."""
-_FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{args.out}: {len(rows)} timings of experts' products")
         return
     device, where = chosen_device(args.device)
-    facts = {name: fact for name, fact in record.facts().items() if name in _FACTS}
+    facts = {name: fact for name, fact in record.facts().items() if name in FACTS}
     found = prepared(products(args, device))
     started, count = time.monotonic(), 0
     for (n, k), group in itertools.groupby(found, lambda p: (p.n, p.k)):
@@ -172,7 +171,7 @@ def gpu_of(rows: list[dict[str, Any]]) -> Device:
     names = sorted({row.get("gpu") or H200.name for row in rows})
     if len(names) > 1:
         raise SystemExit(f"rows: wanted those of one kind of GPU, got {', '.join(names)}; fit each by itself")
-    known = {device.name: device for device in (H200, H100)}
+    known = {device.name: device for device in SIMULATED.values()}
     if names[0] not in known:
         raise SystemExit(f"rows: wanted a GPU of w4gemm/core/problem.py, {' or '.join(known)}, got {names[0]}")
     return known[names[0]]
@@ -180,9 +179,9 @@ def gpu_of(rows: list[dict[str, Any]]) -> Device:
 
 def rows_of_experts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the timings of configs in a file of bench/grouped.py, with tokens divided evenly."""
-    for row in map(json.loads, path.read_text().splitlines()):
+    for row in read(path):
         if row["impl"] == "w4gemm_config" and row["routing"] == "balanced":
-            kept = ("n", "k", "m", "experts", "format", "config", *_FACTS)
+            kept = ("n", "k", "m", "experts", "format", "config", *FACTS)
             yield {name: row[name] for name in kept} | {"us": row["us_p50"]}
 
 

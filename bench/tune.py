@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     replace(args.table or store.shipped_path(device_facts(device)[0]), records)
     for name, took in seconds.items():
         gain = [row["first_guess_us"] / row["us"] for row in rows if row["shapes"] == name]
-        mean = math.exp(sum(map(math.log, gain)) / len(gain))
+        mean = statistics.geometric_mean(gain)
         over = f"geometric mean {mean:.3f}, worst {min(gain):.3f}, best {max(gain):.3f}"
         print(f"{name}: {len(gain)} points in {took:.1f} s; first guess / choice, measured anew: {over}")
 

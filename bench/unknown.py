@@ -2,8 +2,8 @@
 
 Draws layers and ragged numbers of tokens (drawn/points.py) that are neither in a shipped table nor in the fit of the
 cost model, and times w4gemm's first choice beside every peer. With ``--every``, it times w4gemm's best guesses at some
-layers too, and the fastest of them says what the choice lost. The protocol is that of bench/run.py; kernels are
-compiled beforehand, in as many processes as there are cores.
+layers too, and the fastest of them says what the choice lost. The protocol is that of bench/run.py with fewer copies
+and replays; kernels are compiled beforehand, in as many processes as there are cores.
 
 Points that ``--out`` has are passed over, so that runs of limited ``--seconds`` add up. Rows of one ``run`` are of one
 process. ``python -m bench.report FILE`` makes the page.
@@ -25,7 +25,7 @@ from bench.drawn.warm import COMPILING_PEERS, Warmer, compile_all
 from bench.options import command, some_of, typed
 from bench.peers import Peer, Prepared, peers_named
 from bench.peers.base import FP8, token_scales
-from bench.rows import read
+from bench.rows import FACTS, read
 from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, percentiles, random_weight
 
 import w4gemm
@@ -55,7 +55,6 @@ measured beside the peers that compile nothing."""
 _MANY_TOKENS, _LONG_COPIES = 512, 3
 _CHECKED_ROWS = 256
 _REPLAYS, _FEW_REPLAYS, _LOOKS, _FINALISTS = 9, 5, 2, 4
-_FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
 
 
 class Work(NamedTuple):
@@ -155,7 +154,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> None:
     peers = [] if args.dry else [peer for peer in peers_named(args.impl) if not peer.available()]
     with Warmer(0 if args.dry else usable_processors(), *KINDS[kind], [peer.name for peer in peers]) as warmer:
         works = [
-            planned(layer, args.every > 0 and i % args.every == 0, args.configs, format, dtype, device)
+            work_of(layer, args.every > 0 and i % args.every == 0, args.configs, format, dtype, device)
             for i, layer in todo
         ]
         units = list(dict.fromkeys(unit for work in works for unit in sorted(work.units, key=str)))
@@ -194,7 +193,7 @@ def unmeasured(layer: Drawn, done: set[tuple[int, int, int]]) -> tuple[int, ...]
     return tuple(m for m in layer.tokens if (layer.n, layer.k, m) not in done)
 
 
-def planned(layer: Drawn, compared: bool, count: int, format: WeightFormat, dtype: torch.dtype, device: Device) -> Work:
+def work_of(layer: Drawn, compared: bool, count: int, format: WeightFormat, dtype: torch.dtype, device: Device) -> Work:
     """Say what is to be compiled for a layer: its choices; if they are compared, the best guesses besides."""
     epilogue = PLAIN._replace(token_scale=dtype == FP8)
     configs: dict[int, list[str]] = {}
@@ -226,7 +225,7 @@ def measure_layer(
             rows = measure(layer, m, work.configs[m])
         common = {"kind": "time", "set": "unknown", "seed": args.seed, "run": run, "work": kind}
         common |= {"m": m, "n": n, "k": k, "format": KINDS[kind][0], "dtype": KINDS[kind][1]}
-        record.append(args.out, *(common | row | {name: facts[name] for name in _FACTS} for row in rows))
+        record.append(args.out, *(common | row | {name: facts[name] for name in FACTS} for row in rows))
         print(line(n, k, m, rows), flush=True)
         count += 1
     return count

@@ -52,7 +52,7 @@ def test_points_cover_the_sizes_of_models_and_every_number_of_tokens():
 def test_what_a_layer_compiles_is_its_choices_and_the_best_guesses():
     given = WeightFormat.parse("int4_g128"), torch.bfloat16, H200
     layer = points.Drawn(1280, 2560, (2, 1048))
-    alone, compared = (unknown.planned(layer, asked, 6, *given) for asked in (False, True))
+    alone, compared = (unknown.work_of(layer, asked, 6, *given) for asked in (False, True))
     assert [len(alone.configs[m]) for m in layer.tokens] == [1, 1] and 1 <= len(alone.units) <= 2
     assert all(compared.configs[m][0] == alone.configs[m][0] for m in layer.tokens)
     assert alone.units < compared.units and len(compared.configs[1048]) in (6, 7)

@@ -104,22 +104,28 @@ def test_tokens_are_those_of_transformers(architecture: str, padded: bool, on_cp
     assert len(ends) > 0
 
 
-def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None) -> None:
+def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says why, once."""
     model = decode_by_graph(tiny("llama", quantized=False))
     ids = ids_of(model)
-    for options in (
-        {"num_beams": 2},
-        {"return_dict_in_generate": True},
-        {"use_cache": False},
-        {"cache_implementation": "static"},
-        {"disable_compile": True},
-        {"attention_mask": PADDED.flip(1)},
-    ):
+    decoding._tell.cache_clear()
+    caplog.set_level("INFO", "w4gemm")
+    asked = {
+        "return_dict_in_generate is True": {"return_dict_in_generate": True},
+        "use_cache is False": {"use_cache": False},
+        "cache_implementation is static": {"cache_implementation": "static"},
+        "disable_compile is True": {"disable_compile": True},
+        "attention_mask has padding that is not on the left": {"attention_mask": PADDED.flip(1)},
+    }
+    for options in ({"num_beams": 2}, *asked.values(), *asked.values()):
         model.generate(ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": 3} | options)
+    said = [record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()]
+    assert said == [f"LlamaForCausalLM: generate replays no CUDA graph, because {reason}" for reason in asked]
     given = {"generation_config": model.generation_config, "stopping_criteria": SimpleNamespace(max_length=9)}
-    assert decoding.allowed(model, given, {})
+    assert decoding.refusal(model, given, {}) == ""
+    assert "is given pixel_values" in decoding.refusal(model, given, {"pixel_values": torch.ones(1)})
     model.set_attn_implementation("flex_attention")
-    assert not decoding.allowed(model, given, {})
+    assert "attention is flex_attention" in decoding.refusal(model, given, {})
     assert decoding._steps[model].step is None
     assert hasattr(GenerationMixin._sample, "__wrapped__")
 

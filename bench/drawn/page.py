@@ -6,11 +6,11 @@ docs/benchmarks-unknown-h100.md, and so on.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from bench.rows import Row
@@ -145,10 +145,10 @@ def _summary(points: list[Point]) -> list[str]:
         cells = [f"{first} to {last}", str(len(own))]
         if ratios:
             behind = [sum(ratio < least for ratio in ratios) / len(ratios) for least in (1, 0.97)]
-            cells += [f"{_mean(ratios):.2f}", f"{min(ratios):.2f}", *(f"{part:.0%}" for part in behind)]
+            cells += [f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", *(f"{part:.0%}" for part in behind)]
         else:
             cells += ["-"] * 4
-        cells += [f"{_mean(regrets):.3f}", f"{max(regrets):.2f}"] if regrets else ["-"] * 2
+        cells += [f"{geometric_mean(regrets):.3f}", f"{max(regrets):.2f}"] if regrets else ["-"] * 2
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -164,7 +164,7 @@ def _by_peer(points: list[Point]) -> list[str]:
         cells = [name]
         for first, last in GROUPS:
             own = [p.us[name] / p.us["w4gemm"] for p in points if first <= p.m <= last and name in p.peers]
-            cells.append(f"{_mean(own):.2f} ({len(own)})" if own else "-")
+            cells.append(f"{geometric_mean(own):.2f} ({len(own)})" if own else "-")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -184,10 +184,6 @@ def _worst(points: list[Point]) -> list[str]:
         first, best = (f"{p.compared[f'{of}config']} {p.compared[us]:.1f}" for of, us in _COMPARED)
         lines.append(f"| {p} | {p.regret:.2f} | {first} | {best} |")
     return lines
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -33,8 +33,8 @@ _METHOD = (
     "Decode: `LLM.generate` with prompts of 128 random tokens and greedy answers of 128; tokens/s of the whole batch "
     "without the time to the first tokens, and milliseconds per step. Serve: `vllm serve` with a fixed number of "
     "requests at a time, whose answers are streamed or come whole.",
-    "Serve, 256 at a time: the one process of vLLM's that streams answers takes part in the time, since whole answers "
-    "come 15 % faster with either kernel ([more](measured/engine.md#under-load-streamed-and-whole-2026-11-24)).",
+    "Serve, 256 at a time: the one process of vLLM's that streams answers takes part in the time: whole answers of "
+    "llama-3-8b come 15 and 17 % faster ([more](measured/engine.md#under-load-streamed-and-whole-2026-11-24)).",
     "Tables of steps are of the last run with a profile, which need not be that of the speeds.",
     "To repeat a table: `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm "
     "marlin humming`, with `--serve` and `--profile 1 256` for those tables. `python -m bench.report "
@@ -173,7 +173,7 @@ def summary(case: Case, rows: Sequence[Row]) -> list[str]:
 def mean(ratios: Sequence[float | None]) -> float | None:
     """Return the geometric mean; None if a ratio is missing."""
     known = [ratio for ratio in ratios if ratio is not None]
-    return math.exp(sum(map(math.log, known)) / len(known)) if known and len(known) == len(ratios) else None
+    return statistics.geometric_mean(known) if known and len(known) == len(ratios) else None
 
 
 def gains(line: Line, rows: Sequence[Row]) -> tuple[float | None, float | None]:

@@ -26,7 +26,7 @@ from bench.engine.launch import EngineError, last_error, started
 from bench.engine.turns import Turns
 
 ROUNDS = 4
-"""Requests of a load over those at a time."""
+"""Requests of a load that are counted over those at a time."""
 _HOST = "127.0.0.1"
 _FLAGS = {True: "--{}", False: "--no-{}"}
 
@@ -123,7 +123,7 @@ def _put_on(load: Load, port: int, log: Path, seconds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of random prompts: ``at_a_time`` of them, ``ROUNDS`` times as many in all.
+    """Requests of random prompts: ``at_a_time`` that are not counted, then ``ROUNDS`` times as many that are.
 
     Attributes:
         tokens_in, tokens_out: of each request.

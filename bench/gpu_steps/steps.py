@@ -89,7 +89,7 @@ STEPS = (
             "python -m bench.unknown --every 4 --configs 8 --seconds 150 --out {rows}",
             500,
             rows,
-            "docs/measured/ragged_m.md#more-tiles-between-powers-of-two-2026-11-24",
+            "docs/measured/choice.md#other-drawn-layers-2026-11-24",
             gpu=gpu,
             alone=True,
         )

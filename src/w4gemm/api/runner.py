@@ -78,7 +78,7 @@ class MixedGemm:
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
         """Return the problem that a config is chosen for at these sizes. Its m is the last of m's interval or, above
-        256 tokens, m rounded up by at most 1/64."""
+        256 tokens, m rounded up to a multiple of 16, above 2048 by at most 1/64."""
         return self._key(self._weight(n, k), m).problem()
 
     def weight_shapes(self, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:

@@ -75,7 +75,7 @@ def write_folder(
     writer: WeightWriter,
     *,
     dtype: torch.dtype,
-    every: bool = True,
+    convert_floats: bool = True,
     shard_bytes: int = 4 * 2**30,
     how: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
@@ -85,7 +85,7 @@ def write_folder(
 
     Args:
         dtype: of dense tensors.
-        every: False to leave those that a quantized folder has as 16- or 32-bit floats as they are.
+        convert_floats: False to leave those that a quantized folder has as 16- or 32-bit floats as they are.
         how: words for how dense weights are quantized, so that a run with others does not go on.
         progress: called as ``progress(done, total, name)`` after each module and dense tensor.
 
@@ -102,7 +102,7 @@ def write_folder(
             raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
     if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
         raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
-    dtypes = {name: _dtype_of(checkpoint, name, dtype, every) for name in checkpoint.tensors}
+    dtypes = {name: _dtype_of(checkpoint, name, dtype, convert_floats) for name in checkpoint.tensors}
     plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, plan)
@@ -130,9 +130,9 @@ def write_folder(
     return whole
 
 
-def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, every: bool) -> torch.dtype:
+def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, convert_floats: bool) -> torch.dtype:
     """Dtype that a dense tensor is written in: a router's bias in float32 decides in float32."""
-    kept = isinstance(checkpoint, QuantizedFolder) and not every
+    kept = isinstance(checkpoint, QuantizedFolder) and not convert_floats
     return _FLOATS.get(checkpoint.stored_type(name), dtype) if kept else dtype
 
 

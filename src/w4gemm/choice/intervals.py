@@ -1,8 +1,8 @@
 """Intervals of m, the number of tokens: one plan serves every m of an interval, chosen for the interval's last m.
 
-For a single weight, a plan for more than :data:`WAVES_FROM` tokens is chosen for m itself, rounded up by at most 1/64:
-which config is the fastest depends on how many waves of tiles m fills, and the end of a wide interval says little about
-that. Tuning goes by intervals for every m.
+For a single weight, a plan for more than :data:`WAVES_FROM` tokens is chosen for m itself, rounded up to a multiple of
+16, above 2048 by at most 1/64: which config is the fastest depends on how many waves of tiles m fills, and the end of a
+wide interval says little about that. Tuning goes by intervals for every m.
 """
 
 from __future__ import annotations

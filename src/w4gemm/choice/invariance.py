@@ -50,7 +50,7 @@ def _invariant_order(problem: GemmProblem) -> Hashable | None:
 
 
 def status_of(kernel: Kernel, problem: GemmProblem) -> Status:
-    """Return a kernel's answer to ``problem``: also no if it is to be batch invariant and no config is."""
+    """Return a kernel's answer to ``problem``: no also if it must be batch invariant and none of its configs is."""
     status = kernel.supports(problem)
     if not status or not problem.batch_invariant:
         return status

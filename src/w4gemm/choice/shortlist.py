@@ -71,8 +71,8 @@ def _cover(logs: dict[Candidate, list[float]]) -> list[Candidate]:
         return []
     chosen = [min(logs, key=lambda candidate: math.fsum(logs[candidate]))]
     least = logs[chosen[0]]
-    # What a candidate would lower the sum by only shrinks as others are chosen. So after a choice just those are looked
-    # at again that seemed to lower it by more than the best of those looked at.
+    # Gains only shrink as candidates are chosen, so an old gain is an upper bound: the first candidate whose bound is
+    # below the best gain ends the search.
     gains = dict.fromkeys(logs, math.inf)
     while len(chosen) < min(MOST, len(logs)):
         before, best, most = math.fsum(least), chosen[0], -math.inf

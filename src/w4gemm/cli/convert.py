@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             args.output,
             _WRITERS[args.to],
             dtype=dtype,
-            every=args.dtype is not None,
+            convert_floats=args.dtype is not None,
             shard_bytes=args.shard_size * MIB,
             how=how,
             progress=progress,

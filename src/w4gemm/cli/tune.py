@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
+import statistics
 import time
 
 from w4gemm import choice
@@ -84,6 +84,6 @@ def summary(outcomes: list[Outcome], tuned: int) -> str:
     before = f"; with a record already: {tuned} (--force measures again)" if tuned else ""
     if not outcomes:
         return before
-    mean = math.exp(sum(math.log(o.gain) for o in outcomes) / len(outcomes))
+    mean = statistics.geometric_mean(o.gain for o in outcomes)
     best = max(o.gain for o in outcomes)
     return f"; over the first guesses {mean:.3f} x in the geometric mean, at most {best:.2f} x{before}"

@@ -37,7 +37,7 @@ TOP = 10
 """Number of configs that are measured for a problem, least predicted time first. Over the points of
 bench/results/configs.jsonl (H200, 2026-11-21), the best of the first 8 is at most 2 % slower than the fastest, the best
 of 10 at most 0.4 %."""
-_MAX_ERROR = 2e-2
+MAX_ERROR = 2e-2
 """Largest relative error of a result with which a config is timed."""
 _LOOKS, _REPLAYS, _FEW_REPLAYS = 1, 11, 3
 """Timed replays per config: in the first pass; for a finalist; for a finalist if calls are long on a GPU (fewer,
@@ -97,7 +97,7 @@ def tune(
         problems: what to measure; each m stands for its interval. A problem that no kernel supports is skipped with a
             warning.
         top: number of configs to measure for each problem, least predicted time first; None for all.
-        force: True to measure also problems that have a record of this device and kernel.
+        force: True to measure also problems that have a tuned record of this device and kernel.
         workers: number of processes that compile; None for the number of processors.
         progress: called as ``progress(configs done, configs, what)``.
     """
@@ -130,7 +130,8 @@ def tune(
 
 def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
     """Return a context manager; ``with w4gemm.autotune(): model(x)`` measures every product that is computed inside and
-    has no record yet, and keeps the fastest config of each for this and every later process.
+    has no tuned record yet (a shipped one does not count), and keeps the fastest config of each for this and every
+    later process.
 
     A product, that is a weight's shape and an interval of m, takes from a tenth of a second to several, more if kernels
     are compiled, and memory for copies of its weight. Products of experts are not tuned. Nothing is tuned outside the
@@ -208,7 +209,7 @@ def _measure(
         except RuntimeError as e:  # of the compiler or of CUDA
             failed[name] = str(e)
             continue
-        if error < _MAX_ERROR:
+        if error < MAX_ERROR:
             launches[name] = launch
         else:
             failed[name] = f"relative error {error:.3g}"

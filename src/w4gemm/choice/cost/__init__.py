@@ -1,4 +1,4 @@
-"""About how long a config takes, without running it: :func:`predicted_us`, and :func:`ranked`, which orders by it.
+"""About how long a config takes, without running it: :func:`candidates`, and :func:`in_order`, which orders by it.
 
 Each kernel has a model; its constants are data, see constants.py. A new kernel needs none: it is ranked by twice its
 roofline until one is written.

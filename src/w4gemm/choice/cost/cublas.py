@@ -1,5 +1,5 @@
-"""Model of dequantize_gemm: the dense weight is written and read once, and cuBLAS multiplies at its usual rate. In fp8,
-less so the less of its waves is filled; in 16 bits the power limit sets the rate, whatever the waves."""
+"""Model of dequantize_gemm: the dense weight is written and read once, and cuBLAS multiplies at its usual rate. In fp8
+the rate falls as less of a wave is filled; in 16 bits the power limit sets it, whatever the waves."""
 
 from __future__ import annotations
 

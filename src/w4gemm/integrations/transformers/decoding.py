@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,7 @@ from w4gemm.kernels.row_combine.spec import RowCombine
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
+_log = logging.getLogger("w4gemm")
 DEVICES = ("cuda",)
 """Kinds of devices on which models decode step by step; elsewhere the host does not wait."""
 _ROUND = 256
@@ -93,7 +95,10 @@ def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(sample).bind(self, input_ids, *args, **kwargs).arguments
         options = given.pop("model_kwargs", {})
-        if self not in _steps or self.device.type not in DEVICES or not allowed(self, given, options):
+        if self not in _steps or self.device.type not in DEVICES:
+            return sample(self, input_ids, *args, **kwargs)
+        if reason := refusal(self, given, options):
+            _tell(f"{type(self).__name__}: generate replays no CUDA graph, because {reason}")
             return sample(self, input_ids, *args, **kwargs)
         mask = options.get("attention_mask")
         if mask is not None and bool((mask == 1).all()):  # which newer versions of transformers leave out themselves
@@ -106,28 +111,41 @@ def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def allowed(model: PreTrainedModel, given: dict[str, Any], options: dict[str, Any]) -> bool:
-    """True if a call of ``_sample`` asks for nothing but tokens, from a prompt alone, and the model can be captured."""
+def refusal(model: PreTrainedModel, given: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return why a call of ``_sample`` is left to transformers; the empty string if it asks for nothing but tokens,
+    from a prompt alone, and the model can be captured."""
+    return next(_refusals(model, given, options), "")
+
+
+def _refusals(model: PreTrainedModel, given: dict[str, Any], options: dict[str, Any]) -> Iterator[str]:
     config: GenerationConfig = given["generation_config"]
+    for name in ("disable_compile", "return_dict_in_generate", "cache_implementation", "prefill_chunk_size"):
+        if value := getattr(config, name, None):
+            yield f"{name} is {value}"
+    if given.get("synced_gpus"):
+        yield "GPUs are synchronized"
+    if given["stopping_criteria"].max_length is None:
+        yield "no length ends it"
     kept = cache_argument(model)
     cache, mask, positions = (options.get(name) for name in (kept, "attention_mask", "position_ids"))
-    wanted_else = (
-        config.disable_compile
-        or config.return_dict_in_generate
-        or config.cache_implementation is not None
-        or config.prefill_chunk_size is not None
-        or given.get("synced_gpus")
-        or not options.get("use_cache", True)
-        or (cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()))
-        or (mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all()))  # padding elsewhere than on the left
-        or (positions is not None and positions.dim() != 2)
-        or given["stopping_criteria"].max_length is None
-        or any(value is not None for name, value in options.items() if name not in (kept, *_HANDLED))
-    )
-    devices = set(getattr(model, "hf_device_map", {}).values())
-    several = len(devices) > 1 or (getattr(model, "tp_size", None) or 1) > 1
-    other_kind = model.config.is_encoder_decoder or model.config._attn_implementation not in _ATTENTION
-    return not (wanted_else or several or other_kind) and static_cache(model, 1) is not None
+    if not options.get("use_cache", True):
+        yield "use_cache is False"
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+        yield f"{kept} is the caller's"
+    if others := [name for name, value in options.items() if value is not None and name not in (kept, *_HANDLED)]:
+        yield f"the model is given {', '.join(others)}"
+    if positions is not None and positions.dim() != 2:
+        yield f"position_ids have {positions.dim()} dimensions"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or (getattr(model, "tp_size", None) or 1) > 1:
+        yield "the model is on several devices"
+    if model.config.is_encoder_decoder:
+        yield "the model has an encoder"
+    if model.config._attn_implementation not in _ATTENTION:
+        yield f"its attention is {model.config._attn_implementation}, not {' or '.join(_ATTENTION)}"
+    if static_cache(model, 1) is None:
+        yield "its cache has no fixed size"
+    if mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all()):  # last, because the host waits for it
+        yield "attention_mask has padding that is not on the left"
 
 
 class Prompt(NamedTuple):
@@ -175,6 +193,12 @@ def sample_by_step(
             logits = step(model, token)
     late.finish()
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def _tell(what: str) -> None:
+    """Log it, once."""
+    _log.info(what)
 
 
 def compile_ahead(model: PreTrainedModel, step: DecodeStep, rows: int) -> None:
