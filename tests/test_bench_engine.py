@@ -33,6 +33,7 @@ from bench.engine import (  # noqa: E402
     profile,
     rows,
     serve,
+    tables,
     worker,
 )
 from bench.engine.checkpoint import tensors_of, write  # noqa: E402
@@ -602,7 +603,7 @@ def test_a_profile_is_that_of_decode_steps():
     assert row["groups"] == {"4-bit products": 20.0, "sampling": 2.0} and row["gaps"] == 8.0
     assert "at batch 8, 30 us" in profile.table(row) and "67%" in profile.table(row)
     assert whole["groups"] == {"4-bit products": 1800.0, "sampling": 4.0} and whole["us_step"] == 1910.0
-    text = "\n".join(page.steps([{**row, "impl": "machete"}, {**whole, "impl": "machete"}]))
+    text = "\n".join(tables.steps([{**row, "impl": "machete"}, {**whole, "impl": "machete"}]))
     assert "| a decode step at batch 8, us | machete |" in text and "| the prefill, us | machete |" in text
     with pytest.raises(ValueError, match="no kernel of a sampler runs more than 32 times"):
         worker.last_steps(prefill, offline.PROFILED_STEPS)

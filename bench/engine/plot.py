@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from bench.engine.implementations import OURS
-from bench.engine.page import Case, by_line, names_of
+from bench.engine.page import Case
+from bench.engine.tables import by_line, names_of
 from bench.rows import Row
 
 _WORDS = re.compile(r"(\w+)(?:,| of) (?:batch )?(\d+).*")
