@@ -144,7 +144,7 @@ def test_configs(kind: str, tmp_path: Path) -> None:
         (folder / "config.json").write_text(text)
         refused(folder, "config.json'")
     (folder / "config.json").unlink()
-    refused(folder, "is a folder with model.safetensors; what can be loaded")
+    refused(folder, "is a folder of tensors without config.json; what can be loaded")
     (folder / "config.json").write_text(whole)
     (folder / "model.safetensors").unlink()
     refused(folder, r"holds no whole model: there is no model\.safetensors")

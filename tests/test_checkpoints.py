@@ -114,10 +114,18 @@ def test_the_model_and_the_checkpoint_must_agree(toy: tuple[Path, dict[str, torc
 
 
 def test_what_no_format_knows_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"path: wanted a file or folder, got an empty string; '\.' is"):
+        open_checkpoint("")
+    with pytest.raises(TypeError, match="path: wanted a file or folder, got int 5"):
+        open_checkpoint(5)  # type: ignore[arg-type]
     with pytest.raises(
         FormatError, match="is an empty folder; what can be loaded: a GGUF file.*a folder with toy.json"
     ):
         open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FormatError, match="is a file of tensors: give its folder, .*what can be loaded"):
+        open_checkpoint(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(FormatError, match=r"is a folder with pytorch_model\.bin; what can be loaded"):
         open_checkpoint(tmp_path)

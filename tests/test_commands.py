@@ -86,6 +86,14 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ),
         ("compile --shapes 64x64 -o {file}s --gpu A100", "got 'A100', for which --arch sm_80 compiles"),
         ("compile --shapes 64x64 -o {file}s --gpu 'NVIDIA H200' --arch sm_80", "for which --arch sm_90a compiles"),
+        (
+            "compile --shapes 255x256 -o {file}s --activation silu_mul",
+            "silu_mul wants an even number of features, got 255",
+        ),
+        ("compile --shapes 64x64 -o {file}s --top-k 4", "--top-k: wanted only beside layers of experts, got 4"),
+        ("inspect ''", "wanted a file or folder, got an empty string"),
+        ("convert '' {file}s", "wanted a file or folder, got an empty string"),
+        ("generate hi --model '' --device cpu", "wanted a file or folder, got an empty string"),
         ("bench tune", "bench tune measures on a GPU"),
         ("generate '' --device cpu", "PROMPT: wanted some words, got none"),
     ],
@@ -99,6 +107,13 @@ def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
     _, err = run(capsys, *words, code=1)
     last = err.splitlines()[-1]
     assert last.startswith("w4gemm: error: ") and message in last and "Errno" not in last and "codec" not in last
+
+
+@pytest.mark.parametrize("value, wanted", [("off", "to compile; got off"), ("maybe", "wanted on or off, got 'maybe'")])
+def test_compile_where_compiling_is_forbidden(capsys, monkeypatch, tmp_path, value, wanted):
+    monkeypatch.setenv("W4GEMM_COMPILE", value)
+    _, err = run(capsys, "compile", "--shapes", "256x256", "--m", "1", "-o", str(tmp_path / "new"), code=1)
+    assert "W4GEMM_COMPILE: " in err and err.rstrip().endswith(wanted) and not (tmp_path / "new").exists()
 
 
 def test_a_config_is_refused_before_anything_is_printed(capsys):

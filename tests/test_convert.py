@@ -150,8 +150,14 @@ def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert convert(tmp_path / "in", out, *sizes) == 0  # there is nothing to do
     assert not read and (out / "config.json").read_text() == config
     assert f"there already: {len(list(out.glob('*.safetensors')))} files" in capsys.readouterr().err
+    (out / "generation_config.json").unlink()
+    assert convert(tmp_path / "in", out, *sizes) == 0 and (out / "generation_config.json").exists()
     assert convert(tmp_path / "in", out, "--shard-size", 2) == 1
-    assert "which is not of an interrupted run" in capsys.readouterr().err
+    assert "not of an interrupted run" in capsys.readouterr().err
+    shard = sorted(out.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:100])
+    assert convert(tmp_path / "in", out, *sizes) == 1
+    assert f"holds {shard.name}, which is damaged" in capsys.readouterr().err
 
 
 def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +168,7 @@ def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFi
         if file.suffix != ".safetensors":
             file.unlink()
     assert convert(tmp_path / "in", tmp_path / "out", "--to", "compressed-tensors") == 1
-    assert "holds model.safetensors, which is not of an interrupted run" in capsys.readouterr().err
+    assert "holds model.safetensors, which is damaged, or not of an interrupted run" in capsys.readouterr().err
     assert convert(tmp_path / "in", tmp_path / "out") == 0
     assert convert(tmp_path / "in", tmp_path / "x", "--format", "int4_g32") == 1
     assert "is in 4 bits already" in capsys.readouterr().err

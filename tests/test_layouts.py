@@ -254,4 +254,4 @@ def test_groups_of_16():
     problem = GemmProblem(16, 128, 128, torch.bfloat16, format, "mma16", device=H200)
     reasons = [kernel.supports(problem).reason for kernel in KERNELS]
     assert all(reasons) and not configs(problem)
-    assert any("decodes groups of a multiple of 32 columns, scales are for each 16" in reason for reason in reasons)
+    assert any("decodes groups of a multiple of 32 columns, not of 16" in reason for reason in reasons)

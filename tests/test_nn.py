@@ -219,6 +219,13 @@ def test_bad_arguments():
             make()
 
 
+def test_x_of_another_dtype_than_the_bias_is_named():
+    layer = W4Linear.from_linear(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
+    for model in (layer, torch.compile(layer, backend="eager")):
+        with pytest.raises(TypeError, match="x: wanted torch.bfloat16 like the layer's bias, got torch.float32"):
+            model(torch.randn(2, 64))
+
+
 def test_another_weight_stays(tmp_path):
     layer = W4Linear(128, 64, bias=False)
     w = quantize(torch.randn(32, 96), "int4_g32_zint")

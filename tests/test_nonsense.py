@@ -36,6 +36,12 @@ def test_rows_that_there_are_not():
     for rows, came in (([0, 4, 1], 4), ([0, -1, 1], -1)):
         with pytest.raises(ValueError, match=f"indices: wanted rows 0 .. 3, got {came}"):
             w4gemm.grouped_linear(x, stack, offsets, indices=torch.tensor(rows))
+    for rows, error in (([0, 3, 1], "ascending rows, got"), ([0, 1, 5], "rows 0 .. 4, got 5"), ([-1, 1, 3], "got -1")):
+        with pytest.raises(ValueError, match=f"m_offsets: wanted .*{error}"):
+            w4gemm.grouped_linear(x, stack, torch.tensor(rows, dtype=torch.int32))
+    for count in (-9, 5):
+        with pytest.raises(ValueError, match=f"counts: wanted rows 0 .. 4, got {count}"):
+            w4gemm.masked_linear(x.expand(2, 4, 64).contiguous(), stack, torch.tensor([count, 0], dtype=torch.int32))
     with pytest.raises(ValueError, match="row_of_choice: wanted rows at most 3, got 4"):
         w4gemm.combine(x, torch.tensor([[0, 4]], dtype=torch.int32), torch.rand(1, 2))
 

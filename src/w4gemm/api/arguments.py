@@ -75,9 +75,23 @@ def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]
     return (FP8,) if w.layout == FP8_LAYOUT else _HALVES
 
 
-def check_counts(name: str, t: torch.Tensor, size: int, x: torch.Tensor) -> None:
-    """Check dtype, shape and device of m_offsets or counts. Their values are known to the device alone."""
-    require_tensor(name, t, torch.int32, (size,), x.device)
+def check_offsets(m_offsets: torch.Tensor, experts: int, x: torch.Tensor) -> None:
+    """Check the offsets of experts' rows in x (total_m, k), whose values a GPU alone knows."""
+    require_tensor("m_offsets", m_offsets, torch.int32, (experts + 1,), x.device)
+    check_rows("m_offsets", m_offsets, 0, x.shape[0] + 1)
+    if is_known(m_offsets) and bool((m_offsets[1:] < m_offsets[:-1]).any()):
+        raise ValueError(f"m_offsets: wanted ascending rows, got {m_offsets.tolist()[:16]}")
+
+
+def check_counts(counts: torch.Tensor, x: torch.Tensor) -> None:
+    """Check the numbers of experts' rows in x (experts, max_m, k), which a GPU alone knows."""
+    require_tensor("counts", counts, torch.int32, (x.shape[0],), x.device)
+    check_rows("counts", counts, 0, x.shape[1] + 1)
+
+
+def is_known(numbers: torch.Tensor) -> bool:
+    """True if the host may read numbers: not on a GPU, because that would synchronize, nor while a compiler watches."""
+    return numbers.device.type == "cpu" and numbers.numel() > 0 and not is_watched()
 
 
 def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -92,8 +106,8 @@ def checked_indices(indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_rows(name: str, numbers: torch.Tensor, least: int, end: int) -> None:
-    """Check that ``numbers`` are rows ``least`` .. end - 1; not on a GPU, because that would synchronize."""
-    if numbers.device.type != "cpu" or not numbers.numel() or is_watched():
+    """Check that ``numbers``, if they are known, are rows ``least`` .. end - 1."""
+    if not is_known(numbers):
         return
     low, high = (int(t) for t in numbers.aminmax())
     if low < least or high >= end:

@@ -44,8 +44,8 @@ def grouped_linear(
         x: activations (total_m, k), sorted by expert, of the dtypes that :func:`w4gemm.linear` takes.
         w: the weights (experts, n, k) of up to 1024 experts, as :meth:`QuantizedWeight.stack` makes them; on x's
             device.
-        m_offsets: int32 (experts + 1,) on x's device, ascending, within 0 .. total_m. The values are **not checked**,
-            because that would take a synchronization; wrong ones are undefined behaviour.
+        m_offsets: int32 (experts + 1,) on x's device, ascending, within 0 .. total_m. On a GPU the values are **not
+            checked**, because that would take a synchronization; wrong ones are undefined behaviour.
         bias: (experts, n) of x's dtype, or None.
         indices: int32 or int64 (total_m,), or None. Row i of the result is computed from x[indices[i]] and
             token_scale[indices[i]], and x has any number of rows. On a GPU the values are not checked. The kernel reads
@@ -79,9 +79,9 @@ def grouped_linear(
     arguments.check(x, w, grouped=True)
     if x.dim() != 2:
         raise ValueError(f"x: wanted shape (total_m, k), got {tuple(x.shape)}")
-    arguments.check_counts("m_offsets", m_offsets, w.experts + 1, x)
     if indices is not None:
         indices = arguments.checked_indices(indices, x)
+    arguments.check_offsets(m_offsets, w.experts, x if indices is None else indices)
     require_bool("settled", settled)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices, int(settled))
     given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
@@ -136,7 +136,7 @@ def masked_linear(
         raise ValueError(
             f"x: wanted a contiguous tensor (experts, max_m, k) with {w.experts} experts, got {tuple(x.shape)}"
         )
-    arguments.check_counts("counts", counts, w.experts, x)
+    arguments.check_counts(counts, x)
     if expected_m is not None and (not isinstance(expected_m, int) or isinstance(expected_m, bool) or expected_m < 1):
         raise ValueError(f"expected_m: wanted an int from 1 on or None, got {expected_m!r}")
     rows = max(1, x.shape[1])  # arange wants a step

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from w4gemm.api.arguments import check, checked_activation
+from w4gemm.api.arguments import DTYPES, FP8, check, checked_activation
 from w4gemm.api.bound import argument_facts, bind
 from w4gemm.api.modes import autocast, is_eager
 from w4gemm.api.ops import linear
@@ -170,10 +170,12 @@ class W4Linear(PackedModule):
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
         w, activation, batch_invariant = self.weight, self.activation, self.batch_invariant
         if not is_eager(x, bias):
+            _check_beside(bias, x)
             return linear(x, w, bias, activation=activation, batch_invariant=batch_invariant)
         bound = self._bound
         if bound is None or bound.facts != argument_facts(x, bias, activation, batch_invariant):
             check(x, w)
+            _check_beside(bias, x)
             bound = self._bound = bind(w, x.dtype, bias, activation, batch_invariant)
         return bound(x, w, bias)
 
@@ -265,3 +267,9 @@ class W4Linear(PackedModule):
             error_msgs.append(f"{prefix}{e}")
             return
         self._set_weight(loaded)
+
+
+def _check_beside(bias: torch.Tensor | None, x: object) -> None:
+    """Raise TypeError if 16- or 32-bit x has another dtype than a layer's bias."""
+    if bias is not None and isinstance(x, torch.Tensor) and x.dtype in DTYPES and x.dtype not in (FP8, bias.dtype):
+        raise TypeError(f"x: wanted {bias.dtype} like the layer's bias, got {x.dtype}")

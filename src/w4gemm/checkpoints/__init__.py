@@ -6,6 +6,7 @@ one. What several formats share is in ``hugging_face``.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,9 +61,14 @@ def find_checkpoint(path: str | Path) -> Found:
     """Return the first format that recognizes ``path``, a file or folder.
 
     Raises:
+        TypeError: if ``path`` is none.
         FileNotFoundError: if nothing is at ``path``.
         FormatError: if no format recognizes it.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: wanted a file or folder, got {type(path).__name__} {path!r:.40}")
+    if not str(path):
+        raise FileNotFoundError("path: wanted a file or folder, got an empty string; '.' is the current folder")
     try:
         path = Path(path).expanduser()
     except RuntimeError as e:  # no such user
@@ -97,12 +103,16 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
 
 def _seen(path: Path) -> str:
     """Describe what lies at ``path``, for a message."""
+    if path.suffix == ".safetensors":
+        return f"a file of tensors: give its folder, {str(path.parent)!r}"
     if path.is_file():
         with path.open("rb") as f:
             return f"a file that begins with {f.read(8)!r}"
     if (scheme := quantization_config(path)) is not None:
         return f"a model quantized by {scheme.get('quant_method')!r}, which cannot be loaded yet"
     names = sorted(p.name for p in path.iterdir())
+    if "config.json" not in names and any(name.endswith(".safetensors") for name in names):
+        return "a folder of tensors without config.json"
     return f"a folder with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "an empty folder"
 
 

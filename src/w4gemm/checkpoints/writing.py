@@ -28,8 +28,8 @@ from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
 _PLAN = "w4gemm_plan"
-_LAST = "config.json"
-"""The file that is written last."""
+_INDEX, _LAST = "model.safetensors.index.json", "config.json"
+"""The file of the shards' names, and the file that is written last."""
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py", "LICENSE*")
 """Files beside the weights that are copied: tokenizer, generation config, licence, code that a model type names."""
 _OF_THE_SOURCE = ("config.json", "hf_quant_config.json", "quant_cfg.json", "quantize_config.json", "quant_config.json")
@@ -106,8 +106,6 @@ def write_folder(
     plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, plan)
-    if (folder / _LAST).exists():
-        return len(plan.shards)
     total, done, whole = sum(map(len, plan.shards)), 0, 0
     places: dict[str, str] = {}
     for index, names in enumerate(plan.shards):
@@ -123,9 +121,9 @@ def write_folder(
                 progress(done, total, name)
             _save(file, found, plan.key)
         places |= dict.fromkeys(_names(file), file.name)
-    if len(plan.shards) > 1:
+    if len(plan.shards) > 1 and not (folder / _INDEX).exists():
         index_file = {"metadata": {}, "weight_map": dict(sorted(places.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2) + "\n")
+        _write(folder / _INDEX, json.dumps(index_file, indent=2) + "\n")
     _write_config(checkpoint, folder, writer.config(checkpoint), dtype)
     return whole
 
@@ -168,11 +166,11 @@ def _check_folder(folder: Path, plan: Plan) -> None:
     ours = {file for file in expected if file.exists() and _key_of(file) == plan.key}
     if len(ours) == len(expected):
         return
-    for file in sorted(folder.iterdir()):
-        if file not in ours and not file.name.endswith(".unfinished"):
+    for file in (*expected, *sorted(folder.iterdir())):
+        if file.exists() and file not in ours and not file.name.endswith(".unfinished"):
             raise FileExistsError(
-                f"{folder} holds {file.name}, which is not of an interrupted run of the same conversion; wanted an "
-                "empty folder"
+                f"{folder} holds {file.name}, which is damaged, or not of an interrupted run of the same conversion; "
+                "wanted an empty folder"
             )
 
 
@@ -220,9 +218,27 @@ def _names(file: Path) -> list[str]:
         return list(f.keys())
 
 
+def _write(file: Path, text: str) -> None:
+    """Write a file that is whole as soon as it is there."""
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(file)
+
+
 def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write the files beside the shards that are not there."""
     source, options = checkpoint.pretrained()
-    if options:  # a GGUF file, which holds them in its own way
+    if not options:  # no GGUF file, which holds them in its own way
+        for pattern in _COPIED:
+            for file in source.glob(pattern):
+                wanted = file.name not in _OF_THE_SOURCE and not file.name.endswith(".index.json")
+                if wanted and not (folder / file.name).exists():
+                    unfinished = folder / f"{file.name}.unfinished"
+                    shutil.copy(file, unfinished)
+                    unfinished.replace(folder / file.name)
+    if (folder / _LAST).exists():
+        return
+    if options:
         from transformers import AutoConfig
 
         with transformers_errors(checkpoint.path), quick_reader():
@@ -230,17 +246,13 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
             tokenizer_of(source, {**AS_IT_IS, **options}).save_pretrained(folder)
         config["architectures"] = config.get("architectures") or _architecture(config)
     else:
-        for pattern in _COPIED:
-            for file in source.glob(pattern):
-                if file.name not in _OF_THE_SOURCE and not file.name.endswith(".index.json"):
-                    shutil.copy(file, folder)
         config = json.loads((source / "config.json").read_bytes())
     config.pop("torch_dtype", None)
     for part in (config, config.get("text_config") or {}):  # what says how the source is quantized
         part.pop("quantization_config", None)
         part.pop("expert_dtype", None)
     config |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
-    (folder / _LAST).write_text(json.dumps(config, indent=2, default=str) + "\n")
+    _write(folder / _LAST, json.dumps(config, indent=2, default=str) + "\n")
 
 
 def _architecture(config: Mapping[str, Any]) -> list[str]:

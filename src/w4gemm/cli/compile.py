@@ -106,6 +106,8 @@ def _add_call_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not environment.may_compile():
+        raise ValueError("W4GEMM_COMPILE: wanted on, or the variable unset, to compile; got off")
     require_folder("--output", args.output)
     device = target_device(args.arch, args.gpu, args.sms)
     task = _task_of_vllm(args) if args.vllm is not None else _task_of_layers(args)
@@ -127,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     wanted = [problem for use in uses for layer in layers for problem in problems_of(layer, tokens, use)]
     say(f"{device_line(device)}; {counted(len(wanted), 'problem')}")
+    if args.top_k and not any(layer.experts for layer in layers):
+        raise ValueError(f"--top-k: wanted only beside layers of experts, got {args.top_k} without one")
     if any(layer.experts for layer in layers) and not (args.top_k or task.top_k):
         say("without --top-k the sum over the experts of a token is left out")
     units, records = chosen(wanted, args.top)

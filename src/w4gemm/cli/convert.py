@@ -28,7 +28,7 @@ _WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWrite
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="a GGUF file, or a folder with one or with a Hugging Face model")
+    parser.add_argument("path", help="a GGUF file, or a folder with one or with a Hugging Face model")
     parser.add_argument("output", type=Path, help="folder to write, made if needed")
     parser.add_argument("--to", choices=_WRITERS, default=OwnWriter.name, help="kind of folder (default: %(default)s)")
     parser.add_argument(
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--format, --search: {args.path} is in 4 bits already, and keeps its formats")
     if not checkpoint.modules:
         raise ValueError(f"PATH: {args.path} holds no 4-bit modules, and none that could be quantized")
-    dtype = WIDE_DTYPES[args.dtype or _dtype_of(args.path)]
+    dtype = WIDE_DTYPES[args.dtype or _dtype_of(checkpoint.path)]
     with progress_bar() as progress:
         resumed = write_folder(
             checkpoint,

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature: wanted a finite number >= 0, got {args.temperature}")
     if not args.prompt.strip():
         raise ValueError("PROMPT: wanted some words, got none")
-    path = Path(args.model) if args.model else default_model()
+    path = default_model() if args.model is None else args.model
     device, note = choose_device(args.device)
     if note:
         say(note)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_line() as progress:
         progress(0, 0, "reading the tokenizer")
         model, tokenizer = load(path, device, dtype, activations=args.activations, progress=progress)
-    say(f"{path.name}: {summarize(model)}; loaded in {time.perf_counter() - start:.1f} s")
+    say(f"{Path(path).name}: {summarize(model)}; loaded in {time.perf_counter() - start:.1f} s")
     inputs = encode(tokenizer, args.prompt).to(device)
     phases = {"prefill": inputs.shape[1], "decode": 1}
     ran = {what: plans(model, m, dtype) for what, m in phases.items()}  # compiles now, not while timing

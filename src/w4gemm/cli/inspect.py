@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="a GGUF file, or a folder with one or with a Hugging Face model")
+    parser.add_argument("path", help="a GGUF file, or a folder with one or with a Hugging Face model")
     parser.add_argument("--format", help="format that a dense model would be quantized to (default: int4_g128)")
     add_device_arguments(parser, SIMULATED, "device to choose for")
     parser.add_argument(

@@ -58,6 +58,8 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     grouped = layer.experts > 0
     fused = dict.fromkeys((None, *(("silu_mul",) if grouped else ()), *use.epilogue_activations))
     activations = [name for name in fused if layer.n % 2 == 0 or not is_gated(name)]
+    if odd := [name for name in use.epilogue_activations if name not in activations]:
+        raise ValueError(f"--activation: {odd[0]} wants an even number of features, got {layer.n}")
     found = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
     if grouped and 1 in tokens:
         (one,) = problems([layer], [1], use.device, use.dtype)

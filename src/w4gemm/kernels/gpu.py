@@ -39,7 +39,8 @@ def refused_groups(problem: GemmProblem) -> str:
     least = _MIN_SCALE_GROUP // 2 if short else _MIN_SCALE_GROUP
     if group % least == 0:
         return ""
-    return f"cannot take {problem.format}: decodes groups of a multiple of {least} columns, scales are for each {group}"
+    columns = problem.format.group_size
+    return f"cannot take {problem.format}: decodes groups of a multiple of {least} columns, not of {columns}"
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> int:

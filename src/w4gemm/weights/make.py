@@ -122,7 +122,7 @@ def check_range(
 
 def _largest(t: torch.Tensor) -> float:
     """Return the largest magnitude; NaN if t has a NaN."""
-    return float((t if t.dtype.itemsize > 1 else t.float()).abs().max())
+    return float((t if t.dtype.itemsize > 1 else t.float()).detach().abs().max())
 
 
 def _refuse_groups(format: WeightFormat, bad: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:

@@ -22,7 +22,7 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
 from w4gemm.checkpoints.text_part import TextPart
-from w4gemm.core.errors import FormatError, device_named
+from w4gemm.core.errors import FormatError, device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import Progress
@@ -66,7 +66,7 @@ def load(
     """
     from w4gemm.integrations.transformers.quantizer import describe
 
-    device = device_named("device", device)
+    device = device_here("device", device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
     checkpoint = open_checkpoint(path, format)
