@@ -55,6 +55,8 @@ def test_what_makes_no_problem(change, error, message):
 def test_a_problem_takes_a_formats_string_and_no_device_that_there_is_not():
     problem = GemmProblem(16, 512, 512, torch.bfloat16, "int4_g64_zint", "mma16")
     assert problem == replace(problem, format=WeightFormat(64, "int"))
+    with pytest.raises(ValueError, match="got 'AWQ'; nearest is 'int4_g128_zint'"):
+        WeightFormat.parse("AWQ")
     with pytest.raises(ValueError, match="format: wanted .*; got 'int4_64'; nearest is 'int4_g64'"):
         replace(problem, format="int4_64")
     with pytest.raises(ValueError, match="kind: wanted 'cuda', 'cpu' or .*, got 'H200'; w4gemm.Device.of"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from w4gemm.core.problem import GPUS
 from w4gemm.jit import is_ready
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +99,7 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ("generate hi --model '' --device cpu", "wanted a file or folder, got an empty string"),
         ("bench tune", "bench tune measures on a GPU"),
         ("generate '' --device cpu", "PROMPT: wanted some words, got none"),
+        (f"generate hi --seed {2**64} --device cpu", f"--seed: wanted a number of 64 bits, got {2**64}"),
     ],
 )
 def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
@@ -114,6 +118,14 @@ def test_compile_where_compiling_is_forbidden(capsys, monkeypatch, tmp_path, val
     monkeypatch.setenv("W4GEMM_COMPILE", value)
     _, err = run(capsys, "compile", "--shapes", "256x256", "--m", "1", "-o", str(tmp_path / "new"), code=1)
     assert "W4GEMM_COMPILE: " in err and err.rstrip().endswith(wanted) and not (tmp_path / "new").exists()
+
+
+def test_the_page_has_what_explain_says_of_kernels(capsys):
+    """What the cost model chooses may change, what kernels can run may not."""
+    page = (ROOT / "docs/commands.md").read_text()
+    command, shown = re.search(r"\$ w4gemm (explain .*--rows 6)\n(.*?)  chosen: ", page, re.DOTALL).groups()
+    out, _ = run(capsys, *command.split())
+    assert out.startswith(shown) and shown.count(" configs\n") >= 3
 
 
 def test_a_config_is_refused_before_anything_is_printed(capsys):

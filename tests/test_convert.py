@@ -160,6 +160,14 @@ def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert f"holds {shard.name}, which is damaged" in capsys.readouterr().err
 
 
+def test_layers_that_config_counts_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "in", *SOURCES["gptq"])
+    file = tmp_path / "in/config.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"num_hidden_layers": LAYERS + 2}))
+    assert convert(tmp_path / "in", tmp_path / "out") == 1
+    assert f"num_hidden_layers {LAYERS + 2}, but there are no tensors of layer {LAYERS}" in capsys.readouterr().err
+
+
 def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "in", *SOURCES["awq"])
     assert convert(tmp_path / "in", tmp_path / "out") == 0

@@ -53,7 +53,7 @@ def transformers_errors(path: Path) -> Iterator[None]:
     except (ImportError, FormatError):
         raise
     except Exception as e:
-        reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        reason = f"{type(e).__name__}: {' '.join(str(e).split()):.300}"
         raise FormatError(f"{path}: transformers makes no model and tokenizer of it: {reason}") from e
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py", "LICENSE*")
 """Files beside the weights that are copied: tokenizer, generation config, licence, code that a model type names."""
 _OF_THE_SOURCE = ("config.json", "hf_quant_config.json", "quant_cfg.json", "quantize_config.json", "quant_config.json")
 """Files that say how the source is quantized, which are not copied."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""The number of a layer in a tensor's name."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes by the names that safetensors has for them."""
 
@@ -100,6 +103,7 @@ def write_folder(
             writer.check(module)
         except ValueError as e:
             raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
+    _require_layers(checkpoint)
     if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
         raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
     dtypes = {name: _dtype_of(checkpoint, name, dtype, convert_floats) for name in checkpoint.tensors}
@@ -126,6 +130,21 @@ def write_folder(
         _write(folder / _INDEX, json.dumps(index_file, indent=2) + "\n")
     _write_config(checkpoint, folder, writer.config(checkpoint), dtype)
     return whole
+
+
+def _require_layers(checkpoint: Checkpoint) -> None:
+    """Raise FormatError if a folder has no tensors of a layer that its config.json counts."""
+    config_file = checkpoint.path / "config.json"
+    if not config_file.is_file():
+        return
+    config = json.loads(config_file.read_bytes())
+    count = (config.get("text_config") or config).get("num_hidden_layers")
+    there = {int(found[1]) for name in (*checkpoint.modules, *checkpoint.tensors) if (found := _LAYER.search(name))}
+    if there and isinstance(count, int) and (missing := set(range(count)) - there):
+        raise FormatError(
+            f"{checkpoint.path}: config.json says num_hidden_layers {count}, but there are no tensors of layer "
+            f"{min(missing)}"
+        )
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, convert_floats: bool) -> torch.dtype:

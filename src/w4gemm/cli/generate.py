@@ -60,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise ValueError(f"--temperature: wanted a finite number >= 0, got {args.temperature}")
+    if not -(2**63) <= args.seed < 2**64:
+        raise ValueError(f"--seed: wanted a number of 64 bits, got {args.seed}")
     if not args.prompt.strip():
         raise ValueError("PROMPT: wanted some words, got none")
     path = default_model() if args.model is None else args.model

@@ -102,6 +102,18 @@ _NAME = re.compile(
     rf"(?P<element>{'|'.join(ELEMENTS)}|{CODEBOOK_NAME.pattern})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
     re.ASCII,
 )
+_OTHER_NAMES = {
+    "awq": "int4_g128_zint",
+    "gptq": "int4_g128",
+    "int4": "int4_g128",
+    "w4a16": "int4_g128",
+    "w4a8": "int4_g128_e4m3",
+    "fp4": "mxfp4",
+    "q4_0": "int4_g32_fp16",
+    "q4_1": "int4_g32_zfloat_fp16",
+    "iq4_nl": "iq4_g32_fp16",
+}
+"""What checkpoints and engines call weights, and the formats that hold them most often."""
 SMALLEST_GROUP = 16
 """Group sizes are multiples of it."""
 
@@ -282,7 +294,13 @@ class WeightFormat:
                 f"format: wanted int4_g<group size>, for example int4_g128, or one of {', '.join(ALIASES)}, or "
                 f"<element>_g<group size>[_zint|_zfloat][_<scale>] (_col: one scale per output channel) with an "
                 f"element of {', '.join(ELEMENTS)} or a codebook's and a scale of {', '.join(SCALES)}; "
-                f"got {name!r:.200}{nearest(name, _EXAMPLES)}"
+                f"got {name!r:.200}{_meant(name)}"
             )
         group = int(found["group"]) if found["group"] else PER_COLUMN
         return cls(group, found["zero"] or "none", found["scale"] or "bf16", found["element"])
+
+
+def _meant(name: object) -> str:
+    """Return the end of a message about a name that is no format's: the nearest format, if there is one."""
+    known = _OTHER_NAMES.get(name.lower()) if isinstance(name, str) else None
+    return f"; nearest is {known!r}" if known else nearest(name, _EXAMPLES)

@@ -58,7 +58,14 @@ def generate(
     seed: int,
     streamer: Any = None,
 ) -> torch.Tensor:
-    """Return the new token ids (1, tokens). temperature: 0 takes the likeliest token; seed: for one above 0."""
+    """Return the new token ids (1, tokens). temperature: 0 takes the likeliest token; seed: for one above 0.
+
+    Raises:
+        ValueError: for token ids that the model has no embedding of.
+    """
+    known, largest = model.get_input_embeddings().weight.shape[0], int(inputs.max())
+    if largest >= known:
+        raise ValueError(f"PROMPT: the tokenizer gives token {largest}, but the model has embeddings of {known} tokens")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
     with torch.inference_mode():
