@@ -121,7 +121,7 @@ def test_compile_where_compiling_is_forbidden(capsys, monkeypatch, tmp_path, val
 
 
 def test_the_page_has_what_explain_says_of_kernels(capsys):
-    """What the cost model chooses may change, what kernels can run may not."""
+    """Its choice is the cost model's, which may change; what the kernels can run may not."""
     page = (ROOT / "docs/commands.md").read_text()
     command, shown = re.search(r"\$ w4gemm (explain .*--rows 6)\n(.*?)  chosen: ", page, re.DOTALL).groups()
     out, _ = run(capsys, *command.split())

@@ -92,9 +92,9 @@ def test_blocks_of_rows_and_progress():
         (torch.zeros(4), TypeError, r"weight: wanted .* got torch.float32 \(4,\)"),
         (torch.zeros(4, 4, dtype=torch.int8), TypeError, "weight: wanted .* got torch.int8"),
         (torch.zeros(0, 4), ValueError, r"weight: wanted n >= 1 and k >= 1, got shape \(0, 4\)"),
-        (torch.full((2, 4), torch.nan), ValueError, "weight: wanted finite values .* got nan in rows 0..1"),
-        (torch.full((2, 4), -torch.inf), ValueError, "weight: wanted finite values .* got inf in rows 0..1"),
-        (torch.full((2, 4), 9000.0), ValueError, "at most 8188 for fp16 scales, got 9000"),
+        (torch.full((2, 4), torch.nan), ValueError, "weight: wanted finite values .* got nan at row 0, column 0"),
+        (torch.full((2, 4), -torch.inf), ValueError, "weight: wanted finite values .* got -inf at row 0, column 0"),
+        (torch.full((2, 4), 9000.0), ValueError, "at most 8188 for int4_.*, got 9000 at row"),
     ],
 )
 def test_refuses(weight, error, message):

@@ -110,8 +110,8 @@ def masked_linear(
     Args:
         x: activations (experts, max_m, k), contiguous, of the dtypes that :func:`w4gemm.linear` takes.
         w: the weights (experts, n, k), as for :func:`grouped_linear`.
-        counts: int32 (experts,) on x's device, each within 0 .. max_m. The values are **not checked**; wrong ones are
-            undefined behaviour.
+        counts: int32 (experts,) on x's device, each within 0 .. max_m. On a GPU the values are **not checked**;
+            wrong ones are undefined behaviour.
         bias, expert_scale: as for :func:`grouped_linear`.
         alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`, with
             (experts, max_m) rows.

@@ -20,7 +20,7 @@ import torch
 
 from w4gemm.choice import store
 from w4gemm.choice.cost import copy_us, timer
-from w4gemm.choice.intervals import LARGEST, all_planned, interval_of, representative
+from w4gemm.choice.intervals import LARGEST, WAVES_FROM, all_planned, interval_of, representative, span
 from w4gemm.choice.invariance import legal_ranked, status_of
 from w4gemm.choice.records import Record
 from w4gemm.choice.shortlist import is_by_waves, shortlist
@@ -266,8 +266,15 @@ def _require_support(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> None:
     if native != problem.layout and any(status_of(k, replace(problem, layout=native)) for k in KERNELS):
         hint = f"\nThe weight lies in the {problem.layout} layout; w.repack() gives {native}, which can be run here."
     raise UnsupportedError(
-        f"no kernel can run {problem} on {problem.device.name or problem.device.kind}:{reasons}{hint}"
+        f"no kernel can run {_named(problem)} on {problem.device.name or problem.device.kind}:{reasons}{hint}"
     )
+
+
+def _named(problem: GemmProblem) -> str:
+    """Return the problem with all the m that its plan serves, because the one that came is not known here."""
+    if problem.experts or problem.m > WAVES_FROM:
+        return str(problem)
+    return str(problem).replace(f"m {problem.m},", f"{span(*interval_of(problem.m))},", 1)
 
 
 def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, GemmConfig]:
@@ -284,4 +291,4 @@ def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, Gemm
     nearest = difflib.get_close_matches(str(config), legal, n=4, cutoff=0)
     reasons = [e for k in candidates if status_of(k, problem) for e in k.exclusions(problem, wanted)[:1]]
     reason = f" ({reasons[0]})" if len(reasons) == 1 else ""
-    raise ValueError(f"config: {config} is not legal for {problem}{reason}; nearest are {', '.join(nearest)}")
+    raise ValueError(f"config: {config} is not legal for {_named(problem)}{reason}; nearest are {', '.join(nearest)}")

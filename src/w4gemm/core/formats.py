@@ -113,7 +113,7 @@ _OTHER_NAMES = {
     "q4_1": "int4_g32_zfloat_fp16",
     "iq4_nl": "iq4_g32_fp16",
 }
-"""What checkpoints and engines call weights, and the formats that hold them most often."""
+"""Formats by what checkpoints and engines call the weights that they hold most often."""
 SMALLEST_GROUP = 16
 """Group sizes are multiples of it."""
 

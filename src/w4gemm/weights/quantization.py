@@ -67,11 +67,11 @@ def quantize(
     blocks = []
     for start in range(0, n, rows):
         block = weight[start : start + rows].detach().float()
-        largest = block.abs().amax().item()
-        if not largest <= limit:  # also true for NaN
+        if not block.abs().amax().item() <= limit:  # also true for NaN
+            row, column = (~(block.abs() <= limit)).nonzero()[0].tolist()
             raise ValueError(
-                f"weight: wanted finite values of at most {limit:g} for {plain.scale} scales, got {largest:g} in rows "
-                f"{start}..{start + len(block) - 1}"
+                f"weight: wanted finite values of at most {limit:g} for {format}, got {block[row, column]:g} at row "
+                f"{start + row}, column {column}"
             )
         blocks.append(_quantize_rows(block, format, search))
         if progress is not None:
