@@ -49,6 +49,9 @@ _EXPERTS_WEIGHT = 4
 """How much a sample of experts weighs beside another: few stand for many layers."""
 _QUARTER_US = 3.0
 """Time of a sample that weighs a quarter of a long one: short launches say little of the time of k-slices."""
+_LEAST_TILE_US, _LARGE_TOKENS = 0.3, 64
+"""Least time to store 8192 results, of adjusted constants of tiles with so many tokens. A fit to layers of many k-slices
+can make it zero, which no factor changes again; then layers of few k-slices are predicted too fast."""
 _CHANGE_WEIGHT = 0.3
 """How much the squared logarithm of a known constant's change weighs, beside those of samples."""
 
@@ -266,6 +269,11 @@ def carried(before: dict[str, SliceTimes], adjusted: dict[str, SliceTimes]) -> d
 def fit(samples: list[tuple[Launch, float, float]], known: SliceTimes | None = None) -> SliceTimes:
     """The (alone, shared, tile) with the least weighted squared error of the logarithm, near those that are known."""
     from scipy.optimize import minimize  # all else here goes without it
+
+    config = samples[0][0].config
+    if known is not None and config.tile_m >= _LARGE_TOKENS:
+        least = _LEAST_TILE_US * config.tile_m * config.tile_n / config.split_k / 8192
+        known = known._replace(tile=max(known.tile, least))
 
     def values(p: np.ndarray) -> SliceTimes:
         if known is None:
