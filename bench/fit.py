@@ -50,8 +50,8 @@ _EXPERTS_WEIGHT = 4
 _QUARTER_US = 3.0
 """Time of a sample that weighs a quarter of a long one: short launches say little of the time of k-slices."""
 _LEAST_TILE_US, _LARGE_TOKENS = 0.3, 64
-"""Least time to store 8192 results, of adjusted constants of tiles with so many tokens. A fit to layers of many k-slices
-can make it zero, which no factor changes again; then layers of few k-slices are predicted too fast."""
+"""Least time to store 8192 results, of adjusted constants of tiles with so many tokens. A fit to layers of many slices
+can make it zero, which no factor changes again; then layers of few slices are predicted too fast."""
 _CHANGE_WEIGHT = 0.3
 """How much the squared logarithm of a known constant's change weighs, beside those of samples."""
 
