@@ -99,6 +99,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     known_stay.add_argument("--adjust", action="store_true", help="scale the constants that configs have")
     parser.add_argument("--others-stay", action="store_true", help="with --adjust: change only what was measured")
     parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="CONFIG",
+        help="with --adjust and --others-stay: change these alone, such as sm90_mixed_gemm/96x128x128_1x1x1_coop",
+    )
+    parser.add_argument(
         "--unknown",
         action="store_true",
         help="fit for other layers than ROWS have: only a sample that misled by far counts more",
@@ -112,11 +118,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.others_stay and not args.adjust:
         parser.error("--others-stay wants --adjust")
+    if args.only and not args.others_stay:
+        parser.error("--only wants --adjust and --others-stay")
     rows = [row | {"file": str(path)} for path in args.rows for row in rows_of(path)]
     device = gpu_of(rows)
     begin(device)
     known = constants.constants_for(device).configs
-    how = How(known if args.keep else {}, args.adjust, args.others_stay, args.unknown)
+    if unknown_names := set(args.only or ()) - known.keys():
+        parser.error(f"--only: no constants of {', '.join(sorted(unknown_names))}")
+    kept = {name: times for name, times in known.items() if args.keep or (args.only and name not in args.only)}
+    how = How(kept, args.adjust, args.others_stay, args.unknown)
     if args.hold_out:
         hold_out(rows, known, how, args.hold_out)
         return
@@ -124,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = after(timings, known, how)
     day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
     files = ", ".join(path.name for path in args.rows)
-    source = f"{device.name}, fitted {day}, {len(rows)} timings of {files}."
+    only = f", {len(args.only)} configs only" if args.only else ""
+    source = f"{device.name}, fitted {day}, {len(rows)} timings of {files}{only}."
     write(constants.path_of(device.name), times, source, timings.fp8, adjust=args.adjust)
     report(timings.points, times)
 

@@ -335,9 +335,16 @@ def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
     known = {name: t for name, t in fit.constants.reference().configs.items() if "fp8" not in name}
     fit.main(["--adjust", "--others-stay", str(rows)])
     assert written == known | {c: known[c]._replace(alone=known[c].alone * 2) for c in (one, two)}
-    with pytest.raises(SystemExit):
-        fit.main(["--others-stay", str(rows)])
-    assert "--others-stay wants --adjust" in capsys.readouterr().err
+    fit.main(["--adjust", "--others-stay", str(rows), "--only", two])
+    assert written == known | {two: known[two]._replace(alone=known[two].alone * 2)}
+    for options, error in (
+        (["--others-stay"], "--others-stay wants --adjust"),
+        (["--adjust", "--only", two], "--only wants --adjust and --others-stay"),
+        (["--adjust", "--others-stay", "--only", "sm90_decode/1x2x3"], "--only: no constants of sm90_decode/1x2x3"),
+    ):
+        with pytest.raises(SystemExit):
+            fit.main([str(rows), *options])
+        assert error in capsys.readouterr().err
 
 
 def test_fit_refuses_an_option_that_there_is_not(capsys):

@@ -108,7 +108,7 @@ def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None, caplog: p
     """The log says why, once."""
     model = decode_by_graph(tiny("llama", quantized=False))
     ids = ids_of(model)
-    decoding._tell.cache_clear()
+    decoding.log_once.cache_clear()
     caplog.set_level("INFO", "w4gemm")
     asked = {
         "return_dict_in_generate is True": {"return_dict_in_generate": True},

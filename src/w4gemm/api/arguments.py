@@ -75,19 +75,19 @@ def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]
     return (FP8,) if w.layout == FP8_LAYOUT else _HALVES
 
 
-def check_offsets(m_offsets: torch.Tensor, experts: int, x: torch.Tensor) -> None:
-    """Check the offsets of experts' rows in x (total_m, k), whose values a GPU alone knows."""
-    require_tensor("m_offsets", m_offsets, torch.int32, (experts + 1,), x.device)
+def check_offsets(m_offsets: torch.Tensor, experts: int, total_m: int, device: torch.device) -> None:
+    """Check where experts' rows begin among ``total_m``; of a GPU's tensor all but the values."""
+    require_tensor("m_offsets", m_offsets, torch.int32, (experts + 1,), device)
     if is_known(m_offsets):
         rows: list[int] = m_offsets.tolist()
         if rows != sorted(rows):
             raise ValueError(f"m_offsets: wanted ascending rows, got {rows[:16]}")
-        if rows[0] < 0 or rows[-1] > x.shape[0]:
-            raise ValueError(f"m_offsets: wanted rows 0 .. {x.shape[0]}, got {rows[0] if rows[0] < 0 else rows[-1]}")
+        if rows[0] < 0 or rows[-1] > total_m:
+            raise ValueError(f"m_offsets: wanted rows 0 .. {total_m}, got {rows[0] if rows[0] < 0 else rows[-1]}")
 
 
 def check_counts(counts: torch.Tensor, x: torch.Tensor) -> None:
-    """Check the numbers of experts' rows in x (experts, max_m, k), which a GPU alone knows."""
+    """Check how many rows of x (experts, max_m, k) each expert has; of a GPU's tensor all but the values."""
     require_tensor("counts", counts, torch.int32, (x.shape[0],), x.device)
     check_rows("counts", counts, 0, x.shape[1] + 1)
 

@@ -81,7 +81,8 @@ def grouped_linear(
         raise ValueError(f"x: wanted shape (total_m, k), got {tuple(x.shape)}")
     if indices is not None:
         indices = arguments.checked_indices(indices, x)
-    arguments.check_offsets(m_offsets, w.experts, x if indices is None else indices)
+    total_m = len(x if indices is None else indices)
+    arguments.check_offsets(m_offsets, w.experts, total_m, x.device)
     require_bool("settled", settled)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices, int(settled))
     given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,8 @@ from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
 _PLAN = "w4gemm_plan"
+_UNFINISHED = ".unfinished"
+"""End of the name of a file that is being written."""
 _INDEX, _LAST = "model.safetensors.index.json", "config.json"
 """The file of the shards' names, and the file that is written last."""
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py", "LICENSE*")
@@ -126,8 +128,7 @@ def write_folder(
             _save(file, found, plan.key)
         places |= dict.fromkeys(_names(file), file.name)
     if len(plan.shards) > 1 and not (folder / _INDEX).exists():
-        index_file = {"metadata": {}, "weight_map": dict(sorted(places.items()))}
-        _write(folder / _INDEX, json.dumps(index_file, indent=2) + "\n")
+        _write_json(folder / _INDEX, {"metadata": {}, "weight_map": dict(sorted(places.items()))})
     _write_config(checkpoint, folder, writer.config(checkpoint), dtype)
     return whole
 
@@ -186,7 +187,7 @@ def _check_folder(folder: Path, plan: Plan) -> None:
     if len(ours) == len(expected):
         return
     for file in (*expected, *sorted(folder.iterdir())):
-        if file.exists() and file not in ours and not file.name.endswith(".unfinished"):
+        if file.exists() and file not in ours and not file.name.endswith(_UNFINISHED):
             raise FileExistsError(
                 f"{folder} holds {file.name}, which is damaged, or not of an interrupted run of the same conversion; "
                 "wanted an empty folder"
@@ -218,16 +219,15 @@ def _stored(checkpoint: Checkpoint, name: str, writer: WeightWriter, dtype: torc
 def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
     from safetensors.torch import save_file
 
-    unfinished = file.with_name(file.name + ".unfinished")
     whole: dict[str, torch.Tensor] = {}
     memory: set[int] = set()
     for name, t in tensors.items():  # no two may share their memory
         t = t.cpu().contiguous()
         whole[name] = t.clone() if t.untyped_storage().data_ptr() in memory else t
         memory.add(whole[name].untyped_storage().data_ptr())
-    save_file(whole, unfinished, metadata={"format": "pt", _PLAN: key})
-    unfinished.chmod(0o644)  # safetensors lets nobody else read what it writes
-    os.replace(unfinished, file)
+    with _placed(file) as unfinished:
+        save_file(whole, unfinished, metadata={"format": "pt", _PLAN: key})
+        unfinished.chmod(0o644)  # safetensors lets nobody else read what it writes
 
 
 def _names(file: Path) -> list[str]:
@@ -237,11 +237,17 @@ def _names(file: Path) -> list[str]:
         return list(f.keys())
 
 
-def _write(file: Path, text: str) -> None:
-    """Write a file that is whole as soon as it is there."""
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    unfinished.write_text(text)
+@contextmanager
+def _placed(file: Path) -> Iterator[Path]:
+    """Give the path to write a file at, which gets its own name at the end: so a file that is there is whole."""
+    unfinished = file.with_name(f"{file.name}{_UNFINISHED}")
+    yield unfinished
     unfinished.replace(file)
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    with _placed(file) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
 
 def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any], dtype: torch.dtype) -> None:
@@ -252,9 +258,8 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
             for file in source.glob(pattern):
                 wanted = file.name not in _OF_THE_SOURCE and not file.name.endswith(".index.json")
                 if wanted and not (folder / file.name).exists():
-                    unfinished = folder / f"{file.name}.unfinished"
-                    shutil.copy(file, unfinished)
-                    unfinished.replace(folder / file.name)
+                    with _placed(folder / file.name) as unfinished:
+                        shutil.copy(file, unfinished)
     if (folder / _LAST).exists():
         return
     if options:
@@ -271,7 +276,7 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
         part.pop("quantization_config", None)
         part.pop("expert_dtype", None)
     config |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
-    _write(folder / _LAST, json.dumps(config, indent=2, default=str) + "\n")
+    _write_json(folder / _LAST, config)
 
 
 def _architecture(config: Mapping[str, Any]) -> list[str]:

@@ -65,7 +65,7 @@ def generate(
     """
     known, largest = model.get_input_embeddings().weight.shape[0], int(inputs.max())
     if largest >= known:
-        raise ValueError(f"PROMPT: the tokenizer gives token {largest}, but the model has embeddings of {known} tokens")
+        raise ValueError(f"the tokenizer gives token {largest}, but the model has embeddings of {known} tokens")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
     with torch.inference_mode():

@@ -144,7 +144,7 @@ def _launch_timer(facts: Facts, problem: GemmProblem, config: GemmConfig, moved:
     times = facts.constants.times(facts.timed_as, config)
     if times is None:
         return None
-    slower = 1 + _decode_overhead(facts, problem, config) * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
+    slower = 1 + _tile_overhead(facts, problem, config) * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
     times = SliceTimes(times.alone * slower, times.shared * slower, times.tile)
     return launch_timer(facts, problem, config, moved)(times)
 
@@ -236,7 +236,7 @@ def _first_box(facts: Facts, config: GemmConfig) -> int:
     return _boxes[name]
 
 
-def _decode_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> float:
+def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> float:
     """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
     found = facts.decode_overheads.get(config.tile_m)
     if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import warnings
@@ -178,13 +179,16 @@ class DecodeStep:
 
 
 def _tell(model: nn.Module, reasons: list[str]) -> None:
-    """Say once for a class of models why its steps are not fused, or not whole."""
-    if reasons and (name := type(model).__name__) not in _told:
-        _told.add(name)
-        _log.warning("%s: a step launches more kernels than it could: %s", name, "; ".join(reasons))
+    """Say why a model's steps are not fused, or not whole."""
+    if reasons:
+        text = f"{type(model).__name__}: a step launches more kernels than it could: {'; '.join(reasons)}"
+        log_once(logging.WARNING, text)
 
 
-_told: set[str] = set()
+@functools.lru_cache(maxsize=64)
+def log_once(level: int, text: str) -> None:
+    """Log a text unless it was logged before. level: as ``logging`` has it."""
+    _log.log(level, text)
 
 
 def static_cache(model: PreTrainedModel, length: int) -> Cache | None:

@@ -25,7 +25,7 @@ from w4gemm.choice.ahead import Prepared, prepare
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.generation import expert_keys, plan_keys
-from w4gemm.integrations.transformers.decode_step import DecodeStep, cache_argument, static_cache
+from w4gemm.integrations.transformers.decode_step import DecodeStep, cache_argument, log_once, static_cache
 from w4gemm.integrations.transformers.fused_step import Fusion
 from w4gemm.jit import Unit
 from w4gemm.kernels.expert_route.spec import ExpertRoute
@@ -35,7 +35,6 @@ from w4gemm.kernels.row_combine.spec import RowCombine
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
-_log = logging.getLogger("w4gemm")
 DEVICES = ("cuda",)
 """Kinds of devices on which models decode step by step; elsewhere the host does not wait."""
 _ROUND = 256
@@ -98,7 +97,7 @@ def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
         if self not in _steps or self.device.type not in DEVICES:
             return sample(self, input_ids, *args, **kwargs)
         if reason := refusal(self, given, options):
-            _tell(f"{type(self).__name__}: generate replays no CUDA graph, because {reason}")
+            log_once(logging.INFO, f"{type(self).__name__}: generate replays no CUDA graph, because {reason}")
             return sample(self, input_ids, *args, **kwargs)
         mask = options.get("attention_mask")
         if mask is not None and bool((mask == 1).all()):  # which newer versions of transformers leave out themselves
@@ -193,12 +192,6 @@ def sample_by_step(
             logits = step(model, token)
     late.finish()
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def _tell(what: str) -> None:
-    """Log it, once."""
-    _log.info(what)
 
 
 def compile_ahead(model: PreTrainedModel, step: DecodeStep, rows: int) -> None:
