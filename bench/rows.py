@@ -1,7 +1,8 @@
 """Files of measured rows in which what all rows of a run have in common stands once: ``python -m bench.rows FILE...``.
 
-A line of kind ``run`` with these facts (``all``) goes before a run's rows. :func:`read` gives whole rows, of any file;
-benchmarks append whole rows, and the command stores a file's rows compactly.
+A line of kind ``run`` with these facts (``all``) goes before a run's rows; rows that name no run are one run.
+:func:`read` gives whole rows, of any file; benchmarks append whole rows, and the command stores a file's rows
+compactly.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ def read(path: Path) -> list[Row]:
     rows: list[Row] = []
     for row in map(json.loads, path.read_text().splitlines()):
         if row.get("kind") == "run":
-            common[row["run"]] = row["all"]
+            common[row.get("run", "")] = row["all"]
         else:
             rows.append(common.get(row.get("run", ""), {}) | row)
     return rows
 
 
 def compact(rows: Iterable[Row]) -> list[Row]:
-    """Return the lines of a file of rows that all have a ``run``."""
+    """Return the lines of a file of rows."""
     runs: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        runs[row["run"]].append(row)
+        runs[row.get("run", "")].append(row)
     found = []
     for run, own in runs.items():
         common = {name: fact for name, fact in own[0].items() if name != "run"}
         common = {name: fact for name, fact in common.items() if all(name in r and r[name] == fact for r in own)}
-        found.append({"kind": "run", "run": run, "all": common})
+        found.append({"kind": "run", **({"run": run} if run else {}), "all": common})
         found += [{name: fact for name, fact in row.items() if name not in common} for row in own]
     return found
 

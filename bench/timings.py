@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bench.rows import Row
+from bench.rows import Row, read
 
 
 def rows_of(path: Path) -> Iterator[Row]:
     """Yield a row for each timing, with ``config`` ("kernel/config") and ``us``."""
-    for line in path.read_text().splitlines():
-        problem = json.loads(line)
+    for problem in read(path):
         for config, us in problem.pop("us").items():
             yield problem | {"config": config, "us": us}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.rows import read
 from bench.shapes import SETS, Layer
 
 from w4gemm.choice import store
@@ -117,7 +117,7 @@ def known() -> frozenset[Layer]:
     """Layers of the named sets, of the timings that the cost model is fitted to, and of the shipped tables."""
     layers = {layer for layers in SETS.values() for layer in layers}
     for path in (ROOT / "bench/results").glob("*configs*.jsonl"):
-        layers |= {(row["n"], row["k"]) for row in map(json.loads, path.read_text().splitlines())}
+        layers |= {(row["n"], row["k"]) for row in read(path)}
     for table in store.shipped_tables():
         layers |= {(record.key.n, record.key.k) for record in store.read(table)}
     return frozenset(layers)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 ENGINE = "python -m bench.engine --out {rows} --logs {folder}"
 PEERS = ("humming", "vllm")
 SHARDS = 12
-LARGE = "16384x16384,40960x7168,12288x28672,43008x5376,13312x16384,8192x22528"
-"""Layers of more than 150 million weights, of which the cost model knows few; none is one of bench.unknown's."""
 RELEASE, TO_RUN = "CONTRIBUTING.md#release", "docs/measured/engine.md#to-be-run-next"
 
 
@@ -97,13 +95,21 @@ STEPS = (
     ),
     # models inside vLLM
     *(
-        Step(f"engine-{name}", f"{ENGINE} {options}", seconds, "engine.jsonl", TO_RUN, needs=("vllm",), alone=True)
+        Step(
+            f"engine-{name}",
+            f"{ENGINE} {options}",
+            seconds,
+            "engine.jsonl",
+            TO_RUN,
+            needs=("vllm",),
+            alone=True,
+            gpu="H100" if name == "h100" else "",
+        )
         for name, options, seconds in (
             (
-                "dense",
-                "--model qwen2.5-32b llama-3-8b --format gptq-int4-g128 --impl w4gemm humming --profile 256 "
-                "--at-once 2",
-                560,
+                "h100",
+                "--model llama-3-8b=gptq-int4-g128 llama-3-8b=ct-int4-g128-fp8 --impl default w4gemm --at-once 2",
+                420,
             ),
             (
                 "serve",
@@ -151,6 +157,17 @@ STEPS = (
         alone=True,
     ),
     Step(
+        "fp4-h100",
+        "python -m bench.run --shapes 8192x8192 --m 1,16,64,256,2048 --format mxfp4,nvfp4,int4_g128 "
+        "--impl w4gemm,humming,marlin,quack --out {rows}",
+        200,
+        "fp4_h100.jsonl",
+        "docs/measured/peers.md#mxfp4-and-nvfp4-four-layers",
+        needs=PEERS,
+        alone=True,
+        gpu="H100",
+    ),
+    Step(
         "experts-layer",
         "python -m bench.experts --model gpt-oss-20b --seconds 200 --out {rows}",
         240,
@@ -176,23 +193,6 @@ STEPS = (
         "docs/transformers.md#speed",
         needs=("transformers",),
         alone=True,
-    ),
-    # timings for the cost model
-    *(
-        Step(
-            f"sweep-{name}",
-            f"python -m bench.sweep --shapes {LARGE} --m 1,3,12,24,44,56,100,234,500,1500,6000 --configs 12 "
-            f"--within 1.3 --format {format} --dtype {dtype} --seconds 280 --out {{rows}}",
-            400,
-            rows,
-            "docs/measured/choice.md#other-drawn-layers-2026-11-24",
-            alone=True,
-        )
-        for name, format, dtype, rows in (
-            ("w4a16", "int4_g128", "bfloat16", "configs_11.jsonl"),
-            ("w4a8-folded", "int4_g128_e4m3", "float8_e4m3fn", "configs_fp8_14.jsonl"),
-            ("w4a8-exact", "int4_g128", "float8_e4m3fn", "configs_fp8_15.jsonl"),
-        )
     ),
     # the rest of a release
     Step(
