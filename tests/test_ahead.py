@@ -17,6 +17,7 @@ from w4gemm.cli.__main__ import main
 from w4gemm.cli.compile import target_device
 from w4gemm.cli.needs import Use, chosen, problems_of
 from w4gemm.cli.problems import Layer
+from w4gemm.core.gpu_rates import capability_of, known_names
 from w4gemm.core.problem import H200, Device
 from w4gemm.jit import compile as jit
 from w4gemm.kernels import HELPERS, launcher
@@ -66,7 +67,14 @@ def test_a_named_gpu_has_the_rates_of_its_name():
     """There the choice must be the same."""
     pcie = target_device("sm_90a", "NVIDIA H100 PCIe", 114)
     assert pcie == replace(H200, name=pcie.name, sms=114, clock=0.0, bandwidth=0.0, operations=0.0)
-    assert 0 < pcie.bandwidth < H200.bandwidth and target_device("sm_90a", None, None) == H200
+    assert 0 < pcie.bandwidth < H200.bandwidth and target_device(None, None, None) == H200
+
+
+def test_a_gpu_that_is_not_known_is_described():
+    """Once it was taken for an H200 of another name."""
+    found = target_device("sm_89", "NVIDIA GeForce RTX 4080", 76)
+    assert (found.name, found.capability, found.sms) == ("NVIDIA GeForce RTX 4080", (8, 9), 76)
+    assert all(capability_of(f"NVIDIA {name}") for name in known_names())
 
 
 def model(device: str, activations: str | None) -> tuple[W4Experts, W4Linear]:

@@ -89,6 +89,14 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ),
         ("compile --shapes 64x64 -o {file}s --gpu A100", "got 'A100', for which --arch sm_80 compiles"),
         ("compile --shapes 64x64 -o {file}s --gpu 'NVIDIA H200' --arch sm_80", "for which --arch sm_90a compiles"),
+        ("compile --shapes 64x64 -o {file}s --gpu B300", "got 'B300', for which no --arch compiles"),
+        ("compile --shapes 64x64 -o {file}s --gpu 'RTX 9090'", "got 'RTX 9090'; nearest is 'RTX 5090'"),
+        (
+            "compile --shapes 64x64 -o {file}s --gpu 'nvidia geforce rtx 409' --arch sm_89",
+            "wanted a known GPU, such as 'NVIDIA H200', or --arch and --sms beside the name of another, got 'nvidia "
+            "geforce rtx 409'; nearest is 'RTX 4090'",
+        ),
+        ("compile --shapes 64x64 -o {file}s --gpu sm_90 --sms 132", "or --arch and --sms beside the name of another"),
         (
             "compile --shapes 255x256 -o {file}s --activation silu_mul",
             "silu_mul wants an even number of features, got 255",

@@ -149,6 +149,8 @@ def test_dense_folders(tmp_path: Path) -> None:
             )
             assert (layer.bias is None) == (dense.get_submodule(name).bias is None)
             assert layer.bias is None or torch.equal(layer.bias, dense.get_submodule(name).bias)
+    with pytest.raises(ValueError, match="skip: wanted last parts of names .*, got 'kproj'; nearest is 'k_proj'"):
+        from_pretrained(folder, quantization_config=W4GemmConfig(skip=("lm_head", "kproj")))
     assert summarize(from_pretrained(folder, quantization_config=W4GemmConfig())) == summarize(load(folder)[0])
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))

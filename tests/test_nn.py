@@ -14,6 +14,7 @@ from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import native_layout
 
 IN, OUT = 333, 130
+DTYPES = "dtype: wanted torch.float32 or torch.float16 or torch.bfloat16, got "
 FORMATS = ["int4_g32_zfloat_fp16", "int4_g128", "int4_col_zint"]
 
 
@@ -198,8 +199,8 @@ def test_bad_arguments():
         (lambda: W4Linear(5, 2.0), TypeError, "out_features: wanted an int from 1 on, got 2.0"),
         (lambda: W4Linear(5, 5, format="int4"), ValueError, "format: wanted int4_g<group size>"),
         (lambda: W4Linear(5, 5, format=4), TypeError, "format: wanted a WeightFormat or its string, got int"),
-        (lambda: W4Linear(5, 5, dtype=torch.int8), TypeError, "dtype: wanted a floating-point dtype, got torch.int8"),
-        (lambda: W4Linear(5, 5, dtype="float32"), TypeError, "dtype: wanted a floating-point dtype, got 'float32'"),
+        (lambda: W4Linear(5, 5, dtype=torch.int8), TypeError, f"{DTYPES}torch.int8"),
+        (lambda: W4Linear(5, 5, dtype="float32"), TypeError, f"{DTYPES}'float32'"),
         (lambda: W4Linear(5, 5, device="cuda:77"), ValueError, "device: cuda:77 is not there; PyTorch sees"),
         (lambda: W4Linear.from_linear(w), TypeError, "linear: wanted a torch.nn.Linear, got QuantizedWeight"),
         (lambda: W4Linear.from_weight(torch.zeros(3)), TypeError, "w: wanted a QuantizedWeight, got Tensor"),
@@ -249,7 +250,7 @@ def test_attributes_say_what_the_weight_is():
         ("format", "nf4", ValueError, "format: wanted the weight's, int4_g32; assign another weight, got 'nf4'"),
         ("in_features", 3, ValueError, "in_features: wanted the weight's k 256, or that of all its shards, got 3"),
         ("out_features", "32", TypeError, "out_features: wanted an int from 1 on, got '32'"),
-        ("dtype", torch.int8, TypeError, "dtype: wanted a floating-point dtype, got torch.int8"),
+        ("dtype", torch.int8, TypeError, f"{DTYPES}torch.int8"),
         ("pre_quant_scale", torch.ones(255), ValueError, r"pre_quant_scale: wanted shape \(256,\), k of"),
         ("pre_quant_scale", torch.ones(256).int(), TypeError, "pre_quant_scale: wanted a floating-point tensor"),
         ("pre_quant_scale", [1.0], TypeError, "pre_quant_scale: wanted .* or None, got list"),

@@ -45,11 +45,25 @@ def test_what_cannot_be_converted_stays_as_it_was():
             raise RuntimeError("no memory")
         return t.half()
 
-    with pytest.raises(TypeError, match=r"dtype: wanted a floating-point dtype, got torch.int32"):
+    with pytest.raises(TypeError, match="dtype: wanted torch.float32 or .*, got torch.int32"):
         one.type(torch.int32)
     with pytest.raises(RuntimeError, match="no memory"):
         one._apply(refused)
     assert one.dtype == torch.float32 and torch.equal(one(X), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_a_dtype_that_no_product_takes_beside_a_bias(dtype):
+    """Once the layer took it, and then refused every x."""
+    one, close = layer(), "; nearest is torch.float32" if dtype == torch.float64 else ""
+    wanted, model = one(X), torch.nn.Sequential(one)
+    message = f"dtype: wanted torch.float32 or torch.float16 or torch.bfloat16, got {dtype}{close}$"
+    for convert in (one.to, model.to, one.type, lambda dtype: setattr(one, "dtype", dtype)):
+        with pytest.raises(TypeError, match=message):
+            convert(dtype)
+    with pytest.raises(TypeError, match=message):
+        W4Linear.from_weight(one.weight, one.bias, dtype=dtype)
+    assert one.dtype == one.bias.dtype == torch.float32 and torch.equal(one(X), wanted)
 
 
 @pytest.mark.parametrize("perm", [False, True])

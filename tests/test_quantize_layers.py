@@ -44,6 +44,27 @@ def test_names_that_are_skipped_are_no_letters(skip):
             call()
 
 
+@pytest.mark.parametrize(
+    ("skip", "close"),
+    [
+        (("lm_head", "gate_prj"), "'gate_prj'; nearest is 'gate_proj'"),
+        (("mlp.gateproj",), "'mlp.gateproj'; nearest is 'gate_proj'"),
+        (("mlp",), "'mlp'"),
+        (("Down_proj",), "'Down_proj'; nearest is 'down_proj'"),
+    ],
+)
+def test_a_name_to_skip_that_no_layer_has(skip, close):
+    """Once such a layer was quantized without a word."""
+    mlp = nn.ModuleDict({"gate_proj": nn.Linear(64, 64), "down_proj": nn.Linear(64, 64)})
+    whole = nn.ModuleDict({"mlp": mlp})
+    said = "skip: wanted last parts of names of the model's linear layers, got "
+    with pytest.raises(ValueError, match=re.escape(said + close) + "$"):
+        quantize_layers(whole, skip=skip)
+    assert type(mlp["gate_proj"]) is type(mlp["down_proj"]) is nn.Linear
+    quantize_layers(whole, skip=("lm_head", "down_proj"))  # lm_head is skipped wherever there is one
+    assert type(mlp["gate_proj"]) is W4Linear and type(mlp["down_proj"]) is nn.Linear
+
+
 def test_an_error_names_the_layer():
     broken = model()
     broken[2].weight.data[0, 0] = torch.nan

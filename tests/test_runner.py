@@ -26,7 +26,7 @@ def test_the_bits_of_linear(weight):
     assert gemm.weight_shapes(N, K) == tuple((t.dtype, tuple(t.shape)) for t in weight.tensors)
     for config in (None, *configs):
         out.fill_(float("nan"))
-        assert gemm.run(x, weight.tensors, out, config=config) is None
+        assert gemm.run(x, weight.tensors, out, config=config, n=N) is None
         assert torch.equal(out, w4gemm.linear(x, weight, config=config))
         assert gemm.prepare(M, N, K, config) == (config or configs[0])
     kernel = KERNELS[-1]
@@ -40,7 +40,7 @@ def test_the_whole_epilogue(weight):
     gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=epilogue)
     x, bias, d = torch.randn(M, K), torch.randn(N), torch.randn(M, N // 2)
     wanted = w4gemm.linear(x, weight, bias, alpha=0.5, activation="silu_mul", residual=d)
-    gemm.run(x, weight.tensors, d, alpha=0.5, bias=bias, residual=d)
+    gemm.run(x, weight.tensors, d, alpha=0.5, bias=bias, residual=d, n=N)
     assert torch.equal(d, wanted)
 
 
@@ -49,9 +49,9 @@ def test_out_has_memory_of_its_own(weight):
     memory = torch.randn(M * (K + N))
     a, inside, apart = memory[: M * K].view(M, K), memory[K : K + M * N].view(M, N), memory[M * K :].view(M, N)
     with pytest.raises(ValueError, match="out: wanted memory of its own, got memory shared with a"):
-        gemm.run(a, weight.tensors, inside, residual=apart)
+        gemm.run(a, weight.tensors, inside, residual=apart, n=N)
     wanted = w4gemm.linear(a, weight, residual=apart)
-    gemm.run(a, weight.tensors, apart, residual=apart)
+    gemm.run(a, weight.tensors, apart, residual=apart, n=N)
     assert torch.equal(apart, wanted)
 
 
@@ -63,19 +63,19 @@ def test_fp8_activations(name):
     w = w.repack(gemm.layout)
     x8, scale = w4gemm.quantize_activations(torch.randn(M, K))
     bias, out = torch.randn(N).bfloat16(), torch.empty(M, N, dtype=torch.bfloat16)
-    gemm.run(x8, w.tensors, out, bias=bias, token_scale=scale)
+    gemm.run(x8, w.tensors, out, bias=bias, token_scale=scale, n=N)
     assert torch.equal(out, w4gemm.linear(x8, w, bias, activation="gelu", token_scale=scale))
     with pytest.raises(ValueError, match="token_scale: the epilogue .* wants one, got none"):
-        gemm.run(x8, w.tensors, out, bias=bias)
+        gemm.run(x8, w.tensors, out, bias=bias, n=N)
     with pytest.raises(TypeError, match="token_scale: wanted torch.float32, got torch.float64"):
-        gemm.run(x8, w.tensors, out, bias=bias, token_scale=scale.double())
+        gemm.run(x8, w.tensors, out, bias=bias, token_scale=scale.double(), n=N)
 
 
 def test_other_frameworks_by_dlpack(weight):
     """NumPy stands for them: its arrays have __dlpack__ and are no torch tensors."""
     gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu")
     x, out = np.random.default_rng(0).standard_normal((M, K), np.float32), np.zeros((M, N), np.float32)
-    gemm.run(x, [t.numpy() for t in weight.tensors], out)
+    gemm.run(x, [t.numpy() for t in weight.tensors], out, n=N)
     assert np.array_equal(out, w4gemm.linear(torch.from_numpy(x), weight).numpy())
     with pytest.raises(TypeError, match="a: wanted a tensor of torch or one with __dlpack__, got list"):
         gemm.run([[1.0]], weight.tensors, out)
@@ -84,18 +84,18 @@ def test_other_frameworks_by_dlpack(weight):
 def test_a_read_only_array_is_not_written(weight):
     gemm, x, out = MixedGemm("int4_g32_fp16", torch.float32, "cpu"), np.ones((M, K), np.float32), np.zeros((M, N))
     out, x.flags.writeable = out.astype(np.float32), False
-    gemm.run(x, weight.tensors, out)
+    gemm.run(x, weight.tensors, out, n=N)
     before, out.flags.writeable = out.copy(), False
     with pytest.raises(ValueError, match="out: wanted memory that may be written, got a read-only array"):
-        gemm.run(2 * x, weight.tensors, out)
+        gemm.run(2 * x, weight.tensors, out, n=N)
     assert np.array_equal(out, before) and before.any()
 
 
 def test_no_tokens_are_no_error(weight):
     gemm, out = MixedGemm("int4_g32_fp16", torch.float32, "cpu"), torch.empty(0, N)
-    gemm.run(torch.empty(0, K), weight.tensors, out)
+    gemm.run(torch.empty(0, K), weight.tensors, out, n=N)
     with pytest.raises(ValueError, match="out: wanted"):  # checked all the same
-        gemm.run(torch.empty(0, K), weight.tensors, torch.empty(1, N))
+        gemm.run(torch.empty(0, K), weight.tensors, torch.empty(1, N), n=N)
 
 
 def test_a_family_is_a_value():
@@ -110,6 +110,33 @@ def test_nothing_for_it_is_explained():
         gemm.prepare(M, N, K)
 
 
+@pytest.mark.parametrize(("n", "columns"), [(128, 120), (120, 128), (120, 121), (256, 240)])
+def test_out_has_a_column_for_each_feature_of_the_weight(n, columns):
+    """Packed tensors of n and of ``columns`` features have the same shapes."""
+    gemm, x = MixedGemm("int4_g32_fp16", torch.float32, "cpu"), torch.randn(M, K)
+    w, out = w4gemm.quantize(torch.randn(n, K), "int4_g32_fp16").repack(), torch.empty(M, n)
+    assert gemm.weight_shapes(n, K) == gemm.weight_shapes(columns, K)
+    message = rf"out: wanted shape \({M}, {n}\) for n {n} of the weight, got \({M}, {columns}\)"
+    with pytest.raises(ValueError, match=message):
+        gemm.run(x, w.tensors, torch.empty(M, columns), n=n)
+    gemm.run(x, w.tensors, out, n=n)
+    assert torch.equal(out, w4gemm.linear(x, w))
+
+
+def test_features_that_packed_tensors_do_not_tell_are_asked_for():
+    gemm, x = MixedGemm("int4_g32_fp16", torch.float32, "cpu"), torch.randn(M, K)
+    w, out = w4gemm.quantize(torch.randn(128, K), "int4_g32_fp16").repack(), torch.empty(M, 128)
+    with pytest.raises(ValueError, match="n: wanted the weight's number of features, .*, got None; n=120 if out"):
+        gemm.run(x, w.tensors, torch.empty(M, 120))
+    gemm.run(x, w.tensors, out)  # no larger n has tensors of these shapes
+    assert torch.equal(out, w4gemm.linear(x, w))
+    gated = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue("silu_mul"))
+    with pytest.raises(ValueError, match=r"out: wanted shape \(5, 64\) for n 128 of the weight, got \(5, 60\)"):
+        gated.run(x, w.tensors, torch.empty(M, 60), n=128)
+    with pytest.raises(ValueError, match="n: silu_mul wants an even one, pairs of gate and up rows, got 127"):
+        gated.run(x, w.tensors, torch.empty(M, 63), n=127)
+
+
 MISTAKES = {
     "dtype": ({"a": torch.zeros(M, K, dtype=torch.float16)}, "a: wanted torch.float32"),
     "columns": ({"a": torch.zeros(K, M).T}, "a: wanted rows at multiples of 16 bytes"),
@@ -117,6 +144,7 @@ MISTAKES = {
     "alignment": ({"a": torch.zeros(M * K + 1)[1:].view(M, K)}, "a: wanted its data at a multiple of 16"),
     "k": ({"a": torch.zeros(M, 2 * K)}, "b.0.: wanted shape"),
     "m": ({"out": torch.zeros(M + 1, N)}, "a, out: wanted"),
+    "features": ({"n": 2.5}, "n: wanted an int"),
     "out dtype": ({"out": torch.zeros(M, N, dtype=torch.float16)}, "out: wanted torch.float32"),
     "out strides": ({"out": torch.zeros(M, 2 * N)[:, :N]}, "out: wanted it contiguous"),
     "a missing tensor": ({"b": ()}, "b: wanted 2 tensors in the cpu layout, got 0"),
@@ -128,7 +156,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes(weight, changes, message):
-    arguments = {"a": torch.zeros(M, K), "b": weight.tensors, "out": torch.zeros(M, N)} | changes
+    arguments = {"a": torch.zeros(M, K), "b": weight.tensors, "out": torch.zeros(M, N), "n": N} | changes
     with pytest.raises((ValueError, TypeError), match=message):
         MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(**arguments)
 

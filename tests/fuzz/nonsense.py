@@ -173,7 +173,7 @@ def calls() -> dict[str, Call]:
                 "configs": {"m": M, "n": N, "k": K},
                 "tokens": {"most": 64, "n": N, "k": K},
                 "prepare": {"m": M, "n": N, "k": K, "config": None},
-                "run": {"a": x, "b": w.repack().tensors, "out": torch.empty(M, N), "config": None},
+                "run": {"a": x, "b": w.repack().tensors, "out": torch.empty(M, N), "n": N, "config": None},
             }.items()
         },
     }

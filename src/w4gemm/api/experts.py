@@ -97,9 +97,11 @@ class W4GroupedLinear(W4Linear):
         scale = self.expert_scale
         if scale is not None:  # view it as integers, because a conversion of the module's dtype leaves those alone
             self.expert_scale = scale.view(torch.int32)
-        super()._apply(fn, recurse)
-        if self.expert_scale is not None:
-            self.expert_scale = self.expert_scale.view(torch.float32)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            if self.expert_scale is not None:
+                self.expert_scale = self.expert_scale.view(torch.float32)
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

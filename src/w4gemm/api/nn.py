@@ -42,8 +42,9 @@ class W4Linear(PackedModule):
         in_features, out_features: k and n, the weight's columns and rows.
         bias: True for a bias (out_features,), which starts at zero and requires no gradient.
         format: format of the weight, or its string. The weight starts at zero.
-        dtype: dtype of the bias and of the activations to expect, which frameworks read from the attribute ``dtype``;
-            None for torch's default dtype.
+        dtype: dtype of the bias and of the activations to expect, float32, float16 or bfloat16, which frameworks read
+            from the attribute ``dtype``; None for torch's default dtype. No product takes float64: ``double()`` raises
+            TypeError.
         device: device of the layer; None for torch's default device.
         activation, batch_invariant: as for :func:`w4gemm.linear`. They are attributes and may be set later. With a
             gated activation y has out_features / 2 columns.

@@ -153,10 +153,14 @@ def _check_attribute(name: str, value: Any, w: QuantizedWeight) -> None:
             raise ValueError(f"{name}: wanted the weight's {letter} {size}, or that of all its shards, got {value}")
 
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def check_dtype(dtype: object) -> None:
-    """Raise TypeError unless ``dtype`` is a floating-point one."""
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype: wanted a floating-point dtype, got {dtype!r:.40}")
+    """Raise TypeError unless ``dtype`` is one that both x and a bias may have."""
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+        close = "; nearest is torch.float32" if dtype is torch.float64 else ""
+        raise TypeError(f"dtype: wanted {' or '.join(map(str, _DTYPES))}, got {dtype!r:.40}{close}")
 
 
 def _moved(t: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -128,6 +128,7 @@ class MixedGemm:
         b: Any,
         out: Any,
         *,
+        n: int | None = None,
         alpha: Any = None,
         bias: Any = None,
         residual: Any = None,
@@ -143,6 +144,8 @@ class MixedGemm:
             b: the packed tensors of a weight (n, k), a sequence.
             out: tensor that the result is written to: (m, n), or (m, n / 2) with a gated activation; contiguous, its
                 dtype as the epilogue says. It may be the residual.
+            n: the weight's number of features, which ``out`` has to fit. Packed tensors are padded and do not tell it;
+                None takes it from ``out``, and is refused unless the tensors of a larger n have other shapes.
             alpha: a number if ``epilogue.alpha`` is "host", a float32 tensor of one element if it is "device".
             bias: (n,) of a's dtype. For fp8 a: of out's dtype if that has 16 bits, else bfloat16.
             residual: the shape and dtype of out.
@@ -172,7 +175,7 @@ class MixedGemm:
             _tensor("token_scale", token_scale),
         )
         operands = Operands(a, tensors, out, given)
-        weight = self._check(operands)
+        weight = self._check(operands, n)
         m, device = a.shape[0], a.device
         if m == 0:
             return
@@ -206,8 +209,8 @@ class MixedGemm:
         check_alignment("workspace", given, _ALIGNMENT)
         return given.view(-1).view(torch.uint8)[:wanted]
 
-    def _check(self, operands: Operands) -> PackedShape:
-        """Check everything that a kernel takes for granted; return the weight's packed shape."""
+    def _check(self, operands: Operands, n: int | None) -> PackedShape:
+        """Check everything that a kernel takes for granted; return the packed shape of the weight of n features."""
         a, out, epilogue, device = operands.x, operands.out, self.epilogue, self.device
         assert isinstance(device, torch.device)
         if not isinstance(a, torch.Tensor) or not isinstance(out, torch.Tensor):
@@ -217,6 +220,9 @@ class MixedGemm:
         (m, k), columns = a.shape, out.shape[1]
         if not k or not columns:
             raise ValueError(f"a, out: wanted at least one column, got {tuple(a.shape)} and {tuple(out.shape)}")
+        weight = self._weight(columns * (2 if epilogue.gated else 1) if n is None else n, k)
+        if n is not None:
+            self._check_n(out, weight.n)
         require_tensor("a", a, self.dtype, (m, k), device, contiguous=False)
         check_alignment("a", a, _ALIGNMENT)
         row, column = a.stride()
@@ -226,7 +232,6 @@ class MixedGemm:
         check_alignment("out", out, _ALIGNMENT)
         if out.requires_grad:
             raise ValueError("out: wanted a tensor without requires_grad, got one with")
-        weight = self._weight(columns * (2 if epilogue.gated else 1), k)
         if len(weight.tensors) != len(operands.weight):
             raise ValueError(
                 f"b: wanted {len(weight.tensors)} tensors in the {self.layout} layout, got {len(operands.weight)}"
@@ -234,9 +239,21 @@ class MixedGemm:
         for name, t, (dtype, shape) in zip(_B, operands.weight, weight.tensors, strict=False):
             require_tensor(name, t, dtype, shape, device, size=", for the sizes of a and out")
             check_alignment(name, t, _ALIGNMENT)
+        if n is None and weight.padded:
+            raise ValueError(
+                f"n: wanted the weight's number of features, since packed tensors of more than {weight.n} have the "
+                f"same shapes, got None; n={weight.n} if out has all of them"
+            )
         self._check_epilogue(operands.epilogue, (m, columns), weight.n)
         check_own_memory(out, {"a": a, **operands.epilogue._asdict()})
         return weight
+
+    def _check_n(self, out: torch.Tensor, n: int) -> None:
+        if self.epilogue.gated and n % 2:
+            raise ValueError(f"n: {self.epilogue.activation} wants an even one, pairs of gate and up rows, got {n}")
+        wanted = (out.shape[0], self.epilogue.columns(n))
+        if out.shape != wanted:
+            raise ValueError(f"out: wanted shape {wanted} for n {n} of the weight, got {tuple(out.shape)}")
 
     def _check_epilogue(self, operands: EpilogueOperands, shape: tuple[int, int], n: int) -> None:
         epilogue, device = self.epilogue, self.device

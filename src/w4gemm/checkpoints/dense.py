@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, FILES, SafetensorsFolder, quantization_config, transformers_errors
-from w4gemm.core.errors import FormatError
+from w4gemm.core.errors import FormatError, nearest
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.weight import QuantizedWeight
@@ -46,8 +46,16 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
 
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
     """Dense linear layers by name, without those where the last part of the name is one of ``skip``, and without the
-    output projection of nn.MultiheadAttention, which is not called: its weight is read."""
+    output projection of nn.MultiheadAttention, which is not called: its weight is read.
+
+    Raises:
+        ValueError: for a name in ``skip`` that no layer has, unless it is one of :data:`SKIP`.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    parts = {name.split(".")[-1] for name in layers}
+    if wrong := [name for name in skip if name not in parts and name not in SKIP]:
+        close = nearest(wrong[0].split(".")[-1], parts)
+        raise ValueError(f"skip: wanted last parts of names of the model's linear layers, got {wrong[0]!r}{close}")
     return {
         name: layer
         for name, layer in layers.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -21,12 +22,15 @@ from w4gemm.console.options import DTYPES, parse_tokens, positive
 from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
-from w4gemm.core.gpu_rates import capability_of
+from w4gemm.core.errors import nearest
+from w4gemm.core.gpu_rates import capability_of, known_names
 from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
 
+_ARCH = "sm_90a"
+"""The target unless one is named."""
 NAME = "compile"
 HELP = "compile ahead of time what a model needs, without a GPU"
 DESCRIPTION = (
@@ -56,11 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--arch", choices=GPUS, default="sm_90a", help="target of the compiler (default: %(default)s)")
+    group.add_argument("--arch", choices=GPUS, help=f"target of the compiler (default: {_ARCH})")
     group.add_argument(
         "--gpu",
         metavar="NAME",
-        help="the GPU's exact name, by which tuned configs are found (default: a GPU of the target, H200 of sm_90a)",
+        help="the GPU's exact name, by which tuned configs are found (default: a GPU of the target, H200 of sm_90a). A "
+        "GPU that is not known needs --arch and --sms as well",
     )
     group.add_argument(
         "--sms",
@@ -151,24 +156,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def target_device(arch: str, name: str | None, sms: int | None) -> Device:
+def target_device(arch: str | None, name: str | None, sms: int | None) -> Device:
     """Return the GPU to compile for.
 
     Args:
-        arch: target of the compiler, a key of ``GPUS``.
+        arch: target of the compiler, a key of ``GPUS``; None for sm_90a.
         name: of a GPU of that target, with whose rates configs are chosen; None for the one in ``GPUS``.
         sms: its multiprocessors; None for those of the one in ``GPUS``.
 
     Raises:
-        ValueError: if the GPU of that name is known to be of another target, where nothing would be loaded.
+        ValueError: if the GPU of that name is known to be of another target, where nothing would be loaded, or if it is
+            not known and target or multiprocessors are not given.
     """
-    device = GPUS[arch]
+    device = GPUS[arch or _ARCH]
     if name:
-        other = next((a for a, gpu in GPUS.items() if gpu.capability == capability_of(name)), arch)
-        if other != arch:
+        capability = capability_of(name)
+        if capability is None and not (arch and sms):
+            close = nearest(re.sub("nvidia |geforce ", "", name, flags=re.IGNORECASE), known_names())
+            wanted = "a known GPU, such as 'NVIDIA H200', or --arch and --sms beside the name of another"
+            raise ValueError(f"--gpu: wanted {wanted}, got {name!r}{close}")
+        if capability not in (None, device.capability):
+            other = next((f"--arch {a}" for a, gpu in GPUS.items() if gpu.capability == capability), "no --arch")
             raise ValueError(
-                f"--gpu: wanted the name of a GPU of --arch {arch}, such as {device.name!r}, got {name!r}, for which "
-                f"--arch {other} compiles"
+                f"--gpu: wanted the name of a GPU of --arch {arch or _ARCH}, such as {device.name!r}, got {name!r}, "
+                f"for which {other} compiles"
             )
         device = replace(device, name=name, clock=0.0, bandwidth=0.0, operations=0.0)  # 0: those of the name
     return replace(device, sms=sms or device.sms)

@@ -71,8 +71,9 @@ def nearest(value: object, legal: Iterable[str]) -> str:
     """Return the end of a message: "; nearest is 'silu'" if a string is close to a legal one, else nothing."""
     import difflib  # only once something is wrong
 
-    found = difflib.get_close_matches(value.lower(), legal, n=1) if isinstance(value, str) else []
-    return f"; nearest is {found[0]!r}" if found else ""
+    by_lower = {name.lower(): name for name in legal}
+    found = difflib.get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
+    return f"; nearest is {by_lower[found[0]]!r}" if found else ""
 
 
 def kind_of(value: object) -> str:

@@ -58,6 +58,12 @@ def capability_of(name: str) -> tuple[int, int] | None:
     return _found(name)[0]
 
 
+def known_names() -> list[str]:
+    """Return a name of each known GPU, without the words that all GPUs of its vendor share."""
+    patterns = (pattern for gpus in _KNOWN.values() for pattern in gpus)
+    return [re.sub(r"\[(\d)\d\]", r"\1", p).replace("G?", "").replace(".*", " ") for p in patterns]
+
+
 def _found(name: str) -> tuple[tuple[int, int] | None, GpuRates]:
     for capability, gpus in _KNOWN.items():
         for pattern, rates in gpus.items():

@@ -46,6 +46,12 @@ class PackedShape:
         """Bytes of all tensors."""
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors)
 
+    @functools.cached_property
+    def padded(self) -> bool:
+        """True if a weight of one more row has tensors of the same shapes, which therefore do not tell n."""
+        shapes = layout_named(self.layout).shapes
+        return shapes(self.format, self.n, self.k) == shapes(self.format, self.n + 1, self.k)
+
     def check(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Raise ValueError if ``tensors`` are not contiguous tensors of these dtypes and shapes on one device."""
         if not isinstance(tensors, tuple) or not all(isinstance(t, torch.Tensor) for t in tensors):

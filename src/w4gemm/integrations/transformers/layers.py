@@ -61,15 +61,15 @@ def quantize_layers(
 
     Args:
         format: see :func:`load`.
-        skip: last parts of the names of layers that stay dense.
+        skip: last parts of the names of layers that stay dense. Each has to be one of some layer, except "lm_head".
         progress: called as ``progress(layers done, layers, "quantizing")``.
 
     Returns:
         The model itself.
 
     Raises:
-        TypeError, ValueError: for a model, format or ``skip`` that is none, and for a weight that is not finite or too
-            large, naming its layer; layers before it are in 4 bits then.
+        TypeError, ValueError: for a model, format or ``skip`` that is none, for a name in ``skip`` that no layer has,
+            and for a weight that is not finite or too large, naming its layer; layers before it are in 4 bits then.
     """
     names, skip = _names(model), checked_skip(skip)
     layers = linear_layers(model, skip)
