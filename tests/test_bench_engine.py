@@ -7,10 +7,13 @@ import json
 import math
 import re
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -343,11 +346,11 @@ def test_a_process_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path):
     broken.write_text("raise SystemExit('no such kernel')")
     task = Task({}, 512)
     variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    with pytest.raises(launch.EngineError, match="ended with 1: SystemExit: no such kernel"):
+    with pytest.raises(launch.EngineError, match=r"ended with 1 after \d+ s: SystemExit: no such kernel"):
         launch.run_offline(task, variables, tmp_path / "log", 300)
     broken.write_text("import time; print('started', flush=True); time.sleep(600)")
     hung = once_begun(lambda seconds: launch.run_offline(task, variables, tmp_path / "hangs", seconds))
-    assert re.fullmatch(r"not done in \d+ s: started", hung)
+    assert re.fullmatch(r"not done in \d+ s, its limit: started", hung)
 
 
 def test_the_reason_is_the_engines_own_error(tmp_path):
@@ -391,7 +394,7 @@ def preloaded(tmp_path):
 def once_begun(hang: Callable[[float], object]) -> str:
     """Error about a process that hangs, which is given more time if it has printed nothing, as on a busy machine."""
     for seconds in (1.0, 5.0, 25.0, 125.0):
-        with pytest.raises(launch.EngineError, match=f"not done in {seconds:.0f} s: ") as hung:
+        with pytest.raises(launch.EngineError, match=f"not done in {seconds:.0f} s, its limit: ") as hung:
             hang(seconds)
         if "nothing was printed" not in str(hung.value):
             break
@@ -414,15 +417,15 @@ def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp
 
     assert preloaded.ready()
     assert run("on", "on").kernels == {"linear": {"on": 1}}
-    with pytest.raises(launch.EngineError, match="ended with 1: ValueError: no such kernel"):
+    with pytest.raises(launch.EngineError, match=r"ended with 1 after \d+ s: ValueError: no such kernel"):
         run("fail", "on")
     hung = once_begun(lambda seconds: run("hang", "on", seconds))
-    assert re.fullmatch(r"not done in \d+ s: hanging with \d+", hung)
+    assert re.fullmatch(r"not done in \d+ s, its limit: hanging with \d+", hung)
     core = Path(f"/proc/{hung.split()[-1]}/stat")
     assert soon(lambda: not core.exists() or core.read_text().split()[2] == "Z")  # in a group of its own, and killed
     assert run("off", "off").kernels == {"linear": {"off": 1}}
     preloaded.close()
-    with pytest.raises(launch.EngineError, match="ended with -1: nothing was printed"):
+    with pytest.raises(launch.EngineError, match="ended with -1 after 0 s: nothing was printed"):
         run("none", "on")
     assert not preloaded.ready() and run("again", "on").kernels  # by a process that imports vLLM itself
 
@@ -461,6 +464,14 @@ def result(ms_step: float, tokens: list[list[int]]) -> Result:
     steps = len(tokens[0]) - 1
     decode = {"batch": len(tokens), "first_token_s": 0.5, "total_s": 0.5 + steps * ms_step / 1e3, "tokens": tokens}
     return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], 0.25)
+
+
+def test_a_result_is_saved_in_one_step(tmp_path):
+    found, file = result(2.5, [[1, 2]]), tmp_path / "result.json"
+    found.save(file)
+    with pytest.raises(TypeError):
+        replace(found, read=[{"after": object()}]).save(file)
+    assert Result(**json.loads(file.read_text())) == found
 
 
 def test_rows_of_a_result():
@@ -562,6 +573,130 @@ def test_engines_start_side_by_side_and_are_measured_one_at_a_time(tmp_path, mon
     assert {row["at_once"] for row in found} == {3}
     assert {row["impl"] for row in found if row["phase"] == "decode"} == {"machete"}
     assert [row["impl"] for row in found if row["phase"] == "failed"] == ["marlin"]  # its layers got Machete
+
+
+VLLM_THAT_ENDS_EARLY = """
+import os, time
+__version__ = '0.26.0'
+class SamplingParams:
+    def __init__(self, **options): self.tokens = options['max_tokens']
+class Answer:
+    def __init__(self, tokens): self.outputs, self.token_ids = [self], [1] * tokens
+class LLM:
+    def __init__(self, **options): pass
+    def collective_rpc(self, name): return [{'linear': {'MacheteLinearKernel': 14}}]
+    def generate(self, prompts, params, use_tqdm):
+        if len(prompts) == 4:
+            if os.environ['END'] == 'crash': raise ValueError('no more memory')
+            print('hanging', flush=True); time.sleep(600)
+        time.sleep(0.001 * params.tokens)
+        return [Answer(params.tokens) for _ in prompts]
+"""
+"""Two requests at a time are answered, four are not."""
+
+
+@pytest.fixture
+def ends_early(tmp_path, monkeypatch):
+    """Options of a run whose engines answer two requests at a time, but not four, and its environment."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text(VLLM_THAT_ENDS_EARLY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{ROOT / 'src'}")
+    monkeypatch.setenv("END", "hang")
+    options = ["--tiny", "--batch", "2", "4", "--tokens-out", "8", "--prefill", "0", "--impl", "default"]
+    folders = {"--work": "work", "--logs": "logs", "--out": "rows.jsonl"}
+    return [*options, *(word for name, to in folders.items() for word in (name, str(tmp_path / to)))]
+
+
+def rows_before_the_end(folder: Path) -> tuple[list[dict[str, object]], str]:
+    """Rows of the last run of ``ends_early``, and the reason that its engine ended for."""
+    *found, failed = read(folder / "rows.jsonl")[-3:]
+    assert [(row["phase"], row.get("batch")) for row in found] == [("start", None), ("decode", 2)]
+    assert failed["phase"] == "failed" and "partial" not in failed
+    for row in (*found, failed):
+        assert (row["impl"], row["chosen"], row["engine_version"]) == ("machete", True, "0.26.0")
+    assert all(row["partial"] and row["kernels"] == {"MacheteLinearKernel": 14} for row in found)
+    return found, str(failed["reason"])
+
+
+def test_an_engine_that_crashes_keeps_the_points_before(ends_early, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("END", "crash")
+    program.main([*ends_early, "--fresh"])
+    _, reason = rows_before_the_end(tmp_path)
+    assert re.fullmatch(r"ended with 1 after \d+ s: ValueError: no more memory", reason)
+    shown = capsys.readouterr().err
+    assert f"machete failed: {reason}" in shown and "decode batch 2, tokens/s" in shown
+
+
+def test_an_engine_that_is_stopped_by_its_limit_keeps_the_points_before(ends_early, tmp_path):
+    for seconds in (4, 20, 100):  # a busy machine may not come so far
+        program.main([*ends_early, "--fresh", "--seconds", str(seconds)])
+        if "hanging" in read(tmp_path / "rows.jsonl")[-1]["reason"]:
+            break
+    _, reason = rows_before_the_end(tmp_path)
+    assert reason == f"not done in {seconds} s, its limit: hanging"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("more", [[], ["--fresh"]], ids=["forked", "fresh"])
+def test_an_interrupted_run_keeps_the_points_before(ends_early, tmp_path, number, more):
+    command = [sys.executable, "-m", "bench.engine", *ends_early, *more, "--seconds", "500"]
+    logs, start = tmp_path / "logs", time.monotonic()
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    try:
+        assert soon(lambda: any("hanging" in log.read_text() for log in logs.glob("*-default-1.log")))
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    _, reason = rows_before_the_end(tmp_path)
+    ran = re.fullmatch(r"interrupted: ended with -\d+ after (\d+) s: hanging", reason)
+    assert ran and int(ran[1]) <= time.monotonic() - start + 1
+    assert f"machete failed: {reason}" in said and process.returncode != 0
+
+
+def test_an_engine_that_ended_early_is_no_reference_and_is_compared_at_its_batches(tmp_path, monkeypatch):
+    """The first of three engines lacks a batch, so the second is the reference; the last lacks one too."""
+
+    def run_offline(task, variables, log, seconds, preloaded):
+        name = Path(variables["VLLM_CACHE_ROOT"]).parent.name.rpartition("-")[2]
+        found = result(3.0, [[1] * task.tokens_out] * 2)
+        kernel = {"marlin": MARLIN, "machete": MACHETE, "w4gemm": OURS}[name]
+        if name == "machete":
+            found.decode.append({**result(3.0, [[1] * task.tokens_out] * 4).decode[0]})
+        else:
+            found.failure = "not done in 300 s, its limit: batch 2"
+        return Result(**{**vars(found), "kernels": {"linear": {kernel: 14}, "experts": {}}})
+
+    monkeypatch.setattr(program, "run_offline", run_offline)
+    out = tmp_path / "rows.jsonl"
+    options = ["--tiny", "--fresh", "--batch", "2", "4", "--work", str(tmp_path / "work"), "--out", str(out)]
+    program.main([*options, "--in-order", "--impl", "marlin", "machete", "w4gemm"])
+    decode = [row for row in read(out) if row["phase"] == "decode"]
+    found = [(row["impl"], row["batch"], row.get("same_tokens_as"), row.get("partial")) for row in decode]
+    assert found == [
+        ("marlin", 2, None, True),
+        ("machete", 2, None, None),
+        ("machete", 4, None, None),
+        ("w4gemm", 2, "machete", True),
+    ]
+
+
+def test_a_start_is_kept_if_the_next_one_fails(tmp_path, monkeypatch):
+    starts = iter([replace(result(3.0, [[1] * 128] * 2), decode=[], prefill_s=0.0)])
+
+    def run_offline(task, variables, log, seconds, preloaded):
+        if not (found := next(starts, None)):
+            raise launch.EngineError("ended with 1 after 9 s: out of memory")
+        return Result(**{**vars(found), "kernels": {"linear": {MACHETE: 14}, "experts": {}}})
+
+    monkeypatch.setattr(program, "run_offline", run_offline)
+    out = tmp_path / "rows.jsonl"
+    options = ["--tiny", "--fresh", "--starts", "2", "--work", str(tmp_path / "work"), "--out", str(out)]
+    program.main([*options, "--impl", "default"])
+    start, failed = read(out)
+    assert (start["phase"], start["impl"], start["partial"]) == ("start", "machete", True)
+    assert failed["reason"] == "ended with 1 after 9 s: out of memory"
 
 
 def test_engines_that_share_memory_are_told_how_much_keys_and_values_may_take(tmp_path, monkeypatch):
@@ -687,6 +822,12 @@ def test_the_page_keeps_an_earlier_run_of_more_implementations():
     assert "earlier" not in text
 
 
+def test_the_page_leaves_out_engines_that_ended_early():
+    whole = [row for impl, gain in (("w4gemm", 1.2), ("machete", 1.0)) for row in engine_rows(impl, gain)]
+    early = [row for row in engine_rows("w4gemm", 2.0, run="2", partial=True) if row.get("batch") != 256]
+    assert page.text([*whole, *early], "engine.jsonl") == page.text(whole, "engine.jsonl")
+
+
 def test_the_page_of_a_layer_of_experts():
     facts = engine_rows("w4gemm", 1.0)[0]
     times = {1: (10.0, 20.0), 64: (50.0, 40.0), 128: (60.0, 120.0)}
@@ -762,14 +903,16 @@ def test_agreement_of_a_checkpoint_is_rows(tmp_path, monkeypatch):
         read.append(f"{folder.name} {variables['W4GEMM_VLLM']}")
         assert (folder / "model.safetensors").exists() and preloaded is None and task.texts == ([5, 6, 7],)
         after = [{"1": math.log(0.5), "2": math.log(0.25)}] * 2
-        return Result("0.26.0", 1.0, {"linear": {MACHETE: 14}}, read=[{"after": after, "answer": [1, 2]}])
+        early = {"failure": "not done"} if task.engine.get("linear_backend") == "marlin" else {}
+        kernels = {"linear": {MARLIN if early else MACHETE: 14}}
+        return Result("0.26.0", 1.0, kernels, read=[{"after": after, "answer": [1, 2]}], **early)
 
     monkeypatch.setattr(agreement, "run_offline", run_offline)
     monkeypatch.setattr(agreement, "preloaded_vllm", lambda *unused: contextlib.nullcontext())
     monkeypatch.setattr(agreement, "tokens_of", lambda folder: ([5, 6, 7],))
     source, out = write_gguf(tmp_path / "model.gguf", tied=False), tmp_path / "rows.jsonl"
-    options = ["--format", "awq-int4-g32", "--impl", "machete", "w4gemm", "--work", str(tmp_path / "w")]
+    options = ["--format", "awq-int4-g32", "--impl", "machete", "w4gemm", "marlin", "--work", str(tmp_path / "w")]
     agreement.main([*options, "--checkpoint", str(source), "--out", str(out)])
-    (row,) = [json.loads(line) for line in out.read_text().splitlines()]  # w4gemm got other kernels: no row
-    assert read == ["awq-int4-g32-matrices off", "awq-int4-g32 off", "awq-int4-g32 on"]
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]  # w4gemm got other kernels, Marlin ended early
+    assert read == ["awq-int4-g32-matrices off", "awq-int4-g32 off", "awq-int4-g32 on", "awq-int4-g32 off"]
     assert (row["phase"], row["impl"], row["kl_max"], row["top1"]) == ("agreement", "machete", 0.0, 1.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,8 @@ SERVER = """
 import json, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-PORT, TOKENS = int(sys.argv[1]), int(sys.argv[2])
-here, most, lock = 0, 0, threading.Lock()
+PORT, TOKENS, REQUESTS = map(int, sys.argv[1:])
+here, most, requests, lock = 0, 0, 0, threading.Lock()
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -38,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"version": "0.26.0"})
 
     def do_POST(self):
-        global here, most
+        global here, most, requests
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/collective_rpc":
             assert asked == {"method": "inspect_kernels"}
@@ -46,6 +48,9 @@ class Handler(BaseHTTPRequestHandler):
         if len(asked["prompt"]) != 16:
             return self.answer({"error": "too long"}, 400)
         with lock:
+            requests += 1
+            if requests > REQUESTS:
+                time.sleep(600)
             here += 1
             most = max(most, here)
             print(f"at a time: {most}", flush=True)
@@ -81,22 +86,31 @@ ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 """
 
 
-def rows(folder: Path, monkeypatch: pytest.MonkeyPatch, tokens_in: int, tokens: int = 4) -> list[dict[str, object]]:
-    """Rows of a run beside a server whose answers have ``tokens`` tokens, 4 of which are asked for."""
+@dataclass
+class Server:
+    """Tokens of a server's answers, 4 of which are asked for; requests that it answers; seconds that it is given."""
+
+    tokens: int = 4
+    requests: int = 1000
+    seconds: int = 30
+
+
+def rows(folder: Path, monkeypatch: pytest.MonkeyPatch, tokens_in: int, server: Server) -> list[dict[str, object]]:
+    """Rows of a run beside a server."""
 
     def command(arguments: dict[str, object], port: int) -> list[str]:
         assert Path(str(arguments["model"])).joinpath("config.json").exists()
-        return [sys.executable, "-c", SERVER, str(port), str(tokens)]
+        return [sys.executable, "-c", SERVER, str(port), str(server.tokens), str(server.requests)]
 
     monkeypatch.setattr(serve, "command", command)
     options = ["--tiny", "--serve", "--impl", "default", "--batch", "1", "3", "--tokens-in", str(tokens_in)]
     folders = ["--work", str(folder / "work"), "--logs", str(folder / "logs"), "--out", str(folder / "rows.jsonl")]
-    program.main([*options, "--tokens-out", "4", "--seconds", "30", *folders])
+    program.main([*options, "--tokens-out", "4", "--seconds", str(server.seconds), *folders])
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
 def test_a_server_under_load_gives_rows(tmp_path, monkeypatch):
-    start, *loads = rows(tmp_path, monkeypatch, 16)
+    start, *loads = rows(tmp_path, monkeypatch, 16, Server())
     alone, three = (row for row in loads if row["streamed"])
     whole = [row for row in loads if not row["streamed"]]
     (log,) = (tmp_path / "logs").glob("*-serve.log")
@@ -118,7 +132,25 @@ def test_a_server_under_load_gives_rows(tmp_path, monkeypatch):
 
 
 def test_a_server_that_refuses_or_answers_too_little_fails_with_its_words(tmp_path, monkeypatch):
-    (failed,) = rows(tmp_path, monkeypatch, 17)
+    start, failed = rows(tmp_path, monkeypatch, 17, Server())
+    assert (start["phase"], start["partial"]) == ("start", True)
     assert failed["phase"] == "failed" and "400 Bad Request" in failed["reason"] and "too long" in failed["reason"]
-    (failed,) = rows(tmp_path / "less", monkeypatch, 16, tokens=3)
+    _, failed = rows(tmp_path / "less", monkeypatch, 16, Server(tokens=3))
     assert "an answer has 3 tokens, wanted 4" in failed["reason"]
+
+
+def test_a_server_that_is_stopped_by_its_limit_keeps_the_loads_before(tmp_path, monkeypatch):
+    """It answers both loads of one request at a time, and hangs in those of three."""
+    for seconds in (4, 20, 100):  # a busy machine may not come so far
+        found = rows(tmp_path / str(seconds), monkeypatch, 16, Server(requests=10, seconds=seconds))
+        if len(found) == 4:
+            break
+    *measured, failed = found
+    assert [(row["phase"], row.get("streamed")) for row in measured] == [
+        ("start", None),
+        ("serve", True),
+        ("serve", False),
+    ]
+    assert all(row["partial"] and row["impl"] == failed["impl"] == "machete" for row in measured)
+    wanted = r"ended after \d+ s: 3 requests at a time, streamed: not done at the server's limit"
+    assert re.fullmatch(wanted, str(failed["reason"]))

@@ -4,7 +4,9 @@ For each model and format a checkpoint of random numbers is written; then every 
 its own, one after the other in mixed order. With ``--at-once N``, N engines start side by side, and each is measured
 while the others do nothing. ``LLM.generate`` is timed at several batch sizes, for a long prompt, and to the first
 token; with ``--serve``, ``vllm serve`` under load instead. All answers are greedy. An implementation whose layers got
-another kernel than asked for is refused. What fails is a row of phase "failed" with its reason.
+another kernel than asked for is refused. What fails is a row of phase "failed" with its reason. If the engine had
+measured something before, as one that is stopped by ``--seconds`` or an interrupt, the rows of that are kept, with
+``"partial": true``; the page leaves them out.
 
 ``default`` is vLLM's own choice: its rows have the name of the kernel that it chose and ``"chosen": true``. Needs vLLM
 and a GPU. Rows go to bench/results/engine.jsonl.
@@ -17,9 +19,10 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -68,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 say(f"{', '.join(f'{case} {i.name}' for case, i in jobs[first:])}: not run, the budget is spent")
                 break
             now, later = jobs[first : first + args.at_once], jobs[first + args.at_once :]
-            for case, rows in measure(now, place):
-                record.append(args.out, *(row | facts for row in rows))
-                case.shown.extend(rows)
+            measure(now, place)
             for case in dict.fromkeys(case for case, _ in now):
                 if case not in [other for other, _ in later]:
                     say(f"\n{case.model.name}, {case.packing}, {facts['gpu'] or 'no GPU'}\n{table(case.shown)}")
@@ -88,14 +89,14 @@ def place_of(args: argparse.Namespace, implementations: Sequence[Implementation]
         plugin = plugin_metadata(work / "plugin") if ours else None
         count = 0 if args.serve or args.fresh else args.at_once
         preloaded = [stack.enter_context(preloaded_vllm(plugin, logs / f"preload-{i}.log")) for i in range(count)]
-        yield Place(work, logs, plugin, tuple(preloaded))
+        yield Place(work, logs, plugin, tuple(preloaded), args.out)
 
 
 def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Place, facts: Row) -> Case:
     """Return what to do with a checkpoint.
 
     Args:
-        facts: of the run, for its name.
+        facts: of the run.
     """
     longest = max(args.tokens_in + args.tokens_out, args.prefill + 1)
     options = EngineOptions(
@@ -120,51 +121,59 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Pla
     common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
     common |= {"format": str(packing), "dtype": args.dtype, "gpus": args.gpus}
     common |= {"mode": "eager" if args.eager else "graphs" if args.no_compile else "default", "at_once": args.at_once}
-    return Case(model, packing, options, task, args.serve, args.starts, args.seconds, place, common)
+    return Case(model, packing, options, task, args.serve, args.starts, args.seconds, place, common, facts)
 
 
-def measure(jobs: Sequence[Job], place: Place) -> Iterator[tuple[Case, list[Row]]]:
-    """Serve checkpoints, all at the same time, and give the rows of each engine when it is done."""
+def measure(jobs: Sequence[Job], place: Place) -> None:
+    """Serve checkpoints, all at the same time. Each engine's rows are stored when it is done, also if the command is
+    interrupted."""
     for case, _ in jobs:
         case.write()
     turns = Turns(place.work / f"turns-{time.monotonic_ns()}" if len(jobs) > 1 else None)
-    preloaded = place.preloaded or (None,) * len(jobs)
-    slots = [Slot(turns, process) for process, _ in zip(preloaded, jobs, strict=False)]
+    preloaded, interrupted = place.preloaded or (None,) * len(jobs), threading.Event()
+    futures: list[Future[None]] = []
     with ThreadPoolExecutor(len(jobs)) as pool:
         try:
             with turns.until_begun(len(jobs)):
-                futures = {pool.submit(finished, *job, slot): job for job, slot in zip(jobs, slots, strict=True)}
+                for job, process in zip(jobs, preloaded, strict=False):
+                    futures.append(pool.submit(run, *job, Slot(turns, process, interrupted)))
             for future in as_completed(futures):
-                yield futures[future][0], future.result()
+                future.result()
         except BaseException:
-            end_descendants(os.getpid())  # else the pool would wait for engines
+            interrupted.set()
+            while wait(futures, timeout=0.2).not_done:  # a thread may be about to start an engine
+                end_descendants(os.getpid())
             raise
 
 
-def finished(case: Case, implementation: Implementation, slot: Slot) -> list[Row]:
-    """Serve a checkpoint with an implementation, and return its rows, whole."""
+def run(case: Case, implementation: Implementation, slot: Slot) -> None:
+    """Serve a checkpoint with an implementation, and store its rows, whole."""
     start, common = time.monotonic(), case.common
     try:
         name, result, rows = (served if case.serve else offline)(case, implementation, slot)
-        common = {**common, "engine_version": result.engine_version}
-        case.compare(name, {point["batch"]: point["tokens"] for point in result.decode}, rows)
+        common, failure = {**common, "engine_version": result.engine_version}, result.failure
+        case.compare(name, result, rows)
     except EngineError as e:
-        name, rows = implementation.name, [{"phase": "failed", "reason": str(e)}]
-        say(f"{case}, {name} failed: {e}")
+        name, rows, failure = implementation.name, [], str(e)
+    if failure:
+        reason = f"interrupted: {failure}" if slot.interrupted.is_set() else failure
+        say(f"{case}, {name} failed: {reason}")
+        rows = [*(row | {"partial": True} for row in rows), {"phase": "failed", "reason": reason}]
     version = w4gemm.__version__ if OURS in name else common.get("engine_version", "")
     own = {"impl": name, "impl_version": version, "chosen": implementation.linear == DEFAULT}
     say(f"{case}: {implementation.name} took {time.monotonic() - start:.0f} s")
-    return [common | own | row for row in rows]
+    case.store([common | own | row for row in rows])
 
 
 def offline(case: Case, implementation: Implementation, slot: Slot) -> tuple[str, Result, list[Row]]:
     """Start an engine as often as wanted, measure it at the last start.
 
     Returns:
-        Name of what the layers ran, the last start's result, and rows.
+        Name of what the layers ran, the last start's result, and rows. If the engine ended early, the result's
+        ``failure`` says why.
 
     Raises:
-        EngineError: if a start fails, or the layers got other kernels.
+        EngineError: if no start was measured, or the layers got other kernels.
     """
     arguments = case.options.arguments(case.folder, implementation, case.model, case.task.batches)
     arguments |= {"skip_tokenizer_init": True, "disable_log_stats": True}
@@ -175,7 +184,13 @@ def offline(case: Case, implementation: Implementation, slot: Slot) -> tuple[str
     for number in range(1, case.starts + 1):
         start, last = caches.start(), number == case.starts
         log, begun = case.place.log(f"{case}-{implementation.name}-{number}"), time.monotonic()
-        result = run_offline(replace(task, start_only=not last), variables, log, case.limit, slot.preloaded)
+        try:
+            result = run_offline(replace(task, start_only=not last), variables, log, case.limit, slot.preloaded)
+        except EngineError as e:
+            if not rows:
+                raise
+            result.failure = str(e)
+            break
         caches.started()
         started, *found = rows_of(result, task)
         parts = phases.of_start(read(log), result.start_s, result.import_s)
@@ -183,6 +198,8 @@ def offline(case: Case, implementation: Implementation, slot: Slot) -> tuple[str
         around = time.monotonic() - begun - result.start_s - result.measure_s
         say(f"{case}, {implementation.name}, {start} start: {result.start_s:.1f} s ({phases.text(parts)})")
         say(f"  measured for {result.measure_s:.1f} s; {around:.1f} s before and after, such as for the import of vLLM")
+        if result.failure:
+            break
     name = checked(implementation, result.kernels, rows)
     for row in profile.rows_of(result):
         rows.append(row)
@@ -205,13 +222,12 @@ def served(case: Case, implementation: Implementation, slot: Slot) -> tuple[str,
     ]
     variables = environment(implementation, caches, case.place.plugin)
     log, start = case.place.log(f"{case}-{implementation.name}-serve"), caches.start()
-    facts, found = serve.serve(arguments, variables, log, case.limit, loads, slot.turns)
+    result = serve.serve(arguments, variables, log, case.limit, loads, slot.turns)
     caches.started()
-    result = Result(**facts)
     parts = phases.of_start(read(log), result.start_s, 0.0)
     say(f"{case}, {implementation.name}, {start} start: {result.start_s:.1f} s ({phases.text(parts)})")
     rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": start, "parts": parts}]
-    for load, figures in zip(loads, found, strict=True):
+    for load, figures in zip(loads, result.served, strict=False):
         point = {"batch": load.at_a_time, "tokens_in": load.tokens_in, "tokens_out": load.tokens_out}
         rows.append({"phase": "serve", **point, **figures})
     return checked(implementation, result.kernels, rows), result, rows

@@ -68,7 +68,7 @@ class Reading:
     """Process to fork engines from."""
 
     def read(self, folder: Path, implementation: Implementation) -> Result:
-        """Return what an engine predicts; raises EngineError."""
+        """Return what an engine predicts; raises EngineError, also if it ended early."""
         model = Model(folder.name, json.loads((folder / "config.json").read_text()))
         task = Task(
             engine=self.options.arguments(folder, implementation, model, (1,)),
@@ -81,7 +81,10 @@ class Reading:
         caches = Caches(self.work / "caches" / name, self.work / "caches/shared")
         caches.start()
         variables = environment(implementation, caches, self.plugin)
-        return run_offline(task, variables, self.work / f"{name}.log", self.seconds, self.preloaded)
+        result = run_offline(task, variables, self.work / f"{name}.log", self.seconds, self.preloaded)
+        if result.failure:
+            raise EngineError(result.failure)
+        return result
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from bench.engine.checkpoint import tensors_of, write
 from bench.engine.implementations import Implementation
 from bench.engine.launch import Caches, EngineOptions
 from bench.engine.models import Model
-from bench.engine.offline import Task
+from bench.engine.offline import Result, Task
 from bench.engine.packing import Packing
 from bench.engine.preload import Preloaded
 from bench.engine.rows import Answers, add_agreement
@@ -19,6 +20,9 @@ from bench.engine.turns import Turns
 from bench.rows import Row
 
 from w4gemm.console.progress import say
+from w4gemm.tuning import record
+
+_storing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,14 @@ class Place:
         plugin: folder with our plugin's metadata, if the package is not installed.
         preloaded: processes to fork engines of ``LLM.generate`` from, one for each that starts at the same time; or
             none.
+        out: file of rows.
     """
 
     work: Path
     logs: Path
     plugin: Path | None
     preloaded: tuple[Preloaded, ...]
+    out: Path
 
     def log(self, name: str) -> Path:
         """Return a file for what an engine prints, without what another printed before."""
@@ -52,10 +58,12 @@ class Slot:
     Attributes:
         turns: shared by all of them.
         preloaded: process to fork it from; None to import vLLM anew.
+        interrupted: set for all of them if the command is told to end, before it ends the engines.
     """
 
     turns: Turns
     preloaded: Preloaded | None
+    interrupted: threading.Event
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +76,9 @@ class Case:
         starts: how often an engine starts; the last start is measured.
         seconds: limit of a process that is alone.
         common: fields of all rows.
+        facts: of the run, with which all rows end.
         shown: the rows so far.
-        reference: name and answers of the first implementation that was done, once there is one.
+        reference: name and answers of the first implementation that measured all, once there is one.
     """
 
     model: Model
@@ -81,6 +90,7 @@ class Case:
     seconds: float
     place: Place
     common: Row
+    facts: Row
     shown: list[Row] = field(default_factory=list)
     reference: list[tuple[str, Answers]] = field(default_factory=list)
 
@@ -114,12 +124,19 @@ class Case:
         done.touch()
         say(f"{self}: written in {time.monotonic() - start:.1f} s")
 
-    def compare(self, name: str, answers: Answers, rows: list[Row]) -> None:
-        """Compare answers with those of the first implementation; remember them if they are the first."""
-        if not self.reference:
-            self.reference.append((name, answers))
-        elif answers:
+    def compare(self, name: str, result: Result, rows: list[Row]) -> None:
+        """Compare answers with those of the first implementation; remember them if they are the first and whole."""
+        answers = {point["batch"]: point["tokens"] for point in result.decode}
+        if self.reference:
             add_agreement(rows, answers, *self.reference[0])
+        elif not result.failure:
+            self.reference.append((name, answers))
+
+    def store(self, rows: list[Row]) -> None:
+        """Write an engine's rows, which others may do at the same time."""
+        with _storing:
+            record.append(self.place.out, *(row | self.facts for row in rows))
+            self.shown.extend(rows)
 
     def end(self, kept: bool) -> None:
         """Remove the checkpoint, unless it is kept."""

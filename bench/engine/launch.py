@@ -226,31 +226,39 @@ def entry_points(pyproject: Path) -> list[str]:
 def run_offline(
     task: Task, variables: dict[str, str], log: Path, seconds: float, preloaded: Preloaded | None = None
 ) -> Result:
-    """Run ``bench.engine.offline`` in a process of its own and return what it found.
+    """Run ``bench.engine.offline`` in a process of its own and return what it found. If it ended early, the result's
+    ``failure`` says why.
 
     Args:
         log: file for all that the engine prints.
         preloaded: a process to fork it from, if it can; None to start a new one.
 
     Raises:
-        EngineError: if it fails or is not done within ``seconds``; with the last error that it printed.
+        EngineError: if it fails or is not done within ``seconds``, and was not even up; with the last error that it
+            printed.
     """
     wait_for_memory(task.engine.get("gpu_memory_utilization", 0.0), task.engine.get("tensor_parallel_size", 1))
     task_file, result_file = log.with_suffix(".task.json"), log.with_suffix(".result.json")
     task_file.write_text(json.dumps(asdict(task)))
     result_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "bench.engine.offline", str(task_file), str(result_file)]
+    begun = time.monotonic()
     try:
         if preloaded and preloaded.ready():
             code = preloaded.run(task_file, result_file, variables, log, seconds)
         else:
             with started(command, variables, log) as process:
                 code = process.wait(seconds)
+        end = f"ended with {code} after {time.monotonic() - begun:.0f} s"
     except subprocess.TimeoutExpired:
-        raise EngineError(f"not done in {seconds:.0f} s: {last_error(log)}") from None
-    if not result_file.exists():  # an engine may fail while it ends
-        raise EngineError(f"ended with {code}: {last_error(log)}")
-    return Result(**json.loads(result_file.read_text()))
+        end = f"not done in {seconds:.0f} s, its limit"
+    failure = f"{end}: {last_error(log)}"
+    if not result_file.exists():
+        raise EngineError(failure)
+    result = Result(**json.loads(result_file.read_text()))
+    if result.failure:  # else all was measured, however the engine ended
+        result.failure = failure
+    return result
 
 
 def wait_for_memory(part: float, gpus: int, seconds: float = 20) -> None:

@@ -1,7 +1,8 @@
 """One engine in a process of its own: ``python -m bench.engine.offline TASK RESULT``, both files of JSON.
 
-The task says what to start and measure (:class:`Task`); the result holds the times and tokens. The process imports vLLM
-and nothing of w4gemm: the plugin, if any, is vLLM's to load.
+The task says what to start and measure (:class:`Task`); the result holds the times and tokens. It is written anew after
+each point, so that a process that is ended early leaves what it had measured. The process imports vLLM and nothing of
+w4gemm: the plugin, if any, is vLLM's to load.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,16 @@ class Result:
     import_s: float = 0.0
     """Part of start_s; about 0 in a process that was forked from one that had imported vLLM."""
     measure_s: float = 0.0
+    served: list[dict[str, Any]] = field(default_factory=list)
+    """Figures of the loads on a server, in their order."""
+    failure: str = ""
+    """Why not all that was wanted is there; empty if it is."""
+
+    def save(self, file: Path) -> None:
+        """Write the result in one step, so that a reader never sees a partial file."""
+        unfinished = file.with_name(f"{file.name}.unfinished")
+        unfinished.write_text(json.dumps(asdict(self)))
+        unfinished.replace(file)
 
 
 class Engine:
@@ -169,55 +180,67 @@ class Engine:
         return self.llm.collective_rpc("stop_gpu_profile", args=(steps,))[0]
 
 
-def measure(task: Task) -> Result:
-    """Start an engine and measure it."""
+def measure(task: Task, file: Path) -> None:
+    """Start an engine and measure it; the file has its result, which is whole if there is no failure in it."""
     turns = Turns(Path(task.turns) if task.turns else None)
     with turns.starting():
         start = time.perf_counter()
         engine = Engine(task)
-        result = Result(start_s=time.perf_counter() - start, import_s=engine.import_s)
+        result = Result(start_s=time.perf_counter() - start, import_s=engine.import_s, failure="not done")
+        identify(result, engine)
+        result.save(file)
     with turns.measuring():
-        fill(result, engine)
-    return result
+        start = time.perf_counter()
+        for _ in points(engine, result):
+            result.measure_s = time.perf_counter() - start
+            result.save(file)
+    result.failure = ""
+    result.save(file)
 
 
-def fill(result: Result, engine: Engine) -> None:
-    """Measure an engine that is up."""
-    task = engine.task
+def identify(result: Result, engine: Engine) -> None:
+    """Note an engine's version and kernels."""
     import vllm
 
     result.engine_version = vllm.__version__
     result.kernels = engine.llm.collective_rpc("inspect_kernels")[0]
     print("kernels:", json.dumps(result.kernels), flush=True)
-    start = time.perf_counter()
+
+
+def points(engine: Engine, result: Result) -> Iterator[None]:
+    """Measure what a task wants, and pause after each point."""
+    task = engine.task
     if task.texts:
         result.read = [engine.read(text) for text in task.texts]
+        yield
     elif not task.start_only:
-        _time(engine, result)
-    result.measure_s = time.perf_counter() - start
+        yield from _times(engine, result)
 
 
-def _time(engine: Engine, result: Result) -> None:
-    """Take the times that a task wants."""
+def _times(engine: Engine, result: Result) -> Iterator[None]:
     task = engine.task
     for batch in task.batches:
         result.decode.append(engine.decode(batch))
         found = result.decode[-1]
         print(f"batch {batch}: {found['total_s']:.3f} s, first tokens {found['first_token_s']:.3f} s", flush=True)
+        yield
     if task.prefill:
         result.prefill_s = engine.prefill()
+        yield
     try:
-        result.profiles = [engine.profile(batch) for batch in task.profiled]
+        for batch in task.profiled:
+            result.profiles.append(engine.profile(batch))
+            yield
         if task.profiled and task.prefill:
             result.prefill_profile = engine.profile_prefill()
+            yield
     except Exception:  # times are worth more
         traceback.print_exc()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     task_file, result_file = map(Path, sys.argv[1:] if argv is None else argv)
-    result = measure(Task(**json.loads(task_file.read_text())))
-    result_file.write_text(json.dumps(asdict(result)))
+    measure(Task(**json.loads(task_file.read_text())), result_file)
 
 
 if __name__ == "__main__":

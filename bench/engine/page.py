@@ -82,11 +82,12 @@ _KINDS = {"serve": "serve", "profile": "profile", "prefill_profile": "profile"}
 
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
     """Return the rows of each table: of the last run that measured its model, offline, under load and profiled; and,
-    offline, of the last one before it that ran all of its implementations and more."""
+    offline, of the last one before it that ran all of its implementations and more. Rows of engines that ended early
+    are left out: they would hide a run that measured all."""
     found: dict[Case, dict[str, dict[str, list[Row]]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
     for row in rows:
-        if row["kind"] != "engine" or row["phase"] in ("failed", "agreement", "experts"):
+        if row["kind"] != "engine" or row["phase"] in ("failed", "agreement", "experts") or row.get("partial"):
             continue
         case = Case.of(row)
         if row["phase"] == "start":

@@ -59,7 +59,7 @@ class Preloaded:
         """Run ``bench.engine.offline`` in a process of its own, of which nothing is left at the end.
 
         Returns:
-            Its exit code; -1 if it could not be forked.
+            Its exit code; -1 if it could not be forked, or if this process has ended.
 
         Raises:
             subprocess.TimeoutExpired: if it is not done in time.
@@ -76,7 +76,9 @@ class Preloaded:
         if code is None:
             self._line(30)
             raise subprocess.TimeoutExpired("bench.engine.offline", seconds)
-        return int(code)
+        if not code:
+            self._ready = False
+        return int(code or -1)
 
     def _forked(self, order: dict[str, Any]) -> int | None:
         """Return the number of the process that takes an order; None if this one has ended."""
@@ -95,7 +97,7 @@ class Preloaded:
         self._process.wait()
 
     def _line(self, seconds: float) -> str | None:
-        """Return the next line of its answers; None if there is none in time."""
+        """Return the next line of its answers; None if there is none in time, "" if it has ended."""
         assert self._process.stdout is not None
         handle, end = self._process.stdout.fileno(), time.monotonic() + seconds
         while b"\n" not in self._lines:
@@ -103,7 +105,7 @@ class Preloaded:
                 return None
             piece = os.read(handle, 4096)
             if not piece:
-                return None
+                return ""
             self._lines += piece
         line, _, self._lines = self._lines.partition(b"\n")
         return line.decode()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine.launch import EngineError, last_error, started
+from bench.engine.offline import Result
 from bench.engine.turns import Turns
 
 ROUNDS = 4
@@ -63,28 +64,34 @@ def serve(
     seconds: float,
     loads: Sequence[Load],
     turns: Turns = Turns(),
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> Result:
     """Start a server, put every load on it, and stop it.
 
     Args:
         turns: shared with other servers that start at the same time.
 
     Returns:
-        Facts of the server (start_s, engine_version, kernels), and figures by load.
+        Facts of the server, and figures by load. If a load fails or is not done within ``seconds``, the figures of
+        those before it; ``failure`` says why.
 
     Raises:
-        EngineError: if it does not come up, or does not answer, within ``seconds``.
+        EngineError: if it does not come up within ``seconds``.
     """
-    port, end = _free_port(), time.monotonic() + seconds
+    port, begun = _free_port(), time.monotonic()
     # the development server answers calls of worker.py's methods
     with started(command(arguments, port), {**variables, "VLLM_SERVER_DEV_MODE": "1"}, log) as process:
         with turns.starting():
             seconds_up = _up(process, port, log, seconds)
         base = f"http://{_HOST}:{port}"
-        facts = {"start_s": seconds_up, "engine_version": _get(base, "/version")["version"]}
-        facts["kernels"] = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
+        result = Result(_get(base, "/version")["version"], seconds_up)
+        result.kernels = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
         with turns.measuring():
-            return facts, [_put_on(load, port, log, end - time.monotonic()) for load in loads]
+            try:
+                for load in loads:
+                    result.served.append(_put_on(load, port, log, begun + seconds - time.monotonic()))
+            except EngineError as e:
+                result.failure = f"ended after {time.monotonic() - begun:.0f} s: {e}"
+    return result
 
 
 def _up(process: subprocess.Popen[bytes], port: int, log: Path, seconds: float) -> float:
@@ -96,9 +103,10 @@ def _up(process: subprocess.Popen[bytes], port: int, log: Path, seconds: float) 
     start = time.perf_counter()
     while True:
         if process.poll() is not None:
-            raise EngineError(f"the server ended with {process.returncode}: {last_error(log)}")
+            after = f"after {time.perf_counter() - start:.0f} s"
+            raise EngineError(f"the server ended with {process.returncode} {after}: {last_error(log)}")
         if time.perf_counter() - start > seconds:
-            raise EngineError(f"the server was not up in {seconds:.0f} s: {last_error(log)}")
+            raise EngineError(f"the server was not up in {seconds:.0f} s, its limit: {last_error(log)}")
         try:
             urllib.request.urlopen(f"http://{_HOST}:{port}/health", timeout=2).close()
             return time.perf_counter() - start
@@ -116,7 +124,7 @@ def _put_on(load: Load, port: int, log: Path, seconds: float) -> dict[str, Any]:
     try:
         return asyncio.run(asyncio.wait_for(load.put_on(port), max(1.0, seconds)))
     except (TimeoutError, asyncio.TimeoutError):
-        raise EngineError(f"{what}: not done in {seconds:.0f} s") from None
+        raise EngineError(f"{what}: not done at the server's limit") from None
     except Exception as e:  # of the connection, of the server, of what it answers
         raise EngineError(f"{what}: {e!r}: {last_error(log)}") from None
 
