@@ -1,12 +1,9 @@
-"""The benchmark of engines, as far as it needs neither a GPU nor vLLM."""
+"""The benchmark of engines: how engines are started, measured and ended. Needs neither a GPU nor vLLM."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -25,188 +22,23 @@ sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
 from bench.engine import (  # noqa: E402
-    agreement,
     launch,
-    layer,
     offline,
-    options,
-    page,
     phases,
     preload,
-    profile,
     rows,
     serve,
-    tables,
     worker,
 )
-from bench.engine.checkpoint import tensors_of, write  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
-from bench.engine.models import cut, model_named, tiny  # noqa: E402
+from bench.engine.models import model_named  # noqa: E402
 from bench.engine.offline import Result, Task  # noqa: E402
-from bench.engine.packing import Packing  # noqa: E402
 from bench.rows import read  # noqa: E402
 
-from tiny_model import write_gguf  # noqa: E402
-from w4gemm import W4Experts  # noqa: E402
-from w4gemm.checkpoints import open_checkpoint  # noqa: E402
-from w4gemm.checkpoints.hugging_face import SafetensorsFolder  # noqa: E402
-from w4gemm.integrations.vllm.models import read_model  # noqa: E402
-
-CHECKPOINTS = [
-    ("llama-3-8b", "gptq-int4-g128"),
-    ("qwen2.5-32b", "awq-int4-g128"),
-    ("qwen3-30b-a3b", "ct-int4-g128-fp8"),
-    ("deepseek-v3-5-layers", "ct-int4-g32"),
-    ("llama-3-8b", "gptq-int4-g64-act"),
-    ("llama-3-8b", "gptq-int4-g128-head"),
-    ("mixtral-8x7b", "gptq-int4-g128"),
-    ("qwen2.5-32b", "ct-nvfp4"),
-    ("llama-3-8b", "ct-mxfp4"),
-    ("qwen3-30b-a3b", "modelopt-nvfp4"),
-    ("llama-3-8b", "ct-nvfp4-a16"),
-    ("llama-3-8b", "modelopt-nvfp4-a16"),
-]
-
-
-def test_the_page_says_what_was_measured_in_an_engine():
-    """Cells of docs/vllm.md that begin with "measured" are those of which there are rows."""
-    kinds = {"W4GemmLinearKernel": 1, "W4gemmExperts": 2}
-    found = [row for row in read(launch.RESULTS) if row["impl"] == "w4gemm" and row["phase"] == "decode"]
-    lines = (ROOT / "docs/vllm.md").read_text().partition("## What was run")[2].partition("\n## ")[0].splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
-    said = {
-        (format, column)
-        for name, *runs in cells
-        for format in re.findall(r"`([\w.-]+)`", name)
-        for column, cell in enumerate(runs, 1)
-        if cell.startswith("measured")
-    }
-    assert said == {(row["format"], kinds[kernel]) for row in found for kernel in row["kernels"]}
-
-
-# --- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, format", CHECKPOINTS)
-def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format, tmp_path):
-    model, packing = tiny(model_named(name)), Packing.parse(format)
-    size = write(model, packing, tmp_path)
-    assert size == sum(t.nbytes for t in tensors_of(model, packing))
-    checkpoint = open_checkpoint(tmp_path)
-    assert ("lm_head" in checkpoint.modules) == (packing.option == "head") and checkpoint.modules
-    wanted = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
-    if format in wanted:  # as the plugin packs it
-        assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {wanted[format]}
-    for module_name, module in checkpoint.modules.items():
-        activations = "fp8" if packing.option == "fp8" else None
-        assert (module.format.group_size, module.activations) == (packing.group_size, activations)
-        gain = 4.0 if module_name == "lm_head" else 0.5 if module_name.endswith(("o_proj", "down_proj", "w2")) else 1.0
-        w = checkpoint.weight(module_name).dequantize()
-        assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.4 if "mxfp4" in format else 0.1), module_name
-
-
-def test_fused_modules_have_their_columns_in_one_order(tmp_path):
-    """An engine keeps one g_idx of q, k and v."""
-    write(tiny(model_named("llama-3-8b")), Packing.parse("gptq-int4-g64-act"), tmp_path)
-    stored = SafetensorsFolder(tmp_path)
-    orders = [stored.tensor(f"model.layers.1.self_attn.{name}_proj.g_idx") for name in "qkv"]
-    assert all(torch.equal(order, orders[0]) for order in orders)
-    assert not torch.equal(orders[0], orders[0].sort().values)
-    assert orders[0].bincount().tolist() == [64] * 4
-
-
-@pytest.mark.parametrize("name", ["qwen2.5-32b", "qwen3-30b-a3b", "deepseek-v3-5-layers", "gpt-oss-20b"])
-def test_transformers_makes_the_same_dense_model(name, tmp_path):
-    """Names and shapes are those of transformers' own model of the config, which engines share."""
-    transformers = pytest.importorskip("transformers")
-    model = tiny(model_named(name))
-    write(model, Packing("bf16") if not model.stacked else Packing("mxfp4"), tmp_path)
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config)
-    wanted = {name: tuple(p.shape) for name, p in made.state_dict().items() if "experts." not in name}
-    stored = {name: info.shape for name, info in SafetensorsFolder(tmp_path).tensors.items() if "experts." not in name}
-    assert stored == {name: shape for name, shape in wanted.items() if not name.endswith("inv_freq")}
-
-
-def test_gpt_oss_experts_have_the_published_shapes():
-    shapes = {t.name: (t.dtype, t.shape) for t in tensors_of(model_named("gpt-oss-20b"), Packing.parse("mxfp4"))}
-    experts = "model.layers.23.mlp.experts."
-    assert shapes[f"{experts}gate_up_proj_blocks"] == (torch.uint8, (32, 5760, 90, 16))
-    assert shapes[f"{experts}gate_up_proj_scales"] == (torch.uint8, (32, 5760, 90))
-    assert shapes[f"{experts}down_proj_blocks"] == (torch.uint8, (32, 2880, 90, 16))
-    assert shapes[f"{experts}down_proj_bias"] == (torch.bfloat16, (32, 2880))
-
-
-@pytest.mark.parametrize(
-    "name, format, gigabytes",
-    [
-        ("llama-3-8b", "gptq-int4-g128", 5.7),
-        ("llama-3-70b", "gptq-int4-g128", 39.8),
-        ("qwen2.5-32b", "awq-int4-g128", 19.3),
-        ("qwen3-30b-a3b", "gptq-int4-g128", 16.9),
-        ("mixtral-8x7b", "gptq-int4-g128", 24.7),
-        ("gpt-oss-20b", "mxfp4", 13.8),
-    ],
-)
-def test_models_are_as_large_as_the_published_ones(name, format, gigabytes):
-    size = sum(t.nbytes for t in tensors_of(model_named(name), Packing.parse(format)))
-    assert size / 1e9 == pytest.approx(gigabytes, abs=0.1)
-
-
-def documented() -> list[list[str]]:
-    """Arguments of the commands of bench.engine in "To be run next"."""
-    page = Path(__file__).parents[1] / "docs/measured/engine.md"
-    (block,) = re.findall(r"## To be run next.*?```console\n(.*?)```", page.read_text(), re.DOTALL)
-    commands = [shlex.split(line) for line in block.replace("\\\n", " ").split("$ ") if line]
-    return [command[3:] for command in commands if command[2] == "bench.engine"]
-
-
-@pytest.mark.parametrize("arguments", documented(), ids=" ".join)
-def test_the_checkpoints_of_documented_commands_are_written_and_open(arguments, tmp_path):
-    args = options.parser().parse_args([*arguments, "--tiny"])
-    packings = [Packing.parse(text) for text in args.format]
-    for model, packing in (pair for text in args.model for pair in options.pairs_of(text, packings, args)):
-        folder = tmp_path / f"{model.name}-{packing}"
-        assert write(model, packing, folder) == sum(t.nbytes for t in tensors_of(model, packing))
-        assert open_checkpoint(folder).modules
-
-
-def test_layers_differ_and_a_second_folder_is_the_same(tmp_path):
-    model, packing = tiny(model_named("llama-3-8b")), Packing.parse("gptq-int4-g128")
-    for folder in ("a", "b"):
-        write(model, packing, tmp_path / folder)
-    a, b = (SafetensorsFolder(tmp_path / folder) for folder in ("a", "b"))
-    first, second = (a.tensor(f"model.layers.{i}.mlp.up_proj.qweight") for i in range(2))
-    assert not torch.equal(first, second)
-    assert all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.tensors)
-
-
-def test_bad_models_and_formats_are_named():
-    with pytest.raises(ValueError, match="model: wanted one of llama-3-8b, .*got 'llama'"):
-        model_named("llama")
-    with pytest.raises(ValueError, match="format: wanted gptq-int4-g128, .*got 'gptq-int4-g128-fp8'"):
-        Packing.parse("gptq-int4-g128-fp8")
-    with pytest.raises(ValueError, match="gpt-oss-20b wants mxfp4, got gptq-int4-g128"):
-        program.main(["--model", "gpt-oss-20b", "--format", "gptq-int4-g128"])
-    with pytest.raises(ValueError, match="llama-3-8b wants a format of int4, got mxfp4"):
-        program.main(["--model", "llama-3-8b", "--format", "mxfp4"])
-    pairs = options.formats_of(model_named("gpt-oss-20b"), [Packing.parse("gptq-int4-g128"), Packing.parse("mxfp4")])
-    assert [str(packing) for _, packing in pairs] == ["mxfp4"]
-    args = options.parser().parse_args(["--layers", "2"])
-    own = options.pairs_of("mixtral-8x7b=ct-int4-g128-fp8", [Packing.parse("bf16")], args)
-    assert [(model.name, str(packing)) for model, packing in own] == [("mixtral-8x7b-2-layers", "ct-int4-g128-fp8")]
-    assert cut(model_named("gpt-oss-20b"), 3).config["layer_types"] == [
-        "sliding_attention",
-        "full_attention",
-        "sliding_attention",
-    ]
-
+from engine_samples import MACHETE, MARLIN, result  # noqa: E402
 
 # --- implementations ------------------------------------------------------------------------------------------------
 
-MACHETE = "vllm.model_executor.kernels.linear.mixed_precision.machete.MacheteLinearKernel"
-MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin.MarlinLinearKernel"
 MARLIN_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.marlin_moe.MarlinExperts"
 OURS = "w4gemm.integrations.vllm.dense.LinearKernel"
 
@@ -460,12 +292,6 @@ def test_a_start_is_its_phases():
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def result(ms_step: float, tokens: list[list[int]]) -> Result:
-    steps = len(tokens[0]) - 1
-    decode = {"batch": len(tokens), "first_token_s": 0.5, "total_s": 0.5 + steps * ms_step / 1e3, "tokens": tokens}
-    return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], 0.25)
-
-
 def test_a_result_is_saved_in_one_step(tmp_path):
     found, file = result(2.5, [[1, 2]]), tmp_path / "result.json"
     found.save(file)
@@ -708,211 +534,3 @@ def test_engines_that_share_memory_are_told_how_much_keys_and_values_may_take(tm
     assert arguments["kv_cache_memory_bytes"] == int(0.4 * 80e9 - 1100 - 6e9)
     with pytest.raises(launch.EngineError, match="memory: 6 GB for each engine are too few for 0 GB of weights"):
         replace(shared, memory=0.16).cache_bytes(tmp_path)
-
-
-def test_figures_of_a_load():
-    answers = [serve.Answer(0.1 * i, [0.01, 0.02], 3) for i in range(1, 5)]
-    found = serve.figures(answers, 2.0, streamed=True)
-    assert (found["tokens_s"], found["requests"], found["streamed"]) == (6.0, 4, True)
-    assert (found["first_token_ms_p50"], found["first_token_ms_p99"]) == (250.0, 400.0)
-    assert (found["between_tokens_ms_p50"], found["between_tokens_ms_p99"]) == (15.0, 20.0)
-    found = serve.figures([serve.Answer(tokens=3, whole=i) for i in (1.0, 2.0, 4.0)], 3.0, streamed=False)
-    assert found == {"requests": 3, "streamed": False, "tokens_s": 3.0, "answer_ms_p50": 2000, "answer_ms_p99": 4000}
-
-
-def test_a_profile_is_that_of_decode_steps():
-    """The steps before the last ones are left out, kernels are grouped by name, and time without kernels is gaps. The
-    prefill's is whole."""
-
-    def step(start: float, marlin_us: float) -> list[dict[str, object]]:
-        marlin = {"cat": "kernel", "name": "marlin::Marlin<256>", "ts": start, "dur": marlin_us}
-        sampler = {"cat": "kernel", "name": "_gumbel_sample_kernel", "ts": start + marlin_us + 8, "dur": 2.0}
-        return [marlin, sampler, {"cat": "cpu_op", "name": "aten::mm", "ts": start, "dur": 1e6}]
-
-    prefill = [event for i in range(2) for event in step(1000.0 * i, 900.0)]
-    steps = [event for i in range(offline.PROFILED_STEPS) for event in step(2000.0 + 30 * i, 20.0)]
-    found = worker.summarize(worker.last_steps(prefill + steps, offline.PROFILED_STEPS))
-    result = offline.Result(profiles=[{"batch": 8, **found}], prefill_profile=worker.summarize(prefill))
-    row, whole = profile.rows_of(result)
-    assert (row["phase"], row["batch"], row["us_step"]) == ("profile", 8, 30.0)
-    assert row["groups"] == {"4-bit products": 20.0, "sampling": 2.0} and row["gaps"] == 8.0
-    assert "at batch 8, 30 us" in profile.table(row) and "67%" in profile.table(row)
-    assert whole["groups"] == {"4-bit products": 1800.0, "sampling": 4.0} and whole["us_step"] == 1910.0
-    text = "\n".join(tables.steps([{**row, "impl": "machete"}, {**whole, "impl": "machete"}]))
-    assert "| a decode step at batch 8, us | machete |" in text and "| the prefill, us | machete |" in text
-    with pytest.raises(ValueError, match="no kernel of a sampler runs more than 32 times"):
-        worker.last_steps(prefill, offline.PROFILED_STEPS)
-
-
-@pytest.mark.parametrize(
-    "kernel, group",
-    [
-        ("void marlin_moe_wna16::Marlin<...>", "4-bit products"),
-        ("kernel_cutlass_kernel_w4gemmkernelssm90_mixed_gemmkernelMixedGemm_object_at__...", "4-bit products"),
-        ("kernel_cutlass_kernel_w4gemmkernelsactivation_quantize...", "quantization"),
-        ("kernel_cutlass_kernel_w4gemmkernelsgate_halves...", "activation"),
-        ("void cutlass::device_kernel<machete::MacheteKernel...>", "4-bit products"),
-        ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", "16-bit products"),
-        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90...>>", "attention"),
-        ("void vllm::reshape_and_cache_flash_kernel<...>", "attention"),
-        ("void vllm::fused_add_rms_norm_kernel<...>", "norm"),
-        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "norm"),
-        ("triton_red_fused_fused_add_rms_norm_machete_mm_2", "norm"),
-        ("triton_poi_fused_machete_mm_mul_silu_slice_1", "activation"),
-        ("triton_red_fused__to_copy_abs_clamp_cutlass_w4a8_mm_div_max_mul_reciprocal_silu_", "quantization"),
-        ("nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT", "4-bit products"),
-        ("void vllm::rotary_embedding_kernel<...>", "rope"),
-        ("void vllm::act_and_mul_kernel<...>", "activation"),
-        ("void vllm::moe::topkGatingSoftmax<...>", "routing"),
-        ("void at::native::reduce_kernel<512, 1, ArgMaxOps...>", "sampling"),
-        ("Memcpy DtoH (Device -> Pinned)", "copies"),
-    ],
-)
-def test_kernels_are_grouped_by_what_they_do(kernel, group):
-    assert profile.group_of(kernel) == group
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
-
-
-def engine_rows(impl: str, gain: float, run: str = "1", **changed: object) -> list[dict[str, object]]:
-    """Rows of an implementation that is ``gain`` times as fast as vLLM's choice, as a run writes them."""
-    task = Task({}, 512, (1, 256), 128, 128, prefill=8192)
-    found = result(4.0 / gain, [[7] * 128])
-    found.decode.append({**result(8.0 / gain, [[7] * 128] * 256).decode[0], "batch": 256})
-    common = {"kind": "engine", "run": run, "engine": "vllm", "engine_version": "0.26.0", "model": "llama-3-8b"}
-    common |= {"format": "gptq-int4-g128", "dtype": "bfloat16", "gpus": 1, "mode": "graphs", "impl": impl}
-    facts = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11", "commit": "ab", "dirty": False, "utc": ""}
-    measured = [{"start": "cold", **row} if row["phase"] == "start" else row for row in rows.rows_of(found, task)]
-    return [{**common, "chosen": impl == "machete", **row, **facts, **changed} for row in measured]
-
-
-def test_the_page_of_sample_rows():
-    """The last run only; failed rows leave no trace; ratios are over vLLM's choice and over the best."""
-    stored = [*engine_rows("w4gemm", 9.0, run="0"), *engine_rows("w4gemm", 1.5), *engine_rows("humming", 1.2)]
-    stored += [*engine_rows("machete", 1.0), {**stored[0], "impl": "conch", "phase": "failed", "reason": "no"}]
-    load = {"phase": "serve", "batch": 64, "tokens_s": 9000.0, "first_token_ms_p50": 80.0, "first_token_ms_p99": 120.0}
-    load |= {"between_tokens_ms_p50": 6.0, "between_tokens_ms_p99": 9.0}
-    stored += [
-        {**row, **load} for row in stored if row["phase"] == "decode" and row["batch"] == 1 and row["run"] == "1"
-    ]
-    kl = {"phase": "agreement", "positions": 700, "kl_mean": 0.00012, "kl_max": 0.004, "top1": 0.995, "tokens_out": 64}
-    stored += [{**row, **kl, "equal_prefix": 60.0} for row in stored[:1]]
-    text = page.text(stored, "engine.jsonl")
-    assert "| gptq-int4-g128 | w4gemm | 0.00012 | 0.004 | 99.5% | 60 |" in text
-    assert "| decode, batch 1: tokens/s (ms a step) | 375 (2.67) | 250 (4.00) | 300 (3.33) | 1.50 | 1.25 |" in text
-    assert "|  | w4gemm | machete, vLLM's choice | humming | over vLLM's choice | over the best |" in text
-    assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only | 1 to 64 | 1.50 | 1.25 |" in text
-    assert "| prefill of 8192: tokens/s | 32,768 | 32,768 | 32,768 | 1.00 | 1.00 |" in text
-    assert "| humming | 64 | 80.0 (120.0) | 6.0 (9.0) |" in text
-    assert "conch" not in text and "| cold start: s | 20 |" in text
-
-
-def test_the_page_keeps_an_earlier_run_of_more_implementations():
-    first = [
-        row for impl, gain in (("w4gemm", 1.2), ("machete", 1.0), ("humming", 1.1)) for row in engine_rows(impl, gain)
-    ]
-    last = [row for impl, gain in (("w4gemm", 1.5), ("machete", 1.0)) for row in engine_rows(impl, gain, run="2")]
-    text = page.text([*first, *last], "engine.jsonl")
-    assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only | 1 to 64 | 1.50 | - |" in text
-    assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only, earlier (ab) | 1 to 64 | 1.20 | 1.09 |" in text
-    text = page.text(
-        [*last, *engine_rows("w4gemm", 1.6, run="3"), *engine_rows("machete", 1.0, run="3")], "engine.jsonl"
-    )
-    assert "earlier" not in text
-
-
-def test_the_page_leaves_out_engines_that_ended_early():
-    whole = [row for impl, gain in (("w4gemm", 1.2), ("machete", 1.0)) for row in engine_rows(impl, gain)]
-    early = [row for row in engine_rows("w4gemm", 2.0, run="2", partial=True) if row.get("batch") != 256]
-    assert page.text([*whole, *early], "engine.jsonl") == page.text(whole, "engine.jsonl")
-
-
-def test_the_page_of_a_layer_of_experts():
-    facts = engine_rows("w4gemm", 1.0)[0]
-    times = {1: (10.0, 20.0), 64: (50.0, 40.0), 128: (60.0, 120.0)}
-    stored = [
-        {**facts, "mode": "layer", "phase": "experts", "batch": batch, "impl": impl, "us": us}
-        for batch, both in times.items()
-        for impl, us in zip(("w4gemm", "marlin"), both, strict=True)
-    ]
-    text = page.text([*engine_rows("w4gemm", 1.0), {**stored[0], "run": "0", "us": 1.0}, *stored], "engine.jsonl")
-    assert "| tokens | 1 | 64 | 128 |\n|---|---|---|---|\n| w4gemm, us | 10.0 | 50.0 | 60.0 |" in text
-    assert "| gain | 2.00 | 0.80 | 2.00 |" in text and "1 to 64 tokens: 1.26." in " ".join(text.split())
-
-
-def test_a_layer_of_experts_is_what_is_timed():
-    sizes = layer.Sizes(experts=4, top_k=2, hidden=256, width=128)
-    assert layer.Sizes.of(model_named("qwen3-30b-a3b")) == layer.Sizes(128, 8, 2048, 768)
-    ours, draw = layer.Ours(sizes, "cpu"), layer.drawn(sizes, 3, 0, "cpu")
-    assert all(len(set(ids)) == 2 for ids in draw.ids.tolist())
-    gate_up, down = ours.layers[1]
-    wanted = W4Experts(gate_up, down)(*draw)
-    assert torch.equal(ours.call(draw, 1)(), wanted) and wanted.any()
-
-
-def test_a_page_without_our_rows_has_no_ratios():
-    text = page.text([*engine_rows("machete", 1.0), *engine_rows("humming", 1.2)], "engine.jsonl")
-    assert "| 250 (4.00) | 300 (3.33) | - | - |" in text
-
-
-@pytest.mark.skipif(not launch.RESULTS.exists(), reason="no stored rows")
-def test_the_stored_page_is_that_of_the_stored_rows():
-    stored = read(launch.RESULTS)
-    assert page.PAGE.read_text() == page.text(stored, launch.RESULTS.name), "run python -m bench.report"
-    assert page.PLOT.exists() and not any(row["dirty"] for row in stored)
-
-
-# --- agreement --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("format", ["gptq-int4-g32", "awq-int4-g32", "ct-int4-g32"])
-def test_a_requantized_checkpoint_has_the_numbers_of_its_matrices(format, tmp_path):
-    pytest.importorskip("gguf")
-    source = open_checkpoint(write_gguf(tmp_path / "model.gguf", tied=False))
-    packed, dense = agreement.requantize(source, Packing.parse(format), tmp_path)
-    found, matrices = open_checkpoint(packed), SafetensorsFolder(dense)
-    assert found.modules.keys() == source.modules.keys() - {"lm_head"}
-    for name in found.modules:
-        w = found.weight(name)
-        assert torch.equal(w.dequantize().bfloat16(), matrices.tensor(f"{name}.weight")), name
-        nearest = source.weight(name).dequantize()
-        assert (w.dequantize() - nearest).norm() < 0.15 * nearest.norm()
-    assert {*found.tensors} | {f"{name}.weight" for name in found.modules} == {*matrices.tensors}
-
-
-def test_divergence_is_that_of_the_likeliest_and_of_all_others():
-    p = {"1": math.log(0.5), "2": math.log(0.25)}
-    assert agreement.divergence(p, p) == pytest.approx(0.0, abs=1e-12)
-    q = {"1": math.log(0.25), "2": math.log(0.5)}
-    assert agreement.divergence(p, q) == pytest.approx(0.25 * math.log(2))
-    reading = {"after": [p, p], "answer": [1, 2, 3]}
-    other = {"after": [p, q], "answer": [1, 2, 4]}
-    found = agreement.compare([other], [reading])
-    assert (found["top1"], found["equal_prefix"], found["positions"]) == (0.5, 2.0, 2)
-    assert found["kl_max"] == pytest.approx(0.25 * math.log(2), abs=1e-5)
-
-
-def test_agreement_of_a_checkpoint_is_rows(tmp_path, monkeypatch):
-    """Each format's matrices are read first, then its 4-bit folder with each implementation."""
-    pytest.importorskip("gguf")
-    read: list[str] = []
-
-    def run_offline(task, variables, log, seconds, preloaded):
-        folder = Path(task.engine["model"])
-        read.append(f"{folder.name} {variables['W4GEMM_VLLM']}")
-        assert (folder / "model.safetensors").exists() and preloaded is None and task.texts == ([5, 6, 7],)
-        after = [{"1": math.log(0.5), "2": math.log(0.25)}] * 2
-        early = {"failure": "not done"} if task.engine.get("linear_backend") == "marlin" else {}
-        kernels = {"linear": {MARLIN if early else MACHETE: 14}}
-        return Result("0.26.0", 1.0, kernels, read=[{"after": after, "answer": [1, 2]}], **early)
-
-    monkeypatch.setattr(agreement, "run_offline", run_offline)
-    monkeypatch.setattr(agreement, "preloaded_vllm", lambda *unused: contextlib.nullcontext())
-    monkeypatch.setattr(agreement, "tokens_of", lambda folder: ([5, 6, 7],))
-    source, out = write_gguf(tmp_path / "model.gguf", tied=False), tmp_path / "rows.jsonl"
-    options = ["--format", "awq-int4-g32", "--impl", "machete", "w4gemm", "marlin", "--work", str(tmp_path / "w")]
-    agreement.main([*options, "--checkpoint", str(source), "--out", str(out)])
-    (row,) = [json.loads(line) for line in out.read_text().splitlines()]  # w4gemm got other kernels, Marlin ended early
-    assert read == ["awq-int4-g32-matrices off", "awq-int4-g32 off", "awq-int4-g32 on", "awq-int4-g32 off"]
-    assert (row["phase"], row["impl"], row["kl_max"], row["top1"]) == ("agreement", "machete", 0.0, 1.0)

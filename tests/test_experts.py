@@ -121,6 +121,25 @@ def test_under_torch_compile():
     assert torch.equal(function(x, offsets), w4gemm.grouped_linear(x, w, offsets))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_rows_of_no_expert_stay_as_they_are_in_out(backend):
+    """Compiled as well, where the operator writes to memory of its own first. Once they were overwritten."""
+    w = QuantizedWeight.stack([w4gemm.quantize(torch.randn(48, 64), "int4_g32") for _ in range(4)])
+    offsets, counts = (torch.tensor(rows, dtype=torch.int32) for rows in ((2, 5, 5, 9, 10), (3, 0, 5, 1)))
+    x, padded = torch.randn(12, 64), torch.randn(4, 5, 64)
+
+    def call(x: torch.Tensor, padded: torch.Tensor, outs: list[torch.Tensor]) -> None:
+        w4gemm.grouped_linear(x, w, offsets, out=outs[0])
+        w4gemm.masked_linear(padded, w, counts, out=outs[1])
+
+    torch.compiler.reset()
+    wanted, found = ([torch.full(shape, 7.0) for shape in ((12, 48), (4, 5, 48))] for _ in range(2))
+    call(x, padded, wanted)
+    torch.compile(call, fullgraph=True, backend=backend)(x, padded, found)
+    assert all(map(torch.equal, wanted, found))
+    assert (found[0][:2] == 7).all() and (found[0][10:] == 7).all() and (found[1][1] == 7).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_by_their_indices_under_torch_compile(dtype):
     w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(3, 64)

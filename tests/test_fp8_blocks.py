@@ -177,13 +177,14 @@ def test_machine_code(format, m, experts):
     assert codes[1].count("UTMALDG") == codes[0].count("UTMALDG") + 1
 
 
-@pytest.mark.parametrize("k", [128, 640])
+@pytest.mark.parametrize("k", [128, 384, 640])
 def test_scales_in_ue8m0(device, k):
     """DeepEP sends four powers of two in an int32, with contiguous tokens."""
     w, blocks = made("int4_g128", 64, k, device, experts=3), -(-k // 128)
     x, _ = activations(3, 8, k, device=device)
     exponents = torch.randint(120, 134, (3, 8, -(-blocks // 4) * 4), dtype=torch.uint8, device=device)
-    packed = exponents.view(torch.int32).mT.contiguous().mT
+    words = exponents.view(torch.int32)
+    packed = words.new_empty(3, words.shape[-1], 8).mT.copy_(words)  # also of one word: strides (8, 1, 8)
     powers = exponents[..., :blocks].contiguous().view(torch.float8_e8m0fnu)
     assert torch.equal(powers.float(), torch.exp2(exponents[..., :blocks].float() - 127))
     counts = torch.tensor([8, 0, 5], dtype=torch.int32, device=device)

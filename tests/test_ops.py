@@ -268,7 +268,11 @@ def test_fake_tensors(w, x):
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         d = linear(mode.from_tensor(x), w)
+        out = torch.empty_like(d)
+        assert linear(mode.from_tensor(x), w, out=out) is out
     assert d.shape == (2, 3, N) and d.dtype == x.dtype and d.device.type == x.device.type
+    out = torch.empty(2, 3, N, dtype=x.dtype, device="meta")
+    assert linear(x.to("meta"), w.to("meta"), out=out) is out
 
 
 def test_opcheck(w, x, bias):

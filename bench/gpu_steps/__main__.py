@@ -142,6 +142,8 @@ def run(steps: Sequence[Step], gpus: Sequence[Gpu], seconds: float, work: Path, 
         work: gets a folder for this run, with a folder for each step, and folders of compiled kernels.
         out: gets the archive; None for no archive.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background, and steps would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     began = packed = time.monotonic()
     end, cores = began + seconds - LAST_S, os.cpu_count() or 1
     folder = work / time.strftime("%Y%m%dT%H%M%S", time.gmtime())

@@ -5,9 +5,11 @@ Each error names the argument, what was wanted and what came.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from w4gemm.api.modes import is_watched
 from w4gemm.core.activation import canonical, is_gated
@@ -198,7 +200,7 @@ def _checked_token_scale(scale: object, x: torch.Tensor) -> tuple[torch.Tensor |
         words = (*of_rows, -(-blocks // 4))
         if scale.shape != words:
             raise ValueError(f"token_scale: wanted shape {words} of torch.int32, four blocks each, got {scale.shape}")
-        scale = scale.contiguous().view(UE8M0)[..., :blocks]
+        scale = scale.reshape(-1).view(UE8M0).view(*of_rows, 4 * words[-1])[..., :blocks]
     require_dense("token_scale", scale)
     scale = scale.float()
     shapes = of_rows, (*of_rows, 1), (*of_rows, blocks)
@@ -218,8 +220,8 @@ def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
             wanted = f"a number or a torch.float32 tensor of one element on {device}"
             raise ValueError(f"alpha: wanted {wanted}, got {kind_of(alpha)} on {alpha.device}")
         return alpha.view(1)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        raise TypeError(f"alpha: wanted a number or a tensor of one, got {type(alpha).__name__}")
+    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
+        raise TypeError(f"alpha: wanted a number or a tensor of one element, got {type(alpha).__name__}")
     try:
         return float(alpha)
     except OverflowError:
@@ -246,7 +248,8 @@ def check_out(
     require_tensor("out", out, epilogue.result_dtype(x.dtype), shape, x.device, like=like)
     if torch.is_grad_enabled() and out.requires_grad:
         raise ValueError("out: wanted a tensor without requires_grad, got one with")
-    if torch.compiler.is_compiling():  # there are no addresses yet; and the operator writes elsewhere first
+    # there are no addresses yet; and a compiled operator writes elsewhere first
+    if torch.compiler.is_compiling() or out.is_meta or isinstance(out, FakeTensor):
         return
     check_alignment("out", out, _OUT_ALIGNMENT)
     check_own_memory(out, {"x": x, **operands._asdict()})
@@ -285,7 +288,8 @@ def require_tensor(
     if t.device != device:
         raise ValueError(f"{name}: wanted x's device {device}, got {t.device}")
     if contiguous and not t.is_contiguous():
-        raise ValueError(f"{name}: wanted it contiguous, got strides {t.stride()}; use {name}.contiguous()")
+        use = f"use {name}.contiguous()" if name != "out" else "write to a contiguous one, and copy from it"
+        raise ValueError(f"{name}: wanted it contiguous, got strides {t.stride()}; {use}")
 
 
 def check_alignment(name: str, t: torch.Tensor, bytes: int) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from w4gemm.api import arguments, boundary
 from w4gemm.api.boundary import Call
-from w4gemm.api.grouped_operators import differentiable, product
+from w4gemm.api.grouped_operators import differentiable, owned_rows, product
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, requires_grad
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import EpilogueOperands
@@ -135,7 +135,8 @@ def masked_linear(
     arguments.check(x, w, grouped=True)
     if x.dim() != 3 or x.shape[0] != w.experts or not x.is_contiguous():
         raise ValueError(
-            f"x: wanted a contiguous tensor (experts, max_m, k) with {w.experts} experts, got {tuple(x.shape)}"
+            f"x: wanted a contiguous tensor (experts, max_m, k) with {w.experts} experts, got {tuple(x.shape)} of "
+            f"strides {x.stride()}"
         )
     arguments.check_counts(counts, x)
     if expected_m is not None and (not isinstance(expected_m, int) or isinstance(expected_m, bool) or expected_m < 1):
@@ -160,4 +161,7 @@ def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     if out is not None:
         call.check_out(out)
     d = product(call, call.epilogue, operands).view(call.shape)
-    return d if out is None else out.copy_(d)
+    if out is None:
+        return d
+    owned = owned_rows(call.rows.starts, call.rows.ends, call.shape[:-1])
+    return out.copy_(torch.where(owned, d, out))  # what other rows hold stays, as where the launch writes to out

@@ -8,6 +8,7 @@ rows, which synchronizes, so a CUDA graph cannot capture a backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,11 @@ def _owners(starts: torch.Tensor, ends: torch.Tensor, m: int) -> tuple[torch.Ten
     rows = torch.arange(m, dtype=torch.int32, device=starts.device)
     owner = (torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)
     return owner, ((rows >= starts[owner]) & (rows < ends[owner]))[:, None]
+
+
+def owned_rows(starts: torch.Tensor, ends: torch.Tensor, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+    """Return bool (*shape, 1), True for rows of an expert."""
+    return _owners(starts, ends, math.prod(shape))[1].view(*shape, 1)
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,20 @@
+"""Names of vLLM's kernels and results of engines, for tests of bench.engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.engine.offline import Result
+
+MACHETE = "vllm.model_executor.kernels.linear.mixed_precision.machete.MacheteLinearKernel"
+MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin.MarlinLinearKernel"
+
+
+def result(ms_step: float, tokens: list[list[int]]) -> Result:
+    """Return the result of an engine whose decode steps take ``ms_step``, with the answers ``tokens``."""
+    steps = len(tokens[0]) - 1
+    decode = {"batch": len(tokens), "first_token_s": 0.5, "total_s": 0.5 + steps * ms_step / 1e3, "tokens": tokens}
+    return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], 0.25)

@@ -1,0 +1,219 @@
+"""Checkpoints that bench.engine writes: models of random numbers, and SmolLM2 requantized."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.engine import __main__ as program  # noqa: E402
+from bench.engine import (  # noqa: E402
+    agreement,
+    options,
+)
+from bench.engine.checkpoint import tensors_of, write  # noqa: E402
+from bench.engine.models import cut, model_named, tiny  # noqa: E402
+from bench.engine.offline import Result  # noqa: E402
+from bench.engine.packing import Packing  # noqa: E402
+
+from engine_samples import MACHETE, MARLIN  # noqa: E402
+from tiny_model import write_gguf  # noqa: E402
+from w4gemm.checkpoints import open_checkpoint  # noqa: E402
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder  # noqa: E402
+from w4gemm.integrations.vllm.models import read_model  # noqa: E402
+
+CHECKPOINTS = [
+    ("llama-3-8b", "gptq-int4-g128"),
+    ("qwen2.5-32b", "awq-int4-g128"),
+    ("qwen3-30b-a3b", "ct-int4-g128-fp8"),
+    ("deepseek-v3-5-layers", "ct-int4-g32"),
+    ("llama-3-8b", "gptq-int4-g64-act"),
+    ("llama-3-8b", "gptq-int4-g128-head"),
+    ("mixtral-8x7b", "gptq-int4-g128"),
+    ("qwen2.5-32b", "ct-nvfp4"),
+    ("llama-3-8b", "ct-mxfp4"),
+    ("qwen3-30b-a3b", "modelopt-nvfp4"),
+    ("llama-3-8b", "ct-nvfp4-a16"),
+    ("llama-3-8b", "modelopt-nvfp4-a16"),
+]
+
+
+@pytest.mark.parametrize("name, format", CHECKPOINTS)
+def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format, tmp_path):
+    model, packing = tiny(model_named(name)), Packing.parse(format)
+    size = write(model, packing, tmp_path)
+    assert size == sum(t.nbytes for t in tensors_of(model, packing))
+    checkpoint = open_checkpoint(tmp_path)
+    assert ("lm_head" in checkpoint.modules) == (packing.option == "head") and checkpoint.modules
+    wanted = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
+    if format in wanted:  # as the plugin packs it
+        assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {wanted[format]}
+    for module_name, module in checkpoint.modules.items():
+        activations = "fp8" if packing.option == "fp8" else None
+        assert (module.format.group_size, module.activations) == (packing.group_size, activations)
+        gain = 4.0 if module_name == "lm_head" else 0.5 if module_name.endswith(("o_proj", "down_proj", "w2")) else 1.0
+        w = checkpoint.weight(module_name).dequantize()
+        assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.4 if "mxfp4" in format else 0.1), module_name
+
+
+def test_fused_modules_have_their_columns_in_one_order(tmp_path):
+    """An engine keeps one g_idx of q, k and v."""
+    write(tiny(model_named("llama-3-8b")), Packing.parse("gptq-int4-g64-act"), tmp_path)
+    stored = SafetensorsFolder(tmp_path)
+    orders = [stored.tensor(f"model.layers.1.self_attn.{name}_proj.g_idx") for name in "qkv"]
+    assert all(torch.equal(order, orders[0]) for order in orders)
+    assert not torch.equal(orders[0], orders[0].sort().values)
+    assert orders[0].bincount().tolist() == [64] * 4
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-32b", "qwen3-30b-a3b", "deepseek-v3-5-layers", "gpt-oss-20b"])
+def test_transformers_makes_the_same_dense_model(name, tmp_path):
+    """Names and shapes are those of transformers' own model of the config, which engines share."""
+    transformers = pytest.importorskip("transformers")
+    model = tiny(model_named(name))
+    write(model, Packing("bf16") if not model.stacked else Packing("mxfp4"), tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    wanted = {name: tuple(p.shape) for name, p in made.state_dict().items() if "experts." not in name}
+    stored = {name: info.shape for name, info in SafetensorsFolder(tmp_path).tensors.items() if "experts." not in name}
+    assert stored == {name: shape for name, shape in wanted.items() if not name.endswith("inv_freq")}
+
+
+def test_gpt_oss_experts_have_the_published_shapes():
+    shapes = {t.name: (t.dtype, t.shape) for t in tensors_of(model_named("gpt-oss-20b"), Packing.parse("mxfp4"))}
+    experts = "model.layers.23.mlp.experts."
+    assert shapes[f"{experts}gate_up_proj_blocks"] == (torch.uint8, (32, 5760, 90, 16))
+    assert shapes[f"{experts}gate_up_proj_scales"] == (torch.uint8, (32, 5760, 90))
+    assert shapes[f"{experts}down_proj_blocks"] == (torch.uint8, (32, 2880, 90, 16))
+    assert shapes[f"{experts}down_proj_bias"] == (torch.bfloat16, (32, 2880))
+
+
+@pytest.mark.parametrize(
+    "name, format, gigabytes",
+    [
+        ("llama-3-8b", "gptq-int4-g128", 5.7),
+        ("llama-3-70b", "gptq-int4-g128", 39.8),
+        ("qwen2.5-32b", "awq-int4-g128", 19.3),
+        ("qwen3-30b-a3b", "gptq-int4-g128", 16.9),
+        ("mixtral-8x7b", "gptq-int4-g128", 24.7),
+        ("gpt-oss-20b", "mxfp4", 13.8),
+    ],
+)
+def test_models_are_as_large_as_the_published_ones(name, format, gigabytes):
+    size = sum(t.nbytes for t in tensors_of(model_named(name), Packing.parse(format)))
+    assert size / 1e9 == pytest.approx(gigabytes, abs=0.1)
+
+
+def documented() -> list[list[str]]:
+    """Arguments of the commands of bench.engine in "To be run next"."""
+    page = Path(__file__).parents[1] / "docs/measured/engine.md"
+    (block,) = re.findall(r"## To be run next.*?```console\n(.*?)```", page.read_text(), re.DOTALL)
+    commands = [shlex.split(line) for line in block.replace("\\\n", " ").split("$ ") if line]
+    return [command[3:] for command in commands if command[2] == "bench.engine"]
+
+
+@pytest.mark.parametrize("arguments", documented(), ids=" ".join)
+def test_the_checkpoints_of_documented_commands_are_written_and_open(arguments, tmp_path):
+    args = options.parser().parse_args([*arguments, "--tiny"])
+    packings = [Packing.parse(text) for text in args.format]
+    for model, packing in (pair for text in args.model for pair in options.pairs_of(text, packings, args)):
+        folder = tmp_path / f"{model.name}-{packing}"
+        assert write(model, packing, folder) == sum(t.nbytes for t in tensors_of(model, packing))
+        assert open_checkpoint(folder).modules
+
+
+def test_layers_differ_and_a_second_folder_is_the_same(tmp_path):
+    model, packing = tiny(model_named("llama-3-8b")), Packing.parse("gptq-int4-g128")
+    for folder in ("a", "b"):
+        write(model, packing, tmp_path / folder)
+    a, b = (SafetensorsFolder(tmp_path / folder) for folder in ("a", "b"))
+    first, second = (a.tensor(f"model.layers.{i}.mlp.up_proj.qweight") for i in range(2))
+    assert not torch.equal(first, second)
+    assert all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.tensors)
+
+
+def test_bad_models_and_formats_are_named():
+    with pytest.raises(ValueError, match="model: wanted one of llama-3-8b, .*got 'llama'"):
+        model_named("llama")
+    with pytest.raises(ValueError, match="format: wanted gptq-int4-g128, .*got 'gptq-int4-g128-fp8'"):
+        Packing.parse("gptq-int4-g128-fp8")
+    with pytest.raises(ValueError, match="gpt-oss-20b wants mxfp4, got gptq-int4-g128"):
+        program.main(["--model", "gpt-oss-20b", "--format", "gptq-int4-g128"])
+    with pytest.raises(ValueError, match="llama-3-8b wants a format of int4, got mxfp4"):
+        program.main(["--model", "llama-3-8b", "--format", "mxfp4"])
+    pairs = options.formats_of(model_named("gpt-oss-20b"), [Packing.parse("gptq-int4-g128"), Packing.parse("mxfp4")])
+    assert [str(packing) for _, packing in pairs] == ["mxfp4"]
+    args = options.parser().parse_args(["--layers", "2"])
+    own = options.pairs_of("mixtral-8x7b=ct-int4-g128-fp8", [Packing.parse("bf16")], args)
+    assert [(model.name, str(packing)) for model, packing in own] == [("mixtral-8x7b-2-layers", "ct-int4-g128-fp8")]
+    assert cut(model_named("gpt-oss-20b"), 3).config["layer_types"] == [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ]
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g32", "awq-int4-g32", "ct-int4-g32"])
+def test_a_requantized_checkpoint_has_the_numbers_of_its_matrices(format, tmp_path):
+    pytest.importorskip("gguf")
+    source = open_checkpoint(write_gguf(tmp_path / "model.gguf", tied=False))
+    packed, dense = agreement.requantize(source, Packing.parse(format), tmp_path)
+    found, matrices = open_checkpoint(packed), SafetensorsFolder(dense)
+    assert found.modules.keys() == source.modules.keys() - {"lm_head"}
+    for name in found.modules:
+        w = found.weight(name)
+        assert torch.equal(w.dequantize().bfloat16(), matrices.tensor(f"{name}.weight")), name
+        nearest = source.weight(name).dequantize()
+        assert (w.dequantize() - nearest).norm() < 0.15 * nearest.norm()
+    assert {*found.tensors} | {f"{name}.weight" for name in found.modules} == {*matrices.tensors}
+
+
+def test_divergence_is_that_of_the_likeliest_and_of_all_others():
+    p = {"1": math.log(0.5), "2": math.log(0.25)}
+    assert agreement.divergence(p, p) == pytest.approx(0.0, abs=1e-12)
+    q = {"1": math.log(0.25), "2": math.log(0.5)}
+    assert agreement.divergence(p, q) == pytest.approx(0.25 * math.log(2))
+    reading = {"after": [p, p], "answer": [1, 2, 3]}
+    other = {"after": [p, q], "answer": [1, 2, 4]}
+    found = agreement.compare([other], [reading])
+    assert (found["top1"], found["equal_prefix"], found["positions"]) == (0.5, 2.0, 2)
+    assert found["kl_max"] == pytest.approx(0.25 * math.log(2), abs=1e-5)
+
+
+def test_agreement_of_a_checkpoint_is_rows(tmp_path, monkeypatch):
+    """Each format's matrices are read first, then its 4-bit folder with each implementation."""
+    pytest.importorskip("gguf")
+    read: list[str] = []
+
+    def run_offline(task, variables, log, seconds, preloaded):
+        folder = Path(task.engine["model"])
+        read.append(f"{folder.name} {variables['W4GEMM_VLLM']}")
+        assert (folder / "model.safetensors").exists() and preloaded is None and task.texts == ([5, 6, 7],)
+        after = [{"1": math.log(0.5), "2": math.log(0.25)}] * 2
+        early = {"failure": "not done"} if task.engine.get("linear_backend") == "marlin" else {}
+        kernels = {"linear": {MARLIN if early else MACHETE: 14}}
+        return Result("0.26.0", 1.0, kernels, read=[{"after": after, "answer": [1, 2]}], **early)
+
+    monkeypatch.setattr(agreement, "run_offline", run_offline)
+    monkeypatch.setattr(agreement, "preloaded_vllm", lambda *unused: contextlib.nullcontext())
+    monkeypatch.setattr(agreement, "tokens_of", lambda folder: ([5, 6, 7],))
+    source, out = write_gguf(tmp_path / "model.gguf", tied=False), tmp_path / "rows.jsonl"
+    options = ["--format", "awq-int4-g32", "--impl", "machete", "w4gemm", "marlin", "--work", str(tmp_path / "w")]
+    agreement.main([*options, "--checkpoint", str(source), "--out", str(out)])
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]  # w4gemm got other kernels, Marlin ended early
+    assert read == ["awq-int4-g32-matrices off", "awq-int4-g32 off", "awq-int4-g32 on", "awq-int4-g32 off"]
+    assert (row["phase"], row["impl"], row["kl_max"], row["top1"]) == ("agreement", "machete", 0.0, 1.0)
