@@ -29,6 +29,7 @@ from w4gemm.integrations.transformers import (
     disable,
     enable,
     load,
+    quantize_layers,
     summarize,
 )
 from w4gemm.integrations.transformers.places import AwaitedLinear
@@ -136,6 +137,15 @@ def test_the_config_alone_is_enough_and_enable_is_undone(tmp_path: Path) -> None
         from_pretrained(tmp_path)
 
 
+def test_a_format_that_a_packed_folder_does_not_take_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path, *FOLDERS["awq"])
+    found = summarize(from_pretrained(tmp_path, quantization_config=W4GemmConfig("mxfp4"))).formats
+    assert len(found) == 1 and f"its layers stay in {next(iter(found))}; the format e2m1_g32_e8m0 of" in caplog.text
+    caplog.clear()
+    from_pretrained(tmp_path, quantization_config=W4GemmConfig())
+    assert not caplog.text
+
+
 def test_dense_folders(tmp_path: Path) -> None:
     folder = write_dense(tmp_path, "qwen2")
     dense = from_pretrained(folder)
@@ -149,6 +159,9 @@ def test_dense_folders(tmp_path: Path) -> None:
             )
             assert (layer.bias is None) == (dense.get_submodule(name).bias is None)
             assert layer.bias is None or torch.equal(layer.bias, dense.get_submodule(name).bias)
+    whole = from_pretrained(folder, quantization_config=W4GemmConfig("int4_g32", skip=()))
+    in_place = quantize_layers(from_pretrained(folder), "int4_g32", skip=())
+    assert isinstance(whole.lm_head, W4Linear) and torch.equal(logits(whole), logits(in_place))
     with pytest.raises(ValueError, match="skip: wanted last parts of names .*, got 'kproj'; nearest is 'k_proj'"):
         from_pretrained(folder, quantization_config=W4GemmConfig(skip=("lm_head", "kproj")))
     assert summarize(from_pretrained(folder, quantization_config=W4GemmConfig())) == summarize(load(folder)[0])
@@ -210,13 +223,19 @@ def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path)
     model = from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("int4_g32"))
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = quantize(layer.weight.dequantize(), "int4_g64")
-    with pytest.raises(ValueError, match=r"call describe\(model\)"):
+    with pytest.raises(ValueError, match=r"describe\(model\)"):
         model.save_pretrained(tmp_path / "saved")
     describe(model)
     model.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     assert (config["format"], config["modules"]) == ("int4_g32", {"model.layers.0.mlp.up_proj": "int4_g64"})
     assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+    in_place = quantize_layers(from_pretrained(tmp_path), "int4_g32")
+    with pytest.raises(ValueError, match=r"call w4gemm.integrations.transformers.describe\(model\)"):
+        in_place.save_pretrained(tmp_path / "in_place")
+    describe(in_place)
+    in_place.save_pretrained(tmp_path / "in_place")
+    assert torch.equal(logits(from_pretrained(tmp_path / "in_place")), logits(in_place))
     configure(tmp_path / "saved", modules={})
     with pytest.raises(FormatError, match="up_proj: scales has shape"):
         from_pretrained(tmp_path / "saved")
@@ -260,5 +279,5 @@ def test_bad_configs() -> None:
         W4GemmConfig("int5")
     with pytest.raises(ValueError, match="activations: wanted one of"):
         W4GemmConfig(activations="fp4")
-    with pytest.raises(TypeError, match="no argument 'bits'"):
+    with pytest.raises(TypeError, match="wanted format, activations, skip or modules, got 'bits'"):
         W4GemmConfig(bits=4)

@@ -51,6 +51,22 @@ def with_lora(model: torch.nn.Module, **config: Any) -> torch.nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(**settings))
 
 
+@pytest.mark.parametrize("cast", [True, False])
+def test_adapters_begin_as_those_of_a_dense_model(base: Callable[[], torch.nn.Module], cast: bool) -> None:
+    """In the model's dtype. Once they were rounded to that of the weight's scales."""
+
+    def adapted(model: torch.nn.Module) -> torch.nn.Module:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]), autocast_adapter_dtype=cast)
+
+    found, wanted = adapted(base()), adapted(base().dequantize())
+    adapters = {name: p for name, p in wanted.named_parameters() if "lora_" in name}
+    assert adapters and {p.dtype for p in adapters.values()} == {torch.float32}
+    for name, p in found.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(p, adapters[name], rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 def test_training_on_a_gpu(base: Callable[[], torch.nn.Module]) -> None:
     model = base().to("cuda", torch.bfloat16)

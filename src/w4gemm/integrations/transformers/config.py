@@ -46,7 +46,7 @@ class W4GemmConfig(QuantizationConfigMixin):
         **ignored: Any,
     ) -> None:
         if unknown := ignored.keys() - {"quant_method"}:
-            raise TypeError(f"W4GemmConfig: no argument {min(unknown)!r}")
+            raise TypeError(f"W4GemmConfig: wanted format, activations, skip or modules, got {min(unknown)!r}")
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {activations!r}")
         self.quant_method = METHOD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ def quantize_layers(
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # else PyTorch's fused operator reads the weights of its layers
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        from w4gemm.integrations.transformers.quantizer import refuse_to_save_undescribed
+
+        refuse_to_save_undescribed(model)
     return model
 
 

@@ -10,6 +10,7 @@ Importing this file registers it for the method "w4gemm". transformers 5.17 to 5
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.dense import default_format, linear_layers
+from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
@@ -57,6 +58,9 @@ class _AwaitedDense(AwaitedLinear):
     def fill(self, w: QuantizedWeight) -> None:
         del self._parameters["weight"], self.quantized
         super().fill(w)
+
+
+_log = logging.getLogger("w4gemm")
 
 
 class _Quantize(ConversionOps):
@@ -118,6 +122,8 @@ class W4GemmQuantizer(HfQuantizer):
         config = self.quantization_config
         wanted = None if config.format is None else of_words(config.format)[0]
         kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
+        if not set(SKIP) <= set(config.skip) and not model.config.get_text_config().tie_word_embeddings:
+            kept -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
         for name, layer in linear_layers(model, tuple(config.skip)).items():
             if name not in kept and not kept & set(name.split(".")):
                 model.set_submodule(name, _AwaitedDense(layer, wanted or default_format(layer.in_features)))
@@ -149,6 +155,10 @@ class W4GemmQuantizer(HfQuantizer):
                 layer.bias = nn.Parameter(local.bias, requires_grad=False)
             if local.pre_quant_scale is not None:
                 layer.pre_quant_scale = local.pre_quant_scale
+        named, found = self.quantization_config.format, settings(_own_layers(model))["format"]
+        if self._checkpoint is not None and named not in (None, found):
+            said = "%s: its layers stay in %s; the format %s of W4GemmConfig is for dense models"
+            _log.warning(said, model.name_or_path, found, named)
         self._checkpoint, self._places = None, {}
         finish(model)
         describe(model)
@@ -213,7 +223,10 @@ class W4GemmQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
         config, now = self.quantization_config, settings(_own_layers(model))
         if (config.format, config.modules) != (now["format"], now["modules"]):
-            raise ValueError("the model's 4-bit layers are not those of its config: call describe(model), then save")
+            raise ValueError(
+                "the model's 4-bit layers are not those of its config: call "
+                "w4gemm.integrations.transformers.describe(model), then save"
+            )
         return None, {}
 
     @property
@@ -240,6 +253,13 @@ def describe(model: PreTrainedModel) -> None:
     config.format, config.modules, config.activations = found["format"], found["modules"], None
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
     model.config.quantization_config = config
+
+
+def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
+    """Let ``save_pretrained`` of a model whose layers were replaced ask for :func:`describe`. Its folder would not say
+    that it holds 4-bit layers, and transformers would load it with random ones."""
+    if not isinstance(getattr(model, "hf_quantizer", None), W4GemmQuantizer):
+        model.hf_quantizer = W4GemmQuantizer(W4GemmConfig())
 
 
 def _own_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
