@@ -175,7 +175,7 @@ def test_k3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "language_model.model.layers.1.block_sparse_moe.experts.gate_up_proj"
     w, copy = (open_checkpoint(path).weight(name) for path in (folder, converted))
     assert torch.equal(w.dequantize(), copy.dequantize())
-    with pytest.raises(FormatError, match="transformers makes no model and tokenizer of it: ValueError: .*kimi_k3"):
+    with pytest.raises(FormatError, match="transformers makes no (model|tokenizer .*) of it: ValueError: .*kimi_k3"):
         load(folder)
 
 

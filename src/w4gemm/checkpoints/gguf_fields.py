@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from w4gemm.checkpoints.gguf_file import GGUFFile
 from w4gemm.checkpoints.gguf_header import Array, gguf_package
+from w4gemm.checkpoints.hugging_face import transformers_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +44,8 @@ def tokenizer_of(folder: Path, options: Mapping[str, Any]) -> PreTrainedTokenize
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    with transformers_errors(folder, "tokenizer (tokenizer.save_pretrained writes one)"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if "gguf_file" in options:
         metadata = GGUFFile(folder / options["gguf_file"]).metadata
         if metadata.get("tokenizer.ggml.add_bos_token") is True and getattr(tokenizer, "add_bos_token", None) is False:

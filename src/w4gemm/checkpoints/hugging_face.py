@@ -46,15 +46,16 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def transformers_errors(path: Path) -> Iterator[None]:
-    """Turn whatever transformers raises for a damaged config or tokenizer into a FormatError that names ``path``."""
+def transformers_errors(path: Path, wanted: str = "model") -> Iterator[None]:
+    """Turn whatever transformers raises for a damaged config or tokenizer into a FormatError that names ``path`` and
+    what was ``wanted`` of it."""
     try:
         yield
     except (ImportError, FormatError):
         raise
     except Exception as e:
         reason = f"{type(e).__name__}: {' '.join(str(e).split()):.300}"
-        raise FormatError(f"{path}: transformers makes no model and tokenizer of it: {reason}") from e
+        raise FormatError(f"{path}: transformers makes no {wanted} of it: {reason}") from e
 
 
 class TensorInfo(NamedTuple):
