@@ -8,6 +8,7 @@ import torch
 
 import w4gemm
 from w4gemm import Epilogue, MixedGemm, choice
+from w4gemm.api.dlpack import torch_tensor
 from w4gemm.kernels import KERNELS
 
 M, N, K = 5, 48, 64
@@ -103,11 +104,90 @@ def test_a_family_is_a_value():
     assert a == b and hash(a) == hash(b) and a.layout == "cpu"
 
 
-def test_nothing_for_it_is_explained():
-    gemm = MixedGemm("int4_g128", torch.float32, "cpu", layout="mma16")
-    assert gemm.configs(M, N, K) == []
-    with pytest.raises(w4gemm.UnsupportedError, match="reads weights in the layouts"):
-        gemm.prepare(M, N, K)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "meta"}, "device: wanted 'cpu' or a CUDA GPU, such as 'cuda:0', got 'meta'"),
+        ({"layout": "mma16"}, "layout: wanted 'cpu' or 'canonical' on the CPU, got 'mma16'"),
+        ({"epilogue": Epilogue(block_scale=True)}, "epilogue: wanted one without block_scale, .*; use token_scale"),
+    ],
+)
+def test_what_nothing_could_run_is_refused_at_once(changes, message):
+    with pytest.raises(ValueError, match=message):
+        MixedGemm(**{"format": "int4_g128", "dtype": torch.float8_e4m3fn, "device": "cpu"} | changes)
+
+
+def test_the_cpu_has_no_index():
+    assert MixedGemm("int4_g32", torch.float32, "cpu:3") == MixedGemm("int4_g32", torch.float32, "cpu")
+
+
+def test_workspace_bytes_without_a_config():
+    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu")
+    assert gemm.workspace_bytes(M, N, K, None) == gemm.workspace_bytes(M, N, K, gemm.prepare(M, N, K)) > 0
+    with pytest.raises(TypeError, match="config: wanted a GemmConfig, its string or None, got int 5"):
+        gemm.workspace_bytes(M, N, K, 5)
+    gated = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue("silu_mul"))
+    with pytest.raises(ValueError, match="n: silu_mul wants an even one, .*, got 47"):
+        gated.workspace_bytes(M, N - 1, K)
+
+
+@pytest.mark.parametrize("strides", [(100, 1), (0, 1), (1, 1)])
+def test_the_stride_of_one_row_says_nothing(strides):
+    gemm, w = MixedGemm("int4_g32", torch.bfloat16, "cpu"), w4gemm.quantize(torch.randn(N, 100), "int4_g32").repack()
+    x, out = torch.randn(1, 100).bfloat16(), torch.empty(1, N).bfloat16()
+    gemm.run(x.as_strided((1, 100), strides), w.tensors, out, n=N)
+    assert torch.equal(out, w4gemm.linear(x, w))
+
+
+@pytest.mark.parametrize(
+    ("a", "message"),
+    [
+        (torch.zeros(M, 2 * K)[:, ::2], r"a: wanted contiguous columns, stride 1, got strides \(128, 2\)"),
+        (
+            torch.zeros(M, K + 1)[:, :K],
+            r"positive multiple of 16 bytes .*, got strides \(65, 1\) .*; nearest is \(64, 1\)",
+        ),
+        (torch.zeros(M, K + 3)[:, :K], r"got strides \(67, 1\) of torch.float32; nearest is \(68, 1\)"),
+        (torch.zeros(1, K).expand(M, K), r"got strides \(0, 1\) of torch.float32; nearest is \(64, 1\)"),
+    ],
+)
+def test_strides_that_are_refused(weight, a, message):
+    with pytest.raises(ValueError, match=message):
+        MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(a, weight.tensors, torch.empty(M, N), n=N)
+
+
+class Exporter:
+    """An array of another framework that is a torch tensor inside."""
+
+    def __init__(self, t):
+        self.__dlpack__ = t.__dlpack__
+        self.__dlpack_device__ = t.__dlpack_device__
+
+
+class Deviceless:
+    def __dlpack__(self):
+        raise AssertionError
+
+
+REFUSED = {
+    "negative strides": (np.zeros((M, K), np.float32)[::-1], r"a: wanted no negative strides, got \(-256, 4\)"),
+    "byte order": (np.zeros((M, K), ">f4"), "a: wanted what torch.from_dlpack takes, got ndarray .*native byte order"),
+    "gradient": (Exporter(torch.zeros(M, K, requires_grad=True)), "a: wanted what .*, got Exporter .*require gradient"),
+    "no device": (Deviceless(), "a: wanted a tensor .*, got Deviceless without __dlpack_device__"),
+}
+
+
+@pytest.mark.parametrize(("a", "message"), REFUSED.values(), ids=REFUSED)
+def test_arrays_that_torch_cannot_import(weight, a, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(a, weight.tensors, torch.empty(M, N), n=N)
+
+
+def test_strides_that_only_the_array_interface_tells():
+    array = Exporter(torch.zeros(2))
+    array.__array_interface__ = np.zeros(2)[::-1].__array_interface__
+    with pytest.raises(ValueError, match=r"bias: wanted no negative strides, got \(-8,\)"):
+        torch_tensor("bias", array)
 
 
 @pytest.mark.parametrize(("n", "columns"), [(128, 120), (120, 128), (120, 121), (256, 240)])
@@ -139,8 +219,14 @@ def test_features_that_packed_tensors_do_not_tell_are_asked_for():
 
 MISTAKES = {
     "dtype": ({"a": torch.zeros(M, K, dtype=torch.float16)}, "a: wanted torch.float32"),
-    "columns": ({"a": torch.zeros(K, M).T}, "a: wanted rows at multiples of 16 bytes"),
-    "rows": ({"a": torch.zeros(M, K + 1)[:, :K]}, "a: wanted rows at multiples of 16 bytes"),
+    "device of a": (
+        {"a": torch.zeros(M, K, device="meta")},
+        "a: wanted the device of this MixedGemm, cpu, got meta",
+    ),
+    "device of b": (
+        {"b": tuple(t.to("meta") for t in w4gemm.quantize(torch.zeros(N, K), "int4_g32_fp16").repack().tensors)},
+        r"b\[0\]: wanted the device of this MixedGemm, cpu, got meta",
+    ),
     "alignment": ({"a": torch.zeros(M * K + 1)[1:].view(M, K)}, "a: wanted its data at a multiple of 16"),
     "k": ({"a": torch.zeros(M, 2 * K)}, "b.0.: wanted shape"),
     "m": ({"out": torch.zeros(M + 1, N)}, "a, out: wanted"),
@@ -166,6 +252,9 @@ def test_mistakes(weight, changes, message):
     [
         (Epilogue("swish"), ValueError, "activation: wanted one of relu, .*, got 'swish'"),
         (Epilogue(alpha="both"), ValueError, "alpha: wanted 'host', 'device' or None, got 'both'"),
+        (Epilogue(bias=torch.zeros(3)), TypeError, r"bias: wanted a bool, got Tensor tensor\(\[0., 0., 0.\]\)"),
+        (Epilogue(residual=1), TypeError, "residual: wanted a bool, got int 1"),
+        (Epilogue(token_scale="yes"), TypeError, "token_scale: wanted a bool, got str 'yes'"),
         (Epilogue(out_dtype=torch.int8), TypeError, "out_dtype: wanted torch.float32, .*, got torch.int8"),
     ],
 )

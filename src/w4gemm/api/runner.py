@@ -17,12 +17,14 @@ import torch
 from w4gemm import choice
 from w4gemm.api import boundary
 from w4gemm.api.arguments import DTYPES, check_alignment, check_own_memory, checked_config, require_tensor
+from w4gemm.api.dlpack import torch_tensor
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.errors import device_named, kind_of, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels import Operands, kernel_named
+from w4gemm.kernels import Operands
 from w4gemm.packing.layouts import layout_for, layout_named
+from w4gemm.packing.layouts.mma import MmaLayout
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -66,15 +68,23 @@ class MixedGemm:
     def __post_init__(self) -> None:
         device, format = device_named("device", self.device), WeightFormat.of(self.format)
         require_gpu("device", device)
-        if device.type == "cuda" and device.index is None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device: wanted 'cpu' or a CUDA GPU, such as 'cuda:0', got '{device}'")
+        if device.type == "cpu":
+            device = torch.device("cpu")  # without an index, like that of tensors
+        elif device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "format", format)
         GemmProblem(1, 2, 1, self.dtype, format, "", self.epilogue).check()
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype: wanted {' or '.join(map(str, DTYPES))}, got {self.dtype}")
-        layout = layout_for(Device.of(device), format, self.dtype) if self.layout is None else self.layout
-        object.__setattr__(self, "layout", layout_named(layout).name)
+        if self.epilogue.block_scale:
+            raise ValueError("epilogue: wanted one without block_scale, which run does not take; use token_scale")
+        layout = layout_named(layout_for(Device.of(device), format, self.dtype) if self.layout is None else self.layout)
+        if device.type == "cpu" and isinstance(layout, MmaLayout):
+            raise ValueError(f"layout: wanted 'cpu' or 'canonical' on the CPU, got {layout.name!r}")
+        object.__setattr__(self, "layout", layout.name)
 
     def problem(self, m: int, n: int, k: int) -> GemmProblem:
         """Return the problem that a config is chosen for at these sizes. Its m is the last of m's interval or, above
@@ -90,20 +100,19 @@ class MixedGemm:
         is empty if no kernel can run them; ``w4gemm.explain(gemm.problem(m, n, k))`` has the reasons."""
         return choice.configs(self.problem(m, n, k))
 
-    def workspace_bytes(self, m: int, n: int, k: int, config: str) -> int:
-        """Return the bytes of device memory that a launch of ``config`` needs: the least size of :meth:`run`'s
-        ``workspace``. If run is given none, it takes them from PyTorch's allocator, in the order of its stream, and
-        frees them. On a GPU only stream-k and dequantize_gemm need any, because split-k reduces in the shared memory of
-        a cluster.
+    def workspace_bytes(self, m: int, n: int, k: int, config: str | None = None) -> int:
+        """Return the bytes of device memory that a launch of ``config`` needs, or of the tuned or predicted config for
+        None: the least size of :meth:`run`'s ``workspace``. If run is given none, it takes them from PyTorch's
+        allocator, in the order of its stream, and frees them. On a GPU only stream-k and dequantize_gemm need any,
+        because split-k reduces in the shared memory of a cluster.
 
         Raises:
             UnsupportedError, ValueError: if nothing runs these sizes, or the config is not legal.
         """
-        name, _, _ = config.rpartition("/")
         problem = self.problem(m, n, k)
-        chosen = choice.explain(problem, config).chosen
-        assert chosen is not None
-        return kernel_named(name or chosen[0]).workspace_bytes(problem, chosen[1])
+        problem.check()  # of an odd n beside a gated activation
+        found = choice.decide(problem, None if config is None else checked_config(config))
+        return found.kernel.workspace_bytes(found.problem, found.config)
 
     def tokens(self, most: int, n: int, k: int) -> list[int]:
         """Return values of m within 1 .. most whose kernels are all that any m of 1 .. most needs; :meth:`prepare` each
@@ -140,7 +149,7 @@ class MixedGemm:
         """Launch the product once. The first call that needs a kernel compiles it, unless :meth:`prepare` did.
 
         Args:
-            a: activations (m, k), columns contiguous, rows at multiples of 16 bytes.
+            a: activations (m, k), columns contiguous, rows at multiples of 16 bytes that do not overlap.
             b: the packed tensors of a weight (n, k), a sequence.
             out: tensor that the result is written to: (m, n), or (m, n / 2) with a gated activation; contiguous, its
                 dtype as the epilogue says. It may be the residual.
@@ -160,27 +169,33 @@ class MixedGemm:
             TypeError, ValueError: for an argument that does not fit; the message names it.
             UnsupportedError: if no kernel runs these sizes; the message has each kernel's reason.
         """
-        a, out = _tensor("a", a), _tensor("out", out)
+        a, out = torch_tensor("a", a), torch_tensor("out", out)
         if stream is not None and not isinstance(stream, (int, torch.cuda.Stream)):
             raise TypeError(f"stream: wanted a torch.cuda.Stream, an address or None, got {kind_of(stream)}")
         if isinstance(b, QuantizedWeight):
             raise TypeError("b: wanted the packed tensors, w.tensors, got the weight itself")
         if isinstance(b, torch.Tensor) or not isinstance(b, Iterable):
             raise TypeError(f"b: wanted the packed tensors, w.tensors, got {kind_of(b)}")
-        tensors = tuple([_tensor("b", t) for t in b])
+        tensors = tuple([torch_tensor("b", t) for t in b])
         given = EpilogueOperands(
-            _tensor("alpha", alpha),
-            _tensor("bias", bias),
-            _tensor("residual", residual),
-            _tensor("token_scale", token_scale),
+            torch_tensor("alpha", alpha),
+            torch_tensor("bias", bias),
+            torch_tensor("residual", residual),
+            torch_tensor("token_scale", token_scale),
         )
         operands = Operands(a, tensors, out, given)
-        weight = self._check(operands, n)
-        m, device = a.shape[0], a.device
+        try:
+            weight = self._check(operands, n)
+        except ValueError:
+            self._check_devices(operands)
+            raise
+        (m, k), (row, column), device = a.shape, a.stride(), a.device
         if m == 0:
             return
+        if column != 1 or row * a.itemsize % _ALIGNMENT or row < k:
+            operands = operands._replace(x=_readable(a))
         plan = choice.plan_for(self._key(weight, m, config))
-        if (memory := _tensor("workspace", workspace)) is not None and device.type == "cuda":
+        if (memory := torch_tensor("workspace", workspace)) is not None and device.type == "cuda":
             operands = operands._replace(workspace=self._workspace(memory, plan))
         if stream is None or device.type != "cuda":
             boundary.launch(plan.launch, operands, device)
@@ -210,7 +225,7 @@ class MixedGemm:
         return given.view(-1).view(torch.uint8)[:wanted]
 
     def _check(self, operands: Operands, n: int | None) -> PackedShape:
-        """Check everything that a kernel takes for granted; return the packed shape of the weight of n features."""
+        """Check everything that a kernel takes for granted but a's strides; return the weight's packed shape."""
         a, out, epilogue, device = operands.x, operands.out, self.epilogue, self.device
         assert isinstance(device, torch.device)
         if not isinstance(a, torch.Tensor) or not isinstance(out, torch.Tensor):
@@ -225,9 +240,6 @@ class MixedGemm:
             self._check_n(out, weight.n)
         require_tensor("a", a, self.dtype, (m, k), device, contiguous=False)
         check_alignment("a", a, _ALIGNMENT)
-        row, column = a.stride()
-        if (column != 1 or row * a.itemsize % _ALIGNMENT or row < k) and a.numel():
-            raise ValueError(f"a: wanted rows at multiples of {_ALIGNMENT} bytes, got strides {a.stride()}")
         require_tensor("out", out, epilogue.result_dtype(self.dtype), (m, columns), device)
         check_alignment("out", out, _ALIGNMENT)
         if out.requires_grad:
@@ -247,6 +259,14 @@ class MixedGemm:
         self._check_epilogue(operands.epilogue, (m, columns), weight.n)
         check_own_memory(out, {"a": a, **operands.epilogue._asdict()})
         return weight
+
+    def _check_devices(self, operands: Operands) -> None:
+        given = {"a": operands.x, "out": operands.out, **dict(zip(_B, operands.weight, strict=False))}
+        for name, t in (given | operands.epilogue._asdict()).items():
+            if isinstance(t, torch.Tensor) and t.device != self.device:
+                raise ValueError(
+                    f"{name}: wanted the device of this MixedGemm, {self.device}, got {t.device}"
+                ) from None
 
     def _check_n(self, out: torch.Tensor, n: int) -> None:
         if self.epilogue.gated and n % 2:
@@ -274,12 +294,19 @@ def _said(given: Any) -> str:
     return {True: "one", False: "none", None: "none"}.get(given, str(given))
 
 
-def _tensor(name: str, value: Any) -> Any:
-    """Return a torch tensor that shares the memory of ``value``; a number or None as it is."""
-    if value is None or isinstance(value, (torch.Tensor, int, float)):
-        return value
-    if name == "out" and getattr(getattr(value, "flags", None), "writeable", True) is False:  # DLPack may not tell
-        raise ValueError("out: wanted memory that may be written, got a read-only array")
-    if not hasattr(value, "__dlpack__"):
-        raise TypeError(f"{name}: wanted a tensor of torch or one with __dlpack__, got {type(value).__name__}")
-    return torch.from_dlpack(value)
+def _readable(a: torch.Tensor) -> torch.Tensor:
+    """Return a (m, k) with the stride that kernels want where it says nothing: of one row, or of one column.
+
+    Raises:
+        ValueError: if columns are not contiguous, or rows do not begin at multiples of 16 bytes or overlap.
+    """
+    (m, k), (row, column), step = a.shape, a.stride(), _ALIGNMENT // a.itemsize
+    if column != 1 and k > 1:
+        raise ValueError(f"a: wanted contiguous columns, stride 1, got strides {a.stride()}")
+    least = -(-k // step) * step
+    if m > 1 and (row % step or row < k):
+        raise ValueError(
+            f"a: wanted a row stride that is a positive multiple of {_ALIGNMENT} bytes and at least a row, got strides "
+            f"{a.stride()} of {a.dtype}; nearest is ({max(round(row / step) * step, least)}, 1)"
+        )
+    return a.as_strided(a.shape, (row if m > 1 else least, 1))

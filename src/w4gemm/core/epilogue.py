@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from w4gemm.core.activation import canonical, is_gated, parse
+from w4gemm.core.errors import require_bool
 
 Values = TypeVar("Values", bound=tuple[Any, ...])
 
@@ -135,11 +136,14 @@ class Epilogue(NamedTuple):
         return replaced(self, token_scale=True, out_dtype=kept)
 
     def check(self) -> None:
-        """Raise ValueError or TypeError, naming the field, for an unknown activation, alpha or dtype of d."""
+        """Raise ValueError or TypeError, naming the field, for an unknown activation, alpha or dtype of d, or for a
+        flag that is no bool."""
         canonical(self.activation)
         require_out_dtype(self.out_dtype)
         if self.alpha not in (None, "host", "device"):
             raise ValueError(f"alpha: wanted 'host', 'device' or None, got {self.alpha!r}")
+        for name in ("bias", "residual", "token_scale", "expert_scale", "block_scale"):
+            require_bool(name, getattr(self, name))
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of d for x of ``dtype``."""
