@@ -21,8 +21,8 @@ ROOMS = (
 
 
 def room_of(file: Path) -> str:
-    """The folder of the package that a file lies in."""
-    return file.relative_to(PACKAGE).parts[0]
+    """The folder of the package that a file lies in; ``python -m w4gemm`` belongs to the commands."""
+    return "cli" if file == PACKAGE / "__main__.py" else file.relative_to(PACKAGE).parts[0]
 
 
 def imported_rooms(file: Path) -> set[str]:
