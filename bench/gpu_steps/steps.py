@@ -94,6 +94,16 @@ STEPS = (
         for gpu, rows in (("H200", "unknown.jsonl"), ("H100", "unknown_h100.jsonl"))
     ),
     # models inside vLLM
+    Step(
+        "engine-h100",
+        f"{ENGINE} --model llama-3-8b=gptq-int4-g128 llama-3-8b=ct-int4-g128-fp8 --impl default w4gemm --at-once 2",
+        420,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        alone=True,
+        gpu="H100",
+    ),
     *(
         Step(
             f"engine-{name}",
@@ -103,14 +113,8 @@ STEPS = (
             TO_RUN,
             needs=("vllm",),
             alone=True,
-            gpu="H100" if name == "h100" else "",
         )
         for name, options, seconds in (
-            (
-                "h100",
-                "--model llama-3-8b=gptq-int4-g128 llama-3-8b=ct-int4-g128-fp8 --impl default w4gemm --at-once 2",
-                420,
-            ),
             (
                 "serve",
                 "--serve --model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 256 --at-once 2",

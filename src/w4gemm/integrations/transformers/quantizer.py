@@ -45,6 +45,8 @@ from w4gemm.weights.weight import QuantizedWeight
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_log = logging.getLogger("w4gemm")
+
 
 class _AwaitedDense(AwaitedLinear):
     """A linear layer whose dense weight transformers is to load; :class:`_Quantize` rounds it to ``quantized``."""
@@ -58,9 +60,6 @@ class _AwaitedDense(AwaitedLinear):
     def fill(self, w: QuantizedWeight) -> None:
         del self._parameters["weight"], self.quantized
         super().fill(w)
-
-
-_log = logging.getLogger("w4gemm")
 
 
 class _Quantize(ConversionOps):
