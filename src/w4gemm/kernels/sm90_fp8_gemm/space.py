@@ -29,7 +29,7 @@ _BETWEEN = {
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
 _MAX_TILE_M = {
-    True: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
+    True: {"coop": {64: 128, 128: 168, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
     False: {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 32}},
 }
 """Largest tile_m by whether scales are applied to sums (which takes two sets of accumulators besides), schedule and
@@ -78,7 +78,7 @@ SPACE = Space(
         Rule(
             "one chunk for two fragment buffers",
             "with scales on sums a k-slice has a chunk of 128 columns for each of two fragment buffers: tile_k 256",
-            lambda v: v.promotes and v.config.tile_k == 128,
+            lambda v: v.promotes and v.config.tile_k == 128 and not (v.config.tile_n == 128 and v.config.tile_m >= 96),
         ),
         Rule(
             "blocks for each k set",

@@ -50,10 +50,16 @@ class Variant(WarpsVariant):
         return max(1, self.stages_per_iteration * self.config.tile_k // BLOCK_K)
 
     @property
+    def one_set_of_sums(self) -> bool:
+        """True if sums that are promoted have one set of registers, for all tokens of a tile: if a stage is one k
+        chunk. Its tensor cores wait while sums are added, and work for another warpgroup meanwhile."""
+        return self.promotes and self.config.tile_k == self.chunk_k
+
+    @property
     def token_splits(self) -> int:
         """Number of ranges of tokens, of a multiple of eight each, that are multiplied one after the other if sums are
-        promoted: two sets of sums of one range must fit into the registers beside the accumulators."""
-        if not self.promotes:
+        promoted and have two sets of registers: both of one range must fit in beside the accumulators."""
+        if not self.promotes or self.one_set_of_sums:
             return 1
         registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
         room = registers - _OTHER_REGISTERS - self.config.tile_m // 2

@@ -139,7 +139,9 @@ class Consumer:
                     current, state = state.stage, state.after(variant.stages)
                     done = i * variant.stages_per_iteration + number
                     stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
-                    if const_expr(variant.promotes):
+                    if const_expr(variant.one_set_of_sums):
+                        self.mainloop.multiply_chunk(mma, filled, operands, sums, stage_state, consumer, number)
+                    elif const_expr(variant.promotes):
                         self.mainloop.multiply_groups(mma, filled, operands, sums, stage_state, consumer)
                     else:
                         self.mainloop.multiply_stage(mma, pipeline, operands, stage_state, consumer, number)

@@ -56,14 +56,13 @@ class PartialSums(NamedTuple):
 class GroupSums(NamedTuple):
     """Registers besides, if scales are applied to sums."""
 
-    first: PartialSums
-    second: PartialSums
+    sets: list[PartialSums]
     scales: cute.Tensor
     """Scales of the k chunk that was decoded last: rows g and g + 8 of each group."""
 
     def batch(self, index: int) -> PartialSums:
-        """The sums that an MMA batch adds into; batches alternate."""
-        return self.second if index % 2 else self.first
+        """The sums that an MMA batch adds into; batches alternate if there are two sets."""
+        return self.sets[index % len(self.sets)]
 
 
 class Mainloop:
@@ -101,10 +100,11 @@ class Mainloop:
         if not variant.promotes:
             return None
         shape = thr.partition_shape_C((variant.config.tile_n, variant.config.tile_m // variant.token_splits))
-        first, second = (
-            PartialSums(cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32)) for _ in range(2)
-        )
-        return GroupSums(first, second, cute.make_rmem_tensor((2 * self.groups,), Float32))
+        sets = [
+            PartialSums(cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32))
+            for _ in range(1 if variant.one_set_of_sums else 2)
+        ]
+        return GroupSums(sets, cute.make_rmem_tensor((2 * self.groups,), Float32))
 
     @cute.jit
     def begin(
@@ -223,13 +223,61 @@ class Mainloop:
         self.release(pipeline, state.stage, consumer)
 
     @cute.jit
+    def multiply_chunk(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        sums: GroupSums,
+        state: StageState,
+        consumer: ConsumerCoord,
+        stage_in_iteration: int,
+    ):
+        """Add a stage of one k chunk to the accumulators, with one set of sums. It has been decoded.
+
+        The next chunk is decoded while this one is multiplied: in a branch, behind which ptxas leaves the wait. While
+        the sums are added the tensor cores work for the other warpgroup.
+        """
+        acc, steps = operands.accumulators, 4 // self.promotions
+        scales_of_x = pipeline.scales + state.stage * self.variant.block_scale_bytes
+        buffer = stage_in_iteration % 2
+        batch_sums, batch_scales = sums.batch(0)
+        for group in cutlass.range_constexpr(self.promotions):
+            warpgroup.fence()
+            for step in cutlass.range_constexpr(group * steps, (group + 1) * steps):
+                mma.set(warpgroup.Field.ACCUMULATE, step > group * steps)
+                cute.gemm(
+                    mma,
+                    batch_sums,
+                    operands.fragment[(None, None, buffer * 4 + step)],
+                    operands.x[0][(None, None, step, state.stage)],
+                    batch_sums,
+                )
+            warpgroup.commit_group()
+            if const_expr(self.variant.scales_on_sums):
+                for row in cutlass.range_constexpr(2):
+                    batch_scales[row] = sums.scales[2 * group + row]
+            if const_expr(group == self.promotions - 1):
+                if state.has_next:
+                    self.wait_full(pipeline, state.next)
+                    self.weights.load(operands.packed, pipeline, state.next.stage, 0, consumer)
+                    self.decode_group_chunk(operands, sums, 1 - buffer)
+            warpgroup.wait_group(0)
+            if const_expr(group == self.promotions - 1 and not self.variant.block_scales):
+                self.release(pipeline, state.stage, consumer)
+            self.add_scaled_sums(acc, sums, group, self.block_scales(scales_of_x, Int32(0), group, consumer))
+        if const_expr(self.variant.block_scales):
+            self.release(pipeline, state.stage, consumer)
+
+    @cute.jit
     def begin_groups(
         self, operands: MmaOperands, sums: GroupSums, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord
     ):
-        """Decode a stage's first chunk, and bring its second into registers."""
+        """Decode a stage's first chunk, and bring its second into registers if it has one."""
         self.weights.load(operands.packed, pipeline, stage, 0, consumer)
         self.decode_group_chunk(operands, sums, 0)
-        self.weights.load(operands.packed, pipeline, stage, 1, consumer)
+        if const_expr(not self.variant.one_set_of_sums):
+            self.weights.load(operands.packed, pipeline, stage, 1, consumer)
 
     def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int) -> None:
         """Decode what is packed into a fragment buffer; take its scales, if they are applied to sums."""
