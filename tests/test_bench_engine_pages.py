@@ -156,6 +156,14 @@ def test_the_page_keeps_an_earlier_run_of_more_implementations():
     assert "earlier" not in text
 
 
+def test_the_page_says_what_a_row_notes():
+    rows_of_both = [*engine_rows("w4gemm", 0.8), *engine_rows("machete", 1.0)]
+    noted = [{**row, "note": "an outlier."} if row.get("batch") == 256 else row for row in rows_of_both[:4]]
+    text = page.text([*noted, *rows_of_both[4:]], "engine.jsonl")
+    case = "llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only"
+    assert text.count("decode, batch 256: an outlier.") == 2 and f"\n{case}: decode, batch 256: an outlier.\n" in text
+
+
 def test_the_page_leaves_out_engines_that_ended_early():
     whole = [row for impl, gain in (("w4gemm", 1.2), ("machete", 1.0)) for row in engine_rows(impl, gain)]
     early = [row for row in engine_rows("w4gemm", 2.0, run="2", partial=True) if row.get("batch") != 256]

@@ -124,9 +124,11 @@ def text(rows: Sequence[Row], file: str) -> str:
     lines += ["| decode, geometric mean | batch | over vLLM's choice | over the best of vLLM's |", "|---|---|---|---|"]
     for case, kept in cases.items():
         lines += summary(case, kept)
+    for case, kept in cases.items():
+        lines += notes(kept, f"{case}: ")
     lines += ["", f"![Tokens/s over vLLM's choice](plots/{PLOT.name})"]
     for case, kept in cases.items():
-        lines += ["", f"## {case}", "", *speeds(kept)]
+        lines += ["", f"## {case}", "", *speeds(kept), *notes(kept)]
         for more in (latencies(kept), steps(kept), agreement(kept)):
             lines += ["", *more] if more else []
     lines += layer_of_experts(alone)
@@ -135,6 +137,15 @@ def text(rows: Sequence[Row], file: str) -> str:
     for sentence in (*_METHOD, f"{', '.join(facts)}; runs `{runs}`."):
         lines += textwrap.wrap(f"- {sentence.format(file=file)}", WIDTH, subsequent_indent="  ")
     return "\n".join(lines) + "\n"
+
+
+def notes(rows: Sequence[Row], start: str = "") -> list[str]:
+    """Return a paragraph for each row with a ``note``, which was written into it by hand."""
+    lines = []
+    for row in rows:
+        if "note" in row:
+            lines += ["", *textwrap.wrap(f"{start}{row['phase']}, batch {row['batch']}: {row['note']}", WIDTH)]
+    return lines
 
 
 def summary(case: Case, rows: Sequence[Row]) -> list[str]:

