@@ -152,7 +152,7 @@ STEPS = (
     ),
     Step(
         "fp4-h100",
-        "python -m bench.run --shapes 8192x8192 --m 1,16,64,256,2048 --format mxfp4,nvfp4,int4_g128 "
+        "python -m bench.run --shapes 6144x4096,8192x28672 --m 1,16,64,256,2048 --format mxfp4,nvfp4,int4_g128 "
         "--impl w4gemm,humming,marlin,quack --out {rows}",
         200,
         "fp4_h100.jsonl",
