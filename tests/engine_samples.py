@@ -16,5 +16,6 @@ MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin.MarlinLinear
 def result(ms_step: float, tokens: list[list[int]]) -> Result:
     """Return the result of an engine whose decode steps take ``ms_step``, with the answers ``tokens``."""
     steps = len(tokens[0]) - 1
-    decode = {"batch": len(tokens), "first_token_s": 0.5, "total_s": 0.5 + steps * ms_step / 1e3, "tokens": tokens}
-    return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], 0.25)
+    total = 0.5 + steps * ms_step / 1e3
+    decode = {"batch": len(tokens), "first_token_s": [0.5], "total_s": [total], "tokens": tokens}
+    return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], [0.25])

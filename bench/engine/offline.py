@@ -26,6 +26,12 @@ _FIRST_TOKENS, _FIRST_TOKENS_S = 25, 0.5
 _WARM_UPS, _SETTLED = 8, 0.05
 """A warm-up ends when the time of a run differs by no more than this part from that of the run before, or after so
 many runs. One that takes longer than the one before may have compiled more."""
+_LEAST_RUNS, _FAR, _MORE_RUNS = 3, 0.25, 6
+"""A median is trusted if it is that of at least so many runs, of which at most this part differ from it by more than
+_SETTLED. Until it is, a point gets up to so many runs more."""
+
+Run = tuple[float, list[list[int]]]
+"""Seconds of a batch of requests, and their answers."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Task:
     batches: numbers of requests that decode at once.
     tokens_in, tokens_out: of each of these requests.
     prefill: tokens of the prompt whose prefill is timed alone; 0 for none.
-    repeat: how often each time is taken at least; the median counts.
+    repeat: how often each time is taken at least, after a warm-up whose last two runs count too; the median counts.
     profiled: numbers of requests whose decode steps are profiled; if any, the long prompt's prefill is too.
     start_only: True to end as soon as the engine is up.
     texts: tokens of texts to read instead, and to go on with greedily for tokens_out tokens, one at a time.
@@ -66,7 +72,9 @@ class Result:
     start_s: float = 0.0
     kernels: dict[str, dict[str, int]] = field(default_factory=dict)
     decode: list[dict[str, Any]] = field(default_factory=list)
-    prefill_s: float = 0.0
+    """By batch, with the seconds of all runs: ``first_token_s`` to the first tokens, ``total_s`` to the last."""
+    prefill_s: list[float] = field(default_factory=list)
+    """Seconds of each run of the long prompt."""
     profiles: list[dict[str, Any]] = field(default_factory=list)
     prefill_profile: dict[str, Any] = field(default_factory=dict)
     read: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +110,7 @@ class Engine:
         words = range(4, self.task.vocabulary)
         return [{"prompt_token_ids": self._random.choices(words, k=length)} for _ in range(count)]
 
-    def generate(self, prompts: Sequence[Any], tokens: int) -> tuple[float, list[list[int]]]:
+    def generate(self, prompts: Sequence[Any], tokens: int) -> Run:
         """Return the seconds of greedy answers of ``tokens`` tokens each, and the answers."""
         from vllm import SamplingParams
 
@@ -112,41 +120,60 @@ class Engine:
         seconds = time.perf_counter() - start
         return seconds, [list(answer.outputs[0].token_ids) for answer in answers]
 
-    def warm_up(self, prompts: Sequence[Any], tokens: int) -> None:
+    def warm_up(self, prompts: Sequence[Any], tokens: int) -> list[Run]:
         """Generate until two runs take about as long: some kernels are compiled when they are first called, for every
-        new number of tokens of an expert."""
-        before = 0.0
-        for _ in range(_WARM_UPS):
-            seconds, _ = self.generate(prompts, tokens)
-            if abs(seconds - before) <= _SETTLED * before:
-                return
-            before = seconds
+        new number of tokens of an expert.
 
-    def first_token(self, prompts: Sequence[Any]) -> float:
-        """Return the median seconds until every request has its first token."""
-        self.warm_up(prompts, 1)
-        seconds: list[float] = []
-        while len(seconds) < self.task.repeat or (len(seconds) < _FIRST_TOKENS and sum(seconds) < _FIRST_TOKENS_S):
-            seconds.append(self.generate(prompts, 1)[0])
-        return statistics.median(seconds)
+        Returns:
+            These two runs; none if there were no such runs.
+        """
+        before: Run = 0.0, []
+        for _ in range(_WARM_UPS):
+            run = self.generate(prompts, tokens)
+            if abs(run[0] - before[0]) <= _SETTLED * before[0]:
+                return [before, run]
+            before = run
+        return []
+
+    def timed(self, prompts: Sequence[Any], tokens: int, most: int = 0, seconds: float = 0.0) -> list[Run]:
+        """Generate as often as the task wants, and on until the median time is trusted.
+
+        Args:
+            most: runs to take, even if the task wants fewer, as long as these took less than ``seconds`` in all.
+
+        Returns:
+            All these runs, and before them the two that ended the warm-up.
+        """
+        runs = self.warm_up(prompts, tokens)
+        count, spent = 0, 0.0
+        while count < self.task.repeat or (count < most and spent < seconds):
+            runs.append(self.generate(prompts, tokens))
+            count, spent = count + 1, spent + runs[-1][0]
+        more = 0
+        while more < _MORE_RUNS and not is_trusted([each for each, _ in runs]):
+            runs.append(self.generate(prompts, tokens))
+            more += 1
+        return runs
+
+    def first_token(self, prompts: Sequence[Any]) -> list[float]:
+        """Return the seconds of each run until every request has its first token."""
+        return [each for each, _ in self.timed(prompts, 1, _FIRST_TOKENS, _FIRST_TOKENS_S)]
 
     def decode(self, batch: int) -> dict[str, Any]:
         """Time ``batch`` requests: all tokens, and the first alone."""
         prompts = self.prompts(batch, self.task.tokens_in)
-        self.warm_up(prompts, self.task.tokens_out)
-        first = self.first_token(prompts)
-        runs = [self.generate(prompts, self.task.tokens_out) for _ in range(self.task.repeat)]
+        runs = self.timed(prompts, self.task.tokens_out)
         answers = runs[0][1]
         return {
             "batch": batch,
-            "first_token_s": first,
-            "total_s": statistics.median(seconds for seconds, _ in runs),
+            "first_token_s": self.first_token(prompts),
+            "total_s": [each for each, _ in runs],
             "tokens": answers,
             "repeats_itself": all(tokens == answers for _, tokens in runs),
         }
 
-    def prefill(self) -> float:
-        """Return the median seconds of one long prompt, to its first token."""
+    def prefill(self) -> list[float]:
+        """Return the seconds of each run of one long prompt, to its first token."""
         return self.first_token(self.prompts(1, self.task.prefill))
 
     def read(self, text: list[int]) -> dict[str, Any]:
@@ -178,6 +205,18 @@ class Engine:
         self.llm.collective_rpc("start_gpu_profile")
         self.generate(prompts, tokens)
         return self.llm.collective_rpc("stop_gpu_profile", args=(steps,))[0]
+
+
+def is_trusted(seconds: Sequence[float]) -> bool:
+    """True if there are enough times, and few of them are far from their median."""
+    median = statistics.median(seconds)
+    far = sum(abs(each - median) > _SETTLED * median for each in seconds)
+    return len(seconds) >= _LEAST_RUNS and far <= _FAR * len(seconds)
+
+
+def _shown(seconds: Sequence[float]) -> str:
+    median, least, most = statistics.median(seconds), min(seconds), max(seconds)
+    return f"{median:.3f} s ({least:.3f} to {most:.3f} s in {len(seconds)} runs)"
 
 
 def measure(task: Task, file: Path) -> None:
@@ -222,7 +261,7 @@ def _times(engine: Engine, result: Result) -> Iterator[None]:
     for batch in task.batches:
         result.decode.append(engine.decode(batch))
         found = result.decode[-1]
-        print(f"batch {batch}: {found['total_s']:.3f} s, first tokens {found['first_token_s']:.3f} s", flush=True)
+        print(f"batch {batch}: {_shown(found['total_s'])}, first tokens {_shown(found['first_token_s'])}", flush=True)
         yield
     if task.prefill:
         result.prefill_s = engine.prefill()

@@ -78,7 +78,13 @@ def _add_measured(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="tokens of a prompt timed alone; 0: none (%(default)s)",
     )
-    group.add_argument("--repeat", type=int, default=3, metavar="N", help="times a point is measured (%(default)s)")
+    group.add_argument(
+        "--repeat",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="times a point is measured, besides the two runs that end its warm-up; more if they differ (%(default)s)",
+    )
     group.add_argument("--serve", action="store_true", help="vllm serve under load, in place of LLM.generate")
     group.add_argument(
         "--profile",

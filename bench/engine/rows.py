@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from bench.engine.offline import Result, Task
@@ -14,28 +15,36 @@ Answers = Mapping[int, list[list[int]]]
 def rows_of(result: Result, task: Task) -> list[Row]:
     """Return a result's rows, without the fields that all rows of its implementation share.
 
-    ``tokens_s`` of phase decode is that of the whole batch, without the time to the first tokens; ``ms_step`` is
+    Times are medians of ``runs`` runs; with ``_least`` and ``_most`` at the end of their name, the fastest and slowest
+    run's. ``tokens_s`` of phase decode is that of the whole batch, without the time to the first tokens; ``ms_step`` is
     between two tokens of a request. A batch whose first tokens took as long as its whole answers, since kernels were
     still compiled, is a row of phase "failed".
     """
     tokens_in = {"tokens_in": task.tokens_in}
     rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2)}]
     for found in result.decode:
-        seconds, steps = found["total_s"] - found["first_token_s"], task.tokens_out - 1
+        first, total = statistics.median(found["first_token_s"]), statistics.median(found["total_s"])
+        seconds, steps = total - first, task.tokens_out - 1
         if seconds <= 0:
-            times = f"first tokens took {found['first_token_s']:.3f} s, whole answers {found['total_s']:.3f} s"
+            times = f"first tokens took {first:.3f} s, whole answers {total:.3f} s"
             rows.append({"phase": "failed", "reason": f"batch {found['batch']}: {times}"})
             continue
         row = {"phase": "decode", "batch": found["batch"], **tokens_in, "tokens_out": task.tokens_out}
-        row |= {"tokens_s": round(found["batch"] * steps / seconds, 1), "ms_step": round(1e3 * seconds / steps, 4)}
-        row |= {"first_tokens_s": round(found["first_token_s"], 4), "repeats_itself": found["repeats_itself"]}
-        rows.append(row)
+        row |= {"tokens_s": round(found["batch"] * steps / seconds, 1), "runs": len(found["total_s"])}
+        row |= _spread("ms_step", [1e3 * (run - first) / steps for run in found["total_s"]])
+        row |= _spread("first_tokens_s", found["first_token_s"])
+        rows.append(row | {"repeats_itself": found["repeats_itself"]})
     if result.prefill_s:
         row = {"phase": "prefill", "batch": 1, "tokens_in": task.prefill, "tokens_out": 1}
-        rows.append(
-            {**row, "tokens_s": round(task.prefill / result.prefill_s, 1), "seconds": round(result.prefill_s, 4)}
-        )
+        row |= {"tokens_s": round(task.prefill / statistics.median(result.prefill_s), 1)}
+        rows.append(row | {"runs": len(result.prefill_s)} | _spread("seconds", result.prefill_s))
     return rows
+
+
+def _spread(name: str, times: Sequence[float]) -> Row:
+    """Return the median of times, the least and the most."""
+    found = {name: statistics.median(times), f"{name}_least": min(times), f"{name}_most": max(times)}
+    return {field: round(time, 4) for field, time in found.items()}
 
 
 def add_agreement(rows: list[Row], answers: Answers, reference: str, others: Answers) -> None:
