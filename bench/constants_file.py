@@ -37,6 +37,7 @@ _SM_TERMS = defaultdict[str, tuple[str, ...]](tuple)
 _SM_TERMS |= {
     "": ("alone", "tile"),
     "waves": ("gathered_us", "row_us", "row_past_us", "expert_tile_us", "expert_start_us"),
+    "cublas": ("result_us",),
     "mma_sync": ("k_slice", "decode", "operations", "read", "sums"),
 }
 """Terms that are work of one multiprocessor, by model; the empty name for a config."""

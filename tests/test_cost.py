@@ -30,6 +30,7 @@ from w4gemm.tuning import record
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.rows import read  # noqa: E402
 from bench.shapes import FP4_EXPERTS  # noqa: E402
 from bench.timings import rows_of  # noqa: E402
 
@@ -219,6 +220,23 @@ def test_the_first_guess_is_about_the_fastest_of_what_was_measured():
             assert sum(regrets) / len(regrets) < math.log(1.05), path.name
             logs += regrets
     assert len(logs) > 500 and sum(logs) / len(logs) < math.log(1.02)
+
+
+def test_decoding_once_is_predicted_for_small_k_too():
+    """With 16-bit x: the time to store results counts if k is small. It was the fastest at no measured point."""
+    ratios: dict[bool, list[float]] = defaultdict(list)
+    for path in sorted(RESULTS.glob("configs_[0-9]*.jsonl")):
+        for row in read(path):
+            times = row["us"]
+            problem = problem_of("sm90_mixed_gemm", row["m"], row["format"], n=row["n"], k=row["k"])
+            us = {name: predicted(problem, name) for name in times if not name.startswith("sm80")}
+            decoded = [name for name in times if name.startswith("dequantize_gemm")]
+            ratios[row["k"] <= 2048] += [times[name] / us[name] for name in decoded]
+            if decoded:
+                assert not min(us, key=us.__getitem__).startswith("dequantize_gemm"), (path.name, str(problem))
+    assert sum(map(len, ratios.values())) == 52
+    for found in ratios.values():
+        assert abs(sum(found) / len(found) - 1) < 0.01
 
 
 def test_rows_of_experts_at_random_make_more_tiles_than_even_ones():
