@@ -57,8 +57,9 @@ def scaled(row: dict[str, Any], like: Device, device: Device, scale: Scale) -> d
     return {term: float(f"{value * factors[term]:.6g}") if term in factors else value for term, value in row.items()}
 
 
-def write(target: Path, times: dict[str, SliceTimes], source: str, fp8: bool, adjust: bool) -> None:
-    """Put ``times`` in the place of those of the kernels for 16-bit x, or for fp8 x, and say where they are from."""
+def write(target: Path, times: dict[str, SliceTimes], source: str, fp8: bool, word: str) -> None:
+    """Put ``times`` in the place of those of the kernels for 16-bit x, or for fp8 x, and say where they are from: by
+    ``word`` and ``source`` behind what the file says, or by ``source`` alone if word is empty."""
     legal, of = legal_names(), "sm90_fp8_gemm" if fp8 else "sm90_decode, sm90_mixed_gemm"
     others, configs = [], {}
     for row in map(json.loads, target.read_text().splitlines()):
@@ -66,7 +67,7 @@ def write(target: Path, times: dict[str, SliceTimes], source: str, fp8: bool, ad
             if ("sm90_fp8_gemm" in row["config"]) != fp8:
                 configs[row["config"]] = row
         elif row.get("source") == of and "text" in row:
-            others.append({**row, "text": f"{row['text']} Adjusted to {source}" if adjust else source})
+            others.append({**row, "text": f"{row['text']} {word} {source}" if word else source})
         else:
             others.append(row)
     for name, found in times.items():

@@ -137,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = ", ".join(path.name for path in args.rows)
     only = f", {len(args.only)} configs only" if args.only else ""
     source = f"{device.name}, fitted {day}, {len(rows)} timings of {files}{only}."
-    write(constants.path_of(device.name), times, source, timings.fp8, adjust=args.adjust)
+    word = "Adjusted to" if args.adjust else "Added:" if args.keep else ""
+    write(constants.path_of(device.name), times, source, timings.fp8, word)
     report(timings.points, times)
 
 
@@ -154,10 +155,10 @@ def after(timings: Timings, known: dict[str, SliceTimes], how: How) -> dict[str,
     """The times of all configs for x of as many bits, fitted to timings."""
     adjusted = {name: estimated(name, timings.device) for name in timings.configs} if how.adjust else {}
     times = fitted(timings, how.kept, adjusted, how.unknown)
-    if not adjusted:
+    if not adjusted and not how.kept:
         return times
     before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
-    return before | times if how.others_stay else carried(adjusted | before, times)
+    return before | times if how.kept or how.others_stay else carried(adjusted | before, times)
 
 
 def hold_out(rows: list[dict[str, Any]], known: dict[str, SliceTimes], how: How, parts: int) -> None:

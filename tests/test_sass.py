@@ -316,6 +316,19 @@ def test_instructions_that_decode(decoding):
     assert {opcode: count / decoding.words for opcode, count in found.items()} == decoding.counts
 
 
+def test_with_one_set_of_sums_a_chunk_is_decoded_before_the_wait_for_the_one_before():
+    """Behind the wait the tensor cores would have nothing to do meanwhile: ptxas moves it there without a branch."""
+    p = problem("int4_g128", FP8, 512, epilogue=Epilogue(token_scale=True))
+    unit = kernel_named("sm90_fp8_gemm").unit(p, GemmConfig.parse("160x128x128_1x1x1_coop"))
+    (loop,) = main_loops(disassemble(object_code(unit)), "QGMMA")
+    waits = [i for i, line in enumerate(loop) if line.startswith("WARPGROUP.DEPBAR")]
+    assert [loop[i] for i in waits] == ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * 2
+    for first, last in zip((0, waits[0]), waits, strict=True):
+        issued = max(i for i in range(first, last) if loop[i].startswith("QGMMA"))
+        assert sum(line.startswith("LOP3") for line in loop[issued:last]) >= 4 * 8  # a thread's eight code words
+    assert sum(line.startswith("FFMA") for line in loop) == 2 * 160 // 2
+
+
 @pytest.mark.parametrize("kernel", ["sm90_mixed_gemm", "sm90_decode", "sm80_mixed_gemm", "sm90_fp8_gemm"])
 def test_more_experts_than_the_smaller_map(kernel):
     dtype, epilogue = (FP8, Epilogue(token_scale=True)) if kernel in FP8_KERNELS else (torch.bfloat16, PLAIN)

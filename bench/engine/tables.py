@@ -148,14 +148,16 @@ def agreement(rows: Sequence[Row]) -> list[str]:
         by_name.setdefault(row["impl"], []).append(row)
     parts = [f"{name} {_listed(row['equal_prefix'] for row in of_name)}" for name, of_name in by_name.items()]
     batches = _listed(row["batch"] for row in next(iter(by_name.values())))
-    own = sorted({row["impl"] for row in rows if row["phase"] == "decode" and not row["repeats_itself"]})
+    decode = [row for row in rows if row["phase"] == "decode"]
+    own = sorted({row["impl"] for row in decode if not row["repeats_itself"]})
     sentence = (
         f"Greedy tokens, of {found[0]['tokens_out']}, before the first that differs from "
         f"{found[0]['same_tokens_as']}'s, mean at batch {batches}: {'; '.join(parts)}. "
     )
-    sentence += (
-        f"Gave other tokens when repeated: {', '.join(own)}." if own else "All gave the same tokens when repeated."
-    )
+    if own:
+        sentence += f"Gave other tokens when repeated: {', '.join(own)}."
+    elif all(row.get("runs", 1) > 1 for row in decode):  # older rows do not say whether they were repeated
+        sentence += "All gave the same tokens when repeated."
     return textwrap.wrap(sentence, WIDTH)
 
 

@@ -32,8 +32,8 @@ _MAX_TILE_M = {
     True: {"coop": {64: 128, 128: 168, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
     False: {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 32}},
 }
-"""Largest tile_m by whether scales are applied to sums (which takes two sets of accumulators besides), schedule and
-tile_n, which fix the number of threads: what the registers have room for."""
+"""Largest tile_m by whether scales are applied to sums (which takes registers for sums besides), schedule and tile_n,
+which fix the number of threads: what the registers have room for."""
 
 
 def _candidates() -> Iterator[Sizes]:
@@ -76,9 +76,10 @@ SPACE = Space(
         mixed.SPLIT_ROW_BLOCKS,
         mixed.SPLIT_PINGPONG,
         Rule(
-            "one chunk for two fragment buffers",
-            "with scales on sums a k-slice has a chunk of 128 columns for each of two fragment buffers: tile_k 256",
-            lambda v: v.promotes and v.config.tile_k == 128 and not (v.config.tile_n == 128 and v.config.tile_m >= 96),
+            "one chunk for two sets of sums",
+            "with scales on sums tile_k 128 leaves a warpgroup one set of registers for sums: of one row block, one "
+            "scale group, and rows of x without scales of their own; others take tile_k 256",
+            lambda v: v.one_set_of_sums and (v.m64_atoms > 1 or v.block.groups > 1 or v.block_scales),
         ),
         Rule(
             "blocks for each k set",
@@ -159,6 +160,11 @@ SPACE = Space(
             of="sizes",
         ),
         mixed.WIDE_FEW,
+        Rule(
+            "one set of sums",
+            "with scales on sums and tile_k 128, one set of registers for sums is slower than two up to 128 tokens",
+            lambda v: v.one_set_of_sums and v.config.tile_m <= 128,
+        ),
     ),
 )
 """Configs of one launch."""

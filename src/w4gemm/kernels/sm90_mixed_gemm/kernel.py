@@ -29,8 +29,8 @@ fragment buffers:
 
 One buffer would not do, because the next batch's decode would overwrite registers that an asynchronous WGMMA still
 reads. A stage is released one MMA batch late: in the first batch of the next stage, after wait_group(1), which proves
-that its last WGMMA has completed. The last stage of a tile, and every stage in ``multiply_groups``, is released after
-wait_group(0).
+that its last WGMMA has completed. The last stage of a tile, and every stage in ``multiply_groups`` and
+``multiply_chunk``, is released after wait_group(0).
 
 With cluster_n > 1 the CTAs of a cluster compute neighbouring features of the same tokens; each fetches a part of x and
 multicasts it. With cluster_m > 1 they compute neighbouring tokens of the same features and share the weights alike.
@@ -58,7 +58,9 @@ the codes become e4m3. If variant.scales_on_sums, the scales multiply the float3
 ``multiply_groups`` then replaces ``multiply_stage``, with two sets of sums of a range of tokens beside the
 accumulators. It also does if each 128 columns of a row of x have a scale (variant.block_scales), because that scale
 multiplies the sums too: TMA brings a stage's scales, those of a tile's tokens for each weight block along k, with x
-and on the same barrier.
+and on the same barrier. Of more than 128 tokens the sums have one set (variant.one_set_of_sums): ``multiply_chunk``
+decodes the next stage while its own is multiplied, and adds the sums while the tensor cores work for the other
+warpgroup.
 
 If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a
 warp of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2

@@ -233,41 +233,34 @@ class Mainloop:
         consumer: ConsumerCoord,
         stage_in_iteration: int,
     ):
-        """Add a stage of one k chunk to the accumulators, with one set of sums. It has been decoded.
+        """Add a stage of one k chunk, which is one scale group, to the accumulators, with one set of sums.
+        ``begin_groups`` or the stage before has decoded it.
 
         The next chunk is decoded while this one is multiplied: in a branch, behind which ptxas leaves the wait. While
-        the sums are added the tensor cores work for the other warpgroup.
+        the sums are added, the tensor cores work for the other warpgroup.
         """
-        acc, steps = operands.accumulators, 4 // self.promotions
-        scales_of_x = pipeline.scales + state.stage * self.variant.block_scale_bytes
         buffer = stage_in_iteration % 2
         batch_sums, batch_scales = sums.batch(0)
-        for group in cutlass.range_constexpr(self.promotions):
-            warpgroup.fence()
-            for step in cutlass.range_constexpr(group * steps, (group + 1) * steps):
-                mma.set(warpgroup.Field.ACCUMULATE, step > group * steps)
-                cute.gemm(
-                    mma,
-                    batch_sums,
-                    operands.fragment[(None, None, buffer * 4 + step)],
-                    operands.x[0][(None, None, step, state.stage)],
-                    batch_sums,
-                )
-            warpgroup.commit_group()
-            if const_expr(self.variant.scales_on_sums):
-                for row in cutlass.range_constexpr(2):
-                    batch_scales[row] = sums.scales[2 * group + row]
-            if const_expr(group == self.promotions - 1):
-                if state.has_next:
-                    self.wait_full(pipeline, state.next)
-                    self.weights.load(operands.packed, pipeline, state.next.stage, 0, consumer)
-                    self.decode_group_chunk(operands, sums, 1 - buffer)
-            warpgroup.wait_group(0)
-            if const_expr(group == self.promotions - 1 and not self.variant.block_scales):
-                self.release(pipeline, state.stage, consumer)
-            self.add_scaled_sums(acc, sums, group, self.block_scales(scales_of_x, Int32(0), group, consumer))
-        if const_expr(self.variant.block_scales):
-            self.release(pipeline, state.stage, consumer)
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(4):
+            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            cute.gemm(
+                mma,
+                batch_sums,
+                operands.fragment[(None, None, buffer * 4 + step)],
+                operands.x[0][(None, None, step, state.stage)],
+                batch_sums,
+            )
+        warpgroup.commit_group()
+        for row in cutlass.range_constexpr(2):
+            batch_scales[row] = sums.scales[row]
+        if state.has_next:
+            self.wait_full(pipeline, state.next)
+            self.weights.load(operands.packed, pipeline, state.next.stage, 0, consumer)
+            self.decode_group_chunk(operands, sums, 1 - buffer)
+        warpgroup.wait_group(0)
+        self.release(pipeline, state.stage, consumer)
+        self.add_scaled_sums(operands.accumulators, sums, 0, [])
 
     @cute.jit
     def begin_groups(
