@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--record") or _whole_gpu_run(session.config)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not path or reporter is None or session.config.getoption("--collect-only"):
@@ -136,6 +136,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     }
     if shard := session.config.getoption("--shard"):
         row["shard"] = str(shard)
+    if exitstatus == pytest.ExitCode.INTERRUPTED:
+        row["interrupted"] = True
     record.append(path, row | facts)
 
 
