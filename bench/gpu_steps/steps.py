@@ -93,6 +93,17 @@ STEPS = (
         )
         for gpu, rows in (("H200", "unknown.jsonl"), ("H100", "unknown_h100.jsonl"))
     ),
+    # what bounds products of few tokens
+    Step(
+        "counters",
+        "python -m bench.counters --shapes 8192x8192,28672x4096 --m 16,32,64 --format int4_g128,nf4_g64_fp32 "
+        "--out {rows}",
+        120,
+        "counters.jsonl",
+        "docs/measured/experts.md#what-a-launch-of-few-tokens-does-with-its-cycles-ncu-2026-11-24",
+        alone=True,
+        needs=("ncu",),
+    ),
     # models inside vLLM
     Step(
         "engine-h100",
