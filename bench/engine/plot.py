@@ -50,7 +50,8 @@ def plot(cases: dict[Case, list[Row]], file: Path) -> None:
         short = [_WORDS.sub(r"\1\n\2", name.partition(":")[0]).replace(" ", "\n") for name in groups]
         panel.set_xticks([x + 0.4 * (1 - 1 / len(names)) for x in range(len(groups))], short, fontsize=7)
         panel.axhline(1, color="gray", linewidth=0.8, linestyle="--")
-        panel.set_title(str(case).replace(", NVIDIA", "\nNVIDIA"), fontsize=9)
+        model, format, where = str(case).split(", ", 2)
+        panel.set_title(f"{model}, {format}\n{where}", fontsize=9)
         panel.margins(y=0.2)
         panel.legend(fontsize=7, ncols=len(names), loc="upper center")
     figure.supylabel("tokens/s over vLLM's choice", fontsize=10)
