@@ -121,6 +121,17 @@ SPACE = Space(
             ),
         ),
         Rule(
+            "one set of sums and zero points",
+            "zero points spill beside accumulators and sums of 144 tokens and more",
+            lambda v: v.one_set_of_sums and v.block.has_zero,
+        ),
+        Rule(
+            "one set of sums without token scales",
+            "beside accumulators and sums of 144 tokens and more some epilogues spill if tokens have no scales",
+            lambda v: v.one_set_of_sums and not v.epilogue.token_scale,
+            of="epilogue",
+        ),
+        Rule(
             "experts and registers",
             "looking for an expert's rows takes registers, which pingpong and four warpgroups lack for 33 to 128",
             lambda v: (
