@@ -50,6 +50,7 @@ NUMBERS = (
     Numbers("int4_g128_e4m3", FP8),
     Numbers("int4_g32_zint", FP8, "gated"),
     Numbers("mxfp4", FP8, "biased"),
+    Numbers("int4_g128", FP8, every_way=False),
     Numbers("int4_g128", FP8, "blocks", every_way=False),
 )
 """One of each way to decode and to scale."""
@@ -78,7 +79,7 @@ class Cell(NamedTuple):
 
 
 def cells(every: Sequence[Numbers] = NUMBERS) -> list[Cell]:
-    """Return one cell for each kernel, schedule, way to divide k and clusters, for each kind and numbers."""
+    """Return one cell for each kernel, schedule, way to sum, to divide k and clusters, for each kind and numbers."""
     device = Device.of(torch.device("cuda")) if torch.cuda.is_available() else H200
     found: dict[tuple[object, ...], Cell] = {}
     for kind in ("dense", "experts", "gathered"):
@@ -90,7 +91,8 @@ def cells(every: Sequence[Numbers] = NUMBERS) -> list[Cell]:
                     tail = c.tail is not None
                     if tail == (n < 9000):  # two launches want more than a wave, others take little time
                         continue
-                    way: tuple[object, ...] = kernel, c.schedule, tail
+                    one_set_of_sums = kernel == "sm90_fp8_gemm" and numbers.format == "int4_g128" and c.tile_k == 128
+                    way: tuple[object, ...] = kernel, c.schedule, tail, one_set_of_sums
                     if numbers.every_way:
                         way += c.split_k > 1, c.cluster_m > 1, c.cluster_n > 1
                     cell = Cell(kind, numbers.dtype == FP8, numbers.format, numbers.epilogue, m, n, k, config)

@@ -18,6 +18,7 @@ import torch
 
 import w4gemm
 from w4gemm import WeightFormat
+from w4gemm.core.epilogue import Epilogue
 from w4gemm.weights.reference import grouped_reference, linear_reference
 
 CASES = {
@@ -75,6 +76,7 @@ FP8 = {
     "sm90_fp8_gemm/64x64x256_1x2x1_coop": (64, 9000, 640),
     "sm90_fp8_gemm/128x128x256_1x1x1_coop": (260, 9000, 640),
     "sm90_fp8_gemm/128x128x256_2x1x1_coop": (300, 9000, 640),
+    "sm90_fp8_gemm/160x128x128_1x1x1_coop": (300, 9000, 640),
     "sm90_fp8_gemm/256x128x128_1x1x1_coop": (600, 9000, 640),
     "sm90_fp8_gemm/256x64x128_1x2x1_pingpong": (600, 9000, 512),
     "sm90_fp8_gemm/256x128x128_1x1x1_coop+128x64x256_1x1x1_coop": (300, 9000, 640),
@@ -135,7 +137,7 @@ def fp8(format: WeightFormat) -> int:
         x = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
         scale, several = torch.rand(m, device="cuda") + 0.5, w4gemm.QuantizedWeight.stack([w] * 3, layout="mma8")
         offsets = torch.tensor([0, m // 3, m // 3, m], dtype=torch.int32, device="cuda")
-        problem = w4gemm.GemmProblem(m, n, k, x.dtype, format, w.layout)
+        problem = w4gemm.GemmProblem(m, n, k, x.dtype, format, w.layout, Epilogue(token_scale=True))
         for given in ({}, fused(i, m, n)):
             given["token_scale"] = scale
             wanted = linear_reference(x, w, **{name: t for name, t in given.items() if name != "out_dtype"})
