@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -258,6 +259,7 @@ def test_tune_and_cache(capsys, folder, tmp_path):
     assert out == f"{folder}\n"
     out, _ = run(capsys, "cache", "list")
     assert "0 compiled kernels" in out and "tuned.jsonl, 4 configs" in out and "(stale)" not in out
+    assert f"with {counted(torch.get_num_threads(), 'thread')}, float32 x int4_" in out
     more, _ = run(capsys, "cache", "list", "--all")
     assert out.splitlines()[-1].startswith("shipped: ") and len(more.splitlines()) > 100 + len(out.splitlines())
     exported, _ = run(capsys, "cache", "export")
@@ -280,8 +282,63 @@ def test_tune_and_cache(capsys, folder, tmp_path):
 
 def test_nothing_is_kept(capsys, monkeypatch):
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
-    assert "nothing is kept" in run(capsys, "cache", "list")[0]
-    assert "nothing is kept" in run(capsys, "cache", "path", code=1)[1]
+    out, _ = run(capsys, "cache", "list")
+    assert "nothing is kept" in out and "tuned: no file, 0 configs" in out
+    assert "W4GEMM_CACHE_DIR is off: nothing is kept" in run(capsys, "cache", "path", code=1)[1]
+    tune = ("tune", "--shapes", "64x64", "--m", "1", "--device", "cpu")
+    assert "kept in no file: W4GEMM_CACHE_DIR is off\n" in run(capsys, *tune)[1]
+    monkeypatch.delenv("W4GEMM_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", lambda path: Path.home() / 1)
+    monkeypatch.setattr(Path, "home", _no_home)
+    assert "this user has no home folder: nothing is kept" in run(capsys, "cache", "path", code=1)[1]
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_what_cannot_be_kept_is_not_said_to_be_kept(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "file" / "cache"))  # not even root can make that
+    _, err = run(capsys, "tune", "--shapes", "64x64", "--m", "1", "--device", "cpu")
+    assert "1 of 1 measured" in err and "kept in" not in err
+    out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--profile")
+    assert "fastest, and not kept, for m 3 to 4: " in out
+
+
+def test_a_full_disk_holds_no_tuned_configs(capsys, folder, monkeypatch):
+    """The empty table is there then."""
+
+    def full(path: Path, records: object) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "append", full)
+    _, err = run(capsys, "tune", "--shapes", "64x64", "--m", "1", "--device", "cpu")
+    assert (folder / store.USER_FILE).exists() and "1 of 1 measured" in err and "kept in" not in err
+
+
+def test_many_sizes_are_longer_than_a_path_may_be():
+    sizes = ",".join(f"{64 * i}x64" for i in range(1, 65))
+    assert len(sizes) > 255
+    args = problems.argparse.Namespace(model=None, shapes=sizes, format=None)
+    assert [layer.n for layer in problems.parse_layers(args)] == [64 * i for i in range(1, 65)]
+
+
+def test_files_may_be_pipes(capsys, folder):
+    def pipe(text: str) -> str:
+        out, into = os.pipe()
+        with os.fdopen(into, "w") as f:
+            f.write(text)
+        return f"/dev/fd/{out}"
+
+    tune = ("tune", "--m", "1", "--device", "cpu", "--shapes")
+    run(capsys, *tune, pipe("96 64\n"))
+    exported, _ = run(capsys, "cache", "export")
+    run(capsys, "cache", "clear")
+    assert "added 1 tuned config" in run(capsys, "cache", "import", pipe(exported))[1]
 
 
 def test_layers_of_a_gguf_file(tmp_path):

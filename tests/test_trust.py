@@ -311,6 +311,28 @@ def test_what_root_compiled_another_user_may_load_and_not_change():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@as_root
+def test_a_folder_that_this_user_may_not_enter():
+    """A container whose user has no rights and root's home folder: nothing is found there, and nothing fails."""
+    script = f"""
+import sys; sys.path[:] = {sys.path!r}
+import os
+from w4gemm.cli.__main__ import main
+from w4gemm.jit import disk
+os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+assert disk.read("a-sm_90a-b-c.o") is None and disk.find("a-sm_90a-b-c.so") is None and disk.stored() == []
+assert not disk.write("a-sm_90a-b-c.o", b"code")
+assert main(["info"]) == 0 and main(["cache", "list"]) == 0 and main(["cache", "path"]) == 0
+assert main(["tune", "--shapes", "64x64", "--m", "1", "--device", "cpu"]) == 0
+"""
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        environment = os.environ | {"W4GEMM_CACHE_DIR": f"{home}/.cache/w4gemm"}
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert "cannot keep tuned configs in" in run.stderr and "kept in" not in run.stderr
+    assert f"{home}/.cache: Permission denied" in run.stdout, "info says what is in the way"
+
+
 def may_write(path: Path) -> bool:
     try:
         with open(path, "ab", opener=trust.opener):

@@ -145,22 +145,24 @@ def _read(path: Path, changed: int, size: int) -> tuple[Record, ...]:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def add(records: Iterable[Record]) -> None:
-    """Use records from now on, and append them to the user's table. If that cannot be written, the log says why, and
-    only this process uses them."""
+def add(records: Iterable[Record]) -> bool:
+    """Use records from now on, and append them to the user's table; return whether they are in it. If it cannot be
+    written, the log says why, and only this process uses them."""
     records = list(records)
     path = user_path()
     if path is None:
         _session.extend(records)
-        return
+        return False
     try:
         append(path, records)
+        return True
     except trust.Untrusted as e:
         _session.extend(records)
         trust.warn(str(e))
     except OSError as e:
         _session.extend(records)
         _log.warning("cannot keep tuned configs in %s (%s); set W4GEMM_CACHE_DIR to a folder that can", path, e)
+    return False
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

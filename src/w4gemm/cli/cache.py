@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = environment.cache_dir()
     if folder is None and args.action != "list":
-        raise ValueError("W4GEMM_CACHE_DIR is off: nothing is kept")
+        raise ValueError(f"{environment.why_nothing_is_kept()}: nothing is kept")
     actions = {"path": _path, "list": _list, "clear": _clear, "export": _export, "import": _import}
     actions[args.action](args)
     return 0
@@ -56,7 +56,7 @@ def _list(args: argparse.Namespace) -> None:
     print(f"{environment.cache_dir() or 'nothing is kept'}: {kernels}, {size / 2**20:.1f} MiB")
     for name, path in (("tuned", store.user_path()), *(("shipped", path) for path in store.shipped_tables())):
         records = effective(store.read(path)) if path else []
-        print(f"{name}: {path}, {counted(len(records), 'config')}")
+        print(f"{name}: {path or 'no file'}, {counted(len(records), 'config')}")
         for record in records if name == "tuned" or args.all else ():
             print(f"  {_line(record)}")
 
@@ -64,7 +64,8 @@ def _list(args: argparse.Namespace) -> None:
 def _line(record: Record) -> str:
     key, span = record.key, choice.span(*record.m)
     fused = f", {key.epilogue}" * bool(key.epilogue) + ", batch invariant" * key.batch_invariant
-    what = f"{key.device}, {key.dtype} x {key.format}, n {key.n}, k {key.k}, {span}{fused}"
+    threads = f" with {counted(key.sms, 'thread')}" * record.kernel.startswith("cpu_")
+    what = f"{key.device}{threads}, {key.dtype} x {key.format}, n {key.n}, k {key.k}, {span}{fused}"
     stale = "" if is_current(record) else " (stale)"
     return f"{what}: {record.choice}, {record.us:.1f} us, {record.date}{stale}"
 
@@ -98,7 +99,7 @@ def _export(args: argparse.Namespace) -> None:
 def _import(args: argparse.Namespace) -> None:
     path = store.user_path()
     assert path is not None
-    if not Path(args.file).is_file():
+    if not Path(args.file).exists():  # it may be a pipe
         raise FileNotFoundError(f"FILE: no file {args.file!r}")
     records, bad = parse_lines(read_text("FILE", args.file).splitlines())
     there = {(record.key, record.m): record for record in store.read(path)}  # the last line of a problem holds

@@ -224,14 +224,16 @@ def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> i
     """
     environment.set_cache_dir(folder)
     trust.make_folder(folder, 0o755)
-    size = 0
+    size = missing = 0
     with CompilePool(workers) as pool, progress_bar() as progress:
-        for done, future in enumerate(pool.submit(units)):
+        for done, (unit, future) in enumerate(zip(units, pool.submit(units), strict=True)):
             progress(done, len(units), "compiling")
-            size += len(future.result())
-    missing = [unit for unit in units if disk.read(disk.entry_name(unit)) is None]
+            code, name = future.result(), disk.entry_name(unit)
+            size += len(code)
+            # only this process logs why an object cannot be written
+            missing += disk.read(name) is None and not disk.write(name, code)
     if missing:
-        raise OSError(f"{folder}: {len(missing)} of {counted(len(units), 'kernel')} could not be stored")
+        raise OSError(f"{folder}: {missing} of {counted(len(units), 'kernel')} could not be stored")
     return size
 
 

@@ -112,5 +112,6 @@ def profile_text(outcome: Outcome, rows: int = 10) -> str:
         lines.append(f"the heuristic's first guess, {outcome.first_guess}, is number {rank} of {len(times)}")
     lines += [f"left out: {name}: {reason}" for name, reason in outcome.failed.items()]
     span = choice.span(*outcome.record.m)
-    lines.append(f"kept for {span}: {outcome.record.choice}, {outcome.gain:.2f} times as fast as the first guess")
+    kept = "kept" if outcome.stored else "fastest, and not kept,"
+    lines.append(f"{kept} for {span}: {outcome.record.choice}, {outcome.gain:.2f} times as fast as the first guess")
     return "\n".join(lines)

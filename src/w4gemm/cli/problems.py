@@ -102,7 +102,7 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
     format = WeightFormat.parse(args.format) if args.format else WeightFormat()
     if args.model is not None:
         found = _layers_of_model(args.model)
-    elif Path(args.shapes).is_file():
+    elif _is_file(args.shapes):
         found = [
             _parse_line(line, f"{args.shapes}:{number}", format)
             for number, text in enumerate(read_text("--shapes", args.shapes).splitlines(), 1)
@@ -113,6 +113,15 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
     if not found:
         raise FormatError(f"{args.model or args.shapes}: no 4-bit layers")
     return list(dict.fromkeys(found))
+
+
+def _is_file(text: str) -> bool:
+    """True if a text is the path of a file, or of a pipe."""
+    try:
+        path = Path(text)
+        return path.exists() and not path.is_dir()
+    except OSError:  # many sizes are longer than a path may be
+        return False
 
 
 def _layers_of_model(path: str) -> list[Layer]:

@@ -13,6 +13,7 @@ from w4gemm.console.devices import chosen_device, device_line, device_name
 from w4gemm.console.errors import memory_for
 from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens, positive
 from w4gemm.console.progress import counted, progress_bar, say
+from w4gemm.core import environment
 from w4gemm.tuning.tuner import TOP, Outcome, tune
 
 NAME = "tune"
@@ -68,8 +69,10 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - started
         say(f"{len(outcomes)} of {len(wanted)} measured in {seconds:.0f} s{summary(outcomes, tuned)}")
         path = store.user_path()
-        if (outcomes or tuned) and (path is None or path.exists()):  # else a warning has said what is in the way
-            say(f"kept in {path or 'no file: W4GEMM_CACHE_DIR is off'}")
+        if path is None:
+            say(f"kept in no file: {environment.why_nothing_is_kept()}")
+        elif (outcomes or tuned) and all(outcome.stored for outcome in outcomes):
+            say(f"kept in {path}")  # else a warning has said what is in the way
     return 0
 
 

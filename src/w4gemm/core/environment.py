@@ -48,6 +48,13 @@ def cache_dir() -> Path | None:
         return None
 
 
+def why_nothing_is_kept() -> str:
+    """Return in words why :func:`cache_dir` is None."""
+    if os.environ.get("W4GEMM_CACHE_DIR"):
+        return "W4GEMM_CACHE_DIR is off"
+    return "W4GEMM_CACHE_DIR is not set, and this user has no home folder"
+
+
 def cache_is_shared() -> bool:
     """True if whoever may write the cache folder is trusted.
 

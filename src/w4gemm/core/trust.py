@@ -55,7 +55,7 @@ def refusal(folder: Path) -> str:
     except FileNotFoundError:
         return ""
     except OSError as e:
-        return str(e)
+        return f"{e.filename}: {e.strerror}" if e.filename else str(e)
     return ""
 
 
@@ -154,7 +154,7 @@ def _check_owner(path: Path, about: os.stat_result, folder: Path) -> None:
 
 def _untrusted(path: Path, about: os.stat_result, folder: Path, remedy: str) -> Untrusted:
     return Untrusted(
-        f"{folder} is not used, because users other than {_user(os.geteuid())} and root can put code there: {path} "
+        f"{folder} is not used, because users other than {_trusted()} can put code there: {path} "
         f"belongs to {_user(about.st_uid)} and has mode {stat.S_IMODE(about.st_mode):04o}. Set W4GEMM_CACHE_DIR to a "
         f"folder of your own, or, if you trust all that is there: {remedy}; where that is not possible, as in a "
         "container's volume of mode 0777 that nobody else can reach: W4GEMM_CACHE_SHARED=1"
@@ -194,6 +194,10 @@ def _root_ids() -> frozenset[int]:
     except (OSError, ValueError):  # not Linux
         return frozenset({0})
     return frozenset({0}) if 0 in numbers[::3] else frozenset({0, overflow})
+
+
+def _trusted() -> str:
+    return f"{_user(os.geteuid())} and root" if os.geteuid() else _user(0)
 
 
 def _user(uid: int) -> str:

@@ -98,7 +98,8 @@ def _candidates(name: str) -> Iterator[Path]:
         return
     yield folder / name
     pattern = f"{name.rpartition('-')[0]}-*{Path(name).suffix}"
-    yield from sorted(path for path in folder.glob(pattern) if path.name != name)
+    with contextlib.suppress(OSError):  # a folder that this user may not enter, which the first path has told
+        yield from sorted(path for path in folder.glob(pattern) if path.name != name)
 
 
 def _read(path: Path) -> bytes | None:
@@ -163,7 +164,7 @@ def why_missing(name: str) -> str:
     """Return in words why :func:`read` returns None for ``name``."""
     folder = environment.cache_dir()
     if folder is None:
-        return "W4GEMM_CACHE_DIR is off"
+        return environment.why_nothing_is_kept()
     try:
         with open(folder / name, "rb", opener=trust.opener):
             return f"{folder / name} is damaged"
@@ -192,7 +193,12 @@ def libraries() -> list[Path]:
 
 def _stored(suffix: str) -> list[Path]:
     folder = environment.cache_dir()
-    return sorted(folder.glob(f"*-sm_*-*{suffix}")) if folder is not None else []
+    if folder is None:
+        return []
+    try:
+        return sorted(folder.glob(f"*-sm_*-*{suffix}"))
+    except OSError:  # this user may not enter it
+        return []
 
 
 def _temporary(folder: Path) -> list[Path]:

@@ -71,6 +71,8 @@ class Outcome:
     """The config of least predicted time, which the heuristic would choose."""
     record: Record
     """The config that was kept."""
+    stored: bool = False
+    """True if later processes find the record in the cache folder."""
 
     @property
     def gain(self) -> float:
@@ -91,7 +93,7 @@ def tune(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Outcome]:
-    """Measure problems on a device; yield each outcome when its record is stored, those of one weight consecutively.
+    """Measure problems on a device; yield each outcome when its record is in use, those of one weight consecutively.
 
     Args:
         problems: what to measure; each m stands for its interval. A problem that no kernel supports is skipped with a
@@ -123,9 +125,9 @@ def tune(
                 workload = Workload(problem, device)
             outcome = _measure(problem, found, objects, workload, step)
             if outcome is not None:
-                store.add([outcome.record])
+                stored = store.add([outcome.record])
                 choice.forget(problem.n, problem.k)
-                yield outcome
+                yield replace(outcome, stored=stored)
 
 
 def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
