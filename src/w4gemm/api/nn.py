@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,6 +62,9 @@ class W4Linear(PackedModule):
 
     bias: torch.nn.Parameter | None
     pre_quant_scale: torch.Tensor | None
+
+    if TYPE_CHECKING:  # torch.nn.Module's returns Any
+        __call__: Callable[..., torch.Tensor]
 
     def __init__(
         self,
