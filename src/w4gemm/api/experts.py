@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -108,7 +108,7 @@ class W4GroupedLinear(W4Linear):
         given = state_dict.get(prefix + "expert_scale")
         if given is not None and (self.expert_scale is None or self.expert_scale.is_meta):
             device = given.device if self.weight.device.type == "meta" else self.weight.device
-            self.expert_scale = torch.ones(self.weight.experts, device=device)
+            self.expert_scale = torch.ones(self.weight.experts, dtype=torch.float32, device=device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -143,6 +143,9 @@ class W4Experts(torch.nn.Module):
         >>> w4gemm.W4Experts(gate_up, down)(torch.randn(10, 64), ids, scores).shape
         torch.Size([10, 64])
     """
+
+    if TYPE_CHECKING:  # torch.nn.Module's returns Any
+        __call__: Callable[..., torch.Tensor]
 
     def __init__(
         self,

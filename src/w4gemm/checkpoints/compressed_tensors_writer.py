@@ -58,7 +58,7 @@ class CompressedTensorsWriter:
         found = {
             "weight_packed": packed.contiguous().view(torch.int32),  # little-endian: the canonical order
             "weight_scale": scales,
-            "weight_shape": torch.tensor([w.n, w.k]),
+            "weight_shape": torch.tensor([w.n, w.k], device="cpu"),
         }
         if zeros:
             found["weight_zero_point"] = _along_rows(zeros[0])

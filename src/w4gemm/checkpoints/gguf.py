@@ -164,13 +164,14 @@ class GGUFCheckpoint:
         heads, n = self._count(permuted[found[2]]), self.file.info(stored).shape[0]
         if n % (2 * heads):
             raise FormatError(f"{self.path}: tensor {stored!r} has {n} rows, which are not {heads} heads of even size")
-        return torch.arange(n).view(heads, -1, 2).transpose(1, 2).reshape(n)
+        return torch.arange(n, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(n)
 
     def _rope_table(self) -> torch.Tensor:
         """float32 (head size / 2,): the inverse frequencies of the rotary embedding, divided by the file's factors."""
         factors = self.file.dense(_ROPE_FACTORS)
         base = self.file.metadata.get(f"{self.architecture}.rope.freq_base", 10000.0)
-        exponents = torch.arange(0, 2 * len(factors), 2, dtype=torch.float32) / (2 * len(factors))
+        size = 2 * len(factors)
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=factors.device) / size
         return 1.0 / base**exponents / factors
 
     def _value(self, key: str) -> Any:

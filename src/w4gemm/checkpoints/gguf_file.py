@@ -100,7 +100,7 @@ class GGUFFile:
         blocks = torch.from_numpy(self._raw(info).reshape(n, -1).copy())
         blocks = (blocks if rows is None else blocks[rows]).to(device)
         codes, scales, zeros, factors = _parts(blocks, info.type, k)
-        channels = torch.ones(len(codes), device=device) if format.has_channels else None
+        channels = torch.ones(len(codes), dtype=torch.float32, device=device) if format.has_channels else None
         try:
             return QuantizedWeight.from_codes(format, codes, scales, zeros, channels=channels, factors=factors)
         except ValueError as e:
@@ -118,7 +118,7 @@ class GGUFFile:
         info = self.info(name)
         raw, k = self._raw(info), info.shape[-1]
         raw = raw.reshape(math.prod(info.shape[:-1]), -1)
-        tensor = torch.empty(len(raw), k, dtype=dtype)
+        tensor = torch.empty(len(raw), k, dtype=dtype, device="cpu")
         step = max(1, _ELEMENTS // k)
         for first in range(0, len(raw), step):
             part = slice(first, first + step)

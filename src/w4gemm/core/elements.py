@@ -37,7 +37,7 @@ class Element:
         if self.counts:
             return (numbers + self.padding_code).round().clamp(0, 15)
         distinct = sorted(set(self.values))  # e2m1 has two zeros, of which the first is meant
-        values = torch.tensor(distinct, device=numbers.device)
+        values = torch.tensor(distinct, dtype=torch.float32, device=numbers.device)
         codes = torch.tensor([self.values.index(value) for value in distinct], device=numbers.device)
         middles = (values[1:] + values[:-1]) / 2
         below, above = (codes[torch.bucketize(numbers, middles, right=right)] for right in (False, True))

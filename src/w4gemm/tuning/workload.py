@@ -58,16 +58,16 @@ class Workload:
         columns = epilogue.columns(problem.n)
 
         def random(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
-            return torch.randn(*shape, device=self.device, generator=self._generator).to(dtype)
+            return torch.randn(*shape, dtype=torch.float32, device=self.device, generator=self._generator).to(dtype)
 
         def scales(*shape: int) -> torch.Tensor:
-            return torch.rand(*shape, device=self.device, generator=self._generator) + 0.5
+            return torch.rand(*shape, dtype=torch.float32, device=self.device, generator=self._generator) + 0.5
 
         xs = [random(m, problem.k) for _ in range(2)]
         out = torch.empty(m, columns, dtype=problem.out_dtype, device=self.device)
         alpha: float | torch.Tensor | None = 0.5 if epilogue.alpha == "host" else None
         if epilogue.alpha == "device":
-            alpha = torch.full((1,), 0.5, device=self.device)
+            alpha = torch.full((1,), 0.5, dtype=torch.float32, device=self.device)
         bias = random(problem.n, dtype=bias_dtype(problem.dtype, problem.out_dtype)) if epilogue.bias else None
         residual = random(m, columns, dtype=problem.out_dtype) if epilogue.residual else None
         copies = self._copies if m <= _MANY_TOKENS else self._copies[:4]

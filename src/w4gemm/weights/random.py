@@ -54,7 +54,7 @@ def random_components(
 
     def uniform(*shape: int) -> torch.Tensor:
         low, high = _SPREAD
-        return torch.rand(shape, device=device, generator=g) * (high - low) + low
+        return torch.rand(shape, dtype=torch.float32, device=device, generator=g) * (high - low) + low
 
     codes = torch.randint(least_code, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
     weight = 1 / k**0.5

@@ -24,7 +24,7 @@ def of_words(words: str) -> tuple[WeightFormat, str | None]:
 
 def as_tensor(words: str) -> torch.Tensor:
     """Return the words' bytes, uint8: a tensor, so that any file of tensors can hold them."""
-    return torch.tensor(list(words.encode()), dtype=torch.uint8)
+    return torch.tensor(list(words.encode()), dtype=torch.uint8, device="cpu")
 
 
 def of_tensor(state: torch.Tensor) -> str:

@@ -201,7 +201,7 @@ def _need(experts: W4Experts, activation: str, config: Any) -> Need:
         for tokens in each:
             x = torch.zeros(tokens, gate_up.k, dtype=config.params_dtype, device=gate_up.device)
             ids = torch.arange(tokens * top_k, dtype=torch.int32, device=gate_up.device).view(tokens, top_k)
-            experts(x, ids % count, torch.zeros(tokens, top_k, device=gate_up.device))
+            experts(x, ids % count, torch.zeros(tokens, top_k, dtype=torch.float32, device=gate_up.device))
 
     rows = [tokens * top_k for tokens in each]
     call = ExpertsCall(config.params_dtype, top_k, rows, bias=experts.gate_up.bias is not None)

@@ -117,9 +117,8 @@ def _rotates(module: Any) -> bool:
     rotate = getattr(module, "apply_rotary_pos_emb", None)
     if rotate is None:
         return False
-    g = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 3, 1, 8, generator=g), torch.randn(2, 1, 1, 8, generator=g)
-    half = torch.randn(2, 1, 4, generator=g)
+    g, shapes = torch.Generator().manual_seed(0), ((2, 3, 1, 8), (2, 1, 1, 8), (2, 1, 4))
+    q, k, half = (torch.randn(shape, generator=g, dtype=torch.float32, device="cpu") for shape in shapes)
     angle = half.repeat(1, 1, 2)
     wanted = [rotated(x, angle.cos()[:, None], angle.sin()[:, None]) for x in (q, k)]
     for given in (angle, half):  # gpt-oss has the angles once for both halves

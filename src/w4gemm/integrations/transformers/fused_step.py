@@ -197,7 +197,7 @@ def _activation(mlp: nn.Module) -> str | None:
     act = getattr(mlp, "act_fn", None)
     if not callable(act):
         return None
-    both = torch.linspace(-6, 6, 64)
+    both = torch.linspace(-6, 6, 64, dtype=torch.float32, device="cpu")
     wanted = act(both[0::2]) * both[1::2]
     for name, formula in ACTIVATIONS.items():
         if formula.gated and torch.allclose(parse(name).apply(both), wanted, rtol=1e-5, atol=1e-6):

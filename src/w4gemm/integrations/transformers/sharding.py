@@ -49,7 +49,7 @@ def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> Quanti
                 layer.pre_quant_scale = scale[index * part.k : (index + 1) * part.k].clone()
             return part
         if style == _FUSED_ROWS:
-            return _rows(w, torch.arange(w.n).view(2, count, -1)[:, index].flatten())
+            return _rows(w, torch.arange(w.n, device="cpu").view(2, count, -1)[:, index].flatten())
     except (ValueError, RuntimeError) as e:
         raise ValueError(f"{name}: cannot be split over {count} processes ({style}): {e}") from e
     if style in _WHOLE:

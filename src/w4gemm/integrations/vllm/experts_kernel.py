@@ -141,7 +141,7 @@ class W4gemmExperts(_Experts):
         dtype, device, top_k = self.moe_config.in_dtype, self.gate_up.device, self.moe_config.experts_per_token
         x = torch.zeros(tokens, self.gate_up.k, dtype=dtype, device=device)
         ids = torch.arange(tokens * top_k, dtype=torch.int32, device=device).view(tokens, top_k)
-        weights = torch.zeros(tokens, top_k, device=device)
+        weights = torch.zeros(tokens, top_k, dtype=torch.float32, device=device)
         hidden, output = (
             torch.empty(tokens * top_k, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n)
         )
@@ -236,7 +236,8 @@ class BatchedW4gemmExperts(_Experts):
         dtype, device = self.moe_config.in_dtype, self.gate_up.device
         x, scale = torch.zeros(experts, self.gate_up.k, dtype=dtype, device=device), None
         if gate_up.epilogue.block_scale:
-            x, scale = x.to(torch.float8_e4m3fn), torch.ones(experts, -(-self.gate_up.k // 128), device=device)
+            x = x.to(torch.float8_e4m3fn)
+            scale = torch.ones(experts, -(-self.gate_up.k // 128), dtype=torch.float32, device=device)
         first = torch.arange(experts, dtype=torch.int32, device=device)
         rows = ExpertRows(first, first)
         hidden, d = (torch.empty(experts, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n))

@@ -51,15 +51,16 @@ def code_sums(rows: torch.Tensor, starts: torch.Tensor, x: torch.Tensor | None) 
 @functools.cache
 def has_code_sums() -> bool:
     """Whether this build of PyTorch can do :func:`code_sums` (x86 builds with FBGEMM can)."""
-    rows = torch.arange(2 * TABLE_N // 2, dtype=torch.uint8).view(2, -1)
-    trailer = torch.tensor([1, -8], dtype=torch.float16).view(torch.uint8).expand(2, 4)
-    codes = torch.stack((rows & 0xF, rows >> 4), dim=-1).view(2, TABLE_N).to(torch.float32)
-    x = torch.tensor([1, 2], dtype=torch.float32)
-    try:
-        got = code_sums(torch.cat((rows, trailer), 1), torch.tensor([0], dtype=torch.int32), x)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
-    return torch.equal(got[0], codes[0] - 8 + 2 * (codes[1] - 8))
+    with torch.device("cpu"):  # whatever PyTorch's default device is
+        rows = torch.arange(2 * TABLE_N // 2, dtype=torch.uint8).view(2, -1)
+        trailer = torch.tensor([1, -8], dtype=torch.float16).view(torch.uint8).expand(2, 4)
+        codes = torch.stack((rows & 0xF, rows >> 4), dim=-1).view(2, TABLE_N).to(torch.float32)
+        x = torch.tensor([1, 2], dtype=torch.float32)
+        try:
+            got = code_sums(torch.cat((rows, trailer), 1), torch.tensor([0], dtype=torch.int32), x)
+        except (RuntimeError, AttributeError, NotImplementedError):
+            return False
+        return torch.equal(got[0], codes[0] - 8 + 2 * (codes[1] - 8))
 
 
 def sum_linear(

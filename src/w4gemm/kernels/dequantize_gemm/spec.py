@@ -157,7 +157,7 @@ def _multiplier(
         x = x.clone(memory_format=torch.contiguous_format)
     rows = token_scale
     if channels is not None and rows is None:
-        rows = torch.ones(x.shape[0], device=x.device)
+        rows = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
 
     def multiply(dense: torch.Tensor, features: slice, d: torch.Tensor) -> None:
         added = None if bias is None else bias[features]

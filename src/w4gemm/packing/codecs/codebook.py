@@ -43,7 +43,8 @@ class CodebookCodec(Codec):
 def bits_in(kind: str, values: tuple[float, ...]) -> list[int]:
     """Return the bits of numbers rounded to ``kind``, "bf16" or "f16"."""
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
-    return [bits & 0xFFFF for bits in torch.tensor(values, dtype=torch.float32).to(dtype).view(torch.int16).tolist()]
+    numbers = torch.tensor(values, dtype=torch.float32, device="cpu").to(dtype)
+    return [bits & 0xFFFF for bits in numbers.view(torch.int16).tolist()]
 
 
 def are_bytes(values: tuple[float, ...]) -> bool:
