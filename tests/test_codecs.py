@@ -23,6 +23,7 @@ from w4gemm.packing.codecs import (
     MMA16,
     Bits,
     CodebookCodec,
+    Codec,
     WeightOperand,
     codec_for,
     refusal,
@@ -294,8 +295,10 @@ def test_codes_are_lossless(codec):
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_each_codec_is_tested(codec):
-    """By a format in the conformance suite and, where there is a compiler, one whose machine code is looked at."""
-    assert any(map(codec.holds, FORMATS)), "add a format to FORMATS in conformance/cases.py"
+    """By a format in the conformance suite, one for each scale rule, and by one whose machine code is looked at, where
+    there is a compiler."""
+    untested = {*codec.scales} - {format.scale for format in FORMATS if codec.holds(format)}
+    assert not untested, f"add a format with {untested} scales to FORMATS in conformance/cases.py"
     pytest.importorskip("cutlass")
     from test_sass import INSTRUCTION, formats_of
 
@@ -305,7 +308,35 @@ def test_each_codec_is_tested(codec):
 
 def test_each_codec_has_a_decoder():
     decoders = pytest.importorskip("w4gemm.kernels.device.decoders")
-    assert set(decoders._DECODERS) == {codec for codec in CODECS if not isinstance(codec, CodebookCodec)}
+    wanted = {codec for codec in CODECS if not isinstance(codec, CodebookCodec)}
+    assert set(decoders._DECODERS) == wanted, "a line of _DECODERS in kernels/device/decoders.py"
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_stored_scales_are_what_a_decoder_reads(codec):
+    """Scales that are stored bit for bit fill their field. Bits of an 8-bit scale in one of 16 bits would still be
+    lossless, and a decoder would take them for another number."""
+    if type(codec).stored_scales is Codec.stored_scales and codec.scale_step == 1:
+        bits = {scale: 8 * formats.SCALES[scale].dtype.itemsize for scale in codec.scales}
+        assert {*bits.values()} == {codec.scale_bits}, f"override stored_scales and scales_from: {bits}"
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_each_scale_dtype_has_a_name_that_decoders_know(codec):
+    for dtype in {formats.SCALES[scale].dtype for scale in codec.scales}:
+        assert dtype in codecs._SCALE_KIND, "a line of _SCALE_KIND in packing/codecs/__init__.py"
+
+
+def test_a_refusal_says_which_scales_or_elements_there_are(squares):
+    assert refusal(WeightFormat.parse("iq4_g32_e8m0"), MMA16) == (
+        "there is no decoder of iq4 with e8m0 scales for mma16; scales may be fp16, bf16, fp32"
+    )
+    assert refusal(WeightFormat(32, scale="e8m0", element=BOOKS["table"]), MMA16).endswith(
+        "with e8m0 scales for mma16; scales may be fp16, bf16, fp32"
+    )
+    assert refusal(squares, MMA8) == (
+        "there is no decoder of squares with bf16 scales for mma8; elements may be e2m1, int4"
+    )
 
 
 def test_each_format_has_one_codec():

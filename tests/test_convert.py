@@ -22,8 +22,9 @@ from quantized_model import Writer, write_model
 from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, quantize
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint
-from w4gemm.checkpoints.w4gemm import OwnPacking
+from w4gemm.checkpoints.w4gemm import _DTYPES, OwnPacking
 from w4gemm.cli.__main__ import main
+from w4gemm.core.formats import SCALES, ScaleRule
 from w4gemm.integrations.transformers import load
 
 SOURCES: dict[str, tuple[dict[str, Any], Writer]] = {
@@ -195,6 +196,11 @@ def test_config_and_tensors_that_disagree_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="config.json says that it is int4_g32_zint_fp16 fp8, _extra_state says"):
         open_checkpoint(tmp_path / "out").weight("model.layers.0.mlp.up_proj")
     assert OwnPacking({"format": None}).marks
+
+
+@pytest.mark.parametrize("rule", SCALES.values(), ids=lambda rule: rule.name)
+def test_a_folder_can_hold_every_scale_rule(rule: ScaleRule) -> None:
+    assert rule.dtype in _DTYPES, "a line of _DTYPES in checkpoints/w4gemm.py"
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

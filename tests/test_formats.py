@@ -10,7 +10,7 @@ import torch
 
 from w4gemm import WeightFormat, codebook
 from w4gemm.core.elements import ELEMENTS, Element
-from w4gemm.core.formats import PER_COLUMN
+from w4gemm.core.formats import PER_COLUMN, SCALES
 
 GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
 ALL = [WeightFormat(*parts) for parts in itertools.product(GROUPS, ("none", "int", "float"), ("bf16", "fp16"))]
@@ -63,7 +63,7 @@ def test_group_size_wants_an_int(group):
 def test_other_refusals():
     with pytest.raises(ValueError, match="zero: wanted one of none, int, float, got 'yes'"):
         WeightFormat(zero="yes")
-    names = "fp16, bf16, fp32, e4m3, e4m3_row, e8m0, u8x256, u8x128"
+    names = ", ".join(SCALES)
     with pytest.raises(ValueError, match=f"scale: wanted one of {names}, got 'fp8'"):
         WeightFormat(scale="fp8")
 

@@ -48,12 +48,12 @@ def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formula
         group = group[torch.argsort(source.uniform(k))]
     codes, channels = source.integers(0, 15, n, k), None
     stored = (_two_levels if f.scale_rule.factor_columns else _one_level)(case, f, source, n, groups)
-    if f.scale.startswith("e4m3"):
+    if f.scale_rule.per_channel:
         channels = source.powers(-2, 1, n) if exact else source.uniform(n) / 16 + 0.01
     g_idx = group if case.act_order else None
     w = w4gemm.QuantizedWeight.from_codes(f, codes, stored.scales, stored.zeros, g_idx, channels, stored.factors)
     numbers = str(case.variant.dtype).removeprefix("torch.") if case.variant.dtype.itemsize == 2 else "float32"
-    scales, zeros, rounded = stored.scale_numbers, stored.zero_numbers, f.scale == "e4m3"
+    scales, zeros, rounded = stored.scale_numbers, stored.zero_numbers, f.scale_rule.rounded_to is not None
     return w, formulas.weight(codes, scales, zeros, channels, group, f.zero, f.element, rounded, numbers)
 
 
@@ -86,12 +86,13 @@ def _two_levels(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, grou
 
 
 def _scales(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> torch.Tensor:
-    e4m3, unsigned = f.scale.startswith("e4m3"), f.scale == "e8m0"
+    e4m3, unsigned = f.scale_rule.per_channel, not f.scale_rule.signed
+    small = torch.finfo(f.scale_rule.range_dtype).max < 2.0**17 or case.variant.dtype == torch.float16
     sign = 1 if unsigned else source.integers(0, 1, n, groups) * 2 - 1
     if case.numbers == "exact":
         scales = sign * source.powers(-2, 0, n, groups)
     elif case.numbers == "extreme":
-        low, high = (-6, 4) if e4m3 else (-8, 3) if torch.float16 in (case.variant.dtype, f.scale_dtype) else (-20, 12)
+        low, high = (-6, 4) if e4m3 else (-8, 3) if small else (-20, 12)
         low = -12 if unsigned and case.variant.dtype == FP8 else low  # beyond 28 binades e5m2 rounds
         scales = sign * (1 + source.uniform(n, groups)) * source.powers(low, high, n, groups)
     else:

@@ -35,7 +35,7 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-"""safetensors' name of each dtype of a canonical tensor."""
+"""safetensors' name of each dtype of a canonical tensor, scales of every rule included."""
 
 
 def settings(weights: Iterable[tuple[str, QuantizedWeight | Module]]) -> dict[str, Any]:

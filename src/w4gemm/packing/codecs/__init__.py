@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 
 import torch
 
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Fragment
 from w4gemm.packing.codecs.codebook import CODEBOOKS, CodebookCodec, codec_of_codebook
@@ -26,6 +27,7 @@ CODECS: tuple[Codec, ...] = (*INT4, *CODEBOOKS, *E2M1_MMA16, E2M1_MMA8)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 _SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8"}
+"""Names, by the dtype of a format's scales, that decoders know them by."""
 
 
 def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
@@ -58,8 +60,21 @@ def refusal(format: WeightFormat, fragment: Fragment) -> str:
             f"fp8 activations take e2m1 beside e8m0 scales, whose products are exact in e5m2, and {format.scale} ones "
             "would be rounded; 16-bit activations take them in the mma16 layout"
         )
-    held = sorted({f"{c.element} with {s} scales" for c in CODECS if c.fragment is fragment for s in c.scales})
-    return f"there is no decoder of {format.element} with {format.scale} scales for {fragment.name}, of {held} there is"
+    lacking = f"there is no decoder of {format.element} with {format.scale} scales for {fragment.name}"
+    if scales := _held_scales(format, fragment):
+        return f"{lacking}; scales may be {', '.join(scales)}"
+    elements = sorted({codec.element for codec in CODECS if codec.fragment is fragment})
+    return f"{lacking}; elements may be {', '.join(elements)}"
+
+
+def _held_scales(format: WeightFormat, fragment: Fragment) -> list[str]:
+    """Return the scale rules with which a codec would hold the format."""
+    found = []
+    for scale in SCALES:
+        with contextlib.suppress(ValueError):  # no format with this rule
+            if codec_for(replace(format, scale=scale), fragment):
+                found.append(scale)
+    return found
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,7 @@ class WeightOperand:
     Args:
         codec: how codes and scales lie.
         kind: dtype of x, "f16", "bf16" or "e4m3", which is also what is decoded to, unless the codec says otherwise.
-        scale: dtype of the scales, "f16", "bf16", "f32", "e4m3" or "e8m0".
+        scale: what a decoder takes the stored scales for, "f16", "bf16", "f32", "e4m3", "e8m0" or "u8".
         zero: "none", "int" or "float".
         block: sizes and offsets of one packed block.
         channels: True if a float32 factor for each output channel multiplies the sums.
@@ -108,6 +123,7 @@ class WeightOperand:
         codec = codec_for(format, fragment)
         if codec is None:
             raise ValueError(f"format: {refusal(format, fragment)}")
+        assert format.scale_dtype in _SCALE_KIND, f"{format.scale_dtype}: add what decoders call it to _SCALE_KIND"
         kinds = _KIND[dtype], _SCALE_KIND[format.scale_dtype]
         return cls(codec, *kinds, format.zero, codec.block(format), codec.has_channels(format))
 
