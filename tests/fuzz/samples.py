@@ -229,6 +229,16 @@ def _hqq(folder: Path) -> Path:
     return _folder(folder, {"quant_method": "hqq"}, _modules(stored))
 
 
+def _auto_round(folder: Path) -> Path:
+    """MXINT4: signs and numbers of quarters."""
+
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        return {"weight_packed": _pairs(m.codes), "weight_scale": torch.full((N, K // 32), 120, dtype=torch.uint8)}
+
+    config = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}
+    return _folder(folder, config | {"data_type": "mx_int", "bits": 4, "group_size": 32}, _modules(stored))
+
+
 def _bitsandbytes(folder: Path) -> Path:
     def stored(m: Numbers) -> dict[str, torch.Tensor]:
         pairs, state = m.codes.view(-1, 2), {"blocksize": GROUP, "shape": [N, K], "quant_type": "nf4"}
@@ -299,6 +309,7 @@ def _weight_file(folder: Path) -> Path:
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
     "compressed-tensors": _compressed,
     "compressed-integers": _integers,
     "compressed-nvfp4": _compressed_floats,

@@ -1,7 +1,8 @@
 """Checkpoints by format: :func:`open_checkpoint`.
 
 A new format is one file with a ``CheckpointFormat`` and one line in ``FORMATS``; ``tests/toy_checkpoint.py`` is a short
-one. What several formats share is in ``hugging_face``.
+one. If it is a Hugging Face folder of a quantization method, ``quantized_folder`` makes the ``CheckpointFormat`` of a
+``Packing``; ``tests/test_quantized_folder.py`` has a short one, and ``module_tensors`` checks that packings share.
 """
 
 from __future__ import annotations

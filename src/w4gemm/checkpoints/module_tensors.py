@@ -28,13 +28,18 @@ def check_tensor(
         shape: None for any matrix.
     """
     if leaf not in stored:
-        raise ValueError(f"there is no {leaf} beside its {', '.join(sorted(stored))}")
+        raise ValueError(missing(leaf, stored))
     info = stored[leaf]
     if info.dtype not in dtypes:
         raise ValueError(f"{leaf} is {info.dtype}, wanted {' or '.join(dtypes)}")
     if (len(info.shape) != 2 or 0 in info.shape) if shape is None else info.shape != shape:
         raise ValueError(f"{leaf} has shape {info.shape}, wanted {'a matrix' if shape is None else shape}")
     return info.shape
+
+
+def missing(leaf: str, stored: Collection[str]) -> str:
+    """Return the message about a module that lacks a tensor."""
+    return f"there is no {leaf} beside its {', '.join(sorted(stored))}"
 
 
 def whole_groups(format: WeightFormat, k: int) -> int:

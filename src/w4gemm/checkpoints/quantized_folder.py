@@ -1,6 +1,7 @@
-"""Hugging Face folders whose 4-bit modules are several tensors each: common part of GPTQ, AWQ and compressed-tensors.
+"""Hugging Face folders whose 4-bit modules are several tensors each: what GPTQ, AWQ and the other methods share.
 
-:class:`QuantizedFolder` finds the modules. What their tensors mean is a :class:`Packing`, one a format.
+:class:`QuantizedFolder` finds the modules. What their tensors mean is a :class:`Packing`, one for each method, and
+:func:`folder_format` makes a format of it. tests/test_quantized_folder.py has a short one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from w4gemm.checkpoints.experts import Stack, stacks
 from w4gemm.checkpoints.fp8_folder import Block, Fp8Folder, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
+from w4gemm.checkpoints.module_tensors import missing
 from w4gemm.checkpoints.named_modules import Named, warn_of_missing
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
@@ -33,16 +35,21 @@ BESIDE = ("bias", "pre_quant_scale")
 
 
 class Packing(Protocol):
-    """The meaning of a quantized module's tensors. Methods raise ValueError; the caller adds folder and name."""
+    """The meaning of a quantized module's tensors.
+
+    Methods raise ValueError for what they refuse; the caller adds folder and name. A KeyError of ``config`` or
+    ``stored`` is refused as a setting, or a tensor, that is not there.
+    """
 
     @property
     def marks(self) -> Collection[str]:
-        """Last parts of names by which a quantized module is known; none of a dense module's."""
+        """Last parts of names: a module with any of these tensors is a quantized one. So no dense module has them, and
+        ``weight`` cannot be one."""
         ...
 
     @property
     def others(self) -> Collection[str]:
-        """Last parts of the names of its other tensors, without the bias."""
+        """Last parts of the names of a quantized module's other tensors, without those of :data:`BESIDE`."""
         ...
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
@@ -181,7 +188,13 @@ class QuantizedFolder:
         try:
             return self._packing.module(name, parts)
         except KeyError as e:
-            raise FormatError(f"{self.path}: {name}: quantization_config of config.json has no {e}") from e
+            key = e.args[0]
+            reason = f"quantization_config of config.json has no {e}"
+            if not isinstance(key, str):  # no name of anything in a folder, but of a line that a table lacks
+                reason = f"its reader does not know {e}"
+            elif key in {*self._packing.marks, *self._packing.others}:
+                reason = missing(key, parts)
+            raise FormatError(f"{self.path}: {name}: {reason}") from e
         except (TypeError, ValueError, AttributeError, re.error) as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 
