@@ -1,4 +1,4 @@
-"""Host side of the decode kernel: its configs and their order."""
+"""Host side of sm90_decode: its configs, and the order in which each adds products."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SPACE = Space(
 
 
 class Sm90Decode(HopperKernel):
-    """W4A16 on SM90 for few tokens, with mma.sync: any m (meant for 16 and fewer), n, k, every format."""
+    """W4A16 on SM90 for few tokens, with mma.sync: any m (meant for 16 and fewer), n and k, the formats
+    of sm90_mixed_gemm."""
 
     name = "sm90_decode"
     revision = 1

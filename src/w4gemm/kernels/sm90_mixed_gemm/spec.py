@@ -1,4 +1,4 @@
-"""Host side of the Hopper kernel: its configs and their order."""
+"""Host side of sm90_mixed_gemm: its configs, and the order in which each adds products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from w4gemm.kernels.space import Exclusion
 
 
 class Sm90MixedGemm(HopperKernel):
-    """W4A16 on SM90 with TMA and register-sourced WGMMA: any m, n, k, every :class:`WeightFormat`, fp16 and bf16."""
+    """W4A16 on SM90 with TMA and register-sourced WGMMA: any m, n and k, fp16 and bf16, every format that
+    the mma16 layout holds in groups that a kernel decodes."""
 
     name = "sm90_mixed_gemm"
     revision = 2
