@@ -227,8 +227,8 @@ FAULTS = (
     Fault(
         "GGUF's rows of q and k stay in llama.cpp's order",
         "src/w4gemm/checkpoints/gguf.py",
-        "return torch.arange(n).view(heads, -1, 2).transpose(1, 2).reshape(n)",
-        "return torch.arange(n).view(heads, 2, -1).transpose(1, 2).reshape(n)",
+        'return torch.arange(n, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(n)',
+        'return torch.arange(n, device="cpu").view(heads, 2, -1).transpose(1, 2).reshape(n)',
         "tests/test_transformers.py -k gguf_equals",
     ),
     Fault(
