@@ -5,7 +5,7 @@ caches and the clock as it is, and prints for each product
 
 - its time under ncu, which is some per cent longer than in a CUDA graph;
 - percent of what the GPU can do: DRAM, issue slots while a warp is there, the ALU, the FMA pipe's half-precision part,
-  tensor cores;
+  the uniform pipe, tensor cores, reads and writes of shared memory, what multiprocessors receive from L2;
 - of all samples of warps, the share that a reason accounts for: ``mbarrier``, consumers wait for a stage to be filled
   or the producer for one to be empty, told apart from ``loads`` by where it happens; ``gmma``, the wait for WGMMA;
   ``selected``, an instruction was issued.
@@ -55,7 +55,11 @@ _PERCENT = {
     "issue": "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "alu": "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
     "half": "sm__inst_executed_pipe_fma_type_fp16.avg.pct_of_peak_sustained_active",
+    "uniform": "sm__inst_executed_pipe_uniform.avg.pct_of_peak_sustained_active",
     "tensor": "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+    "shared_reads": "l1tex__data_bank_reads.avg.pct_of_peak_sustained_elapsed",
+    "shared_writes": "l1tex__data_bank_writes.avg.pct_of_peak_sustained_elapsed",
+    "from_l2": "l1tex__m_xbar2l1tex_read_sectors.avg.pct_of_peak_sustained_elapsed",
 }
 """Percentages by ncu's name of the metric."""
 _TIME, _SAMPLES, _INSTRUCTIONS = "gpu__time_duration.sum", "smsp__pcsamp_sample_count", "smsp__inst_executed.sum"
