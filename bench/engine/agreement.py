@@ -13,9 +13,11 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from w4gemm import quantize
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.checkpoints.base import Checkpoint
+from w4gemm.console.options import positive
 from w4gemm.console.progress import say
 from w4gemm.integrations.generation import default_model
 from w4gemm.tuning import record
@@ -64,8 +67,8 @@ class Reading:
     work: Path
     plugin: Path | None
     seconds: float
-    preloaded: Preloaded | None
-    """Process to fork engines from."""
+    preloaded: SimpleQueue[Preloaded]
+    """Processes to fork engines from, one for each that reads at a time."""
 
     def read(self, folder: Path, implementation: Implementation) -> Result:
         """Return what an engine predicts; raises EngineError, also if it ended early."""
@@ -81,7 +84,11 @@ class Reading:
         caches = Caches(self.work / "caches" / name, self.work / "caches/shared")
         caches.start()
         variables = environment(implementation, caches, self.plugin)
-        result = run_offline(task, variables, self.work / f"{name}.log", self.seconds, self.preloaded)
+        preloaded = self.preloaded.get()
+        try:
+            result = run_offline(task, variables, self.work / f"{name}.log", self.seconds, preloaded)
+        finally:
+            self.preloaded.put(preloaded)
         if result.failure:
             raise EngineError(result.failure)
         return result
@@ -96,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--eager", action="store_true", help="without CUDA graphs")
     p.add_argument("--seconds", type=float, default=150, help="limit of each process (default: %(default)s)")
     p.add_argument("--memory", type=float, default=0.3, help="part of the GPU's that vLLM takes (default: 0.3)")
+    p.add_argument(
+        "--at-once", type=positive, default=1, metavar="N", help="engines side by side that share --memory (default: 1)"
+    )
     p.add_argument("--work", type=Path, help="folder of models and caches to keep (default: a temporary one)")
     p.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = p.parse_args(argv)
@@ -105,11 +115,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     common: Row = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "dtype": "bfloat16", "gpus": 1}
     common |= {"mode": "eager" if args.eager else "graphs", "chosen": False, "phase": "agreement"}
     checkpoint = open_checkpoint(Path(args.checkpoint) if args.checkpoint else default_model())
-    options = EngineOptions("bfloat16", False, args.eager, 1, args.memory, 512, LIKELIEST)
+    options = EngineOptions("bfloat16", False, args.eager, 1, args.memory, 512, LIKELIEST, args.at_once)
     with ExitStack() as stack:
         work = stack.enter_context(work_folder(args.work))
         plugin = plugin_metadata(work / "plugin") if any(OURS in i.name for i in implementations) else None
-        preloaded = stack.enter_context(preloaded_vllm(plugin, work / "preload.log"))
+        preloaded: SimpleQueue[Preloaded] = SimpleQueue()
+        for i in range(args.at_once):
+            preloaded.put(stack.enter_context(preloaded_vllm(plugin, work / f"preload-{i}.log")))
         reading = Reading(options, args.tokens_out, work, plugin, args.seconds, preloaded)
         for packing in packings:
             of_format = {"model": checkpoint.path.stem, "format": str(packing)}
@@ -125,14 +137,17 @@ def measure(reading: Reading, folders: tuple[Path, Path], implementations: Seque
     """
     quantized, dense = folders
     rows: list[Row] = []
+    with ThreadPoolExecutor(reading.options.at_once) as pool:
+        of_matrices = pool.submit(reading.read, dense, Implementation.parse("default"))
+        of_products = [pool.submit(reading.read, quantized, implementation) for implementation in implementations]
     try:
-        reference = reading.read(dense, Implementation.parse("default"))
+        reference = of_matrices.result()
     except EngineError as e:
         say(f"{dense.name} failed: {e}")
         return rows
-    for implementation in implementations:
+    for implementation, done in zip(implementations, of_products, strict=True):
         try:
-            found = reading.read(quantized, implementation)
+            found = done.result()
             name = implementation.check(found.kernels)
         except (EngineError, ValueError) as e:
             say(f"{quantized.name}: {implementation.name} failed: {e}")

@@ -142,7 +142,7 @@ STEPS = (
     ),
     Step(
         "engine-agreement",
-        "python -m bench.engine.agreement --impl w4gemm marlin --out {rows}",
+        "python -m bench.engine.agreement --impl w4gemm marlin --at-once 3 --memory 0.8 --out {rows}",
         400,
         "engine.jsonl",
         TO_RUN,
