@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -228,8 +229,13 @@ def test_engines_that_share_memory_are_told_how_much_keys_and_values_may_take(tm
     (tmp_path / "a.safetensors").write_bytes(bytes(1000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (80e9, 80e9))
     shared = launch.EngineOptions("bfloat16", True, False, 1, 0.8, 4096, at_once=2)
-    arguments = shared.arguments(tmp_path, Implementation.parse("default"), model_named("llama-3-8b"), (8,))
+    dense, experts = model_named("llama-3-8b"), model_named("qwen3-30b-a3b")
+    arguments = shared.arguments(tmp_path, Implementation.parse("default"), dense, (8,))
     assert arguments["gpu_memory_utilization"] == 0.4
     assert arguments["kv_cache_memory_bytes"] == int(0.4 * 80e9 - 1100 - 6e9)
     with pytest.raises(launch.EngineError, match="memory: 6 GB for each engine are too few for 0 GB of weights"):
-        replace(shared, memory=0.16).cache_bytes(tmp_path)
+        replace(shared, memory=0.16).cache_bytes(tmp_path, dense)
+    os.truncate(tmp_path / "a.safetensors", 16 * 10**9)  # which experts take twice while they are loaded
+    assert shared.cache_bytes(tmp_path, dense) == int(32e9 - 17.6e9 - 6e9)
+    with pytest.raises(launch.EngineError, match="memory: 32 GB for each engine are too few for 16 GB of weights"):
+        shared.cache_bytes(tmp_path, experts)

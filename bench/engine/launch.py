@@ -30,9 +30,9 @@ RESULTS = ROOT / "bench/results/engine.jsonl"
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch sizes with CUDA graphs, beside those that are measured; vLLM captures more of them by default."""
 PLUGIN_GROUP = "vllm.general_plugins"
-_LOADED, _PACKED, _ENGINE_BYTES = 2.0, 1.1, 6e9
-"""Memory of an engine beside keys and values: its weights' times the first while it loads them and times the second
-later, and activations, graphs, a context."""
+_LOADED, _LOADED_EXPERTS, _PACKED, _ENGINE_BYTES = 1.25, 2.0, 1.1, 6e9
+"""Memory of an engine beside keys and values: its weights' times the first while it loads them, or times the second if
+they are experts', and times the third later; and activations, graphs, a context."""
 
 
 class EngineError(RuntimeError):
@@ -84,7 +84,7 @@ class EngineOptions:
             **implementation.engine_arguments(model),
         }
         if self.at_once > 1:  # else vLLM would find out how much is free, while others take and give back
-            arguments["kv_cache_memory_bytes"] = self.cache_bytes(folder)
+            arguments["kv_cache_memory_bytes"] = self.cache_bytes(folder, model)
         if self.eager:
             return {**arguments, "enforce_eager": True}
         compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted({*CAPTURED, *batches})}
@@ -92,8 +92,8 @@ class EngineOptions:
             compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return {**arguments, "compilation_config": compilation}
 
-    def cache_bytes(self, folder: Path) -> int:
-        """Return the bytes of keys and values that an engine has room for beside others.
+    def cache_bytes(self, folder: Path, model: Model) -> int:
+        """Return the bytes of keys and values that an engine has room for beside others, with the weights in ``folder``.
 
         Raises:
             EngineError: if there are none.
@@ -101,7 +101,8 @@ class EngineOptions:
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / self.gpus
         memory = self.memory / self.at_once * torch.cuda.mem_get_info()[1]
         left = int(memory - _PACKED * weights - _ENGINE_BYTES)
-        if memory < _LOADED * weights + _ENGINE_BYTES or left < 2**30:
+        loaded = _LOADED_EXPERTS if model.experts else _LOADED
+        if memory < loaded * weights + _ENGINE_BYTES or left < 2**30:
             raise EngineError(
                 f"memory: {memory / 1e9:.0f} GB for each engine are too few for {weights / 1e9:.0f} GB of weights"
             )

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.engine.implementations import OURS
 from bench.engine.tables import (
     WIDTH,
     agreement,
+    formats_that_ran,
     gain_text,
     gains,
     latencies,
@@ -112,10 +114,13 @@ def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
 
 def text(rows: Sequence[Row], file: str) -> str:
     """Return the page."""
-    cases, compared = cases_of(rows), [row for row in rows if row["phase"] == "agreement"]
+    shown = cases_of(rows)
+    cases = {case: kept for case, kept in shown.items() if any(OURS not in row["impl"] for row in kept)}
+    ours = [kept for case, kept in shown.items() if case not in cases]
+    compared = [row for row in rows if row["phase"] == "agreement"]
     alone = [row for row in rows if row["phase"] == "experts"]
     alone = [row for row in alone if row["run"] == alone[-1]["run"]]
-    every = [*(row for kept in cases.values() for row in kept), *compared, *alone]
+    every = [*(row for kept in shown.values() for row in kept), *compared, *alone]
     runs = "`, `".join(dict.fromkeys(row["run"] for row in every))
     facts = [f"vLLM {version}" for version in dict.fromkeys(row["engine_version"] for row in every)]
     facts += [f"torch {version}" for version in dict.fromkeys(row["torch"] for row in every)]
@@ -131,6 +136,7 @@ def text(rows: Sequence[Row], file: str) -> str:
         lines += ["", f"## {case}", "", *speeds(kept), *notes(kept)]
         for more in (latencies(kept), steps(kept), agreement(kept)):
             lines += ["", *more] if more else []
+    lines += formats_that_ran(ours)
     lines += layer_of_experts(alone)
     lines += predictions(compared)
     lines += ["", "## How it was measured", ""]

@@ -161,6 +161,29 @@ def agreement(rows: Sequence[Row]) -> list[str]:
     return textwrap.wrap(sentence, WIDTH)
 
 
+def formats_that_ran(cases: Sequence[Sequence[Row]]) -> list[str]:
+    """Lines of the section on models that w4gemm served alone, beside no kernel of vLLM's. cases: the rows of each."""
+    decode = [[row for row in rows if row["phase"] == "decode"] for rows in cases]
+    if not any(decode):
+        return []
+    batches = sorted({row["batch"] for rows in decode for row in rows})
+    told = (
+        "Models with random numbers that were served to see that they run, beside no kernel of vLLM's. Most have few "
+        "layers, so that a step is mostly not of 4-bit products. Kernels: how many layers each of w4gemm's classes "
+        "took over. Decode: ms a step."
+    )
+    heads = ("format", "GPU", "kernels", *(f"batch {batch}" for batch in batches))
+    lines = ["", "## Ran alone", "", *textwrap.wrap(told, WIDTH), "", table_line("model", heads)]
+    lines.append("|---" * (len(heads) + 1) + "|")
+    for rows in decode:
+        if rows:
+            first, ms = rows[0], {row["batch"]: f"{row['ms_step']:.2f}" for row in rows}
+            kernels = ", ".join(f"{count} {name}" for name, count in first.get("kernels", {}).items())
+            cells = (first["format"], first["gpu"], kernels, *(ms.get(batch, "-") for batch in batches))
+            lines.append(table_line(first["model"], cells))
+    return lines
+
+
 def layer_of_experts(rows: Sequence[Row]) -> list[str]:
     """Lines on one layer of experts alone, of the last run that measured one."""
     if not rows:
