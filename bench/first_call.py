@@ -66,17 +66,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 times = [each[name] for each in found]
                 row |= {f"{name}_min": min(times), f"{name}_p50": statistics.median(times)}
             print(json.dumps(row | facts), flush=True)
-    if args.model:
-        row = {"kind": "compile_model", "run": record.run_name(facts), "layers": _MODEL, "cores": usable_processors()}
-        print(json.dumps(row | compile_model() | facts))
+        if args.model:
+            row = {"kind": "compile_model", "run": record.run_name(facts), "layers": _MODEL}
+            row |= {"cores": usable_processors(), "bytecode": not args.no_bytecode}
+            print(json.dumps(row | compile_model(variables) | facts))
 
 
-def compile_model() -> dict[str, float]:
-    """The number of a model's kernels, and seconds to compile them all from nothing."""
+def compile_model(variables: dict[str, str]) -> dict[str, float]:
+    """The number of a model's kernels, and seconds to compile them all from nothing. variables: the environment of the
+    process."""
     with tempfile.TemporaryDirectory() as folder:
         process = [sys.executable, "-m", "w4gemm.cli", "compile", "--shapes", _MODEL, "-o", folder]
         started = time.perf_counter()
-        subprocess.run(process, check=True, stdout=sys.stderr)
+        subprocess.run(process, check=True, stdout=sys.stderr, env=variables | {"W4GEMM_CACHE_DIR": folder})
         seconds = time.perf_counter() - started
         return {"kernels": len(list(Path(folder).glob("*.o"))), "seconds": round(seconds, 1)}
 

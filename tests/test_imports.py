@@ -88,13 +88,18 @@ def test_cute_compile_has_one_caller():
     assert callers == ["compile.py"]
 
 
-def test_importing_is_cheap_and_touches_no_gpu():
-    """Neither the DSL nor transformers is imported, and CUDA is not initialized."""
+@pytest.mark.parametrize("cuda", ["", "13.0"])
+def test_importing_is_cheap_and_touches_no_gpu(cuda):
+    """Neither the DSL nor transformers is imported, and CUDA is not initialized; what loads kernels is imported beside
+    a torch that knows of GPUs. cuda: torch's version of CUDA, or the empty string."""
     script = f"""
 import sys; sys.path[:] = {sys.path!r}
-import w4gemm, torch
+import torch
+torch.version.cuda = {cuda!r} or None
+torch.Tensor.__dlpack_c_exchange_api__  # or importing tvm_ffi would compile something
+import w4gemm
 heavy = {{"cutlass", "tvm_ffi", "transformers", "gguf", "triton"}} & set(sys.modules)
-assert not heavy, heavy
+assert heavy == ({{"tvm_ffi"}} if {cuda!r} else set()), heavy
 assert not torch.cuda.is_initialized()
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

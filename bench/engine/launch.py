@@ -93,7 +93,7 @@ class EngineOptions:
         return {**arguments, "compilation_config": compilation}
 
     def cache_bytes(self, folder: Path, model: Model) -> int:
-        """Return the bytes of keys and values that an engine has room for beside others, with the weights in ``folder``.
+        """Return the bytes of keys and values that an engine has room for beside others and its weights in ``folder``.
 
         Raises:
             EngineError: if there are none.

@@ -10,6 +10,7 @@ it from where they are installed, so that a library never decides where code com
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -21,11 +22,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from w4gemm.core import environment
 from w4gemm.jit import disk, toolchain
 
 _log = logging.getLogger("w4gemm.jit")
 _LINKER_S = 60.0  # it takes 0.01 s
+
+if torch.version.cuda and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    # Imported with w4gemm where products may run on a GPU, because it would be most of the first product's time. Beside
+    # an older torch it may compile an extension, which can wait.
+    with contextlib.suppress(ImportError, OSError):
+        import tvm_ffi  # noqa: F401
 
 
 def load(name: str, symbol: str) -> Callable[..., Any] | None:
