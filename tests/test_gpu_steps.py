@@ -111,7 +111,7 @@ def left_over() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.delenv("W4GEMM_CACHE_DIR")
+    monkeypatch.delenv("W4GEMM_CACHE_DIR", raising=False)
     monkeypatch.setattr(gpu_steps, "LAST_S", 0)
     monkeypatch.setattr(process, "GRACE_S", 0.5)
     monkeypatch.setattr(gpu_steps.os, "cpu_count", lambda: 16)
