@@ -133,7 +133,7 @@ STEPS = (
             ),
             (
                 "formats",
-                "--layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --at-once 4 --model "
+                "--layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --at-once 3 --model "
                 "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
                 "mixtral-8x7b=gptq-int4-g128 llama-3-8b=ct-nvfp4 llama-3-8b=modelopt-nvfp4-a16 qwen3-30b-a3b=ct-nvfp4",
                 400,
