@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,20 @@ def moved(model: Any) -> None:
         assert not torch.allclose(model(IDS).logits, before, rtol=1e-2, atol=1e-2)
         route_on(model)
         torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["int4_g16_zint", "nvfp4", "mxfp4"])
+def test_two_layers_in_one_weight(format: str) -> None:
+    """transformers' packed_colwise: a process holds some rows of both. Scales of nvfp4 and mxfp4 are fp8."""
+    pytest.importorskip("transformers")
+    from w4gemm.integrations.transformers.sharding import local_shard
+
+    w = quantize(torch.randn(96, 64), format)
+    for rank in range(PROCESSES):
+        mesh = SimpleNamespace(ndim=1, get_group=lambda dim, rank=rank: SimpleNamespace(rank=lambda: rank))
+        model: Any = SimpleNamespace(tp_size=PROCESSES, tp_plan={"up.*": "packed_colwise"}, _device_mesh=mesh)
+        got = local_shard(model, "up.3", w).dequantize()
+        assert torch.equal(got, w.dequantize().view(2, PROCESSES, 24, 64)[:, rank].flatten(0, 1))
 
 
 def test_styles_of_torch() -> None:

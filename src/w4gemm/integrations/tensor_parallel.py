@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -76,8 +77,8 @@ class SumResults(torch.autograd.Function):
     """Forward: the sum over processes. Backward: every process has the whole gradient already."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return collectives.wait_tensor(collectives.all_reduce(y, "sum", mesh))
+    def forward(ctx: Any, y: torch.Tensor, group: DeviceMesh | ProcessGroup) -> torch.Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(y, "sum", group))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

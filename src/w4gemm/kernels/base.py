@@ -71,8 +71,8 @@ class Operands(NamedTuple):
 
 
 def selected(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """Return ``x.index_select(dim, index)``, for fp8 x too."""
-    if x.dtype != torch.float8_e4m3fn:
+    """Return ``x.index_select(dim, index)``, for x of any fp8 dtype too."""
+    if x.element_size() > 1:
         return x.index_select(dim, index)
     return x.view(torch.uint8).index_select(dim, index).view(x.dtype)
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from w4gemm.integrations.tensor_parallel import SumResults
+from w4gemm.kernels.base import selected
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> Quanti
     count = getattr(model, "tp_size", None) or 1
     if count == 1:
         return w
-    index, style = _tp_rank(model), _style(model, name)
+    index, style = _tp_group(model).rank(), _style(model, name)
     try:
         if style in _ROWS:
             return w.shard(0, index, count)
@@ -76,7 +78,7 @@ class Split:
         if count == 1 or _style(model, experts) is None:
             return None
         # transformers 5.17: the plan of experts goes over the processes of tensor parallelism
-        return cls(_tp_rank(model), count, bool(getattr(config, "enable_expert_parallel", False)))
+        return cls(_tp_group(model).rank(), count, bool(getattr(config, "enable_expert_parallel", False)))
 
 
 class Local(NamedTuple):
@@ -139,17 +141,13 @@ def add_up(model: PreTrainedModel, experts: nn.Module) -> None:
     from transformers.distributed.tensor_parallel import MoeExpertsParallel
 
     if "install_forward" in vars(MoeExpertsParallel):
-        mesh = _tp_mesh(model)
-        experts.register_forward_hook(lambda _, args, y: SumResults.apply(y, mesh))
+        group = _tp_group(model)
+        experts.register_forward_hook(lambda _, args, y: SumResults.apply(y, group))
 
 
-def _tp_mesh(model: PreTrainedModel) -> Any:
+def _tp_group(model: PreTrainedModel) -> ProcessGroup:
     mesh = model._device_mesh
-    return mesh["tp"] if mesh.ndim > 1 else mesh
-
-
-def _tp_rank(model: PreTrainedModel) -> int:
-    return int(_tp_mesh(model).get_local_rank())
+    return mesh.get_group("tp" if mesh.ndim > 1 else 0)  # not mesh["tp"]: PyTorch 2.8 slices no slice of a mesh
 
 
 def _style(model: PreTrainedModel, name: str) -> str | None:
@@ -160,4 +158,4 @@ def _style(model: PreTrainedModel, name: str) -> str | None:
 
 def _rows(w: QuantizedWeight, rows: torch.Tensor) -> QuantizedWeight:
     """Some rows of a weight in the canonical layout."""
-    return replace(w, n=len(rows), tensors=tuple(t[rows] for t in w.tensors))
+    return replace(w, n=len(rows), tensors=tuple(selected(t, 0, rows) for t in w.tensors))
