@@ -160,7 +160,7 @@ def test_unsupported_gpu_falls_back_to_the_cpu_and_says_so(monkeypatch: pytest.M
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in text
+    assert f"torch {torch.__version__.partition('+')[0]}" in text  # PyPI's packages do not name the build
     assert "cpu_mixed_gemm: runs here" in text
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -23,6 +23,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
+from w4gemm.kernels.base import selected
 from w4gemm.weights.random import random_components
 from w4gemm.weights.reference import linear_reference
 
@@ -396,7 +397,7 @@ def test_rows_that_are_copied_move_an_expert(experts: ModuleType, case: Case) ->
     moved = torch.tensor([3, 0, 4, 1, 2])
     for rows in made.layer.get_expert_weights():
         assert rows.shape[0] == EXPERTS
-        rows.copy_(rows[moved])
+        rows.copy_(selected(rows, 0, moved))
     where = moved.argsort()
     after = made.layer.forward_modular(x, weights, torch.where(ids < 0, ids, where[ids.clamp(min=0)].int()))
     assert torch.equal(after, before)
