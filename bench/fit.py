@@ -126,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = constants.constants_for(device).configs
     if unknown_names := set(args.only or ()) - known.keys():
         parser.error(f"--only: no constants of {', '.join(sorted(unknown_names))}")
-    kept = {name: times for name, times in known.items() if args.keep or (args.only and name not in args.only)}
-    how = How(kept, args.adjust, args.others_stay, args.unknown)
+    how = How(dict(known) if args.keep else {}, args.adjust, args.others_stay, args.unknown, frozenset(args.only or ()))
     if args.hold_out:
         hold_out(rows, known, how, args.hold_out)
         return
@@ -139,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = f"{device.name}, fitted {day}, {len(rows)} timings of {files}{only}."
     word = "Adjusted to" if args.adjust else "Added:" if args.keep else ""
     write(constants.path_of(device.name), times, source, timings.fp8, word)
-    report(timings.points, times)
+    report(timings.points, {name: times.get(name) or estimated(name, device) for name in timings.configs})
 
 
 class How(NamedTuple):
@@ -149,15 +148,20 @@ class How(NamedTuple):
     adjust: bool
     others_stay: bool
     unknown: bool
+    only: frozenset[str] = frozenset()
+    """The configs to change, if not all."""
 
 
 def after(timings: Timings, known: dict[str, SliceTimes], how: How) -> dict[str, SliceTimes]:
     """The times of all configs for x of as many bits, fitted to timings."""
     adjusted = {name: estimated(name, timings.device) for name in timings.configs} if how.adjust else {}
-    times = fitted(timings, how.kept, adjusted, how.unknown)
-    if not adjusted and not how.kept:
+    kept = {name: times for name, times in adjusted.items() if name not in how.only} if how.only else how.kept
+    times = fitted(timings, kept, adjusted, how.unknown)
+    if not adjusted and not kept:
         return times
     before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
+    if how.only:
+        return before | {name: found for name, found in times.items() if name in how.only}
     return before | times if how.kept or how.others_stay else carried(adjusted | before, times)
 
 

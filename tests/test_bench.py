@@ -326,7 +326,7 @@ def test_constants_without_new_timings_change_with_those_of_as_many_tokens():
 
 
 def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
-    """Two launches and dequantize_gemm are passed over."""
+    """Two launches and dequantize_gemm are passed over; with --only, so are configs without constants."""
     one, two, written = "sm90_mixed_gemm/128x128x128_1x1x1_coop", "sm90_mixed_gemm/256x128x128_1x1x1_coop", {}
     others = {f"{two}+128x128x128_1x1x1_coop": 4.0, "dequantize_gemm/256x8192x128_1x1x1_coop": 5.0}
     rows = rows_file(tmp_path / "rows", {256: {one: 10.0, two: 11.0, **others}})
@@ -335,6 +335,9 @@ def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
     known = {name: t for name, t in fit.constants.reference().configs.items() if "fp8" not in name}
     fit.main(["--adjust", "--others-stay", str(rows)])
     assert written == known | {c: known[c]._replace(alone=known[c].alone * 2) for c in (one, two)}
+    new = "sm90_mixed_gemm/136x128x128_1x1x1_coop"
+    assert new not in known
+    rows = rows_file(tmp_path / "more", {256: {one: 10.0, two: 11.0, new: 12.0}})
     fit.main(["--adjust", "--others-stay", str(rows), "--only", two])
     assert written == known | {two: known[two]._replace(alone=known[two].alone * 2)}
     for options, error in (
