@@ -20,6 +20,7 @@ from bench.engine import (  # noqa: E402
     profile,
     rows,
     serve,
+    sglang,
     tables,
     worker,
 )
@@ -32,15 +33,19 @@ from w4gemm import W4Experts  # noqa: E402
 
 
 def test_the_page_says_what_was_measured_in_an_engine():
-    """docs/vllm.md says "measured" of the formats that were measured beside vLLM's own kernels, and "ran" or "measured"
-    of those with any row."""
+    """docs/vllm.md says "measured" of the formats that were measured beside the engine's own kernels, in SGLang in a
+    whole model, and "ran" or "measured" of those with any row."""
     stored = [row for row in read(launch.RESULTS) if row["phase"] == "decode"]
     compared = {(row["model"], row["format"]) for row in stored if row["impl"] != "w4gemm"}
     served = {True: set(), False: set()}
     for row in stored:
         if row["impl"] == "w4gemm":
-            columns = {2 if "Experts" in kernel else 1 for kernel in row["kernels"]}
-            served[(row["model"], row["format"]) in compared] |= {(row["format"], column) for column in columns}
+            parts = {2 if "Experts" in kernel else 1 for kernel in row["kernels"]}
+            served[(row["model"], row["format"]) in compared] |= {(row["format"], part) for part in parts}
+    columns = {"4-bit linear layers": 3, "layers of 4-bit experts": 4}
+    for row in read(sglang.RESULTS):
+        whole = not row["model"].endswith("-layers")
+        served[whole] |= {(row["format"], column) for what, column in columns.items() if what in row["took_over"]}
     lines = (ROOT / "docs/vllm.md").read_text().partition("## What was run")[2].partition("\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
     said = {

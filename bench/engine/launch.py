@@ -177,41 +177,44 @@ def base_environment(plugin: Path | None) -> dict[str, str]:
     }
 
 
-def has_plugin() -> bool:
-    """True if installed metadata names our plugin, so that vLLM finds it."""
-    found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+def has_plugin(group: str = PLUGIN_GROUP) -> bool:
+    """True if installed metadata names our plugin in a group of entry points, so that the engine finds it."""
+    found = importlib.metadata.entry_points(group=group)
     return any(point.value.startswith("w4gemm.") for point in found)
 
 
-def plugin_metadata(folder: Path) -> Path | None:
-    """Write metadata by which vLLM finds our plugin in a source tree; None if it is installed.
+def plugin_metadata(folder: Path, group: str = PLUGIN_GROUP) -> Path | None:
+    """Write metadata by which an engine finds our plugin in a source tree; None if it is installed.
 
     The entry point is that of pyproject.toml.
+
+    Args:
+        group: that the engine looks for plugins in.
 
     Raises:
         EngineError: if pyproject.toml names no plugin.
     """
-    if has_plugin():
+    if has_plugin(group):
         return None
-    points = entry_points(ROOT / "pyproject.toml")
+    points = entry_points(ROOT / "pyproject.toml", group)
     if not points:
-        raise EngineError(f"impl: w4gemm wants an entry point of {PLUGIN_GROUP} in pyproject.toml, which has none")
-    write_metadata(folder, points)
+        raise EngineError(f"impl: w4gemm wants an entry point of {group} in pyproject.toml, which has none")
+    write_metadata(folder, points, group)
     return folder
 
 
-def write_metadata(folder: Path, points: list[str]) -> None:
-    """Write metadata of a package w4gemm with entry points for vLLM."""
+def write_metadata(folder: Path, points: list[str], group: str = PLUGIN_GROUP) -> None:
+    """Write metadata of a package w4gemm with entry points of a group."""
     info = folder / "w4gemm-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: w4gemm\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("\n".join([f"[{PLUGIN_GROUP}]", *points]) + "\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *points]) + "\n")
 
 
-def entry_points(pyproject: Path) -> list[str]:
+def entry_points(pyproject: Path, group: str = PLUGIN_GROUP) -> list[str]:
     """Return the lines ``name = module:function`` of our plugin's entry points."""
     lines = iter(pyproject.read_text().splitlines())
-    head = f'[project.entry-points."{PLUGIN_GROUP}"]'
+    head = f'[project.entry-points."{group}"]'
     for line in lines:
         if line.strip() == head:
             break

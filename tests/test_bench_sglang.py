@@ -1,0 +1,115 @@
+"""The benchmark inside SGLang, with an engine that stands for SGLang's. Needs neither a GPU nor SGLang."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.engine import launch, sglang  # noqa: E402
+from bench.rows import read  # noqa: E402
+
+ENGINE = """
+import os, time
+clock = [time.perf_counter()]
+time.perf_counter = lambda: clock[0]  # it goes on with each token alone
+from importlib.metadata import entry_points
+__version__ = "0.5.23"
+
+class Engine:
+    def __init__(self, model_path, cuda_graph_bs_decode, max_running_requests, **others):
+        assert os.path.exists(f"{model_path}/config.json") and others["attention_backend"] == "triton"
+        assert cuda_graph_bs_decode == [1, 2, 3] and max_running_requests == 3
+        assert [p.value for p in entry_points(group="sglang.srt.plugins")] == ["w4gemm.integrations.sglang:register"]
+        self.ours = os.environ["W4GEMM_SGLANG"] == "auto"
+        if self.ours:
+            print("[2026] w4gemm runs 8 4-bit linear layers; 3 kernels ready")
+
+    def generate(self, input_ids, sampling_params):
+        count = sampling_params["max_new_tokens"]
+        clock[0] += count * (0.002 if self.ours else 0.004)
+        if BREAKS and self.ours and len(input_ids) == 3:
+            raise RuntimeError("no memory")
+        return [{"output_ids": [*ids[:4], *[self.ours] * count][:count]} for ids in input_ids]
+
+    def shutdown(self):
+        pass
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """Make it importable; a function that says whether w4gemm's fails at a batch of three."""
+
+    def make(breaks: bool) -> list[str]:
+        (tmp_path / "sglang.py").write_text(f"BREAKS = {breaks}\n{ENGINE}")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+        options = ["--tiny", "--batch", "1", "3", "--tokens-in", "8", "--tokens-out", "12", "--tokens-before", "2"]
+        return [*options, "--repeat", "2", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "rows.jsonl")]
+
+    return make
+
+
+def test_a_step_is_what_more_tokens_take(engine, tmp_path, capsys):
+    sglang.main(engine(breaks=False))
+    rows = read(tmp_path / "rows.jsonl")
+    assert {(row["engine"], row["engine_version"], row["model"]) for row in rows} == {
+        ("sglang", "0.5.23", "tiny-llama-3-8b")
+    }
+    assert [(row["impl"], row["phase"], row.get("batch")) for row in rows] == [
+        (impl, *phase) for impl in ("default", "w4gemm") for phase in (("start", None), ("decode", 1), ("decode", 3))
+    ]
+    decode = {(row["impl"], row["batch"]): row for row in rows if row["phase"] == "decode"}
+    for (impl, _), row in decode.items():
+        wanted = 2.0 if impl == "w4gemm" else 4.0
+        assert row["ms_step_least"] == row["ms_step"] == row["ms_step_most"] == wanted
+        assert row["runs"] == 2 and row["repeats_itself"] and "tokens" not in row
+        assert row["took_over"].startswith("w4gemm runs 8" if impl == "w4gemm" else "")
+    ours = decode["w4gemm", 3]
+    assert (ours["same_tokens_as"], ours["equal_prefix"], ours["equal_first"]) == ("default", 4, 3)
+    printed = capsys.readouterr()
+    assert "batch 3, ms a step: default" in printed.out + printed.err
+
+
+def test_an_engine_that_fails_keeps_what_it_measured(engine, tmp_path):
+    sglang.main(engine(breaks=True))
+    rows = [row for row in read(tmp_path / "rows.jsonl") if row["impl"] == "w4gemm"]
+    assert [(row["phase"], row.get("batch"), row["partial"]) for row in rows] == [
+        ("start", None, True),
+        ("decode", 1, True),
+        ("failed", None, True),
+    ]
+    assert rows[-1]["reason"].startswith("ended with 1 after") and rows[-1]["reason"].endswith("no memory")
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        (["--tokens-before", "80"], "--tokens-before: wanted fewer than --tokens-out, 80, got 80"),
+        (["--tokens-in", "4090"], "wanted at most 4096 together"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, error, capsys):
+    with pytest.raises(SystemExit):
+        sglang.main(options)
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not sglang.RESULTS.exists(), reason="no stored rows")
+def test_the_stored_rows_are_whole():
+    rows = read(sglang.RESULTS)
+    assert rows and not any(row["dirty"] or row.get("partial") for row in rows)
+    points = {(row["model"], row["batch"], row["impl"]) for row in rows if row["phase"] == "decode"}
+    assert {point[-1] for point in points} == {"default", "w4gemm"}
+
+
+def test_sglang_finds_the_plugin_of_a_source_tree(tmp_path):
+    folder = launch.plugin_metadata(tmp_path / "plugin", sglang.GROUP)
+    if folder is not None:  # else it is installed
+        text = (folder / "w4gemm-0.dist-info/entry_points.txt").read_text()
+        assert text == "[sglang.srt.plugins]\nw4gemm = w4gemm.integrations.sglang:register\n"
