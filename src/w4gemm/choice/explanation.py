@@ -11,7 +11,7 @@ from w4gemm.choice.intervals import representative_rows
 from w4gemm.choice.invariance import legal_ranked, status_of
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels import KERNELS, Resources, Status
+from w4gemm.kernels import KERNELS, Resources, Status, kernel_named
 
 _COLUMNS = ("#", "us", "score", "kernel/config", "CTAs", "waves", "threads", "registers", "shared", "stages")
 
@@ -33,7 +33,13 @@ class Candidate(NamedTuple):
     """Predicted microseconds per launch."""
     kernel: str
     config: GemmConfig
-    resources: Resources
+    problem: GemmProblem
+    """The problem as it runs."""
+
+    @property
+    def resources(self) -> Resources:
+        """What a launch takes."""
+        return kernel_named(self.kernel).resources(self.problem, self.config)
 
     def __str__(self) -> str:
         return f"{self.kernel}/{self.config}"
@@ -117,9 +123,7 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         problem = replace(choose.resolve_gather(replace(problem, m=plan_m)), m=problem.m)
     status = {kernel.name: status_of(kernel, problem) for kernel in KERNELS}
     ranked_configs = legal_ranked(KERNELS, problem)
-    candidates = tuple(
-        Candidate(r.us, r.kernel.name, r.config, r.kernel.resources(problem, r.config)) for r in ranked_configs
-    )
+    candidates = tuple(Candidate(r.us, r.kernel.name, r.config, problem) for r in ranked_configs)
     if config is not None:
         kernel, forced = choose.forced(problem, config)
         return Explanation(problem, status, candidates, ChosenConfig(kernel.name, forced), "forced")
