@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
 
     @property
     def resources(self) -> Resources:
-        """What a launch takes."""
+        """Resources of a launch."""
         return kernel_named(self.kernel).resources(self.problem, self.config)
 
     def __str__(self) -> str:
