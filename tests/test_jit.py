@@ -243,6 +243,17 @@ def test_cache_dir(monkeypatch, tmp_path):
         environment.cache_dir()
 
 
+def test_a_relative_cache_dir_stays_where_it_was(monkeypatch, tmp_path):
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", f"cache-of-{tmp_path.name}")
+    monkeypatch.chdir(tmp_path)
+    folder = environment.cache_dir()
+    monkeypatch.chdir("/")
+    assert environment.cache_dir() == folder == tmp_path / f"cache-of-{tmp_path.name}"
+    assert environment.of_children()["W4GEMM_CACHE_DIR"] == str(folder)
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
+    assert environment.of_children()["W4GEMM_CACHE_DIR"] == "off"
+
+
 def test_log_level(monkeypatch):
     logger = logging.getLogger("w4gemm")
     monkeypatch.setattr(logger, "handlers", [])

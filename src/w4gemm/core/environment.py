@@ -1,7 +1,8 @@
 """The environment variables that w4gemm reads; no other file reads any.
 
 - ``W4GEMM_CACHE_DIR``: where compiled kernels and tuned configs are kept; ``off`` keeps none. Default: ``w4gemm`` under
-  ``XDG_CACHE_HOME``, or under ``~/.cache``. Used only if no other user can have written it, see SECURITY.md.
+  ``XDG_CACHE_HOME``, or under ``~/.cache``. Used only if no other user can have written it, see SECURITY.md. A relative
+  folder is one of the folder that is the current one when it is first read.
 - ``W4GEMM_CACHE_SHARED``: ``1`` uses it also if its mode, or that of a folder above, lets others write: for a
   container's volume (Kubernetes' emptyDir has mode 0777) that only trusted processes can reach. Default 0.
 - ``W4GEMM_LOG``: a level such as ``debug`` or ``info``: log to standard error from that level on.
@@ -19,6 +20,7 @@ Variables of CuTe DSL (``CUTE_DSL_*``) change what it compiles, so they are part
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -38,14 +40,26 @@ def cache_dir() -> Path | None:
         return None
     if value:
         try:
-            return Path(value).expanduser()
+            return _absolute(Path(value).expanduser())
         except RuntimeError:
             raise ValueError(f"W4GEMM_CACHE_DIR: wanted a folder or off, got {value!r}, where ~ is unknown") from None
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return Path(base).expanduser() / "w4gemm"
+        return _absolute(Path(base).expanduser()) / "w4gemm"
     except RuntimeError:  # no home directory
         return None
+
+
+@functools.cache
+def _absolute(folder: Path) -> Path:
+    """Return a path that does not follow the current folder: a process that changes it keeps its cache."""
+    return folder.absolute()
+
+
+def of_children() -> dict[str, str]:
+    """Return the environment of processes that share this one's cache folder."""
+    folder = cache_dir()
+    return {**os.environ, "W4GEMM_CACHE_DIR": "off" if folder is None else str(folder)}
 
 
 def why_nothing_is_kept() -> str:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from w4gemm.core import environment
 from w4gemm.jit.compile import object_code
 from w4gemm.jit.unit import Unit
 
@@ -121,7 +122,11 @@ def usable_processors() -> int:
 def _start() -> subprocess.Popen[bytes]:
     # the DSL prints messages: _serve sends them to standard error, which is dropped, so none gets between the answers
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", _CHILD],
+        env=environment.of_children(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     assert child.stdin is not None
     pickle.dump(sys.path, child.stdin)
