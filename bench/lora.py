@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from bench.answers import RESULTS
 from bench.options import command
+from bench.plots import pyplot
 
 import w4gemm
 import w4gemm.integrations.peft
@@ -91,11 +92,7 @@ def train(model: Any, batches: Sequence[torch.Tensor]) -> list[float]:
 
 
 def plot(losses: dict[str, list[float]]) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "w4gemm"  # the same rows give the same file
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     figure, axes = plt.subplots(figsize=(7, 3.2))
     for (weights, found), style in zip(losses.items(), ("-", ":"), strict=True):

@@ -19,6 +19,7 @@ from bench.engine import page as engine_page
 from bench.engine.plot import plot as plot_engines
 from bench.options import command
 from bench.pages import RATES, W4A16, Layer, Page, Times, kind_of_work, page_of
+from bench.plots import pyplot
 from bench.rows import read
 
 ROOT = Path(__file__).parent.parent
@@ -159,11 +160,7 @@ OVER_ROOFLINE = (1, 1.5, 2, 3, 4, 6, 8)
 def plot(page: Page, times: Times, names: list[str]) -> None:
     """Plot time over roofline against m, a panel per layer, a line per implementation; experts if routed evenly. What
     has its scales in e4m3 is dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "w4gemm"  # the same rows give the same file
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     layers = sorted({layer for layer, _ in times if layer.routing in ("", "balanced")})
     rows = -(-len(layers) // 2)

@@ -217,3 +217,15 @@ def test_cublas_is_no_peer_of_w4a8():
     rows = [row(name, us, work="w4a8_folded") for name, us in (("w4gemm", 10.0), ("cublas", 5.0), ("quack", 12.0))]
     (point,) = page.points_of(rows)
     assert point.ratio == pytest.approx(1.2) and point.regret is None
+
+
+def test_a_kind_without_peers_and_guesses_is_one_sentence():
+    alone = [row("w4gemm", 2.0, m, work="w4a8_exact") for m in (3, 70)]
+    text = page.text([row("w4gemm", 2.0), row("machete", 3.0), *alone], Path("unknown.jsonl"))
+    assert "(exact)\n\n2 points ran, beside no peer and no other config.\n\n## How" in text
+
+
+def test_plots_say_what_they_want(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="plots want matplotlib: pip install matplotlib"):
+        page.plot([row("w4gemm", 2.0), row("machete", 3.0)], tmp_path / "plot.svg")

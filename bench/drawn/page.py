@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
+from bench.plots import pyplot
 from bench.rows import Row
 
 from w4gemm.core.problem import H200
@@ -116,7 +117,11 @@ def text(rows: Sequence[Row], file: Path) -> str:
     lines += ["", f"![Best peer's time over w4gemm's](plots/{paths(file)[1].name})"]
     for kind, title in TITLES.items():
         if own := [point for point in points if point.kind == kind]:
-            lines += ["", f"## {title}", "", *_summary(own), *_by_peer(own), *_worst(own)]
+            lines += ["", f"## {title}", ""]
+            if all(point.ratio is None and point.regret is None for point in own):
+                lines.append(f"{len(own)} points ran, beside no peer and no other config.")
+            else:
+                lines += [*_summary(own), *_by_peer(own), *_worst(own)]
     listed = ", ".join(f"{name} {version}".strip() for name, version in versions.items())
     runs = "`, `".join(dict.fromkeys(row["run"] for row in rows))
     facts = f"Versions: {listed}.", f"Driver {last['driver']}, torch {last['torch']}; run `{runs}`."
@@ -187,15 +192,12 @@ def _worst(points: list[Point]) -> list[str]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot each point's ratio against m, a panel for each kind of work; behind a peer in red."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "w4gemm"  # the same rows give the same file
-    import matplotlib.pyplot as plt
+    """Plot each point's ratio against m, a panel for each kind of work with peers; behind a peer in red."""
+    plt = pyplot()
 
     points = points_of(rows)
-    kinds = [kind for kind in TITLES if any(point.kind == kind for point in points)]
+    compared = {point.kind for point in points if point.ratio is not None}
+    kinds = [kind for kind in TITLES if kind in compared] or [points[0].kind]
     figure, panels = plt.subplots(1, len(kinds), figsize=(4.6 * len(kinds), 4), sharey=True, squeeze=False)
     for panel, kind in zip(panels.flat, kinds, strict=True):
         own = [(point.m, ratio) for point in points if point.kind == kind and (ratio := point.ratio) is not None]

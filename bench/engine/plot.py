@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.engine.implementations import OURS
 from bench.engine.page import Case
 from bench.engine.tables import by_line, names_of
+from bench.plots import pyplot
 from bench.rows import Row
 
 _WORDS = re.compile(r"(\w+)(?:,| of) (?:batch )?(\d+).*")
@@ -17,11 +18,7 @@ _WORDS = re.compile(r"(\w+)(?:,| of) (?:batch )?(\d+).*")
 def plot(cases: dict[Case, list[Row]], file: Path) -> None:
     """Plot tokens/s over vLLM's choice: a panel a case in which that ran, a group of bars a line, a bar an
     implementation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "w4gemm"  # the same rows give the same file
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     cases = {case: rows for case, rows in cases.items() if any(row["chosen"] for row in rows)}
     columns = min(2, len(cases)) or 1
