@@ -25,6 +25,19 @@ from w4gemm.tuning import record
 _storing = threading.Lock()
 
 
+def write_once(model: Model, packing: Packing, folder: Path) -> None:
+    """Write a checkpoint, if it is not there."""
+    done = folder / "complete"
+    if done.exists():
+        return
+    start = time.monotonic()
+    size = sum(tensor.nbytes for tensor in tensors_of(model, packing))
+    say(f"{model.name}-{packing}: {size / 1e9:.1f} GB into {folder}")
+    write(model, packing, folder)
+    done.touch()
+    say(f"{model.name}-{packing}: written in {time.monotonic() - start:.1f} s")
+
+
 @dataclass(frozen=True)
 class Place:
     """Where engines run.
@@ -114,15 +127,7 @@ class Case:
 
     def write(self) -> None:
         """Write the checkpoint, if it is not there."""
-        done = self.folder / "complete"
-        if done.exists():
-            return
-        start = time.monotonic()
-        size = sum(tensor.nbytes for tensor in tensors_of(self.model, self.packing))
-        say(f"{self}: {size / 1e9:.1f} GB into {self.folder}")
-        write(self.model, self.packing, self.folder)
-        done.touch()
-        say(f"{self}: written in {time.monotonic() - start:.1f} s")
+        write_once(self.model, self.packing, self.folder)
 
     def compare(self, name: str, result: Result, rows: list[Row]) -> None:
         """Compare answers with those of the first implementation; remember them if they are the first and whole."""

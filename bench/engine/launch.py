@@ -30,9 +30,12 @@ RESULTS = ROOT / "bench/results/engine.jsonl"
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch sizes with CUDA graphs, beside those that are measured; vLLM captures more of them by default."""
 PLUGIN_GROUP = "vllm.general_plugins"
-_LOADED, _LOADED_EXPERTS, _PACKED, _ENGINE_BYTES = 1.25, 2.0, 1.1, 6e9
-"""Memory of an engine beside keys and values: its weights' times the first while it loads them, or times the second if
-they are experts', and times the third later; and activations, graphs, a context."""
+_LOADED, _LOADED_EXPERTS = 1.25, 2.0
+"""Memory of an engine that loads weights over theirs, without and with experts among them."""
+_PACKED = 1.1
+"""The same, once they are loaded."""
+_ENGINE_BYTES = 6e9
+"""Activations, graphs, a context."""
 
 
 class EngineError(RuntimeError):

@@ -38,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _add_served(group: argparse._ArgumentGroup) -> None:
+def add_models(group: argparse._ActionsContainer) -> None:
+    """Add the options that :func:`pairs_of` reads."""
     group.add_argument(
         "--model",
         nargs="+",
@@ -53,6 +54,12 @@ def _add_served(group: argparse._ArgumentGroup) -> None:
         help="formats, such as gptq-int4-g128, awq-int4-g64, ct-int4-g128-fp8 (W4A8), ct-nvfp4; an unknown one is "
         "answered with their list (default: gptq-int4-g128)",
     )
+    group.add_argument("--layers", type=int, default=0, metavar="N", help="only the first N layers of each model")
+    group.add_argument("--tiny", action="store_true", help="two small layers of each model, for trials")
+
+
+def _add_served(group: argparse._ArgumentGroup) -> None:
+    add_models(group)
     group.add_argument(
         "--impl",
         nargs="+",
@@ -61,8 +68,6 @@ def _add_served(group: argparse._ArgumentGroup) -> None:
         f"machete+marlin: the first for linear layers, the second for experts (default: {DEFAULT} {OURS} marlin "
         "humming)",
     )
-    group.add_argument("--layers", type=int, default=0, metavar="N", help="only the first N layers of each model")
-    group.add_argument("--tiny", action="store_true", help="two small layers of each model, for trials")
 
 
 def _add_measured(group: argparse._ArgumentGroup) -> None:

@@ -31,30 +31,31 @@ def rows_of(result: Result, task: Task) -> list[Row]:
             continue
         row = {"phase": "decode", "batch": found["batch"], **tokens_in, "tokens_out": task.tokens_out}
         row |= {"tokens_s": round(found["batch"] * steps / seconds, 1), "runs": len(found["total_s"])}
-        row |= _spread("ms_step", [1e3 * (run - first) / steps for run in found["total_s"]])
-        row |= _spread("first_tokens_s", found["first_token_s"])
+        row |= spread("ms_step", [1e3 * (run - first) / steps for run in found["total_s"]])
+        row |= spread("first_tokens_s", found["first_token_s"])
         rows.append(row | {"repeats_itself": found["repeats_itself"]})
     if result.prefill_s:
         row = {"phase": "prefill", "batch": 1, "tokens_in": task.prefill, "tokens_out": 1}
         row |= {"tokens_s": round(task.prefill / statistics.median(result.prefill_s), 1)}
-        rows.append(row | {"runs": len(result.prefill_s)} | _spread("seconds", result.prefill_s))
+        rows.append(row | {"runs": len(result.prefill_s)} | spread("seconds", result.prefill_s))
     return rows
 
 
-def _spread(name: str, times: Sequence[float]) -> Row:
-    """Return the median of times, the least and the most."""
+def spread(name: str, times: Sequence[float]) -> Row:
+    """Return the median of times as ``name``, and the least and the most."""
     found = {name: statistics.median(times), f"{name}_least": min(times), f"{name}_most": max(times)}
     return {field: round(time, 4) for field, time in found.items()}
 
 
 def add_agreement(rows: list[Row], answers: Answers, reference: str, others: Answers) -> None:
-    """Add ``same_tokens_as`` and ``equal_prefix`` to decode rows: how many greedy tokens equal those of a reference, up
-    to the first that differs, a mean over the batch."""
+    """Add to decode rows ``same_tokens_as``, a reference; ``equal_prefix``, how many greedy tokens equal its, up to the
+    first that differs, a mean over the batch; and ``equal_first``, in how many answers the first token does."""
     for row in rows:
         if row["phase"] == "decode":
-            pairs = list(zip(answers[row["batch"]], others[row["batch"]], strict=True))
-            prefix = sum(equal_prefix(a, b) for a, b in pairs) / len(pairs)
-            row |= {"same_tokens_as": reference, "equal_prefix": round(prefix, 1)}
+            pairs = zip(answers[row["batch"]], others[row["batch"]], strict=True)
+            prefixes = [equal_prefix(a, b) for a, b in pairs]
+            row |= {"same_tokens_as": reference, "equal_prefix": round(statistics.mean(prefixes), 1)}
+            row["equal_first"] = sum(prefix > 0 for prefix in prefixes)
 
 
 def equal_prefix(a: Sequence[int], b: Sequence[int]) -> int:

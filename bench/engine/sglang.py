@@ -16,15 +16,14 @@ import argparse
 import json
 import random
 import re
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.engine.checkpoint import write
+from bench.engine.cases import write_once
 from bench.engine.implementations import DEFAULT, OURS
 from bench.engine.launch import (
     CAPTURED,
@@ -35,10 +34,10 @@ from bench.engine.launch import (
     started,
     work_folder,
 )
-from bench.engine.models import MODELS, Model
-from bench.engine.options import pairs_of
+from bench.engine.models import Model
+from bench.engine.options import add_models, pairs_of
 from bench.engine.packing import Packing
-from bench.engine.rows import equal_prefix
+from bench.engine.rows import Answers, add_agreement, spread
 from bench.options import command
 from bench.rows import Row
 
@@ -59,40 +58,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         serve(json.loads(args.child.read_text()), args.child.with_suffix(".result.json"))
         return
     facts = record.facts()
-    pairs = [pair for text in args.model for pair in pairs_of(text, [Packing.parse("gptq-int4-g128")], args)]
+    packings = [Packing.parse(text) for text in args.format]
+    pairs = [pair for text in args.model for pair in pairs_of(text, packings, args)]
     with work_folder(args.work) as work:
         logs = args.logs or work / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         plugin = plugin_metadata(work / "plugin", GROUP)
         for model, packing in pairs:
             folder = work / "models" / f"{model.name}-{packing}"
-            if not (folder / "complete").exists():
-                say(f"{folder.name}: {write(model, packing, folder) / 1e9:.1f} GB")
-                (folder / "complete").touch()
+            write_once(model, packing, folder)
             common = {"kind": "engine", "engine": "sglang", "model": model.name, "format": str(packing)}
             common |= {"run": record.run_name(facts), "mode": "graphs", "impl_version": w4gemm.__version__}
             shown: list[Row] = []
+            reference: Measured | None = None
             for impl in args.impl:
-                task = task_of(args, model, folder)
-                rows = [common | row | facts for row in measured(impl, task, logs, plugin, args.seconds)]
-                add_agreement(rows, shown)
+                found = measured(impl, task_of(args, model, folder), logs, plugin, args.seconds)
+                if reference:
+                    add_agreement(found.rows, found.answers, reference.impl, reference.answers)
+                elif found.whole:
+                    reference = found
+                rows = [common | row | facts for row in found.rows]
+                record.append(args.out, *rows)
                 shown += rows
-                record.append(args.out, *({k: v for k, v in row.items() if k != "tokens"} for row in rows))
             say("\n".join((f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}", *lines(shown))))
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     p = command("bench.engine.sglang", __doc__)
-    p.add_argument(
-        "--model",
-        nargs="+",
-        default=["llama-3-8b"],
-        metavar="NAME[=FORMAT]",
-        help=f"models, of {', '.join(MODELS)}; in gptq-int4-g128 unless a format is named (default: llama-3-8b)",
-    )
+    add_models(p)
     p.add_argument("--impl", nargs="+", choices=tuple(_SWITCH), default=list(_SWITCH), help="(default: both)")
-    p.add_argument("--layers", type=int, default=0, metavar="N", help="only the first N layers of each model")
-    p.add_argument("--tiny", action="store_true", help="two small layers of each model, for trials")
     p.add_argument("--batch", nargs="+", type=positive, default=[1, 8, 64], metavar="N", help="requests (1 8 64)")
     p.add_argument("--tokens-in", type=positive, default=128, metavar="N", help="of each request (%(default)s)")
     p.add_argument("--tokens-out", type=positive, default=80, metavar="N", help="of each answer (%(default)s)")
@@ -156,19 +150,31 @@ def serve(task: Row, result_file: Path) -> None:
         prompts = [rng.choices(range(4, task["vocabulary"]), k=task["tokens_in"]) for _ in range(batch)]
         tokens = answer(prompts, task["tokens_out"])[1]  # a warm-up, as is the next
         answer(prompts, task["tokens_before"])
-        runs = []
+        point: Row = {"batch": batch, "tokens": tokens, "seconds": [], "repeats_itself": True}
         for _ in range(task["repeat"]):
-            before, (whole, again) = answer(prompts, task["tokens_before"])[0], answer(prompts, task["tokens_out"])
-            runs.append((whole - before, again == tokens))
-        found["batches"].append({"batch": batch, "runs": runs, "tokens": tokens})
+            before, _ = answer(prompts, task["tokens_before"])
+            whole, again = answer(prompts, task["tokens_out"])
+            point["seconds"].append(whole - before)
+            point["repeats_itself"] &= again == tokens
+        found["batches"].append(point)
         result_file.write_text(json.dumps(found))
     found["done"] = True
     result_file.write_text(json.dumps(found))
     engine.shutdown()
 
 
-def measured(impl: str, task: Row, logs: Path, plugin: Path | None, seconds: float) -> Iterator[Row]:
-    """Rows of an implementation, whose engine runs in a process of its own. plugin: see ``plugin_metadata``."""
+class Measured(NamedTuple):
+    """Rows and answers of an implementation."""
+
+    impl: str
+    rows: list[Row]
+    answers: Answers
+    whole: bool
+    """False if its engine ended early."""
+
+
+def measured(impl: str, task: Row, logs: Path, plugin: Path | None, seconds: float) -> Measured:
+    """Run an implementation, in a process of its own. plugin: see ``plugin_metadata``."""
     name = f"{Path(task['engine']['model_path']).name}-{impl}"
     task_file, log = logs / f"{name}.json", logs / f"{name}.log"
     result_file = task_file.with_suffix(".result.json")
@@ -186,40 +192,24 @@ def measured(impl: str, task: Row, logs: Path, plugin: Path | None, seconds: flo
     says = re.search(r"w4gemm runs .*", log.read_text(errors="replace"))
     common: Row = {"impl": impl, "engine_version": found.get("version", "")}
     common |= {"took_over": says[0] if says else ""} | ({} if found["done"] else {"partial": True})
+    rows = [decode_row(task, point) for point in found["batches"]]
     if "seconds" in found:
-        yield common | {"phase": "start", "seconds": found["seconds"]}
-    for point in found["batches"]:
-        yield common | decode_row(task, point)
+        rows.insert(0, {"phase": "start", "seconds": found["seconds"]})
     if not found["done"]:
         reason = f"{end}: {last_error(log)}"
         say(f"{name}: {reason}")
-        yield common | {"phase": "failed", "reason": reason}
+        rows.append({"phase": "failed", "reason": reason})
+    answers = {point["batch"]: point["tokens"] for point in found["batches"]}
+    return Measured(impl, [common | row for row in rows], answers, found["done"])
 
 
 def decode_row(task: Row, point: Row) -> Row:
-    """The row of a batch, with its answers as ``tokens``, which are not stored."""
+    """Return the row of a batch, without the fields that all rows of its implementation share."""
     steps = task["tokens_out"] - task["tokens_before"]
-    times = [1e3 * seconds / steps for seconds, _ in point["runs"]]
-    row = {name: task[name] for name in ("tokens_in", "tokens_out", "tokens_before")}
-    row = {"phase": "decode", "batch": point["batch"], **row, "runs": len(times)}
-    for name, us in (("", statistics.median(times)), ("_least", min(times)), ("_most", max(times))):
-        row[f"ms_step{name}"] = round(us, 4)
-    return row | {"repeats_itself": all(same for _, same in point["runs"]), "tokens": point["tokens"]}
-
-
-def add_agreement(rows: list[Row], others: Sequence[Row]) -> None:
-    """Add to decode rows how many greedy tokens begin like those of the first implementation, a mean over the batch,
-    and how many first tokens are the same."""
-    first: dict[int, Row] = {}
-    for other in others:
-        if other["phase"] == "decode":
-            first.setdefault(other["batch"], other)
-    for row in rows:
-        if row["phase"] == "decode" and row["batch"] in first:
-            reference = first[row["batch"]]
-            prefixes = [equal_prefix(a, b) for a, b in zip(row["tokens"], reference["tokens"], strict=True)]
-            row["same_tokens_as"], row["equal_prefix"] = reference["impl"], round(statistics.mean(prefixes), 1)
-            row["equal_first"] = sum(prefix > 0 for prefix in prefixes)
+    row = {"phase": "decode", "batch": point["batch"]}
+    row |= {name: task[name] for name in ("tokens_in", "tokens_out", "tokens_before")}
+    row |= {"runs": len(point["seconds"]), "repeats_itself": point["repeats_itself"]}
+    return row | spread("ms_step", [1e3 * seconds / steps for seconds in point["seconds"]])
 
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:

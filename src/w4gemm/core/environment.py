@@ -2,7 +2,7 @@
 
 - ``W4GEMM_CACHE_DIR``: where compiled kernels and tuned configs are kept; ``off`` keeps none. Default: ``w4gemm`` under
   ``XDG_CACHE_HOME``, or under ``~/.cache``. Used only if no other user can have written it, see SECURITY.md. A relative
-  folder is one of the folder that is the current one when it is first read.
+  path begins at the folder that is the current one when it is first read.
 - ``W4GEMM_CACHE_SHARED``: ``1`` uses it also if its mode, or that of a folder above, lets others write: for a
   container's volume (Kubernetes' emptyDir has mode 0777) that only trusted processes can reach. Default 0.
 - ``W4GEMM_LOG``: a level such as ``debug`` or ``info``: log to standard error from that level on.
