@@ -27,7 +27,8 @@ class Engine:
         assert cuda_graph_bs_decode == [1, 2, 3] and max_running_requests == 3
         assert [p.value for p in entry_points(group="sglang.srt.plugins")] == ["w4gemm.integrations.sglang:register"]
         self.ours = os.environ["W4GEMM_SGLANG"] == "auto"
-        if self.ours:
+        assert others["log_level"] == "info"  # SGLang logs errors alone otherwise
+        if self.ours and not SILENT:
             print("[2026] w4gemm runs 8 4-bit linear layers; 3 kernels ready")
 
     def generate(self, input_ids, sampling_params):
@@ -44,10 +45,10 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    """Make it importable; a function that says whether w4gemm's fails at a batch of three."""
+    """Make it importable; a function that says whether w4gemm's fails at a batch of three, and is not heard of."""
 
-    def make(breaks: bool) -> list[str]:
-        (tmp_path / "sglang.py").write_text(f"BREAKS = {breaks}\n{ENGINE}")
+    def make(breaks: bool = False, silent: bool = False) -> list[str]:
+        (tmp_path / "sglang.py").write_text(f"BREAKS, SILENT = {breaks}, {silent}\n{ENGINE}")
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
         options = ["--tiny", "--batch", "1", "3", "--tokens-in", "8", "--tokens-out", "12", "--tokens-before", "2"]
         return [*options, "--repeat", "2", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "rows.jsonl")]
@@ -56,7 +57,7 @@ def engine(tmp_path, monkeypatch):
 
 
 def test_a_step_is_what_more_tokens_take(engine, tmp_path, capsys):
-    sglang.main(engine(breaks=False))
+    sglang.main(engine())
     rows = read(tmp_path / "rows.jsonl")
     assert {(row["engine"], row["engine_version"], row["model"]) for row in rows} == {
         ("sglang", "0.5.23", "tiny-llama-3-8b")
@@ -85,6 +86,13 @@ def test_an_engine_that_fails_keeps_what_it_measured(engine, tmp_path):
         ("failed", None, True),
     ]
     assert rows[-1]["reason"].startswith("ended with 1 after") and rows[-1]["reason"].endswith("no memory")
+
+
+def test_an_engine_without_our_layers_is_no_measurement_of_them(engine, tmp_path):
+    sglang.main(engine(silent=True))
+    rows = [row for row in read(tmp_path / "rows.jsonl") if row["impl"] == "w4gemm"]
+    assert all(row["partial"] and row["took_over"] == "" for row in rows) and "same_tokens_as" in rows[1]
+    assert rows[-1]["phase"] == "failed" and rows[-1]["reason"].startswith("w4gemm took over nothing")
 
 
 @pytest.mark.parametrize(

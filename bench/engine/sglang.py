@@ -3,8 +3,8 @@
 For each model a checkpoint of random numbers is written; then SGLang serves it, without our plugin ("default") and with
 it ("w4gemm"), each in a process of its own. ``sglang.Engine.generate`` answers greedily at several batch sizes. A step
 takes what an answer of ``--tokens-out`` tokens takes beyond one of ``--tokens-before``, divided by the tokens between,
-a median. What our plugin says that it took over is in the rows; an engine that does not end well is a row of phase
-"failed", and what it had measured before is kept with ``"partial": true``.
+a median. What our plugin says that it took over is in the rows; an engine that does not end well, or with the plugin and
+without that line, is a row of phase "failed", and what it had measured is kept with ``"partial": true``.
 
 Needs SGLang and a GPU. Rows go to bench/results/sglang.jsonl. CUDA graphs of decode steps are on; attention is
 Triton's and sampling PyTorch's, so that FlashInfer need not be there.
@@ -124,6 +124,7 @@ def task_of(args: argparse.Namespace, model: Model, folder: Path) -> Row:
         "mem_fraction_static": args.memory,
         "context_length": _CONTEXT,
         "random_seed": 0,
+        "log_level": "info",  # by default an Engine logs errors alone, and the plugin's line is no error
         **args.engine,
     }
     asked = {name: getattr(args, name) for name in ("batch", "tokens_in", "tokens_out", "tokens_before", "repeat")}
@@ -190,17 +191,19 @@ def measured(impl: str, task: Row, logs: Path, plugin: Path | None, seconds: flo
         end = f"not done in {seconds:.0f} s, its limit"
     found = json.loads(result_file.read_text()) if result_file.exists() else {"batches": [], "done": False}
     says = re.search(r"w4gemm runs .*", log.read_text(errors="replace"))
+    reason = "" if found["done"] else f"{end}: {last_error(log)}"
+    if impl == OURS and not says and not reason:
+        reason = f"w4gemm took over nothing: {log} has no line 'w4gemm runs'"
     common: Row = {"impl": impl, "engine_version": found.get("version", "")}
-    common |= {"took_over": says[0] if says else ""} | ({} if found["done"] else {"partial": True})
+    common |= {"took_over": says[0] if says else ""} | ({"partial": True} if reason else {})
     rows = [decode_row(task, point) for point in found["batches"]]
     if "seconds" in found:
         rows.insert(0, {"phase": "start", "seconds": found["seconds"]})
-    if not found["done"]:
-        reason = f"{end}: {last_error(log)}"
+    if reason:
         say(f"{name}: {reason}")
         rows.append({"phase": "failed", "reason": reason})
     answers = {point["batch"]: point["tokens"] for point in found["batches"]}
-    return Measured(impl, [common | row for row in rows], answers, found["done"])
+    return Measured(impl, [common | row for row in rows], answers, not reason)
 
 
 def decode_row(task: Row, point: Row) -> Row:
