@@ -3,8 +3,8 @@
 For each model a checkpoint of random numbers is written; then SGLang serves it, without our plugin ("default") and with
 it ("w4gemm"), each in a process of its own. ``sglang.Engine.generate`` answers greedily at several batch sizes. A step
 takes what an answer of ``--tokens-out`` tokens takes beyond one of ``--tokens-before``, divided by the tokens between,
-a median. What our plugin says that it took over is in the rows; an engine that does not end well, or with the plugin and
-without that line, is a row of phase "failed", and what it had measured is kept with ``"partial": true``.
+a median. What our plugin says that it took over is in the rows; an engine that does not end well, or with the plugin
+and without that line, is a row of phase "failed", and what it had measured is kept with ``"partial": true``.
 
 Needs SGLang and a GPU. Rows go to bench/results/sglang.jsonl. CUDA graphs of decode steps are on; attention is
 Triton's and sampling PyTorch's, so that FlashInfer need not be there.
