@@ -22,7 +22,7 @@ from bench.engine import (  # noqa: E402
     serve,
     sglang,
     tables,
-    worker,
+    trace,
 )
 from bench.engine.models import model_named  # noqa: E402
 from bench.engine.offline import Task  # noqa: E402
@@ -81,9 +81,8 @@ def test_a_profile_is_that_of_decode_steps():
 
     prefill = [event for i in range(2) for event in step(1000.0 * i, 900.0)]
     steps = [event for i in range(offline.PROFILED_STEPS) for event in step(2000.0 + 30 * i, 20.0)]
-    found = worker.summarize(worker.last_steps(prefill + steps, offline.PROFILED_STEPS))
-    result = offline.Result(profiles=[{"batch": 8, **found}], prefill_profile=worker.summarize(prefill))
-    row, whole = profile.rows_of(result)
+    found = trace.summarize(trace.last_steps(prefill + steps, offline.PROFILED_STEPS))
+    row, whole = profile.rows_of([{"batch": 8, **found}], trace.summarize(prefill))
     assert (row["phase"], row["batch"], row["us_step"]) == ("profile", 8, 30.0)
     assert row["groups"] == {"4-bit products": 20.0, "sampling": 2.0} and row["gaps"] == 8.0
     assert "at batch 8, 30 us" in profile.table(row) and "67%" in profile.table(row)
@@ -91,7 +90,7 @@ def test_a_profile_is_that_of_decode_steps():
     text = "\n".join(tables.steps([{**row, "impl": "machete"}, {**whole, "impl": "machete"}]))
     assert "| a decode step at batch 8, us | machete |" in text and "| the prefill, us | machete |" in text
     with pytest.raises(ValueError, match="no kernel of a sampler runs more than 32 times"):
-        worker.last_steps(prefill, offline.PROFILED_STEPS)
+        trace.last_steps(prefill, offline.PROFILED_STEPS)
 
 
 @pytest.mark.parametrize(

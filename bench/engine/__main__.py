@@ -201,7 +201,7 @@ def offline(case: Case, implementation: Implementation, slot: Slot) -> tuple[str
         if result.failure:
             break
     name = checked(implementation, result.kernels, rows)
-    for row in profile.rows_of(result):
+    for row in profile.rows_of(result.profiles, result.prefill_profile):
         rows.append(row)
         say(f"{name}: {profile.table(row)}")
     return name, result, rows

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from bench.engine.offline import PROFILED_STEPS, Result
+from bench.engine.offline import PROFILED_STEPS
 
 _FOUR_BITS = "|".join(
     (
@@ -42,18 +43,16 @@ def group_of(kernel: str) -> str:
     return next((name for name, pattern in groups if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
-def rows_of(result: Result) -> list[dict[str, Any]]:
+def rows_of(profiles: Sequence[dict[str, Any]], prefill: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Return a row of phase "profile" for each number of requests that was profiled, then one of phase
     "prefill_profile" if the prefill was.
 
     ``us_step`` is the time of a decode step or of the prefill; ``groups`` are kernels' times by group; ``gaps`` is when
     the GPU ran none; ``kernels_us`` the longest, with launches.
     """
-    rows = [
-        {"phase": "profile", "batch": found["batch"], **_by_group(found, PROFILED_STEPS)} for found in result.profiles
-    ]
-    if result.prefill_profile:
-        rows.append({"phase": "prefill_profile", "batch": 1, **_by_group(result.prefill_profile, 1)})
+    rows = [{"phase": "profile", "batch": found["batch"], **_by_group(found, PROFILED_STEPS)} for found in profiles]
+    if prefill:
+        rows.append({"phase": "prefill_profile", "batch": 1, **_by_group(prefill, 1)})
     return rows
 
 

@@ -7,17 +7,15 @@ shorten its start: :func:`skip_router_warmup`.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 import tempfile
 from collections import defaultdict
 from typing import Any
 
+from bench.engine import trace
+
 EXTENSION = f"{__name__}.Inspection"
-_SAMPLER = re.compile(r"gumbel_sample|argmax", re.IGNORECASE)
-"""In the name of a kernel that runs once a step."""
 
 
 def skip_router_warmup() -> None:
@@ -63,10 +61,9 @@ class Inspection:
         self._gpu_profile.__exit__(None, None, None)
         file = os.path.join(tempfile.mkdtemp(), "trace.json")
         self._gpu_profile.export_chrome_trace(file)
-        with open(file) as f:
-            events = json.load(f)["traceEvents"]
+        found = trace.summary(file, steps)
         os.remove(file)
-        return summarize(last_steps(events, steps) if steps else events)
+        return found
 
 
 def kernels_of(model: Any) -> dict[str, dict[str, int]]:
@@ -96,40 +93,3 @@ def _multiplier(module: Any, method: Any) -> Any:
 
 def _qualified(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def last_steps(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Return the GPU events of a Chrome trace's last ``steps`` steps: behind the sampler's kernel of the one before,
-    up to the last one's.
-
-    Raises:
-        ValueError: the trace has no kernel of a sampler so often.
-    """
-    ends: dict[str, list[float]] = {}
-    for event in _on_gpu(events):
-        if _SAMPLER.search(event["name"]):
-            ends.setdefault(event["name"], []).append(event["ts"] + event["dur"])
-    often = [sorted(found) for found in ends.values() if len(found) > steps]
-    if not often:
-        raise ValueError(
-            f"no kernel of a sampler runs more than {steps} times, but { ({k: len(v) for k, v in ends.items()}) }"
-        )
-    start, end = often[0][-steps - 1], often[0][-1]
-    return [e for e in _on_gpu(events) if start <= e["ts"] < end]
-
-
-def _on_gpu(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-
-
-def summarize(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums of a Chrome trace's GPU events: ``kernels`` (us and launches by name) and ``span`` (us)."""
-    wanted = _on_gpu(events)
-    kernels: dict[str, list[float]] = {}
-    for event in wanted:
-        entry = kernels.setdefault(event["name"], [0.0, 0])
-        entry[0] += event["dur"]
-        entry[1] += 1
-    first = min((e["ts"] for e in wanted), default=0.0)
-    last = max((e["ts"] + e["dur"] for e in wanted), default=0.0)
-    return {"kernels": kernels, "span": last - first}
