@@ -26,7 +26,7 @@ _FIRST_TOKENS, _FIRST_TOKENS_S = 25, 0.5
 _WARM_UPS, _SETTLED = 8, 0.05
 """A warm-up ends when the time of a run differs by no more than this part from that of the run before, or after so
 many runs. One that takes longer than the one before may have compiled more."""
-_LEAST_RUNS, _FAR, _MORE_RUNS = 3, 0.25, 6
+_LEAST_RUNS, _FAR, MORE_RUNS = 3, 0.25, 6
 """A median is trusted if it is that of at least so many runs, of which at most this part differ from it by more than
 _SETTLED. Until it is, a point gets up to so many runs more."""
 
@@ -150,7 +150,7 @@ class Engine:
             runs.append(self.generate(prompts, tokens))
             count, spent = count + 1, spent + runs[-1][0]
         more = 0
-        while more < _MORE_RUNS and not is_trusted([each for each, _ in runs]):
+        while more < MORE_RUNS and not is_trusted([each for each, _ in runs]):
             runs.append(self.generate(prompts, tokens))
             more += 1
         return runs

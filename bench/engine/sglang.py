@@ -2,9 +2,10 @@
 
 For each model a checkpoint of random numbers is written; then SGLang serves it, without our plugin ("default") and with
 it ("w4gemm"), each in a process of its own. ``sglang.Engine.generate`` answers greedily at several batch sizes. A step
-takes what an answer of ``--tokens-out`` tokens takes beyond one of ``--tokens-before``, divided by the tokens between,
-a median. What our plugin says that it took over is in the rows; an engine that does not end well, or with the plugin
-and without that line, is a row of phase "failed", and what it had measured is kept with ``"partial": true``.
+takes what an answer of ``--tokens-out`` tokens takes beyond one of ``--tokens-before``, divided by the tokens between;
+the median of ``--repeat`` runs, and of up to six more while these differ. What our plugin says that it took over is in
+the rows; an engine that does not end well, or with the plugin and without that line, is a row of phase "failed", and
+what it had measured is kept with ``"partial": true``.
 ``--profile`` adds rows that say which kernels a step runs and for how long.
 
 Needs SGLang and a GPU. Rows go to bench/results/sglang.jsonl. CUDA graphs of decode steps are on; attention is
@@ -38,7 +39,7 @@ from bench.engine.launch import (
     work_folder,
 )
 from bench.engine.models import Model
-from bench.engine.offline import PROFILED_STEPS
+from bench.engine.offline import MORE_RUNS, PROFILED_STEPS, is_trusted
 from bench.engine.options import add_models, pairs_of
 from bench.engine.packing import Packing
 from bench.engine.rows import Answers, add_agreement, spread
@@ -161,7 +162,9 @@ def serve(task: Row, result_file: Path) -> None:
         tokens = answer(prompts, task["tokens_out"])[1]  # a warm-up, as is the next
         answer(prompts, task["tokens_before"])
         point: Row = {"batch": batch, "tokens": tokens, "seconds": [], "repeats_itself": True}
-        for _ in range(task["repeat"]):
+        for run in range(task["repeat"] + MORE_RUNS):
+            if run >= task["repeat"] and is_trusted(point["seconds"]):
+                break
             before, _ = answer(prompts, task["tokens_before"])
             whole, again = answer(prompts, task["tokens_out"])
             point["seconds"].append(whole - before)
