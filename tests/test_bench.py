@@ -350,6 +350,21 @@ def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
         assert error in capsys.readouterr().err
 
 
+def test_a_fit_passes_over_tiles_that_random_rows_of_experts_overflow():
+    common = {"n": 1536, "k": 2048, "m": 8, "experts": 128, "file": "rows", "us": 50.0}
+    rows = [
+        common | {"format": format, "config": f"sm90_mixed_gemm/{tile}x256x128_1x1x1_coop"}
+        for format in ("int4_g128", "e2m1_g32_e8m0")
+        for tile in (8, 16)
+    ]
+    found = fit.collected(rows)
+    ((name, samples),) = found.configs.items()
+    assert name == "sm90_mixed_gemm/16x256x128_1x1x1_coop"
+    times = fit.SliceTimes(2.0, 0.0, 0.0)
+    int4, mxfp4 = (launch.us(times) for launch, *_ in samples)
+    assert mxfp4 > 1.05 * int4  # which takes longer to decode
+
+
 def test_fit_refuses_an_option_that_there_is_not(capsys):
     with pytest.raises(SystemExit):
         fit.main(["--ajust", "rows.jsonl"])

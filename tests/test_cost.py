@@ -16,13 +16,14 @@ import torch
 
 from w4gemm import choice
 from w4gemm.choice import cost, explain
+from w4gemm.choice.choose import resolve_gather
 from w4gemm.choice.cost import constants, predicted_us, ranked
 from w4gemm.choice.cost.constants import Scale
 from w4gemm.choice.cost.experts import m_tiles, of_wide_tiles, unevenness
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
+from w4gemm.core.problem import GPUS, H100, H200, Device, GemmProblem
 from w4gemm.jit import disk
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.tuning import record
@@ -30,6 +31,7 @@ from w4gemm.tuning import record
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import layers  # noqa: E402
 from bench.rows import read  # noqa: E402
 from bench.shapes import FP4_EXPERTS  # noqa: E402
 from bench.timings import rows_of  # noqa: E402
@@ -249,6 +251,28 @@ def test_rows_of_experts_at_random_make_more_tiles_than_even_ones():
     assert m_tiles(replace(problem, m=8), 8) == 8  # of as many experts
     assert m_tiles(replace(problem, m=experts), 8) == experts
     assert m_tiles(replace(problem, m=40, experts=0), 16) == 3
+
+
+def test_rows_are_gathered_or_copied_as_whole_layers_were_fastest():
+    """On an H100. The two exceptions: 256 tokens of DeepSeek-V3, 512 of gpt-oss-20b."""
+    right = {}
+    for row in read(RESULTS / "layers.jsonl"):
+        if row["copied"] and "variant" not in row:
+            gate_up, _ = layers.problems(layers.LAYERS[row["model"]], row["tokens"], H100)
+            copied = min(row["copied"].values()) < min(row["gathered"].values())
+            right[row["model"], row["tokens"]] = resolve_gather(gate_up).gathered is not copied
+    assert len(right) == 20 and sum(right.values()) >= 18
+
+
+def test_a_box_of_x_that_reaches_past_the_rows_of_all_experts_is_slow():
+    """On an H100, one row for each of 8 experts: 355 us in tiles of 32 rows, 165 in tiles of 8."""
+    problem = problem_of("sm90_mixed_gemm", 8, n=28672, k=4096, experts=8, device=H100)
+    slow, fast = (
+        predicted(problem, f"sm90_mixed_gemm/{c}") for c in ("32x64x256_1x1x1_pingpong", "8x256x128_1x1x1_coop")
+    )
+    assert slow > 1.2 * fast
+    many = replace(problem, m=8 * 32)
+    assert predicted(many, "sm90_mixed_gemm/32x64x256_1x1x1_pingpong") < slow
 
 
 @pytest.mark.parametrize("tile_m", [128, 256])

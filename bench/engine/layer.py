@@ -34,7 +34,6 @@ from w4gemm.tuning.timing import time_graphs
 
 GROUP = 128
 _LAYERS = 2
-_GATED = Epilogue(activation="silu_mul")
 Call = Callable[[], object]
 
 
@@ -54,6 +53,16 @@ class Sizes:
         return cls(*(model.config[name] for name in names))
 
 
+class Forced(NamedTuple):
+    """Configs of a layer's products, and where the rows of x come from, in place of what is chosen."""
+
+    gate_up: str = ""
+    """Config as :func:`w4gemm.linear` takes it, or the empty string for the choice."""
+    down: str = ""
+    copied: bool = False
+    """True to copy the rows of x before gate_up."""
+
+
 class Draw(NamedTuple):
     """Tokens and what a router chose for them."""
 
@@ -70,24 +79,33 @@ def drawn(sizes: Sizes, tokens: int, seed: int, device: str) -> Draw:
     return Draw(x, ids, torch.rand(tokens, sizes.top_k, device=device, generator=g))
 
 
+def draws_of(tokens: int) -> int:
+    """Return how many draws alternate; few tokens choose few experts, so that more draws are needed to leave L2."""
+    return 24 if tokens <= 4 else 12 if tokens <= 16 else 6
+
+
 class Ours:
     """w4gemm's layers, as the plugin calls them."""
 
-    def __init__(self, sizes: Sizes, device: str) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: Sizes, device: str, format: str = f"int4_g{GROUP}", activation: str = "silu_mul") -> None:
+        self.sizes, self.device, self.gated = sizes, device, Epilogue(activation=activation)
         shapes = (2 * sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
-        self.layers = [[self._stack(*shape, device) for shape in shapes] for _ in range(_LAYERS)]
+        self.layers = [
+            [self._stack(*shape, WeightFormat.parse(format), device) for shape in shapes] for _ in range(_LAYERS)
+        ]
 
-    def _stack(self, n: int, k: int, device: str) -> QuantizedWeight:
-        format = WeightFormat.parse(f"int4_g{GROUP}")
-        scales = (torch.rand(n, k // GROUP) * 0.01 + 0.002).bfloat16()
+    def _stack(self, n: int, k: int, format: WeightFormat, device: str) -> QuantizedWeight:
         codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+        if format.scale == "e8m0":
+            scales = torch.randint(118, 124, (n, k // format.group_size), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        else:
+            scales = (torch.rand(n, k // format.group_size) * 0.01 + 0.002).bfloat16()
         one = QuantizedWeight.from_codes(format, codes, scales).to(device).repack()
         each = self.sizes.experts
         tensors = tuple(t.unsqueeze(0).repeat(each, *[1] * t.dim()) for t in one.tensors)
         return replace(one, experts=each, tensors=tensors)
 
-    def call(self, draw: Draw, layer: int) -> Call:
+    def call(self, draw: Draw, layer: int, forced: Forced = Forced()) -> Call:
         (gate_up, down), (x, ids, scores) = self.layers[layer], draw
         rows = ids.numel()
         hidden, d = (x.new_empty(rows, columns) for columns in (self.sizes.width, self.sizes.hidden))
@@ -96,10 +114,13 @@ class Ours:
         def run() -> torch.Tensor:
             routing = route(ids, self.sizes.experts)
             first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
-            gathered = ExpertRows(first, end, routing.tokens)
-            boundary.run(gate_up.packed, Operands(x, gate_up.tensors, hidden, rows=gathered), _GATED)
+            operands = Operands(x, gate_up.tensors, hidden, rows=ExpertRows(first, end, routing.tokens))
+            if forced.copied:
+                operands = operands.gathered_first()
+            boundary.run(gate_up.packed, operands, self.gated, forced.gate_up)
             settled = ExpertRows(first, end, settled=1)
-            boundary.run(down.packed, Operands(hidden, down.tensors, d, EpilogueOperands(), settled), PLAIN)
+            operands = Operands(hidden, down.tensors, d, EpilogueOperands(), settled)
+            boundary.run(down.packed, operands, PLAIN, forced.down)
             return combine(d, routing.row_of_choice, scores, out=y, settled=True)
 
         return run
@@ -163,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts, sizes = record.facts(), Sizes.of(model_named(args.model))
     ours, marlin = Ours(sizes, "cuda"), Marlin(sizes, "cuda")
     for tokens in parse_tokens(args.tokens, "tokens"):
-        draws = [drawn(sizes, tokens, seed, "cuda") for seed in range(24 if tokens <= 4 else 12 if tokens <= 16 else 6)]
+        draws = [drawn(sizes, tokens, seed, "cuda") for seed in range(draws_of(tokens))]
         graphs = [[layers.call(draw, i % _LAYERS) for i, draw in enumerate(draws)] for layers in (ours, marlin)]
         times = [round(t.p50, 2) for t in time_graphs(graphs, replays=9)]
         common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "engine_version": vllm.__version__}

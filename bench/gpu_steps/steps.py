@@ -191,6 +191,15 @@ STEPS = (
         alone=True,
     ),
     Step(
+        "experts-configs",
+        "python -m bench.layers --seconds 150 --out {rows}",
+        180,
+        "layers.jsonl",
+        "docs/measured/experts.md#configs-in-the-layer-2026-11-25",
+        cores=16,
+        alone=True,
+    ),
+    Step(
         "generation-gpt-oss",
         "python -m bench.generation --model gpt-oss-20b --weights mxfp4 --ways eager,fused --out {rows}",
         300,

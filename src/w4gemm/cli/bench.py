@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "experts": "measure gpt-oss' layer of experts beside transformers' own",
         "unknown": "measure layers that nobody tuned, drawn at random, beside other implementations",
         "sweep": "time many configs of many products, for the model and the shipped table",
+        "layers": "time whole layers of experts with configs forced",
         "report": "make docs/benchmarks*.md, the plots and docs/benchmarks.html from a run's rows",
         "tune": "make the shipped table of this GPU, and record what it brings",
     }
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     found = module(args.action)
     asked = {option.partition("=")[0] for option in args.rest}
     measures = (
-        args.action in ("run", "grouped", "experts", "unknown", "tune") and not {"-h", "--help", "--rows"} & asked
+        args.action in ("run", "grouped", "experts", "unknown", "layers", "tune")
+        and not {"-h", "--help", "--rows"} & asked
     )
     if measures and not torch.cuda.is_available():
         raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")

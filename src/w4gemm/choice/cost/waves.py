@@ -8,13 +8,13 @@ slice_us grows from a config's time with the GPU to itself to its time with the 
 and power: alone + shared * contention. With stream-k all CTAs have equal work; they store and add partial sums besides,
 the more the smaller a CTA's part of a tile is. The three numbers of each config are measured (``SliceTimes``).
 
-If m is less than a TMA box, the box reaches past m, and TMA takes several times as long for a row there as for one of
-x: a k-slice takes no less than its rows take TMA.
+If m, of all experts together, is less than a TMA box, the box reaches past m, and TMA takes several times as long for a
+row there as for one of x: a k-slice takes no less than its rows take TMA.
 
 heat: large products bring the GPU to its power limit, which lowers the clock, unless its tensor cores are far slower
-than those of the measured GPU. bound is a smooth maximum. If rows are gathered on load, a k-slice takes longer by its
-bytes of x, because cp.async takes instructions for them. A format that takes more instructions to decode has longer
-k-slices if a tile has few tokens.
+than those of the measured GPU. bound is a smooth maximum. If rows are gathered on load, the producer takes
+instructions for each byte of x, beside the consumers: the squares of both times add up, so that few rows cost nothing
+and many bound a k-slice. A format that takes more instructions to decode has longer k-slices if a tile has few tokens.
 
 On another Hopper GPU than the measured one, times of a multiprocessor change with its clock, contention with the
 bandwidth per multiprocessor, and a k-slice takes no less than its matrix instructions on tensor cores that are slower
@@ -142,17 +142,14 @@ def timed_as(kernel: Any, problem: GemmProblem) -> str:
 def _launch_timer(facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer) -> LaunchTimer | None:
     """:func:`launch_timer` with the config's times in the problem's format; None if nothing is known of the kernel."""
     times = facts.constants.times(facts.timed_as, config)
-    if times is None:
-        return None
-    slower = 1 + _tile_overhead(facts, problem, config) * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
-    times = SliceTimes(times.alone * slower, times.shared * slower, times.tile)
-    return launch_timer(facts, problem, config, moved)(times)
+    return None if times is None else launch_timer(facts, problem, config, moved)(times)
 
 
 def launch_timer(
     facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer
 ) -> Callable[[SliceTimes], LaunchTimer]:
-    """Return what gives, for times of a config, the microseconds of one launch.
+    """Return what gives, for times of a config, the microseconds of one launch. The times are those of bf16 with int4
+    weights and bf16 scales; other formats take longer to decode.
 
     Args:
         moved: :func:`moved_us` of the problem.
@@ -162,13 +159,14 @@ def launch_timer(
     if problem.gathered:
         gathered_us = model["gathered_us"] * config.tile_m * config.tile_k * problem.dtype.itemsize
         gathered_us *= ctas_per_sm * scale.clock
+    slower = 1 + _tile_overhead(facts, problem, config) * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
     least = mma_us(problem, config, facts.kernel.name != "sm90_decode") * ctas_per_sm
     cluster = config.cluster_m * config.cluster_n * config.split_k
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
     held = max(1, problem.device.sms // cluster) * ctas_per_sm  # a device described with fewer SMs than a cluster
     slices, rows = -(-problem.k // (config.tile_k * config.split_k)), config.tile_m * config.cluster_m
     stream, experts = config.schedule == "stream", problem.experts
-    box = 0 if experts else _first_box(facts, config)
+    box = 0 if problem.gathered else _first_box(facts, config)
     chunks = config.tile_k * problem.dtype.itemsize / 128 * scale.clock
     row_us = chunks / config.cluster_n * model["row_us"]
     past_us = chunks * model["row_past_us"]  # CTAs of a cluster, which share x, gain nothing there
@@ -177,8 +175,8 @@ def launch_timer(
         heat = 0.0
 
     def of_times(times: SliceTimes) -> LaunchTimer:
-        alone = times.alone * scale.clock + gathered_us
-        shared, tile = times.shared * scale.contention, times.tile * scale.clock
+        alone = math.hypot(times.alone * slower * scale.clock, gathered_us)
+        shared, tile = times.shared * slower * scale.contention, times.tile * scale.clock
         in_full_wave = max(alone + shared, least)
 
         def us(m: int, operations: float) -> float:

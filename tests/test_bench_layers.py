@@ -1,0 +1,67 @@
+"""Whole layers of experts with configs forced: which are timed, and that each computes the layer. Needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import layers  # noqa: E402
+from bench.engine.layer import Forced, Ours, Sizes  # noqa: E402
+from bench.rows import read  # noqa: E402
+
+from w4gemm import choice  # noqa: E402
+from w4gemm.core.problem import H100, Device  # noqa: E402
+
+SMALL = layers.Layer(Sizes(experts=4, top_k=2, hidden=256, width=128), "int4_g128")
+
+
+@pytest.mark.parametrize("name", layers.LAYERS)
+def test_the_likeliest_configs_are_timed(name):
+    gate_up, down = layers.problems(layers.LAYERS[name], 64, H100)
+    found = layers.candidates(gate_up, down, 4)
+    assert found.gathered == choice.configs(gate_up)[:1] + found.gathered[1:] and len(found.gathered) == 4
+    assert len(found.copied) == len(found.down) == 2 and found.down[0] == choice.configs(down)[0]
+    combinations = found.combinations()
+    assert [len(group) for group in combinations.values()] == [4, 2, 2]
+    assert combinations["copied"][found.copied[1]] == Forced(found.copied[1], found.down[0], copied=True)
+    assert combinations["down"][found.down[1]] == Forced(found.gathered[0], found.down[1])
+    assert len(set(layers.units_of(gate_up, down, found))) >= 4
+
+
+@pytest.mark.parametrize("format, activation", [("int4_g128", "silu_mul"), ("mxfp4", "swiglu_oai(limit=7)")])
+def test_each_combination_computes_the_layer(format, activation, monkeypatch):
+    ours = Ours(SMALL.sizes, "cpu", format, activation)
+    results = []
+
+    def time_graphs(graphs, replays):
+        for calls in graphs:
+            results.append([call().clone() for call in calls])
+        return [SimpleNamespace(p50=float(i)) for i, _ in enumerate(graphs)]
+
+    monkeypatch.setattr(layers, "time_graphs", time_graphs)
+    found = layers.candidates(*layers.problems(layers.Layer(SMALL.sizes, format, activation), 3, Device.of("cpu")), 1)
+    us = layers.times(ours, found, 3)
+    (gathered,), (copied,), (down,) = found
+    assert us == {"chosen": 0.0, "gathered": {gathered: 1.0}, "copied": {copied: 2.0}, "down": {down: 1.0}}
+    for each in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], each, strict=True)) and each[0].any()
+
+
+def test_a_line_tells_the_choice_and_the_fastest():
+    us = {"chosen": 12.0, "gathered": {"a": 12.0, "b": 10.0}, "copied": {"c": 13.0}, "down": {"d": 12.0, "e": 11.5}}
+    text = layers.line("mixtral-8x7b", 8, us)
+    assert text.endswith("8 tokens: chosen 12.0; gathered 10.0 with b; copied 13.0 with c; down 11.5 with e")
+
+
+@pytest.mark.skipif(not layers.RESULTS.exists(), reason="no stored rows")
+def test_stored_rows_have_times():
+    rows = read(layers.RESULTS)
+    assert rows and all(row["model"] in layers.LAYERS for row in rows)
+    assert all(us > 0 for row in rows for field in ("gathered", "copied", "down") for us in row[field].values())
