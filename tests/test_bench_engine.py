@@ -250,6 +250,7 @@ LOG = """\
 (Worker_TP0 pid=7) INFO [model_runner.py:305] Model loading took 5.4 GiB and 20.000000 seconds
 (Worker_TP1 pid=8) INFO [model_runner.py:305] Model loading took 5.4 GiB and 21.898375 seconds
 (Worker_TP0 pid=7) INFO [monitor.py:53] torch.compile took 23.12 s in total
+(EngineCore pid=6) INFO [kv_cache_utils.py:2177] GPU KV cache size: 49,984 tokens
 (EngineCore pid=6) INFO [model_runner.py:747] Graph capturing finished in 2 secs, took 0.28 GiB
 (EngineCore pid=6) INFO [core.py:340] init engine (profile, create kv cache, warmup model) took 44.98 s \
 (compilation: 23.12 s)
@@ -269,3 +270,4 @@ def test_a_start_is_its_phases():
     }
     assert phases.text(parts).startswith("other 30.5, torch.compile 23.1, kernels 14.3, import 9.0")
     assert phases.of_start("nothing", 20.0, 0.0) == {"import": 0.0, "other": 20.0}
+    assert phases.cache_tokens(LOG) == 49_984 and phases.cache_tokens("nothing") is None

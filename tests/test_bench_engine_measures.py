@@ -46,6 +46,14 @@ def test_a_batch_that_was_still_compiled_is_no_measurement():
     assert failed == {"phase": "failed", "reason": "batch 1: first tokens took 0.500 s, whole answers 0.496 s"}
 
 
+def test_a_batch_without_room_in_the_cache_is_no_measurement():
+    found = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), Task({}, 512, (2,), 16, 5, prefill=8192))
+    assert rows.with_room(found, 2 * (16 + 5)) == rows.with_room(found, None) == found
+    start, failed, prefill = rows.with_room(found, 41)
+    assert failed["phase"] == "failed" and failed["reason"].startswith("batch 2: 42 tokens, and the KV cache holds 41;")
+    assert [start, prefill] == [found[0], found[2]]
+
+
 def test_engines_warm_up_until_nothing_is_compiled_any_more(monkeypatch):
     seconds = iter([9.0, 3.0, 4.0, 1.0, 1.02])
     engine = offline.Engine.__new__(offline.Engine)

@@ -44,7 +44,7 @@ from bench.engine.offline import Result, Task
 from bench.engine.options import pairs_of, parser
 from bench.engine.packing import Packing
 from bench.engine.preload import end_descendants
-from bench.engine.rows import rows_of, table
+from bench.engine.rows import rows_of, table, with_room
 from bench.engine.turns import Turns
 from bench.rows import Row
 
@@ -192,8 +192,9 @@ def offline(case: Case, implementation: Implementation, slot: Slot) -> tuple[str
             result.failure = str(e)
             break
         caches.started()
-        started, *found = rows_of(result, task)
-        parts = phases.of_start(read(log), result.start_s, result.import_s)
+        said = read(log)
+        started, *found = with_room(rows_of(result, task), phases.cache_tokens(said))
+        parts = phases.of_start(said, result.start_s, result.import_s)
         rows += [{**started, "start": start, "parts": parts}, *found]
         around = time.monotonic() - begun - result.start_s - result.measure_s
         say(f"{case}, {implementation.name}, {start} start: {result.start_s:.1f} s ({phases.text(parts)})")

@@ -1,4 +1,5 @@
-"""Seconds of an engine's start by phase, from its log, so that the time of a run can be planned: :func:`of_start`."""
+"""Facts in an engine's log: seconds of its start by phase, so that the time of a run can be planned
+(:func:`of_start`), and how many tokens its KV cache holds (:func:`cache_tokens`)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ _SAID = {
     "graphs": re.compile(r"Graph capturing finished in ([\d.]+) secs"),
 }
 """Lines in the logs of vLLM 0.26 to 0.33, and the plugin's."""
+_CACHE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 _PROCESS = re.compile(r"\(\w+ pid=\d+\)")
 
 
@@ -31,6 +33,11 @@ def of_start(log: str, seconds: float, imported: float) -> dict[str, float]:
     said = {"import": imported, **{name: value for name, value in found.items() if value is not None}}
     said["other"] = max(0.0, seconds - sum(said.values()))
     return {name: round(value, 1) for name, value in said.items()}
+
+
+def cache_tokens(log: str) -> int | None:
+    """Return the number of tokens that the KV cache holds; the least of several processes, None if no line has it."""
+    return min((int(said[1].replace(",", "")) for said in _CACHE.finditer(log)), default=None)
 
 
 def _slowest(pattern: re.Pattern[str], log: str) -> float | None:

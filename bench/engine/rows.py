@@ -41,6 +41,20 @@ def rows_of(result: Result, task: Task) -> list[Row]:
     return rows
 
 
+def with_room(rows: Sequence[Row], cache_tokens: int | None) -> list[Row]:
+    """Return the rows, in which a batch whose tokens had no room in the KV cache is one of phase "failed": the engine
+    then computes requests one after another, or some of them twice."""
+    found = []
+    for row in rows:
+        if row["phase"] == "decode" and cache_tokens is not None:
+            tokens = row["batch"] * (row["tokens_in"] + row["tokens_out"])
+            if tokens > cache_tokens:
+                reason = f"batch {row['batch']}: {tokens:,} tokens, and the KV cache holds {cache_tokens:,}"
+                row = {"phase": "failed", "reason": f"{reason}; more --memory, or fewer engines --at-once"}
+        found.append(row)
+    return found
+
+
 def spread(name: str, times: Sequence[float]) -> Row:
     """Return the median of times as ``name``, and the least and the most."""
     found = {name: statistics.median(times), f"{name}_least": min(times), f"{name}_most": max(times)}
