@@ -6,6 +6,7 @@ were there when somebody last said so; tests/test_revisions.py compares. Comment
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
 import io
@@ -78,5 +79,6 @@ def current() -> dict[str, dict[str, object]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     RECORDED.write_text(json.dumps(current(), indent=2) + "\n")
     print(f"wrote {RECORDED.relative_to(ROOT)}")
