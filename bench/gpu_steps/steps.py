@@ -132,6 +132,11 @@ STEPS = (
                 200,
             ),
             (
+                "qwen25",
+                "--model qwen2.5-32b=gptq-int4-g128 --impl default humming w4gemm --profile 1 64",
+                500,
+            ),
+            (
                 "formats",
                 "--layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --at-once 3 --model "
                 "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
