@@ -34,6 +34,8 @@ from w4gemm.tuning.timing import time_graphs
 
 GROUP = 128
 _LAYERS = 2
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that models' configs have for the number of experts."""
 Call = Callable[[], object]
 
 
@@ -48,9 +50,11 @@ class Sizes:
 
     @classmethod
     def of(cls, model: Model) -> Sizes:
-        """Return those of a model's mixture; KeyError if it has none with gates and ups of SiLU."""
-        names = "num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size"
-        return cls(*(model.config[name] for name in names))
+        """Return those of a model's mixture; KeyError if it has none."""
+        c = model.config
+        experts = next((name for name in _EXPERTS if name in c), _EXPERTS[0])
+        width = c.get("moe_intermediate_size", c["intermediate_size"])
+        return cls(c[experts], c["num_experts_per_tok"], c["hidden_size"], width)
 
 
 class Forced(NamedTuple):
@@ -181,7 +185,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     import vllm
 
-    facts, sizes = record.facts(), Sizes.of(model_named(args.model))
+    model = model_named(args.model)
+    if "swiglu_limit" in model.config:
+        parser.error(f"--model: wanted one whose experts have SiLU, such as qwen3-30b-a3b, got {args.model}")
+    facts, sizes = record.facts(), Sizes.of(model)
     ours, marlin = Ours(sizes, "cuda"), Marlin(sizes, "cuda")
     for tokens in parse_tokens(args.tokens, "tokens"):
         draws = [drawn(sizes, tokens, seed, "cuda") for seed in range(draws_of(tokens))]

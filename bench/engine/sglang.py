@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,7 +116,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def task_of(args: argparse.Namespace, model: Model, folder: Path) -> Row:
     """Return what the process of an engine does: the arguments of ``sglang.Engine``, and what it is asked for."""
-    most = max(*args.batch, *args.profile, 1)
+    most = max([*args.batch, *args.profile])
     engine = {
         "model_path": str(folder),
         "skip_tokenizer_init": True,
@@ -171,16 +172,18 @@ def serve(task: Row, result_file: Path) -> None:
             point["repeats_itself"] &= again == tokens
         found["batches"].append(point)
         result_file.write_text(json.dumps(found))
-    for batch in task["profile"]:
-        prompts = prompts_for(batch)
-        answer(prompts, 1 + PROFILED_STEPS)
-        with tempfile.TemporaryDirectory() as folder:
-            engine.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
+    try:
+        for batch in task["profile"]:
+            prompts = prompts_for(batch)
             answer(prompts, 1 + PROFILED_STEPS)
-            engine.stop_profile()
-            (file,) = Path(folder).iterdir()
-            found["profiles"].append({"batch": batch, **trace.summary(file, PROFILED_STEPS)})
-        result_file.write_text(json.dumps(found))
+            with tempfile.TemporaryDirectory() as folder:
+                engine.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
+                answer(prompts, 1 + PROFILED_STEPS)
+                engine.stop_profile()
+                (file,) = Path(folder).iterdir()
+                found["profiles"].append({"batch": batch, **trace.summary(file, PROFILED_STEPS)})
+    except Exception:  # times are worth more
+        traceback.print_exc()
     found["done"] = True
     result_file.write_text(json.dumps(found))
     engine.shutdown()

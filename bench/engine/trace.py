@@ -48,6 +48,7 @@ def last_steps(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]
 
 
 def on_gpu(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of a Chrome trace that ran on the GPU: kernels, copies and fills."""
     return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 

@@ -12,9 +12,9 @@ If m, of all experts together, is less than a TMA box, the box reaches past m, a
 row there as for one of x: a k-slice takes no less than its rows take TMA.
 
 heat: large products bring the GPU to its power limit, which lowers the clock, unless its tensor cores are far slower
-than those of the measured GPU. bound is a smooth maximum. If rows are gathered on load, the producer takes
-instructions for each byte of x, beside the consumers: the squares of both times add up, so that few rows cost nothing
-and many bound a k-slice. A format that takes more instructions to decode has longer k-slices if a tile has few tokens.
+than those of the measured GPU. bound is a smooth maximum. If rows are gathered on load, the producer takes time for
+each byte of x, while the consumers multiply: a k-slice takes the root of the sum of both times' squares, about the
+longer of the two. A format that takes more instructions to decode has longer k-slices if a tile has few tokens.
 
 On another Hopper GPU than the measured one, times of a multiprocessor change with its clock, contention with the
 bandwidth per multiprocessor, and a k-slice takes no less than its matrix instructions on tensor cores that are slower
@@ -140,7 +140,7 @@ def timed_as(kernel: Any, problem: GemmProblem) -> str:
 
 
 def _launch_timer(facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer) -> LaunchTimer | None:
-    """:func:`launch_timer` with the config's times in the problem's format; None if nothing is known of the kernel."""
+    """:func:`launch_timer` with the config's times; None if nothing is known of the kernel."""
     times = facts.constants.times(facts.timed_as, config)
     return None if times is None else launch_timer(facts, problem, config, moved)(times)
 
