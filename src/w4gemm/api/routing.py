@@ -11,7 +11,7 @@ from w4gemm.api.arguments import check_rows, require_tensor
 from w4gemm.api.modes import is_plain, is_watched
 from w4gemm.core.errors import LARGEST_SIZE, kind_of, require_dense, require_int
 from w4gemm.kernels import launcher
-from w4gemm.kernels.expert_route.spec import MOST_CHOICES, ExpertRoute
+from w4gemm.kernels.expert_route.spec import ExpertRoute
 from w4gemm.kernels.row_combine.spec import RowCombine
 
 _MOST_EXPERTS = 2**20
@@ -64,10 +64,16 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
             raise ValueError(f"expert_map: wanted expert_ids' device {expert_ids.device}, got {expert_map.device}")
     expert_ids = expert_ids.contiguous()  # its rows are the order of everything below
     device = expert_ids.device
-    if device.type == "cuda" and is_plain(expert_ids) and 0 < expert_ids.numel() <= MOST_CHOICES and not is_watched():
-        sort = launcher(ExpertRoute.of, device, expert_ids.dtype, experts, expert_map is not None)
+    if device.type == "cuda" and is_plain(expert_ids) and not is_watched():
+        form = expert_ids.dtype, experts, expert_map is not None, expert_ids.numel()
+        sort = launcher(ExpertRoute.of, device, *form)
         if sort is not None:
-            return _routed(sort, expert_ids, experts, None if expert_map is None else expert_map.contiguous())
+            return sorted_by(sort, expert_ids, experts, None if expert_map is None else expert_map.contiguous())
+    return in_pytorch(expert_ids, experts, expert_map)
+
+
+def in_pytorch(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:
+    """Return the routing of contiguous ids, which PyTorch's operators compute."""
     if expert_map is not None:
         padded = torch.nn.functional.pad(expert_map, (1, 1), value=-1)  # what is outside takes the first or the last
         expert_ids = padded[expert_ids.clamp(-1, len(expert_map)).long() + 1]
@@ -83,10 +89,10 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
     return Routing(m_offsets, tokens, row_of_choice)
 
 
-def _routed(
+def sorted_by(
     sort: Callable[..., None], expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
 ) -> Routing:
-    """Return the routing of contiguous ids, which the kernel ``sort`` computes."""
+    """Return the routing of contiguous ids, which a kernel computes."""
     choices, device = expert_ids.numel(), expert_ids.device
     m_offsets, tokens = (torch.empty(size, dtype=torch.int32, device=device) for size in (experts + 1, choices))
     row_of_choice = torch.empty(expert_ids.shape, dtype=torch.int32, device=device)

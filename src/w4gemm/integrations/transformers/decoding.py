@@ -219,7 +219,9 @@ def launched(model: PreTrainedModel, step: DecodeStep, rows: int) -> tuple[list[
     if top_k:
         device = Device.of(model.device)
         counts = {m.gate_up.weight.experts for m in model.modules() if isinstance(m, W4Experts)}
-        helpers += [ExpertRoute.of(device, torch.int64, count, False) for count in counts]
+        helpers += [
+            ExpertRoute.of(device, torch.int64, count, False, m * top_k) for count in counts for m in (rows, step.batch)
+        ]
         helpers += [RowCombine.of(device, dtype, top_k) for _ in counts]
     return keys, list(dict.fromkeys(helper.unit() for helper in helpers if helper is not None))
 

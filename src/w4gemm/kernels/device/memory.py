@@ -76,6 +76,11 @@ def load_shared_cluster_f32(address: Int32) -> Float32:
     return asm("ld.shared::cluster.f32 $0, [$1];", [Float32], [address])[0]
 
 
+def load_shared_cluster_i32(address: Int32) -> Int32:
+    """Load one int32 from an address of any CTA of the cluster."""
+    return asm("ld.shared::cluster.b32 $0, [$1];", [Int32], [address])[0]
+
+
 # --- global memory
 
 

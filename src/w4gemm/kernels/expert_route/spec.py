@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,8 +15,12 @@ from w4gemm.kernels.helper import LayerFacts, Sm90Helper
 
 _MOST_EXPERTS = 1024
 """A thread for each."""
-MOST_CHOICES = 2**17
-"""Choices up to which one CTA is faster than PyTorch's sort, which takes more than a dozen launches."""
+MOST_CHOICES = 2**18
+"""Choices up to which it is faster than PyTorch's sort, which takes more than a dozen launches."""
+_CTAS = 8
+"""CTAs of a cluster."""
+_MOST_ALONE = 2048
+"""Choices up to which one CTA alone is faster than a cluster."""
 _IDS = (torch.int32, torch.int64)
 
 
@@ -26,27 +31,31 @@ class ExpertRoute(Sm90Helper):
     Args:
         dtype: that of the ids.
         mapped: True if ids name global experts, of which a map says which are here.
+        ctas: of the cluster; 1 for one CTA alone.
     """
 
     dtype: torch.dtype
     experts: int
     mapped: bool
+    ctas: int
 
     name: ClassVar[str] = "expert_route"
 
     @classmethod
-    def of(cls, device: Device, dtype: torch.dtype, experts: int, mapped: bool) -> ExpertRoute | None:
-        """Return the kernel; None where it does not run."""
-        if dtype not in _IDS or not 0 < experts <= _MOST_EXPERTS or not cls.runs(device):
+    def of(cls, device: Device, dtype: torch.dtype, experts: int, mapped: bool, choices: int) -> ExpertRoute | None:
+        """Return the kernel for a number of choices; None where it does not run, or is slower than PyTorch."""
+        fits = dtype in _IDS and 0 < experts <= _MOST_EXPERTS and 0 < choices <= MOST_CHOICES
+        if not fits or not cls.runs(device):
             return None
-        return cls(dtype, experts, mapped)
+        return cls(dtype, experts, mapped, 1 if choices <= _MOST_ALONE else _CTAS)
 
     @classmethod
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ExpertRoute]:
         if not layer.top_k:
             return ()
-        every = (cls.of(device, dtype, layer.experts, mapped) for dtype in _IDS for mapped in (False, True))
-        return tuple(found for found in every if found is not None)
+        every = itertools.product(_IDS, (False, True), (_MOST_ALONE, MOST_CHOICES))
+        found = (cls.of(device, dtype, layer.experts, mapped, choices) for dtype, mapped, choices in every)
+        return tuple(each for each in found if each is not None)
 
     def program(self) -> Program:
         import cutlass
@@ -66,4 +75,4 @@ class ExpertRoute(Sm90Helper):
         tokens, row_of_choice = vector(cutlass.Int32, choices), vector(cutlass.Int32, choices)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         arguments = (ids, expert_map, m_offsets, tokens, row_of_choice, 1, stream)
-        return Program(ExpertRouteKernel(self.experts, self.mapped), arguments)
+        return Program(ExpertRouteKernel(self.experts, self.mapped, self.ctas), arguments)
