@@ -51,7 +51,7 @@ BLOCK_SCALE: dict[str, Any] = {"block_scale": True}
 """Epilogue of a tenth of the cases with fp8 x, whose rows else have one scale each."""
 HELPERS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "column_gather": (("bfloat16", 4096),),
-    "expert_route": (("int64", 128, False), ("int32", 8, True)),
+    "expert_route": (("int64", 128, False, 512), ("int32", 8, True, 65536)),
     "row_combine": (("bfloat16", 8), ("float16", 2)),
     "activation_quantize": (
         *(("bfloat16", 4096, "", True), ("float16", 4096, "rms", True)),
