@@ -12,6 +12,7 @@ from ptx_interpreter import run_ptx
 from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, fold_scales, grouped_linear, linear, quantize
 from w4gemm.core import formats
+from w4gemm.core.config import GemmConfig
 from w4gemm.core.elements import ELEMENTS, Element, codebook, element_named
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import kernel_named
@@ -201,6 +202,40 @@ def test_codebook_weights_have_the_scale_of_their_row(monkeypatch, pairs):
         assert torch.equal(torch.cat(found.decode((word,), prepared)), wanted)
 
 
+@pytest.mark.parametrize("element", ["iq4", "nf4"])
+def test_codebook_numbers_whose_scales_multiply_sums(monkeypatch, element):
+    """The numbers alone, and both rows' scales."""
+    decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
+    found = _decoder(monkeypatch, "bf16", element, Pairs.HALVES, scale="fp32", on_sums=True)
+    _table_in_memory(monkeypatch, found, [])
+    assert found.scales((3, 5)) == (3, 5)
+    for i, (word, codes) in enumerate(_words(element)):
+        prepared = found.prepare((3, 5), decode_pairs.own_pairs(4096, i % 32, Pairs.HALVES))
+        numbers = ELEMENTS[element].numbers(codes, torch.bfloat16).permute(1, 2, 0).reshape(4, 2)
+        assert torch.equal(_halves(found.decode((word,), prepared), torch.bfloat16), numbers)
+
+
+@pytest.mark.parametrize(
+    ("config", "promotions", "ranges"),
+    [
+        ("32x64x256_1x1x1_coop", 2, 1),
+        ("32x256x128_1x1x1_coop", 2, 2),
+        ("64x256x128_1x1x1_coop", 0, 1),  # eight ranges would be wanted
+        ("32x64x64_1x1x1_coop", 0, 1),
+        ("96x64x128_1x1x1_coop", 0, 1),
+    ],
+)
+def test_where_scales_of_a_codebook_multiply_sums(config, promotions, ranges):
+    """With few tokens and registers for few ranges of them; 0 promotions: nowhere."""
+    kernel = kernel_named("sm90_mixed_gemm")
+    for name, times in (("iq4_g32_fp16", promotions), ("nf4_g64_fp32", min(promotions, 1)), ("nf4", 0)):
+        problem = GemmProblem(32, 4096, 4096, torch.bfloat16, WeightFormat.parse(name), "mma16", device=H200)
+        v = kernel.variant.of(problem, GemmConfig.parse(config))
+        assert v.scales_on_sums == v.promotes == bool(times)
+        if times:
+            assert (v.promotions, v.token_splits, v.pairs) == (times, ranges, Pairs.HALVES)
+
+
 @pytest.mark.parametrize("element", ["nf4", "int4"])
 def test_kernels_that_decode_by_pairs_have_room_for_their_table(element):
     for name in ("sm90_mixed_gemm", "sm90_decode"):
@@ -229,7 +264,7 @@ def _table_in_memory(monkeypatch, decoder, loaded: list[int]) -> None:
     monkeypatch.setattr(decode_pairs, "load_shared", load_shared)
 
 
-def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None):
+def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None, scale: str = "bf16", on_sums=False):
     """A decoder of which arithmetic is run here, as far as it is integers' and the fma and sum of constants."""
     decode_codebook = pytest.importorskip("w4gemm.kernels.device.decode_codebook")
     decode = pytest.importorskip("w4gemm.kernels.device.decode")
@@ -248,7 +283,7 @@ def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None):
     monkeypatch.setattr(decode_codebook, "to_float", lambda kind, word: _signed(word))
     monkeypatch.setattr(decode_codebook, "Int32", int, raising=False)
     monkeypatch.setattr(decode, "Int32", int)
-    weight = WeightOperand.of(WeightFormat(32, element=element), dtype)
+    weight = WeightOperand.of(WeightFormat(32, scale=scale, element=element), dtype)
     decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
     monkeypatch.setattr(decode_pairs, "asm", arithmetic)
     monkeypatch.setattr(decode_pairs, "to_float", lambda kind, word: word)
@@ -256,7 +291,8 @@ def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None):
     monkeypatch.setattr(
         decode_pairs, "half_to_float", lambda kind, word, high: _halves([word], dtype)[0, int(high)].float()
     )
-    return pytest.importorskip("w4gemm.kernels.device.decoders").decoder_of(weight, allow_sum_scale=True, pairs=pairs)
+    decoders = pytest.importorskip("w4gemm.kernels.device.decoders")
+    return decoders.decoder_of(weight, False, True, pairs, on_sums)
 
 
 def _words(element: str):

@@ -66,9 +66,9 @@ class Facts(NamedTuple):
     scale: Scale
     timed_as: str
     """Name that the kernel's configs are measured under."""
-    decode_overheads: dict[int, float]
-    """By tile_m, as far as it was asked for, the part by which the format makes a k-slice of few tokens slower than the
-    measured one."""
+    decode_overheads: dict[tuple[int, int, int, str], float]
+    """By tile_m, tile_n, tile_k and schedule, as far as asked for, the part by which the format makes a k-slice of few
+    tokens slower than the measured one."""
     any_variant: Any
     """A variant of the kernel with a plain epilogue, whatever its config."""
     residents: dict[GemmConfig, int]
@@ -236,11 +236,15 @@ def _first_box(facts: Facts, config: GemmConfig) -> int:
 
 def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> float:
     """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
-    found = facts.decode_overheads.get(config.tile_m)
+    form = config.tile_m, config.tile_n, config.tile_k, config.schedule
+    found = facts.decode_overheads.get(form)
     if found is None:
-        model, pairs = facts.constants.models["decoding"], replace(facts.any_variant, config=config).pairs
-        found = decode_overhead(model, facts.kernel.name, problem, pairs)
-        facts.decode_overheads[config.tile_m] = found
+        model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
+        sums = 0
+        if facts.kernel.name == "sm90_mixed_gemm" and variant.scales_on_sums:
+            sums = variant.promotions * variant.token_splits
+        found = decode_overhead(model, facts.kernel.name, problem, variant.pairs, sums)
+        facts.decode_overheads[form] = found
     return found
 
 

@@ -94,6 +94,23 @@ class PairDecoder(PairTable, CodebookDecoder):
         return tuple(pack_half2(self.kind, *weights[i : i + 2]) for i in range(0, 8, 2))
 
 
+@dataclass(frozen=True)
+class BarePairDecoder(PairDecoder):
+    """The numbers without their scale, which multiplies the sums of a group."""
+
+    def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+        """Factors of the sums of rows g and g + 8."""
+        return tuple(scale for scale, _ in self.scales_and_zeros(words))
+
+    def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[Any, ...]:
+        """The table."""
+        return (table,)
+
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[Any, ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction."""
+        return self.halves(words[0], *prepared)
+
+
 class _CodePairs(PairTable):
     """A table of the codes themselves; a byte of a code word has the codes of rows g and g + 8."""
 

@@ -9,7 +9,7 @@ A decoder turns code words into the registers of operand A. What a kernel calls:
                           for; the epilogue multiplies the sums by it, so without allow_sum_scale it must be 1
     sm90_decode           if ``separate_scales``, it multiplies numbers without scales: ``offsets(words, table)``,
                           ``decode_exact(word, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``
-    codec.scales_on_sums  ``scales(words)``: float32 factors of the sums of rows g and g + 8
+    scales on sums        ``scales(words)``: float32 factors of the sums of rows g and g + 8
     codec.table_bytes     ``fill_table(table, thread, threads)``, before a barrier
 
 For 16-bit x, a subclass of :class:`Decoder` has all of this, and may override only ``decode_exact`` if its numbers are
@@ -25,7 +25,7 @@ from w4gemm.kernels.device.decode_codebook import CodebookDecoder, IntegerDecode
 from w4gemm.kernels.device.decode_e2m1 import E2m1Decoder
 from w4gemm.kernels.device.decode_e2m1_fp8 import E2m1Fp8Decoder
 from w4gemm.kernels.device.decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
-from w4gemm.kernels.device.decode_pairs import PairDecoder, TwoLevelPairDecoder, WidePairDecoder
+from w4gemm.kernels.device.decode_pairs import BarePairDecoder, PairDecoder, TwoLevelPairDecoder, WidePairDecoder
 from w4gemm.kernels.device.decode_wide import TwoLevelDecoder, WideDecoder
 from w4gemm.packing.codecs import (
     E2M1_MMA8,
@@ -52,12 +52,13 @@ def decoder_of(
     only_fma: bool = False,
     allow_sum_scale: bool = False,
     pairs: Pairs | None = None,
+    on_sums: bool = False,
 ) -> AnyDecoder:
     """The decoder of a weight's codec. only_fma: see Decoder. allow_sum_scale: True if the kernel multiplies its sums
     by the decoder's ``sum_scale``, which may then be other than 1. pairs: what the kernel's table in shared
-    memory holds, if it decodes by one."""
+    memory holds, if it decodes by one. on_sums: True if the kernel applies a codebook's scales to sums."""
     if pairs is not None:
-        return _by_pairs(weight, pairs)
+        return _by_pairs(weight, pairs, on_sums)
     if isinstance(weight.codec, CodebookCodec):
         return _codebook(weight, weight.codec.values, only_fma, allow_sum_scale)
     return _DECODERS[weight.codec](weight, only_fma, allow_sum_scale)
@@ -75,10 +76,10 @@ def _codebook(weight: WeightOperand, values: tuple[float, ...], only_fma: bool, 
     return IntegerDecoder(*facts, allow_sum_scale) if are_bytes(values) else CodebookDecoder(*facts)
 
 
-def _by_pairs(weight: WeightOperand, pairs: Pairs) -> Decoder:
+def _by_pairs(weight: WeightOperand, pairs: Pairs, on_sums: bool) -> Decoder:
     facts = weight.kind, weight.scale, weight.zero
     if isinstance(weight.codec, CodebookCodec):
-        return PairDecoder(*facts, values=weight.codec.values, pairs=pairs)
+        return (BarePairDecoder if on_sums else PairDecoder)(*facts, values=weight.codec.values, pairs=pairs)
     return (TwoLevelPairDecoder if weight.codec is INT4_TWO_LEVELS_MMA16 else WidePairDecoder)(*facts)
 
 

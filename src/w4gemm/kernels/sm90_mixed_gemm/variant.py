@@ -36,6 +36,24 @@ class Prefetches(NamedTuple):
 class Variant(WarpsVariant):
     """All compile-time parameters of the kernel; warps and registers are in warps.py."""
 
+    # --- scales
+
+    @property
+    def scales_on_sums(self) -> bool:
+        """True too for codebooks with scales of another dtype than x, of few tokens: a sum takes an fma, where a weight
+        would take a product in float32 and its part of a conversion. Not in more than three ranges of tokens: small
+        instructions of the tensor cores cost more than that saves (H200, 2026-11-26)."""
+        if super().scales_on_sums:
+            return True
+        if not self.weight.is_codebook or self.weight.scale == self.kind or self.half_block_stages:
+            return False
+        return self.config.tile_m <= _FEW_TOKENS and self._ranges_of_sums <= 3
+
+    @property
+    def promotions(self) -> int:
+        """Ranges of columns of a k chunk whose sums are promoted: one for each group of scales that are on sums."""
+        return max(1, self.chunk_k // self.stage_block.scale_group) if self.scales_on_sums else 1
+
     # --- stages
 
     @property
@@ -59,8 +77,10 @@ class Variant(WarpsVariant):
     def token_splits(self) -> int:
         """Number of ranges of tokens, of a multiple of eight each, that are multiplied one after the other if sums are
         promoted and have two sets of registers: both of one range must fit in beside the accumulators."""
-        if not self.promotes or self.one_set_of_sums:
-            return 1
+        return 1 if not self.promotes or self.one_set_of_sums else self._ranges_of_sums
+
+    @property
+    def _ranges_of_sums(self) -> int:
         registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
         room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
         eights, most = self.config.tile_m // 8, max(room // 8, 1)
@@ -106,7 +126,7 @@ class Variant(WarpsVariant):
         the time. With more tokens the tensor cores do, and a table would take the memory of a stage."""
         if self.config.tile_m > _FEW_TOKENS:
             return None
-        if self.weight.is_codebook and self.weight.scale == self.kind:
+        if self.weight.is_codebook and (self.weight.scale == self.kind or self.scales_on_sums):
             return Pairs.HALVES
         return Pairs.FLOATS if self.weight.is_codebook or self.weight.formed_in_float32 else None
 

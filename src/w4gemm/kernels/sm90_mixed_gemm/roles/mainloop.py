@@ -76,8 +76,8 @@ class Mainloop:
         self.chunks_per_block = variant.stage_block.columns // variant.chunk_k
         self.groups = variant.stage_block.groups
         """Scale groups of a packed block."""
-        self.promotions = self.groups if variant.scales_on_sums else 1
-        """Ranges of columns of a k chunk whose sums are promoted."""
+        self.steps_per_group = 4 * self.chunks_per_block // self.groups
+        """Matrix instructions of a scale group within a packed block."""
 
     def x_operands(self, mma: cute.TiledMma, thr: Any, s_x: cute.Tensor) -> list[cute.Tensor]:
         """x as operand B, by range of tokens."""
@@ -183,9 +183,9 @@ class Mainloop:
         """
         variant = self.variant
         acc, fragment = operands.accumulators, operands.fragment
-        chunks, steps = self.k_chunks // variant.k_sets, 4 // self.promotions
+        chunks, steps = self.k_chunks // variant.k_sets, 4 // variant.promotions
         x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
-        batches_per_chunk = self.promotions * variant.token_splits
+        batches_per_chunk = variant.promotions * variant.token_splits
         scales_of_x = pipeline.scales + state.stage * variant.block_scale_bytes
         for batch in cutlass.range_constexpr(chunks * batches_per_chunk):
             chunk, batch_in_chunk = divmod(batch, batches_per_chunk)
@@ -207,12 +207,14 @@ class Mainloop:
                 block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
                 self.add_scaled_sums(acc, sums, batch - 1, self.block_scales(scales_of_x, block, batch - 1, consumer))
             if const_expr(variant.scales_on_sums):
+                place = chunk % self.chunks_per_block * 4 + group * steps
                 for row in cutlass.range_constexpr(2):
-                    batch_scales[row] = sums.scales[2 * group + row]
+                    batch_scales[row] = sums.scales[place // self.steps_per_group * 2 + row]
             if const_expr(batch_in_chunk == batches_per_chunk - 1 and chunk < chunks - 1):
-                self.decode_group_chunk(operands, sums, (chunk + 1) % 2)
-                if const_expr(chunk + 2 < chunks):
-                    self.weights.load(operands.packed, pipeline, state.stage, chunk + 2, consumer)
+                packed_block, number = divmod(chunk + 1, self.chunks_per_block)
+                self.decode_group_chunk(operands, sums, (chunk + 1) % 2, number)
+                if const_expr(number == self.chunks_per_block - 1 and chunk + 2 < chunks):
+                    self.weights.load(operands.packed, pipeline, state.stage, packed_block + 1, consumer)
         if state.has_next:
             self.wait_full(pipeline, state.next)
             self.begin_groups(operands, sums, pipeline, state.next.stage, consumer)
@@ -269,13 +271,14 @@ class Mainloop:
         """Decode a stage's first chunk, and bring its second into registers if it has one."""
         self.weights.load(operands.packed, pipeline, stage, 0, consumer)
         self.decode_group_chunk(operands, sums, 0)
-        if const_expr(not self.variant.one_set_of_sums):
+        if const_expr(not self.variant.one_set_of_sums and self.chunks_per_block == 1):
             self.weights.load(operands.packed, pipeline, stage, 1, consumer)
 
-    def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int) -> None:
-        """Decode what is packed into a fragment buffer; take its scales, if they are applied to sums."""
-        self.weights.decode(operands.packed, operands.fragment, 0, buffer, operands.decode_table)
-        if self.variant.scales_on_sums:
+    def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int, number: int = 0) -> None:
+        """Decode a chunk of what is packed into a fragment buffer; with the first one take the scales of all, if they
+        are applied to sums."""
+        self.weights.decode(operands.packed, operands.fragment, number, buffer, operands.decode_table)
+        if self.variant.scales_on_sums and number == 0:
             self.weights.take_scales(operands.packed, sums.scales)
 
     def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int, of_x: list[Float32]) -> None:

@@ -84,7 +84,8 @@ class WeightFragments:
 
     def take_scales(self, packed: cute.Tensor, scales: cute.Tensor) -> None:
         """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums."""
+        width = self.block.words_per_scale
         for group in range(self.block.groups):
-            first = self.code_words + group * self.block.words_per_scale
-            for row, scale in enumerate(self.decoder.scales((packed[first],))):
+            first = self.code_words + group * width
+            for row, scale in enumerate(self.decoder.scales(tuple(packed[first + i] for i in range(width)))):
                 scales[2 * group + row] = scale
