@@ -222,7 +222,7 @@ def test_codebook_numbers_whose_scales_multiply_sums(monkeypatch, element):
         ("32x256x128_1x1x1_coop", 2, 2),
         ("64x256x128_1x1x1_coop", 0, 1),  # eight ranges would be wanted
         ("32x64x64_1x1x1_coop", 0, 1),
-        ("96x64x128_1x1x1_coop", 0, 1),
+        ("128x128x128_1x1x1_coop", 0, 1),
     ],
 )
 def test_where_scales_of_a_codebook_multiply_sums(config, promotions, ranges):

@@ -11,22 +11,17 @@ from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.codecs.pairs import Pairs
 
 
-def decode_overhead(
-    model: dict[str, Any], kernel: str, problem: GemmProblem, pairs: Pairs | None, sums: int = 0
-) -> float:
+def decode_overhead(model: dict[str, Any], kernel: str, problem: GemmProblem, pairs: Pairs | None) -> float:
     """Return the part by which decoding the problem's format takes longer.
 
     Args:
         model: constants of the model "decoding".
         kernel: name of a kernel.
         pairs: what its table of pairs holds; None if it decodes without one. Codes take about as long either way.
-        sums: parts in which a k chunk's products are added up, if a codebook's scales multiply these sums; else 0.
     """
     few, format = "_few" if kernel == "sm90_decode" else "", problem.format
     if format.has_factors and problem.dtype.itemsize == 2:
         return model[f"two_levels{few}"]
-    if sums:
-        return model["sums"] * sums
     if pairs is not None and not format.element_rule.counts:
         return model[pairs.value + few]
     if format.element == "e2m1" and problem.dtype.itemsize == 2:
@@ -40,3 +35,14 @@ def decode_overhead(
     if not same:
         return found + model["other_scales"]
     return found + (model["integer_zeros"] if format.zero == "int" else 0.0)
+
+
+def sums_overhead(model: dict[str, Any], tile_m: int, sums: int) -> float:
+    """Return the part by which a codebook's scales make a k-slice longer if they multiply sums.
+
+    Args:
+        model: constants of the model "decoding".
+        tile_m: tokens of a tile.
+        sums: parts in which a k chunk's products are added up: scale groups times ranges of tokens.
+    """
+    return float(sums * (model["sums"] + model["sums_token"] * tile_m))

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
-from w4gemm.choice.cost.decoding import decode_overhead
+from w4gemm.choice.cost.decoding import decode_overhead, sums_overhead
 from w4gemm.choice.cost.experts import m_tiles, of_wide_tiles, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
@@ -159,7 +159,7 @@ def launch_timer(
     if problem.gathered:
         gathered_us = model["gathered_us"] * config.tile_m * config.tile_k * problem.dtype.itemsize
         gathered_us *= ctas_per_sm * scale.clock
-    slower = 1 + _tile_overhead(facts, problem, config) * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
+    slower = 1 + _tile_overhead(facts, problem, config)
     least = mma_us(problem, config, facts.kernel.name != "sm90_decode") * ctas_per_sm
     cluster = config.cluster_m * config.cluster_n * config.split_k
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
@@ -240,10 +240,11 @@ def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> fl
     found = facts.decode_overheads.get(form)
     if found is None:
         model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
-        sums = 0
         if facts.kernel.name == "sm90_mixed_gemm" and variant.scales_on_sums:
-            sums = variant.promotions * variant.token_splits
-        found = decode_overhead(model, facts.kernel.name, problem, variant.pairs, sums)
+            found = sums_overhead(model, config.tile_m, variant.promotions * variant.token_splits)
+        else:
+            found = decode_overhead(model, facts.kernel.name, problem, variant.pairs)
+            found *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
         facts.decode_overheads[form] = found
     return found
 

@@ -22,6 +22,8 @@ _WANTED_STAGES = 3
 """With two, nothing is loaded while one is multiplied and the other decoded."""
 _FEW_TOKENS = 64
 """The largest tile_m of which decoding decides the time."""
+_MOST_TOKENS_OF_SUMS = {1: 96, 2: 64}
+"""The largest tile_m whose sums are faster to scale than a codebook's weights, by the scale groups of a k chunk."""
 
 
 class Prefetches(NamedTuple):
@@ -41,18 +43,28 @@ class Variant(WarpsVariant):
     @property
     def scales_on_sums(self) -> bool:
         """True too for codebooks with scales of another dtype than x, of few tokens: a sum takes an fma, where a weight
-        would take a product in float32 and its part of a conversion. Not in more than three ranges of tokens: small
-        instructions of the tensor cores cost more than that saves (H200, 2026-11-26)."""
+        would take a product in float32 and its part of a conversion.
+
+        Not in more than three ranges of tokens: small instructions of the tensor cores cost more than that saves (H200,
+        2026-11-26). Experts' rows and the scales of several groups leave no registers for a second range.
+        """
         if super().scales_on_sums:
             return True
-        if not self.weight.is_codebook or self.weight.scale == self.kind or self.half_block_stages:
+        if not self.weight.is_codebook or self.weight.scale == self.kind:
             return False
-        return self.config.tile_m <= _FEW_TOKENS and self._ranges_of_sums <= 3
+        if self.half_block_stages or self.config.tile_m > _MOST_TOKENS_OF_SUMS.get(self._groups_of_chunk, 0):
+            return False
+        return self._ranges_of_sums <= (1 if self.grouped and self._groups_of_chunk > 1 else 3)
+
+    @property
+    def _groups_of_chunk(self) -> int:
+        """Scale groups of a k chunk."""
+        return max(1, self.chunk_k // self.stage_block.scale_group)
 
     @property
     def promotions(self) -> int:
         """Ranges of columns of a k chunk whose sums are promoted: one for each group of scales that are on sums."""
-        return max(1, self.chunk_k // self.stage_block.scale_group) if self.scales_on_sums else 1
+        return self._groups_of_chunk if self.scales_on_sums else 1
 
     # --- stages
 
@@ -123,10 +135,13 @@ class Variant(WarpsVariant):
     @property
     def pairs(self) -> Pairs | None:
         """Codebooks and weights that are formed in float32 have a table if tile_m is at most 64, where decoding decides
-        the time. With more tokens the tensor cores do, and a table would take the memory of a stage."""
+        the time, or if scales multiply sums. With more tokens the tensor cores do, and a table would take the memory of
+        a stage."""
+        if self.weight.is_codebook and self.scales_on_sums:
+            return Pairs.HALVES
         if self.config.tile_m > _FEW_TOKENS:
             return None
-        if self.weight.is_codebook and (self.weight.scale == self.kind or self.scales_on_sums):
+        if self.weight.is_codebook and self.weight.scale == self.kind:
             return Pairs.HALVES
         return Pairs.FLOATS if self.weight.is_codebook or self.weight.formed_in_float32 else None
 
