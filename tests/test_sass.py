@@ -292,7 +292,23 @@ DECODING = [
         "sm90_mixed_gemm", "128x64x256_1x1x1_coop", "iq4_g128", torch.bfloat16, 8, {"PRMT": 8, "IDP": 2, "HFMA2": 4}
     ),
     Decoding("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nf4", torch.bfloat16, 8, {"IDP": 4, "LDS": 4.5, "HMUL2": 4}),
-    Decoding("sm90_mixed_gemm", "32x64x512_1x1x1_coop", "iq4_g32_fp16", torch.bfloat16, 8, {"LDS": 4.75, "FMUL": 8}),
+    Decoding("sm90_mixed_gemm", "64x128x256_1x1x1_coop", "iq4_g32_fp16", torch.bfloat16, 8, {"LDS": 4.75, "FMUL": 8}),
+    Decoding(
+        "sm90_mixed_gemm",
+        "32x64x512_1x1x1_coop",
+        "iq4_g32_fp16",
+        torch.bfloat16,
+        8,
+        {"LDS": 4.75, "FMUL": 0, "FFMA": 8},
+    ),
+    Decoding(
+        "sm90_mixed_gemm",
+        "64x128x128_1x1x1_coop",
+        "nf4_g64_fp32",
+        torch.bfloat16,
+        8,
+        {"LDS": 4.5, "FMUL": 0, "FFMA": 8},
+    ),
     Decoding("sm90_decode", "8x64x128_1x1x1_pingpong", "nf4", torch.bfloat16, 32, {"IDP": 4, "LDS": 4.5, "PRMT": 0}),
     Decoding(
         "sm90_mixed_gemm", "32x64x512_1x1x1_coop", "nvfp4", torch.bfloat16, 8, {"HMUL2": 4, "SHF.R.W": 2, "PRMT": 0}
