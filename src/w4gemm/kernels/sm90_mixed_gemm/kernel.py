@@ -60,7 +60,8 @@ accumulators. It also does if each 128 columns of a row of x have a scale (varia
 multiplies the sums too: TMA brings a stage's scales, those of a tile's tokens for each weight block along k, with x
 and on the same barrier. Of more than 128 tokens the sums have one set (variant.one_set_of_sums): ``multiply_chunk``
 decodes the next stage while its own is multiplied, and adds the sums while the tensor cores work for the other
-warpgroup.
+warpgroup. With 16-bit x the scales of codebooks multiply sums too, if they have another dtype than x and tokens are
+few.
 
 If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a
 warp of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2
