@@ -133,7 +133,7 @@ STEPS = (
             ),
             (
                 "qwen25",
-                "--model qwen2.5-32b=gptq-int4-g128 --impl default humming w4gemm --profile 1 64",
+                "--model qwen2.5-32b=gptq-int4-g128 --impl default humming w4gemm",
                 500,
             ),
             (
@@ -202,6 +202,16 @@ STEPS = (
         "layers.jsonl",
         "docs/measured/experts.md#configs-in-the-layer-2026-11-25",
         cores=16,
+        alone=True,
+    ),
+    Step(
+        "codebooks",
+        "python -m bench.run --impl w4gemm,bitsandbytes,cublas --format nf4_g64_fp32,iq4_g32_fp16,q4_k,int4_g128 "
+        "--shapes 8192x8192,28672x4096 --m 1,16,32,64 --out {rows}",
+        120,
+        "nf4.jsonl",
+        "docs/measured/sm90_mixed_gemm.md#codebooks-and-scales-of-another-dtype-or-of-two-levels",
+        needs=("bitsandbytes",),
         alone=True,
     ),
     Step(
