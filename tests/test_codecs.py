@@ -292,7 +292,7 @@ def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None, s
         decode_pairs, "half_to_float", lambda kind, word, high: _halves([word], dtype)[0, int(high)].float()
     )
     decoders = pytest.importorskip("w4gemm.kernels.device.decoders")
-    return decoders.decoder_of(weight, False, True, pairs, on_sums)
+    return decoders.decoder_of(weight, allow_sum_scale=True, pairs=pairs, on_sums=on_sums)
 
 
 def _words(element: str):

@@ -124,7 +124,8 @@ class Sm90MixedGemmKernel:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
-        decoder = decoder_of(variant.weight, False, True, variant.pairs, variant.scales_on_sums)
+        pairs, on_sums = variant.pairs, variant.scales_on_sums
+        decoder = decoder_of(variant.weight, allow_sum_scale=True, pairs=pairs, on_sums=on_sums)
         kinds = variant.bias_kind, variant.out_kind
         math = EpilogueMath(variant.epilogue, *kinds, variant.vector, variant.channel_scales, decoder.sum_scale)
         epilogue = EpilogueStore(
