@@ -37,12 +37,12 @@ def decode_overhead(model: dict[str, Any], kernel: str, problem: GemmProblem, pa
     return found + (model["integer_zeros"] if format.zero == "int" else 0.0)
 
 
-def sums_overhead(model: dict[str, Any], tile_m: int, sums: int) -> float:
+def sums_overhead(model: dict[str, Any], tile_m: int, batches_per_chunk: int) -> float:
     """Return the part by which a codebook's scales make a k-slice longer if they multiply sums.
 
     Args:
         model: constants of the model "decoding".
         tile_m: tokens of a tile.
-        sums: parts in which a k chunk's products are added up: scale groups times ranges of tokens.
+        batches_per_chunk: MMA batches of a k chunk, whose sums are scaled.
     """
-    return float(sums * (model["sums"] + model["sums_token"] * tile_m))
+    return float(batches_per_chunk * (model["sums"] + model["sums_token"] * tile_m))

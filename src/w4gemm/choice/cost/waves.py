@@ -240,8 +240,8 @@ def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> fl
     found = facts.decode_overheads.get(form)
     if found is None:
         model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
-        if facts.kernel.name == "sm90_mixed_gemm" and variant.scales_on_sums:
-            found = sums_overhead(model, config.tile_m, variant.promotions * variant.token_splits)
+        if variant.scales_on_sums and problem.dtype.itemsize == 2:  # fp8's times are measured so
+            found = sums_overhead(model, config.tile_m, variant.batches_per_chunk)
         else:
             found = decode_overhead(model, facts.kernel.name, problem, variant.pairs)
             found *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)

@@ -99,6 +99,11 @@ class Variant(WarpsVariant):
         return next(splits for splits in range(1, eights + 1) if eights % splits == 0 and eights // splits <= most)
 
     @property
+    def batches_per_chunk(self) -> int:
+        """MMA batches of a k chunk if sums are promoted: one for each range of columns and of tokens."""
+        return self.promotions * self.token_splits
+
+    @property
     def scale_tokens(self) -> int:
         """Tokens whose scales a stage holds: TMA reads from a multiple of 16 bytes on, and an expert's rows begin
         anywhere."""

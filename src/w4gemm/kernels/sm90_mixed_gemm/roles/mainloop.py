@@ -185,7 +185,7 @@ class Mainloop:
         acc, fragment = operands.accumulators, operands.fragment
         chunks, steps = self.k_chunks // variant.k_sets, 4 // variant.promotions
         x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
-        batches_per_chunk = variant.promotions * variant.token_splits
+        batches_per_chunk = variant.batches_per_chunk
         scales_of_x = pipeline.scales + state.stage * variant.block_scale_bytes
         for batch in cutlass.range_constexpr(chunks * batches_per_chunk):
             chunk, batch_in_chunk = divmod(batch, batches_per_chunk)
