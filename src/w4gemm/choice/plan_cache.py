@@ -116,7 +116,11 @@ def _resolved(key: PlanKey) -> Plan:
         tuners[-1](problem)
     started = time.perf_counter()
     found = plan(problem, key.config or None)
-    (_beside if beside else _plans)[key] = found
+    with _lock:
+        if not beside:
+            _plans[key] = found
+        elif _open_tuners:  # else the last block ended meanwhile, and forgot what was chosen beside it
+            _beside[key] = found
     ms = 1e3 * (time.perf_counter() - started)
     _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, found, found.source, problem.m, ms)
     return found
