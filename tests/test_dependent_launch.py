@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import w4gemm
 from sass import disassemble
-from w4gemm.api.step import rms_norm
+from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
@@ -126,3 +126,60 @@ def test_a_norms_weight_that_was_just_written(k: int) -> None:
         got.append((d, w4gemm.quantize_activations(x, norm_weight=weight)[0].view(torch.uint8)))
     for i, (d, x8) in enumerate(got):
         assert torch.equal(d, norms[i % 2]) and torch.equal(x8, quantized[i % 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [c for c, dtype in CONFIGS.items() if dtype == torch.bfloat16])
+def test_a_weight_that_was_just_made_in_front_of_a_norm(config: str) -> None:
+    """The norm lets the product start at once."""
+    g, size = torch.Generator("cuda").manual_seed(0), 512
+    dense = torch.randn(2, size, size, generator=g, device="cuda")
+    made = [w4gemm.quantize(w, "int4_g128").repack() for w in dense]
+    x = torch.randn(8, size, generator=g, device="cuda").bfloat16()
+    factors = torch.ones(size, dtype=torch.bfloat16, device="cuda")
+    wanted = [w4gemm.linear(rms_norm(x, factors, 1e-6), w, config=config) for w in made]
+    assert not torch.equal(*wanted)
+    packed = made[0].tensors[0].clone()
+    outs = torch.full((ROUNDS, *wanted[0].shape), torch.nan, dtype=torch.bfloat16, device="cuda")
+    for i, out in enumerate(outs):
+        queue_up(i)
+        torch.add(made[i % 2].tensors[0], 0, out=packed)
+        w = replace(made[0], tensors=(packed,))
+        w4gemm.linear(rms_norm(x, factors, 1e-6), w, config=config, out=out)
+    assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(outs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 8, 100])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_kernels_between_products_let_the_next_one_start_at_once(fp8: bool, m: int) -> None:
+    """Each product, norm and gate has the bits that it has behind a pause, in whatever is still running."""
+    g, n = torch.Generator("cuda").manual_seed(0), 2048
+    shapes = {"gate_up": (2 * n, n), "down": (n, n)}
+    dense = {name: torch.randn(3, *shape, generator=g, device="cuda") / 45 for name, shape in shapes.items()}
+    activations = "fp8" if fp8 else None
+    weights = {
+        name: [w4gemm.quantize(each, "int4_g128").repack(activations=activations) for each in many]
+        for name, many in dense.items()
+    }
+    x = torch.randn(m, n, generator=g, device="cuda").bfloat16()
+    factors = torch.rand(n, generator=g, device="cuda").bfloat16()
+
+    def layers(pause: bool) -> list[torch.Tensor]:
+        steps, d, total = [], x, x
+        for i in range(3 if pause else 60):
+            y, *scale, total = (add_rms_norm_quantize if fp8 else add_rms_norm)(d, total, factors, 1e-6)
+            steps.append(y)
+            halves = w4gemm.linear(y, weights["gate_up"][i % 3], token_scale=scale[0] if fp8 else None)
+            gated = gate_halves(halves, "silu_mul")
+            d = w4gemm.linear(gated, weights["down"][i % 3])
+            steps += [total, halves, gated, d]
+            if pause:
+                torch.cuda.synchronize()
+            if i % 3 == 2:
+                d, total = x, x
+        return steps
+
+    wanted, got = layers(pause=True), layers(pause=False)
+    for i, step in enumerate(got):
+        assert torch.equal(step.view(torch.uint8), wanted[i % len(wanted)].view(torch.uint8))

@@ -18,7 +18,6 @@ from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, ScaleSource,
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import ClusterCoord, SchedulerParams, TileScheduler, WorkTile
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 
-_EARLY_STAGES = 1  # stages of weights requested before x may be read; with more, the first x would queue behind them
 _PREFETCHED_STAGES = 2  # stages of an expert's weights, into L2, before the experts' rows may be read
 
 
@@ -109,7 +108,7 @@ class Producer:
             if expert_tiles.rows.settled != 0 and work_tiles.count > 0:  # the launch before may still run for long
                 early = self.load_early(variant.stages, first, inputs, pipeline, own_warp)
         else:
-            early = self.load_early(_EARLY_STAGES, first, inputs, pipeline, own_warp)
+            early = self.load_early(variant.early_stages, first, inputs, pipeline, own_warp)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         state = PipelineState.producer()
