@@ -26,6 +26,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GPUS, H100, H200, Device, GemmProblem
 from w4gemm.jit import disk
 from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,6 +79,24 @@ def test_refitting_compiles_nothing_anew(monkeypatch):
 @pytest.mark.parametrize("device", MEASURED, ids=lambda device: device.name)
 def test_every_constant_belongs_to_a_legal_config(device):
     assert set(constants.constants_for(device).configs) <= legal_names()
+
+
+@pytest.mark.parametrize("device", MEASURED, ids=lambda d: d.name)
+def test_every_gpus_file_has_the_same_models_and_terms(device: Device) -> None:
+    of_reference, of_device = constants.reference().models, constants.constants_for(device).models
+    assert {name: set(terms) for name, terms in of_device.items()} == {
+        name: set(terms) for name, terms in of_reference.items()
+    }
+
+
+@pytest.mark.parametrize("device", MEASURED, ids=lambda d: d.name)
+@pytest.mark.parametrize("format", ["int4_g128", "nf4_g64", "nf4_g64_fp32", "iq4_g32_fp16", "q4_k", "mxfp4", "nvfp4"])
+def test_something_is_chosen_for_every_format_on_every_measured_gpu(format: str, device: Device) -> None:
+    parsed = WeightFormat.parse(format)
+    layout = layout_for(device, parsed, torch.bfloat16)
+    for m in (1, 32, 100, 1000):
+        problem = GemmProblem(m, 4096, 4096, torch.bfloat16, parsed, layout, device=device)
+        assert ranked(KERNELS, problem)[0].us > 0
 
 
 @pytest.mark.parametrize("device", MEASURED, ids=lambda device: device.name)

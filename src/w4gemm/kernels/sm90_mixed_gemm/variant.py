@@ -143,8 +143,9 @@ class Variant(WarpsVariant):
 
     @property
     def pairs(self) -> Pairs | None:
-        """Codebooks have a table if tile_m is at most 96, and other weights that are formed in float32 up to 64, where
-        decoding decides the time. With more tokens the tensor cores do, and a table would take the memory of a stage."""
+        """Codebooks have a table if tile_m is at most 96, and other weights that are formed in float32 if it is at most
+        64, where decoding decides the time. With more tokens the tensor cores do, and a table would take the memory of
+        a stage."""
         halves = self.weight.is_codebook and (self.weight.scale == self.kind or self.scales_on_sums)
         if halves and self.config.tile_m <= _FEW_TOKENS_OF_CODEBOOKS:
             return Pairs.HALVES
@@ -256,9 +257,9 @@ class Variant(WarpsVariant):
 
     @property
     def early_stages(self) -> int:
-        """Stages whose weights a dense product requests before x may be read. The first copy of x queues up behind them,
-        so one is enough, except in streams, and where a stage has little x beside its weights and is small: there a
-        second one gains 1 to 5 %, elsewhere it costs as much. A third gains nothing (H200, 2026-11-26)."""
+        """Stages whose weights a dense product requests before x may be read. The first copy of x queues up behind
+        them, so one is enough, except in streams, and where a stage has little x beside its weights and is small: there
+        a second one gains 1 to 5 %, elsewhere it costs as much. A third gains nothing (H200, 2026-11-26)."""
         little_x = self.x_bytes <= self.weight_bytes
         small = self.x_bytes <= _SMALL_X or self.weight_bytes <= _SMALL_WEIGHTS
         return 2 if self.stream_k or (little_x and small) else 1
