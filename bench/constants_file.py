@@ -11,10 +11,11 @@ from typing import Any
 
 from w4gemm.choice.cost import constants, waves
 from w4gemm.choice.cost.constants import Scale, SliceTimes
+from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import kernel_named
-from w4gemm.packing.layouts import layout_named
+from w4gemm.packing.layouts import FP8_LAYOUT, layout_named
 
 HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm")
 FORMATS = tuple(
@@ -85,7 +86,8 @@ def legal_names() -> set[str]:
     for kernel in (kernel_named(name) for name in HOPPER):
         for format, experts in itertools.product(FORMATS, (0, 8)):
             of = kernel.dtypes[-1], WeightFormat.parse(format), kernel.layout
-            problem = GemmProblem(64, 4096, 4096, *of, device=H200, experts=experts)
+            scaled_tokens = PLAIN._replace(token_scale=kernel.layout == FP8_LAYOUT)  # some tiles are legal only so
+            problem = GemmProblem(64, 4096, 4096, *of, scaled_tokens, H200, experts=experts)
             if kernel.refusal(H200) or layout_named(kernel.layout).supports(problem.format):
                 continue
             single = (c for config in kernel.configs(problem) for c in (replace(config, tail=None), config.tail) if c)

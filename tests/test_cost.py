@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import layers  # noqa: E402
+from bench.constants_file import legal_names  # noqa: E402
 from bench.rows import read  # noqa: E402
 from bench.shapes import FP4_EXPERTS  # noqa: E402
 from bench.timings import rows_of  # noqa: E402
@@ -48,21 +49,6 @@ def problem_of(name: str, m: int = 64, format: str = "int4_g128", **changes) -> 
     kernel, token_scale = kernel_named(name), Epilogue(token_scale=name == "sm90_fp8_gemm")
     made = GemmProblem(m, 8192, 8192, kernel.dtypes[-1], WeightFormat.parse(format), kernel.layout, token_scale, H200)
     return replace(made, **changes)
-
-
-def legal_names() -> set[str]:
-    """Names that the Hopper kernels' configs are timed as, over formats, dense and of experts."""
-    found = set()
-    for name in HOPPER:
-        for group in ("g32", "g64", "g128", "col"):
-            for rest in ("", "_zint", "_e4m3"):
-                for experts in (0, 8):
-                    problem = problem_of(name, format=f"int4_{group}{rest}", experts=experts)
-                    if kernel_named(name).supports(problem):
-                        timed_as = cost.waves.timed_as(kernel_named(name), problem)
-                        for config in kernel_named(name).configs(problem):
-                            found |= {f"{timed_as}/{c}" for c in (replace(config, tail=None), config.tail) if c}
-    return found
 
 
 def test_refitting_compiles_nothing_anew(monkeypatch):

@@ -131,7 +131,7 @@ def test_a_norms_weight_that_was_just_written(k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [c for c, dtype in CONFIGS.items() if dtype == torch.bfloat16])
 def test_a_weight_that_was_just_made_in_front_of_a_norm(config: str) -> None:
-    """The norm lets the product start at once."""
+    """Which starts while the product's weight may not be visible yet."""
     g, size = torch.Generator("cuda").manual_seed(0), 512
     dense = torch.randn(2, size, size, generator=g, device="cuda")
     made = [w4gemm.quantize(w, "int4_g128").repack() for w in dense]
@@ -152,7 +152,7 @@ def test_a_weight_that_was_just_made_in_front_of_a_norm(config: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 8, 100])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_kernels_between_products_let_the_next_one_start_at_once(fp8: bool, m: int) -> None:
+def test_products_with_kernels_between_them(fp8: bool, m: int) -> None:
     """Each product, norm and gate has the bits that it has behind a pause, in whatever is still running."""
     g, n = torch.Generator("cuda").manual_seed(0), 2048
     shapes = {"gate_up": (2 * n, n), "down": (n, n)}
