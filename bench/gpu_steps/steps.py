@@ -205,6 +205,14 @@ STEPS = (
         alone=True,
     ),
     Step(
+        "between-products",
+        "python -m bench.between --m 1,8,16,64 --out {rows}",
+        60,
+        "between_products.jsonl",
+        "docs/measured/sm90_decode.md#what-lies-between-products-2026-11-26",
+        alone=True,
+    ),
+    Step(
         "codebooks",
         "python -m bench.run --impl w4gemm,bitsandbytes,cublas --format nf4_g64_fp32,iq4_g32_fp16,q4_k,int4_g128 "
         "--shapes 8192x8192,28672x4096 --m 1,16,32,64 --out {rows}",

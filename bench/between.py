@@ -1,0 +1,159 @@
+"""Measure a layer's products with what lies between them: ``python -m bench.between --model llama-3-8b --m 1,8,64``.
+
+A layer as vLLM runs it: added norm, qkv, a copy in the place of attention, o, added norm, gate_up, gate, down; with fp8
+x its norms, its gate and what follows the copy quantize. Timed in CUDA graphs, with cold weights, in turn: the layer
+("layer"), its last four launches ("mlp") and each product alone ("qkv", "o", "gate_up", "down"). What the layer takes
+beyond the sum of its products lies between them.
+
+Rows go to bench/results/between_products.jsonl. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench.options import command, counts, formats, some_of, typed
+from bench.run import percentiles
+from bench.shapes import MODELS
+
+from w4gemm import QuantizedWeight, WeightFormat, linear, quantize_activations
+from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves
+from w4gemm.tuning import record
+from w4gemm.tuning.timing import time_graphs
+from w4gemm.weights.random import random_weight
+
+RESULTS = Path(__file__).parent / "results/between_products.jsonl"
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+WHOLE = tuple(name for name, shapes in MODELS.items() if len(shapes) == len(PRODUCTS))
+"""Models all of whose products are in bench/shapes.py."""
+_BYTES = 400e6
+"""Weights that the calls of a graph rotate over: more than L2 holds."""
+_EPS = 1e-6
+
+
+class Input(NamedTuple):
+    """x of a product, and the scales of its tokens if x is quantized."""
+
+    x: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class Layer(NamedTuple):
+    """The weights of a layer."""
+
+    qkv: QuantizedWeight
+    o: QuantizedWeight
+    gate_up: QuantizedWeight
+    down: QuantizedWeight
+
+
+class Step:
+    """A layer's launches for x and residual (m, hidden) in bf16; its products take x in bf16 or, if ``fp8``, e4m3."""
+
+    def __init__(self, x: torch.Tensor, fp8: bool) -> None:
+        self.x, self.residual, self.fp8 = x, torch.randn_like(x), fp8
+        self.attended = torch.empty_like(x)
+        self.factors = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
+
+    def layer(self, weights: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """All launches of a layer: what it adds to the residual, and the residual."""
+        given, total = self.normed(self.x, self.residual)
+        self.attended.copy_(product(given, weights.qkv)[:, : self.x.shape[1]])
+        return self.mlp(weights, product(self.quantized(self.attended), weights.o), total)
+
+    def mlp(
+        self, weights: Layer, x: torch.Tensor | None = None, total: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm behind attention and what follows."""
+        given, total = self.normed(self.x if x is None else x, self.residual if total is None else total)
+        halves = product(given, weights.gate_up)
+        return product(self.gated(halves), weights.down), total
+
+    def normed(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Input, torch.Tensor]:
+        """The norm of x + residual, and that sum."""
+        if self.fp8:
+            x8, scale, total = add_rms_norm_quantize(x, residual, self.factors, _EPS)
+            return Input(x8, scale), total
+        y, total = add_rms_norm(x, residual, self.factors, _EPS)
+        return Input(y), total
+
+    def gated(self, halves: torch.Tensor) -> Input:
+        if self.fp8:
+            return Input(*quantize_activations(halves, silu_mul=True))
+        return Input(gate_halves(halves, "silu_mul"))
+
+    def quantized(self, x: torch.Tensor) -> Input:
+        return Input(*quantize_activations(x)) if self.fp8 else Input(x)
+
+
+def product(given: Input, weight: QuantizedWeight) -> torch.Tensor:
+    return linear(given.x, weight, token_scale=given.scale, out_dtype=torch.bfloat16)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command("bench.between", __doc__)
+    names = ", ".join(WHOLE)
+    parser.add_argument(
+        "--model", type=typed(some_of(*WHOLE)), default=WHOLE[0], help=f"some of {names} (default: %(default)s)"
+    )
+    parser.add_argument("--m", type=typed(counts), default="1,8,16,64", help="tokens (default: %(default)s)")
+    parser.add_argument(
+        "--format", type=typed(formats), default="int4_g128", help="of the weights, one or more (default: %(default)s)"
+    )
+    parser.add_argument("--fp8", action="store_true", help="products take x in e4m3 (W4A8)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    args = parser.parse_args(argv)
+    facts = record.facts()
+    for model, format in itertools.product(args.model, args.format):
+        layers = drawn(model, format, args.fp8, "cuda")
+        for m in args.m:
+            common = {"kind": "between_products", "run": record.run_name(facts), "model": model, "m": m}
+            common |= {"format": str(format), "dtype": "float8_e4m3fn" if args.fp8 else "bfloat16"}
+            rows = measure(layers, m, args.fp8)
+            record.append(args.out, *(common | row | facts for row in rows))
+            us = {row["part"]: row["us_p50"] for row in rows}
+            alone = sum(us[name] for name in PRODUCTS)
+            print(f"{model} {format}, m {m}: {', '.join(f'{part} {time}' for part, time in us.items())} us; ", end="")
+            print(f"between products {us['layer'] - alone:.2f}", flush=True)
+
+
+def drawn(model: str, format: WeightFormat, fp8: bool, device: str) -> list[Layer]:
+    """Return layers of random weights, as many as are larger than L2 together."""
+    sizes = MODELS[model]
+    count = max(2, round(_BYTES / sum(n * k / 2 for n, k in sizes)))
+
+    def weight(n: int, k: int, seed: int) -> QuantizedWeight:
+        return random_weight(format, n, k, seed, device=device).repack(activations="fp8" if fp8 else None)
+
+    return [Layer(*(weight(n, k, seed) for n, k in sizes)) for seed in range(count)]
+
+
+def measure(layers: list[Layer], m: int, fp8: bool) -> list[dict[str, Any]]:
+    """Return a row for each part."""
+    device = layers[0].qkv.device
+    step = Step(torch.randn(m, layers[0].qkv.k, dtype=torch.bfloat16, device=device), fp8)
+    parts: dict[str, list[Callable[[], object]]] = {
+        "layer": [lambda w=w: step.layer(w) for w in layers],
+        "mlp": [lambda w=w: step.mlp(w) for w in layers],
+    }
+    for name in PRODUCTS:
+        weights = [getattr(w, name) for w in layers]
+        given = step.quantized(torch.randn(m, weights[0].k, dtype=torch.bfloat16, device=device))
+        weights += [copy_of(w) for w in weights * int(_BYTES / sum(w.nbytes for w in weights))]
+        parts[name] = [lambda w=w, given=given: product(given, w) for w in weights]
+    times = time_graphs(list(parts.values()), replays=25)
+    return [{"part": part} | percentiles(time) for part, time in zip(parts, times, strict=True)]
+
+
+def copy_of(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers in memory of their own."""
+    return replace(weight, tensors=tuple(t.clone() for t in weight.tensors))
+
+
+if __name__ == "__main__":
+    main()
