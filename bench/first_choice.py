@@ -21,6 +21,10 @@ CASES = {
     "many tokens": (1000, 4864, "int4_g128", "bfloat16"),
     "few tokens, W4A8 exact": (16, 4864, "int4_g128", "float8_e4m3fn"),
     "many tokens, W4A8 folded": (1000, 4864, "int4_g128_e4m3", "float8_e4m3fn"),
+    "few tokens, NF4 as bitsandbytes has it": (16, 4864, "nf4_g64_fp32", "bfloat16"),
+    "many tokens, NF4 as bitsandbytes has it": (1000, 4864, "nf4_g64_fp32", "bfloat16"),
+    "few tokens, Q4_K": (16, 4864, "q4_k", "bfloat16"),
+    "few tokens, MXFP4": (16, 4864, "mxfp4", "bfloat16"),
 }
 """(m, n, format, dtype of x)."""
 _K, _OTHER_N = 4096, 6720

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ class Constants:
         return found
 
     def _between(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
-        like = self._by_tile_m.get(kernel, {}).get(_but_tile_m(config), {})
+        like = self._by_tile_m.get(f"{kernel}/{_but_tile_m(str(config))}", {})
         below = max((m for m in like if m < config.tile_m), default=None)
         above = min((m for m in like if m > config.tile_m), default=None)
         if below is None or above is None:
@@ -116,18 +116,18 @@ class Constants:
         return found
 
     @functools.cached_property
-    def _by_tile_m(self) -> dict[str, dict[GemmConfig, dict[int, SliceTimes]]]:
-        """``configs`` by the kernel's name, :func:`_but_tile_m`, and tile_m."""
-        found: dict[str, dict[GemmConfig, dict[int, SliceTimes]]] = {}
-        for kernel, measured in self._measured.items():
-            for config, times in measured:
-                found.setdefault(kernel, {}).setdefault(_but_tile_m(config), {})[config.tile_m] = times
+    def _by_tile_m(self) -> dict[str, dict[int, SliceTimes]]:
+        """``configs`` by what :func:`_but_tile_m` leaves of their names, and by tile_m."""
+        found: dict[str, dict[int, SliceTimes]] = {}
+        for name, times in self.configs.items():
+            kernel, _, text = name.rpartition("/")
+            found.setdefault(f"{kernel}/{_but_tile_m(text)}", {})[int(text.partition("x")[0])] = times
         return found
 
 
-def _but_tile_m(config: GemmConfig) -> GemmConfig:
-    """Return a config that stands for all that differ from one in tile_m only."""
-    return replace(config, tile_m=1)
+def _but_tile_m(config: str) -> str:
+    """A config's string without tile_m, with which it begins. Parsing hundreds would make a first choice wait."""
+    return config.partition("x")[2]
 
 
 def _ratio(ours: float, theirs: float) -> float:
