@@ -14,11 +14,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from bench.options import command, counts, formats, some_of, typed
-from bench.run import percentiles
 from bench.shapes import MODELS
 
 from w4gemm import QuantizedWeight, WeightFormat, linear, quantize_activations
@@ -52,35 +51,47 @@ class Layer(NamedTuple):
     down: QuantizedWeight
 
 
+class Hidden(NamedTuple):
+    """A model's state between two launches, (m, hidden) in bf16 each."""
+
+    added: torch.Tensor
+    """The last product, which the next norm adds to the residual."""
+    residual: torch.Tensor
+
+
+class Normed(NamedTuple):
+    """The norm of added + residual, and that sum."""
+
+    input: Input
+    residual: torch.Tensor
+
+
 class Step:
-    """A layer's launches for x and residual (m, hidden) in bf16; its products take x in bf16 or, if ``fp8``, e4m3."""
+    """The launches of a layer, for ``hidden`` in front of it; its products take x in bf16 or, if ``fp8``, in e4m3."""
 
-    def __init__(self, x: torch.Tensor, fp8: bool) -> None:
-        self.x, self.residual, self.fp8 = x, torch.randn_like(x), fp8
-        self.attended = torch.empty_like(x)
-        self.factors = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
+    def __init__(self, hidden: Hidden, fp8: bool) -> None:
+        self.hidden, self.fp8 = hidden, fp8
+        self.attended = torch.empty_like(hidden.residual)
+        self.factors = torch.ones_like(hidden.residual[0])
 
-    def layer(self, weights: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        """All launches of a layer: what it adds to the residual, and the residual."""
-        given, total = self.normed(self.x, self.residual)
-        self.attended.copy_(product(given, weights.qkv)[:, : self.x.shape[1]])
-        return self.mlp(weights, product(self.quantized(self.attended), weights.o), total)
+    def layer(self, weights: Layer) -> Hidden:
+        normed = self.normed(self.hidden)
+        self.attended.copy_(product(normed.input, weights.qkv)[:, : self.attended.shape[1]])
+        added = product(self.quantized(self.attended), weights.o)
+        return self.mlp(weights, Hidden(added, normed.residual))
 
-    def mlp(
-        self, weights: Layer, x: torch.Tensor | None = None, total: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def mlp(self, weights: Layer, hidden: Hidden) -> Hidden:
         """The norm behind attention and what follows."""
-        given, total = self.normed(self.x if x is None else x, self.residual if total is None else total)
-        halves = product(given, weights.gate_up)
-        return product(self.gated(halves), weights.down), total
+        normed = self.normed(hidden)
+        halves = product(normed.input, weights.gate_up)
+        return Hidden(product(self.gated(halves), weights.down), normed.residual)
 
-    def normed(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Input, torch.Tensor]:
-        """The norm of x + residual, and that sum."""
+    def normed(self, hidden: Hidden) -> Normed:
         if self.fp8:
-            x8, scale, total = add_rms_norm_quantize(x, residual, self.factors, _EPS)
-            return Input(x8, scale), total
-        y, total = add_rms_norm(x, residual, self.factors, _EPS)
-        return Input(y), total
+            x8, scale, residual = add_rms_norm_quantize(*hidden, self.factors, _EPS)
+            return Normed(Input(x8, scale), residual)
+        y, residual = add_rms_norm(*hidden, self.factors, _EPS)
+        return Normed(Input(y), residual)
 
     def gated(self, halves: torch.Tensor) -> Input:
         if self.fp8:
@@ -114,9 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for m in args.m:
             common = {"kind": "between_products", "run": record.run_name(facts), "model": model, "m": m}
             common |= {"format": str(format), "dtype": "float8_e4m3fn" if args.fp8 else "bfloat16"}
-            rows = measure(layers, m, args.fp8)
-            record.append(args.out, *(common | row | facts for row in rows))
-            us = {row["part"]: row["us_p50"] for row in rows}
+            us = measure(layers, m, args.fp8)
+            record.append(args.out, common | {"us": us} | facts)
             alone = sum(us[name] for name in PRODUCTS)
             print(f"{model} {format}, m {m}: {', '.join(f'{part} {time}' for part, time in us.items())} us; ", end="")
             print(f"between products {us['layer'] - alone:.2f}", flush=True)
@@ -133,21 +143,25 @@ def drawn(model: str, format: WeightFormat, fp8: bool, device: str) -> list[Laye
     return [Layer(*(weight(n, k, seed) for n, k in sizes)) for seed in range(count)]
 
 
-def measure(layers: list[Layer], m: int, fp8: bool) -> list[dict[str, Any]]:
-    """Return a row for each part."""
-    device = layers[0].qkv.device
-    step = Step(torch.randn(m, layers[0].qkv.k, dtype=torch.bfloat16, device=device), fp8)
+def measure(layers: list[Layer], m: int, fp8: bool) -> dict[str, float]:
+    """Return the median microseconds of each part."""
+
+    def random(k: int) -> torch.Tensor:
+        return torch.randn(m, k, dtype=torch.bfloat16, device=layers[0].qkv.device)
+
+    hidden = Hidden(random(layers[0].qkv.k), random(layers[0].qkv.k))
+    step = Step(hidden, fp8)
     parts: dict[str, list[Callable[[], object]]] = {
         "layer": [lambda w=w: step.layer(w) for w in layers],
-        "mlp": [lambda w=w: step.mlp(w) for w in layers],
+        "mlp": [lambda w=w: step.mlp(w, hidden) for w in layers],
     }
     for name in PRODUCTS:
         weights = [getattr(w, name) for w in layers]
-        given = step.quantized(torch.randn(m, weights[0].k, dtype=torch.bfloat16, device=device))
+        given = step.quantized(random(weights[0].k))
         weights += [copy_of(w) for w in weights * int(_BYTES / sum(w.nbytes for w in weights))]
         parts[name] = [lambda w=w, given=given: product(given, w) for w in weights]
     times = time_graphs(list(parts.values()), replays=25)
-    return [{"part": part} | percentiles(time) for part, time in zip(parts, times, strict=True)]
+    return {part: round(time.p50, 2) for part, time in zip(parts, times, strict=True)}
 
 
 def copy_of(weight: QuantizedWeight) -> QuantizedWeight:

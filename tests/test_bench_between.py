@@ -29,19 +29,18 @@ def test_a_layer_is_computed(fp8: bool) -> None:
     weights = between.Layer(
         *(random_weight(format, n, k, i, signed=True).repack(activations=activations) for i, (n, k) in enumerate(sizes))
     )
-    step = between.Step(torch.randn(M, HIDDEN).bfloat16(), fp8)
-    d, total = step.layer(weights)
+    hidden = between.Hidden(torch.randn(M, HIDDEN).bfloat16(), torch.randn(M, HIDDEN).bfloat16())
+    got = between.Step(hidden, fp8).layer(weights)
 
     qkv, o, gate_up, down = (w.dequantize() for w in weights)
-    wanted_total = step.x.float() + step.residual.float()
-    attended = rms_norm(wanted_total, (HIDDEN,), eps=1e-6) @ qkv.T
-    wanted_total += attended[:, :HIDDEN] @ o.T
-    gate, up = (rms_norm(wanted_total, (HIDDEN,), eps=1e-6) @ gate_up.T).chunk(2, -1)
+    wanted_residual = hidden.added.float() + hidden.residual.float()
+    attended = rms_norm(wanted_residual, (HIDDEN,), eps=1e-6) @ qkv.T
+    wanted_residual += attended[:, :HIDDEN] @ o.T
+    gate, up = (rms_norm(wanted_residual, (HIDDEN,), eps=1e-6) @ gate_up.T).chunk(2, -1)
     wanted = silu(gate) * up @ down.T
-    for got, exact in ((total, wanted_total), (d, wanted)):
-        assert (got.float() - exact).norm() / exact.norm() < (0.15 if fp8 else 0.02)
-    alone, _ = step.mlp(weights, total - step.residual, step.residual)
-    assert alone.shape == d.shape and d.dtype == torch.bfloat16
+    for given, exact in ((got.residual, wanted_residual), (got.added, wanted)):
+        assert given.dtype == torch.bfloat16
+        assert (given.float() - exact).norm() / exact.norm() < (0.15 if fp8 else 0.02)
 
 
 def test_only_models_whose_products_are_all_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,23 +87,32 @@ def test_a_norms_weight_is_loaded_behind_the_wait(helper: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [512, 4096])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_weight_that_was_just_made(config: str, size: int) -> None:
-    """A kernel of PyTorch writes the packed tensor of another weight before each product."""
+@pytest.mark.parametrize(
+    ("config", "normed"),
+    [*((c, False) for c in CONFIGS), *((c, True) for c, dtype in CONFIGS.items() if dtype != FP8)],
+)
+def test_a_weight_that_was_just_made(config: str, normed: bool, size: int) -> None:
+    """A kernel of PyTorch writes the packed tensor of another weight before each product, or before the norm of x in
+    front of it."""
     g, dtype = torch.Generator("cuda").manual_seed(0), CONFIGS[config]
     dense = torch.randn(2, size, size, generator=g, device="cuda")
     made = [w4gemm.quantize(w, "int4_g128").repack(activations="fp8" if dtype == FP8 else None) for w in dense]
     x = torch.randn(8, size, generator=g, device="cuda").to(dtype)
     scale = torch.ones(8, device="cuda") if dtype == FP8 else None
-    wanted = [w4gemm.linear(x, w, token_scale=scale, config=config) for w in made]
+    factors = torch.ones(size, device="cuda").to(dtype)
+
+    def product(w: w4gemm.QuantizedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
+        given = rms_norm(x, factors, 1e-6) if normed else x
+        return w4gemm.linear(given, w, token_scale=scale, config=config, out=out)
+
+    wanted = [product(w) for w in made]
     assert not torch.equal(*wanted)
     packed = made[0].tensors[0].clone()
     outs = torch.full((ROUNDS, *wanted[0].shape), torch.nan, dtype=wanted[0].dtype, device="cuda")
     for i, out in enumerate(outs):
         queue_up(i)
         torch.add(made[i % 2].tensors[0], 0, out=packed)
-        w = replace(made[0], tensors=(packed,))
-        w4gemm.linear(x, w, token_scale=scale, config=config, out=out)
+        product(replace(made[0], tensors=(packed,)), out)
     assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(outs))
 
 
@@ -126,27 +135,6 @@ def test_a_norms_weight_that_was_just_written(k: int) -> None:
         got.append((d, w4gemm.quantize_activations(x, norm_weight=weight)[0].view(torch.uint8)))
     for i, (d, x8) in enumerate(got):
         assert torch.equal(d, norms[i % 2]) and torch.equal(x8, quantized[i % 2])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", [c for c, dtype in CONFIGS.items() if dtype == torch.bfloat16])
-def test_a_weight_that_was_just_made_in_front_of_a_norm(config: str) -> None:
-    """Which starts while the product's weight may not be visible yet."""
-    g, size = torch.Generator("cuda").manual_seed(0), 512
-    dense = torch.randn(2, size, size, generator=g, device="cuda")
-    made = [w4gemm.quantize(w, "int4_g128").repack() for w in dense]
-    x = torch.randn(8, size, generator=g, device="cuda").bfloat16()
-    factors = torch.ones(size, dtype=torch.bfloat16, device="cuda")
-    wanted = [w4gemm.linear(rms_norm(x, factors, 1e-6), w, config=config) for w in made]
-    assert not torch.equal(*wanted)
-    packed = made[0].tensors[0].clone()
-    outs = torch.full((ROUNDS, *wanted[0].shape), torch.nan, dtype=torch.bfloat16, device="cuda")
-    for i, out in enumerate(outs):
-        queue_up(i)
-        torch.add(made[i % 2].tensors[0], 0, out=packed)
-        w = replace(made[0], tensors=(packed,))
-        w4gemm.linear(rms_norm(x, factors, 1e-6), w, config=config, out=out)
-    assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(outs))
 
 
 @pytest.mark.gpu

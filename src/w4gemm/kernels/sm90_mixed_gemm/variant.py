@@ -25,7 +25,7 @@ _FEW_TOKENS = 64
 _FEW_TOKENS_OF_CODEBOOKS = 96
 """The same where a table holds numbers of 16 bits."""
 _SMALL_X, _SMALL_WEIGHTS = 8 * 1024, 19 * 1024
-"""Bytes of a stage's x and weights up to which the weights of two stages are requested early."""
+"""Bytes of a stage's x and of its weights: up to one of them, two stages are requested early."""
 _MOST_TOKENS_OF_SUMS = {1: 96, 2: 64}
 """The largest tile_m whose sums are faster to scale than a codebook's weights, by the scale groups of a k chunk."""
 
@@ -143,9 +143,9 @@ class Variant(WarpsVariant):
 
     @property
     def pairs(self) -> Pairs | None:
-        """Codebooks have a table if tile_m is at most 96, and other weights that are formed in float32 if it is at most
-        64, where decoding decides the time. With more tokens the tensor cores do, and a table would take the memory of
-        a stage."""
+        """The table of codebooks, and of other weights that are formed in float32. One of 16-bit numbers pays off if
+        tile_m is at most 96, one of float32 numbers up to 64, where decoding decides the time. With more tokens the
+        tensor cores do, and a table would take the memory of a stage."""
         halves = self.weight.is_codebook and (self.weight.scale == self.kind or self.scales_on_sums)
         if halves and self.config.tile_m <= _FEW_TOKENS_OF_CODEBOOKS:
             return Pairs.HALVES
