@@ -14,7 +14,8 @@ alone.
 
 Every access is of eight columns if k and the addresses allow that (``wide``), else of one column.
 
-Programmatic dependent launch, from SM90 on: the product that follows requests its weights early. Before
+Programmatic dependent launch, from SM90 on: the product that follows requests its weights early. "add_rms", which only
+comes between products, lets it start at once (sm90_mixed_gemm/kernel.py), the others after their own wait. Before
 ``griddepcontrol.wait`` the norm's weight is brought into L2, and loaded only after it, because the launch before may
 have written it: what a kernel of PyTorch stored is not visible before the wait.
 """
@@ -119,13 +120,16 @@ class ActivationQuantizeKernel:
         tops = smem.allocate_tensor(Int32, cute.make_layout(32))
         columns = [(thread + i * self.threads) * 8 for i in range(self.chunks)]
         if cutlass.const_expr(self.dependent_launch):
+            if cutlass.const_expr(self.front == ADD_RMS):
+                cute.arch.griddepcontrol_launch_dependents()
             if cutlass.const_expr(self.front in NORMS):
                 for column in columns:
                     prefetch_global(
                         rows.weight.iterator.toint() + Int64(column) * 2, (column < k) & (thread % _LINE == 0)
                     )
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            if cutlass.const_expr(self.front != ADD_RMS):
+                cute.arch.griddepcontrol_launch_dependents()
         factors = []
         if cutlass.const_expr(self.front in NORMS):
             factors = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]

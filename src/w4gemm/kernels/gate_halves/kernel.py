@@ -1,6 +1,7 @@
 """out[i, j] = act(x[i, j], x[i, n + j]) for 16-bit x (m, 2 n): gates in the left half, ups in the right, rounded once.
 
-A thread computes eight columns of one row.
+A thread computes eight columns of one row. The launch behind this one may start at once (sm90_mixed_gemm/kernel.py,
+programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class GateHalvesKernel:
         row = Int64(cta // ctas_per_row)
         column = (cta % ctas_per_row * _THREADS + cute.arch.thread_idx()[0]) * _VECTOR
         exists = column < n
-        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         source = x.iterator.toint() + (row * 2 * n + column) * 2
         gates, ups = (load_global(source + Int64(half) * n * 2, _VECTOR // 2, exists) for half in (0, 1))
         gate, up = (halves_to_floats(self.kind, words) for words in (gates, ups))

@@ -5,8 +5,9 @@ is multiplied by the weight and after, as transformers' models have it. A CTA ha
 chunks of eight columns, ``threads`` chunks apart, and keeps them in registers. One barrier, for the sum of squares,
 which is added in an order that depends on k alone.
 
-Programmatic dependent launch: before ``griddepcontrol.wait`` the weight is brought into L2, and loaded only after it,
-because the launch before may have written it: what a kernel of PyTorch stored is not visible before the wait.
+Programmatic dependent launch: the launch behind this one may start at once (sm90_mixed_gemm/kernel.py). Before
+``griddepcontrol.wait`` the weight is brought into L2, and loaded only after it, because the launch before may have
+written it: what a kernel of PyTorch stored is not visible before the wait.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ class RmsNormKernel:
         row = Int64(cute.arch.block_idx()[0]) * k * 2
         sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(32))
         columns = [(thread + i * self.threads) * _VECTOR for i in range(self.chunks)]
+        cute.arch.griddepcontrol_launch_dependents()
         for column in columns:
             prefetch_global(rows.weight.iterator.toint() + Int64(column) * 2, (column < k) & (thread % _LINE == 0))
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         loaded = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]
         values = [self.floats(self.load(rows.x.iterator.toint() + row, column, k)) for column in columns]
         if cutlass.const_expr(self.add):

@@ -58,6 +58,7 @@ from w4gemm.kernels.device.expert_tiles import (
     operands_of_expert,
     weight_of_expert,
 )
+from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.memory import (
     bulk_copy,
     cluster_address,
@@ -172,10 +173,12 @@ class Sm90DecodeKernel:
         if const_expr(variant.grouped):
             m_tiles = max_m_tiles(out.shape[0], args.rows.starts.shape[0], variant.tokens)
         tiles = m_tiles * cute.ceil_div(self.features(out), config.tile_n)
+        clusters = cutlass.min(tiles, args.max_clusters)
         self.kernel(tma, tma_x, x_layout, args.behind_tma()).launch(
-            grid=[cutlass.min(tiles, args.max_clusters) * config.split_k, 1, 1],
+            grid=[clusters * config.split_k, 1, 1],
             block=[variant.threads, 1, 1],
             cluster=[config.split_k, 1, 1],
+            smem=memory_of_launch(variant, clusters, args.max_clusters),
             min_blocks_per_mp=variant.occupancy,
             preferred_smem_carveout=100,
             stream=stream,

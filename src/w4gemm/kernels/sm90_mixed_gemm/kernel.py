@@ -48,10 +48,13 @@ because its sums pass through the drained pipeline. A grouped grid always is; it
 own.
 
 Programmatic dependent launch: the weights of one stage or two are requested before ``griddepcontrol.wait``. So nothing
-earlier in the stream may still be writing them. Behind a kernel of w4gemm this holds, because each lets its successor
-start only after its own wait. Behind another kernel, which may say nothing of its successor, CUDA may start this one
-before that one's writes are visible: so making a QuantizedWeight launches something small behind its writer
-(weights/weight.py), and docs/engines.md says what engines keep to.
+earlier in the stream may still be writing them. Behind another product this holds, because each lets its successor
+start only after its own wait. Kernels that come between products (rms_norm, gate_halves, step_attention, add_rms of
+activation_quantize) let theirs start at once, so that a product requests weights while the one in front of them ends.
+They write no weights, and end only after their own wait. Behind a kernel that is not w4gemm's, and may say nothing of
+its successor, CUDA may start this one before that one's writes are visible, also with one of those between: so making a
+QuantizedWeight launches something small behind its writer (weights/weight.py), and docs/engines.md says what engines
+keep to.
 
 With fp8 activations (variant.kind "e4m3", the kernel sm90_fp8_gemm) a k chunk is 128 columns, still 128 bytes of x, and
 the codes become e4m3. If variant.scales_on_sums, the scales multiply the float32 sums of each group:
@@ -92,6 +95,7 @@ from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.epilogue_store import EpilogueStore, TmaStore
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, max_m_tiles, with_indexed_scales
+from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.memory import shared_address
 from w4gemm.kernels.sm90_mixed_gemm.roles.consumer import Consumer, ConsumerMemory, Output
 from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import Mainloop
@@ -174,6 +178,7 @@ class Sm90MixedGemmKernel:
             grid=[clusters * self.scheduler.cluster_size, 1, 1],
             block=[variant.threads, 1, 1],
             cluster=[self.scheduler.cluster_size, 1, 1],
+            smem=memory_of_launch(variant, clusters, args.max_clusters),
             min_blocks_per_mp=variant.occupancy,
             preferred_smem_carveout=100,
             stream=stream,

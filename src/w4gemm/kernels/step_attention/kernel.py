@@ -13,7 +13,8 @@ group. They are added up over the lanes of a warp by shuffles, over warps throug
 through distributed shared memory, in an order that depends on ``splits`` alone.
 
 Barriers: all threads of the CTA meet after q is rotated and the new key stored, and after the warps' sums are stored;
-all of the cluster after the CTA's sums are stored, and before a CTA ends whose sums may still be read.
+all of the cluster after the CTA's sums are stored, and before a CTA ends whose sums may still be read. The launch
+behind this one may start at once (sm90_mixed_gemm/kernel.py, programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ class StepAttentionKernel:
         each = (cute.make_layout(WARPS * size) for size in (heads, self.group, self.group))
         warps = WarpSums(*(smem.allocate_tensor(Float32, layout, 16) for layout in each))
         s_mine = smem.allocate_tensor(Float32, cute.make_layout(heads + 2 * self.group), 16)
-        cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         newest = Int32(step.slot[0])
         oldest = cutlass.max(step.first[head.batch], newest + 1 - window)
         run = cute.ceil_div(newest + 1 - oldest, self.splits)

@@ -1,0 +1,24 @@
+"""Shared memory that a launch asks for."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32
+
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, GpuVariant, shared_memory_of_each
+
+_HALF = shared_memory_of_each(HOPPER_SHARED_MEMORY, 2)
+"""Bytes of each of two CTAs of a multiprocessor."""
+
+
+def memory_of_launch(variant: GpuVariant, clusters: Int32, max_clusters: Int32) -> Int32 | int:
+    """The dynamic shared memory of a launch of at most ``max_clusters`` clusters, as many as are resident at once.
+
+    A launch that starts while another one ends gets its places one by one, and two CTAs of it that fit one
+    multiprocessor would share the first that is free, although there is one for each. So if there are no more CTAs than
+    multiprocessors, each asks for more than half of the memory.
+    """
+    if variant.shared_bytes > _HALF:
+        return variant.shared_bytes
+    alone = clusters * variant.occupancy <= max_clusters
+    return Int32(cutlass.select_(alone, Int32(_HALF + 16), Int32(variant.shared_bytes)))
