@@ -21,21 +21,20 @@ import datetime
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from bench.constants_file import begin, write
 from bench.options import command
+from bench.slice_times import Launch, Weighted, fit
 from bench.sweep import gpu_of
 from bench.timings import rows_of
 
 from w4gemm.choice.cost import constants, waves
 from w4gemm.choice.cost.constants import SliceTimes
 from w4gemm.choice.cost.experts import m_tiles
-from w4gemm.choice.cost.traffic import moved_us
-from w4gemm.choice.cost.waves import LaunchTimer
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
@@ -54,30 +53,6 @@ _MORE_TILES = 1.03
 rows, and times are predicted for random ones."""
 _QUARTER_US = 3.0
 """Time of a sample that weighs a quarter of a long one: short launches say little of the time of k-slices."""
-_LEAST_TILE_US, _LARGE_TOKENS = 0.3, 64
-"""Least time to store 8192 results, of adjusted constants of tiles with so many tokens. A fit to layers of many slices
-can make it zero, which no factor changes again; then layers of few slices are predicted too fast."""
-_CHANGE_WEIGHT = 0.3
-"""How much the squared logarithm of a known constant's change weighs, beside those of samples."""
-
-
-class Launch(NamedTuple):
-    """One launch that was timed."""
-
-    kernel: HopperKernel
-    problem: GemmProblem
-    config: GemmConfig
-    of_times: Callable[[SliceTimes], LaunchTimer]
-
-    @classmethod
-    def of(cls, kernel: HopperKernel, problem: GemmProblem, config: GemmConfig) -> Launch:
-        facts = waves.Facts.of(kernel, problem)
-        return cls(kernel, problem, config, waves.launch_timer(facts, problem, config, moved_us(problem)))
-
-    def us(self, times: SliceTimes) -> float:
-        """Predicted microseconds."""
-        p = self.problem
-        return self.of_times(times)(p.m, 2 * p.m * p.n * p.k)
 
 
 class Point(NamedTuple):
@@ -241,9 +216,7 @@ def fitted(
     fastest = {point: min(us for _, us in configs.values()) for point, configs in points.items()}
 
     def weight(point: Point, us: float) -> float:
-        """Sample weight: the fit must rank the fast configs of a point correctly; errors on slow ones hardly matter."""
-        told = (fastest[point] / us) ** 6 * (us / (us + _QUARTER_US)) ** 2
-        return told * (_EXPERTS_WEIGHT if point.experts else 1)
+        return (us / (us + _QUARTER_US)) ** 2 * (_EXPERTS_WEIGHT if point.experts else 1)
 
     # What slows down all configs of a point alike, a hot GPU most of all, must not count against those measured there.
     slower: dict[Point, float] = dict.fromkeys(points, 1.0)
@@ -254,12 +227,19 @@ def fitted(
         times = {}
         for config, samples in sorted(timings.configs.items()):
             weighted = [
-                (launch, us / slower[point], weight(point, us) * blame[config, point]) for launch, point, us in samples
+                Weighted(
+                    launch,
+                    us / slower[point],
+                    weight(point, us) * blame[config, point],
+                    fastest[point] / slower[point],
+                )
+                for launch, point, us in samples
             ]
             times[config] = kept.get(config) or fit(weighted, adjusted.get(config))
         for point, configs in points.items():
             logs = [
-                (weight(point, us), math.log(us / launch.us(times[config]))) for config, (launch, us) in configs.items()
+                (weight(point, us) * (fastest[point] / us) ** 6, math.log(us / launch.us(times[config])))
+                for config, (launch, us) in configs.items()
             ]
             slower[point] = math.exp(sum(w * log for w, log in logs) / sum(w for w, _ in logs))
         found = regrets(points, times)
@@ -288,36 +268,6 @@ def carried(before: dict[str, SliceTimes], adjusted: dict[str, SliceTimes]) -> d
         alone, shared, tile = times * np.median(changes[kernel, near[0][1]], axis=0).clip(0.5, 2) if near else times
         found[config] = adjusted.get(config) or SliceTimes(float(alone), float(shared), float(tile))
     return found
-
-
-def fit(samples: list[tuple[Launch, float, float]], known: SliceTimes | None = None) -> SliceTimes:
-    """The (alone, shared, tile) with the least weighted squared error of the logarithm, near those that are known."""
-    from scipy.optimize import minimize  # all else here goes without it
-
-    config = samples[0][0].config
-    if known is not None and config.tile_m >= _LARGE_TOKENS:
-        least = _LEAST_TILE_US * config.tile_m * config.tile_n / config.split_k / 8192
-        known = known._replace(tile=max(known.tile, least))
-
-    def values(p: np.ndarray) -> SliceTimes:
-        if known is None:
-            alone, shared, tile = np.exp(np.clip(p, -12, 4))
-        else:  # p: logarithms of factors of alone and shared, of tile, and of shared besides
-            alone, shared, tile = known * np.exp([p[0], p[0] + p[2], p[1]])
-        return SliceTimes(float(alone), float(shared), float(tile))
-
-    def loss(p: np.ndarray) -> float:
-        errors = (w * math.log(launch.us(values(p)) / us) ** 2 for launch, us, w in samples)
-        return sum(errors) + (0 if known is None else _CHANGE_WEIGHT * float(np.square(p) @ (1, 0.3, 1)))
-
-    k_slice = math.log(np.median([us / max(1, launch.problem.k // launch.config.tile_k) for launch, us, _ in samples]))
-    starts = [
-        (k_slice - a, k_slice - b, c) for a, b, c in ((0.3, 1, 0), (0.7, 0.7, -1), (1, 3, 0.7), (0.2, 4, -3), (2, 2, 0))
-    ]
-    options = {"maxiter": 4000, "xatol": 1e-4, "fatol": 1e-7}
-    starts = starts if known is None else [(-0.1, 0, 0)]  # not where Nelder and Mead's first steps would be none
-    best = min((minimize(loss, s, method="Nelder-Mead", options=options) for s in starts), key=lambda r: r.fun)
-    return values(best.x)
 
 
 def regrets(points: Points, times: dict[str, SliceTimes]) -> list[tuple[float, Any, str, str]]:

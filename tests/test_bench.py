@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
 sys.path.insert(0, str(ROOT))
 
-from bench import fit, pages, report, support, sweep, timings, tune  # noqa: E402
+from bench import fit, pages, report, slice_times, support, sweep, timings, tune  # noqa: E402
 from bench import rows as bench_rows  # noqa: E402
 from bench.drawn import page as unknown_page  # noqa: E402
 from bench.peers import PEERS, bitsandbytes, peers_named  # noqa: E402
@@ -38,6 +38,7 @@ import w4gemm  # noqa: E402
 from w4gemm import QuantizedWeight, WeightFormat, choice  # noqa: E402
 from w4gemm.checkpoints import FORMATS, METHODS  # noqa: E402
 from w4gemm.choice import store  # noqa: E402
+from w4gemm.choice.cost.constants import SliceTimes  # noqa: E402
 from w4gemm.choice.records import Record, key_of  # noqa: E402
 from w4gemm.core.elements import ELEMENTS  # noqa: E402
 from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
@@ -348,6 +349,34 @@ def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             fit.main([str(rows), *options])
         assert error in capsys.readouterr().err
+
+
+def test_a_slow_config_counts_in_a_fit_if_it_is_predicted_to_be_fast(monkeypatch):
+    """Else nothing corrects the prediction that lets it be chosen."""
+    launch = slice_times.Launch(None, None, None, None)
+    monkeypatch.setattr(slice_times.Launch, "us", lambda self, times: times.alone)
+    slow = slice_times.Weighted(launch, us=20.0, weight=1.0, fastest_us=10.0)
+    told = {us: slow.squared_error(SliceTimes(us, 0.0, 0.0)) for us in (10.0, 19.0, 40.0)}
+    assert told[10.0] == pytest.approx(math.log(2) ** 2) and told[40.0] == pytest.approx(told[10.0] / 2**6)
+    assert told[19.0] < told[40.0]
+
+
+def test_an_adjustment_finds_what_a_cta_takes_alone():
+    """From layers with a third, half and all of the GPU busy, although by the constants before others add most."""
+    pytest.importorskip("scipy", reason="bench.fit needs it")
+    config = "sm90_fp8_gemm/64x64x512_1x1x1_coop"
+    rows = [
+        {"n": n, "k": k, "m": 64, "format": "int4_g128", "file": "rows", "us": us, "config": config}
+        for n, k, us in ((4096, 14336, 18.5), (2560, 9728, 12.6), (8192, 8192, 12.5), (4096, 4096, 6.5))
+    ]
+    timings = fit.collected(rows)
+    ((name, samples),) = timings.configs.items()
+    weighted = [slice_times.Weighted(launch, us, 1.0, us) for launch, _, us in samples]
+    known = SliceTimes(0.16, 0.5, 1.0)
+    found = slice_times.fit(weighted, known)
+    assert found.alone > 2 * known.alone
+    before, after = (sum(each.squared_error(times) for each in weighted) for times in (known, found))
+    assert after < before / 3, name
 
 
 def test_a_fit_passes_over_tiles_that_random_rows_of_experts_overflow():

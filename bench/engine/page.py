@@ -65,7 +65,7 @@ class Case(NamedTuple):
     mode: str
     dtype: str
     earlier: str = ""
-    """Commit of an earlier run, if it is one that ran more implementations than the last; else the empty string."""
+    """Commit of an earlier run, if it is one that measured more than the last; else the empty string."""
 
     @classmethod
     def of(cls, row: Row) -> Case:
@@ -84,8 +84,8 @@ _KINDS = {"serve": "serve", "profile": "profile", "prefill_profile": "profile"}
 
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
     """Return the rows of each table: of the last run that measured its model, offline, under load and profiled; and,
-    offline, of the last one before it that ran all of its implementations and more. Rows of engines that ended early
-    are left out: they would hide a run that measured all."""
+    offline, of the last one before it that measured more. Rows of engines that ended early are left out: they would
+    hide a run that measured all."""
     found: dict[Case, dict[str, dict[str, list[Row]]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
     for row in rows:
@@ -105,11 +105,20 @@ def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
         tables[case] = [*rows, *starts.get((case, last.get(_OFFLINE) or next(iter(last.values()))), [])]
         offline = list(reversed(kinds.get(_OFFLINE, {}).values()))
         for earlier in offline[1:]:
-            if {row["impl"] for row in earlier} > {row["impl"] for row in offline[0]}:
+            if has_more(earlier, offline[0]):
                 run = earlier[0]["run"]
                 tables[case._replace(earlier=earlier[0]["commit"][:7])] = [*earlier, *starts.get((case, run), [])]
                 break
     return tables
+
+
+def has_more(earlier: Iterable[Row], last: Iterable[Row]) -> bool:
+    """True if an earlier run had all implementations of the last and more, or other numbers of requests."""
+    kept, newest = [
+        ({row["impl"] for row in rows}, {row["batch"] for row in rows if row["phase"] == "decode"})
+        for rows in (earlier, last)
+    ]
+    return kept[0] > newest[0] or not kept[1] <= newest[1]
 
 
 def text(rows: Sequence[Row], file: str) -> str:

@@ -1,0 +1,102 @@
+"""Fit the times of one config to its timings, for bench.fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from w4gemm.choice.cost import waves
+from w4gemm.choice.cost.constants import SliceTimes
+from w4gemm.choice.cost.traffic import moved_us
+from w4gemm.choice.cost.waves import LaunchTimer
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
+from w4gemm.kernels.hopper import HopperKernel
+
+_TOO_FAST = 0.9
+"""Predicted time over the fastest of a point below which a sample weighs no more."""
+_LEAST_TILE_US, _LARGE_TOKENS = 0.3, 64
+"""Least time to store 8192 results, of adjusted constants of tiles with so many tokens. A fit to layers of many slices
+can make it zero, which no factor changes again; then layers of few slices are predicted too fast."""
+_CHANGE_WEIGHT, _PART_CHANGE_WEIGHT = 0.3, 0.09
+"""How much the squared logarithm of a known constant's change weighs, beside those of samples; and that of a change of
+what a CTA alone takes / what others add, which the samples of a full GPU, most of them, leave open."""
+_LEAST_PART = 0.02
+"""Least part of a k-slice's time, either of a CTA alone or of what others add, that an adjustment begins from: none
+would stay none."""
+
+
+class Launch(NamedTuple):
+    """One launch that was timed."""
+
+    kernel: HopperKernel
+    problem: GemmProblem
+    config: GemmConfig
+    of_times: Callable[[SliceTimes], LaunchTimer]
+
+    @classmethod
+    def of(cls, kernel: HopperKernel, problem: GemmProblem, config: GemmConfig) -> Launch:
+        facts = waves.Facts.of(kernel, problem)
+        return cls(kernel, problem, config, waves.launch_timer(facts, problem, config, moved_us(problem)))
+
+    def us(self, times: SliceTimes) -> float:
+        """Predicted microseconds."""
+        p = self.problem
+        return self.of_times(times)(p.m, 2 * p.m * p.n * p.k)
+
+
+class Weighted(NamedTuple):
+    """A time to fit to."""
+
+    launch: Launch
+    us: float
+    weight: float
+    fastest_us: float
+    """Time of the fastest config of the point."""
+
+    def squared_error(self, times: SliceTimes) -> float:
+        """That of the logarithm, times ``weight`` and the less, the slower the config is, both as timed and as
+        predicted: the fit must rank the fast configs of a point correctly, and errors on slow ones hardly matter unless
+        they make them look fast."""
+        told = self.launch.us(times)
+        slower = max(min(told, self.us) / self.fastest_us, _TOO_FAST)
+        return self.weight / slower**6 * math.log(told / self.us) ** 2
+
+
+def fit(samples: list[Weighted], known: SliceTimes | None = None) -> SliceTimes:
+    """The (alone, shared, tile) with the least weighted squared error of the logarithm, near those that are known."""
+    from scipy.optimize import minimize  # all else here goes without it
+
+    config = samples[0].launch.config
+    if known is not None and config.tile_m >= _LARGE_TOKENS:
+        least = _LEAST_TILE_US * config.tile_m * config.tile_n / config.split_k / 8192
+        known = known._replace(tile=max(known.tile, least))
+
+    def values(p: np.ndarray) -> SliceTimes:
+        if known is None:
+            alone, shared, tile = np.exp(np.clip(p, -12, 4))
+        else:  # p: logarithms of factors of alone + shared, of tile, and of alone / shared
+            full = known.alone + known.shared
+            part = min(max(known.alone / full, _LEAST_PART), 1 - _LEAST_PART)
+            part = 1 / (1 + (1 - part) / part * math.exp(-p[2]))
+            alone, shared = full * math.exp(p[0]) * np.array([part, 1 - part])
+            tile = known.tile * math.exp(p[1])
+        return SliceTimes(float(alone), float(shared), float(tile))
+
+    def loss(p: np.ndarray) -> float:
+        times = values(p)
+        error = sum(sample.squared_error(times) for sample in samples)
+        change = (_CHANGE_WEIGHT, 0.3 * _CHANGE_WEIGHT, _PART_CHANGE_WEIGHT)
+        return error if known is None else error + float(np.square(p) @ change)
+
+    k_slice = math.log(np.median([us / max(1, launch.problem.k // launch.config.tile_k) for launch, us, *_ in samples]))
+    starts = [
+        (k_slice - a, k_slice - b, c) for a, b, c in ((0.3, 1, 0), (0.7, 0.7, -1), (1, 3, 0.7), (0.2, 4, -3), (2, 2, 0))
+    ]
+    options = {"maxiter": 4000, "xatol": 1e-4, "fatol": 1e-7}
+    starts = starts if known is None else [(-0.1, 0, 0)]  # not where Nelder and Mead's first steps would be none
+    best = min((minimize(loss, s, method="Nelder-Mead", options=options) for s in starts), key=lambda r: r.fun)
+    return values(best.x)
