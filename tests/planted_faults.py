@@ -294,12 +294,10 @@ FAULTS = (
         "a norm's weight is loaded before the launch before has ended",
         "src/w4gemm/kernels/rms_norm/kernel.py",
         """        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         loaded = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]
 """,
         """        loaded = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
 """,
         "tests/test_dependent_launch.py -k norms",
     ),
