@@ -16,10 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import w4gemm
 from sass import disassemble
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
-from w4gemm.core.problem import H200
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN
+from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
-from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels import kernel_named
+from w4gemm.kernels.activation_quantize.spec import FRONTS, ActivationQuantize
+from w4gemm.kernels.column_gather.spec import ColumnGather
+from w4gemm.kernels.expert_route.spec import ExpertRoute
+from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.rms_norm.spec import RmsNorm
+from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.kernels.step_attention.spec import StepAttention
 from w4gemm.packing.packed_shape import packed_shape
 
 FP8 = torch.float8_e4m3fn
@@ -83,6 +91,40 @@ def test_a_norms_weight_is_loaded_behind_the_wait(helper: Any) -> None:
     assert found and "LDG" not in before and before.count("CCTL.E.PF2") == chunks
     added = helper.add if isinstance(helper, RmsNorm) else helper.front == "add_rms"
     assert behind.count("LDG") == (3 if added else 2) * chunks, "of x, of the residual and of the weight"
+
+
+BETWEEN_PRODUCTS = (
+    RmsNorm.of(H200, torch.bfloat16, 4096),
+    RmsNorm.of(H200, torch.bfloat16, 4096, add=True),
+    ActivationQuantize.of(H200, torch.bfloat16, 4096, "add_rms", True),
+    GateHalves.of(H200, torch.bfloat16, "silu_mul"),
+    StepAttention.of(H200, torch.bfloat16, 128, 4, 2),
+)
+OTHERS = (
+    *(ActivationQuantize.of(H200, torch.bfloat16, 4096, front, True) for front in FRONTS),
+    ColumnGather.of(H200, torch.bfloat16, 4096),
+    ExpertRoute.of(H200, torch.int32, 128, False, 8),
+    RowCombine.of(H200, torch.bfloat16, 8),
+)
+
+
+def product_unit(config: str) -> Any:
+    kernel, dtype = kernel_named(config.partition("/")[0]), CONFIGS[config]
+    epilogue = PLAIN._replace(token_scale=dtype == FP8)
+    format = w4gemm.WeightFormat.parse("int4_g128")
+    problem = GemmProblem(8, 512, 512, dtype, format, kernel.layout, epilogue, H200)
+    return kernel.unit(problem, GemmConfig.parse(config.partition("/")[2]))
+
+
+@pytest.mark.parametrize("launched", [*BETWEEN_PRODUCTS, *OTHERS, *CONFIGS], ids=lambda launched: str(launched)[:60])
+def test_when_a_launch_lets_the_next_one_start(launched: Any) -> None:
+    """At once (PREEXIT in SASS) only where a product is in front: what another launch lets start behind its wait may
+    rely on the launch before that (``settled``, weights)."""
+    pytest.importorskip("cutlass")
+    unit = product_unit(launched) if launched in CONFIGS else launched.unit()
+    text = disassemble(object_code(unit)).text
+    assert text.count("PREEXIT") == 1
+    assert (text.index("PREEXIT") < text.index("ACQBULK")) == (launched in BETWEEN_PRODUCTS)
 
 
 @pytest.mark.gpu

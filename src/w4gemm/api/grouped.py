@@ -57,9 +57,9 @@ def grouped_linear(
             rows. The config is chosen for total_m / experts rows of an expert.
         settled: True if another launch, such as the one that computes x, comes between this launch and the one that
             wrote ``m_offsets`` and ``indices``. On Hopper the kernel then starts early (programmatic dependent launch):
-            it reads them and requests weights while the launch before it still runs. That launch is w4gemm's, or one
-            without programmatic dependent launch, or one that calls ``griddepcontrol.launch_dependents`` only after its
-            own ``griddepcontrol.wait``.
+            it reads them and requests weights while the launch before it still runs. That launch is a product of
+            w4gemm's, or its ``quantize_activations``, or one without programmatic dependent launch, or one that calls
+            ``griddepcontrol.launch_dependents`` only after its own ``griddepcontrol.wait``.
 
     Returns:
         (total_m, n), or (total_m, n / 2) with a gated activation; ``out`` if given. Rows that no expert has are not

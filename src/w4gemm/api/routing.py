@@ -121,7 +121,7 @@ def combine(
         out: tensor to write the result to: (tokens, n) of d's dtype, contiguous, in memory apart from d's. Or None.
         settled: True if another launch, such as the product that d comes from, comes between this launch and the one
             that wrote ``row_of_choice`` and ``weights``. On Hopper the kernel then reads them while that launch still
-            runs (programmatic dependent launch).
+            runs (programmatic dependent launch). Which launches may come between, :func:`w4gemm.grouped_linear` says.
 
     Returns:
         (tokens, n) in d's dtype; ``out`` if given. Gradients flow to d and weights.
