@@ -110,6 +110,8 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -
     for (n, k, m), configs in sorted(measured(paths, args.format).items()):
         if (n, k) not in layers or m != choice.representative(m):
             continue
+        if other := next((c for c in configs if dtype not in kernel_named(c.partition("/")[0]).dtypes), None):
+            raise SystemExit(f"--dtype: wanted that of the rows' activations, got {dtype}, which {other} does not take")
         problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
         chosen = guess = str(choice.explain(problem).candidates[0])
         if guess not in configs or configs[guess][0] > 1.01 * min(configs.values())[0]:

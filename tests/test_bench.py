@@ -251,6 +251,10 @@ def test_a_table_from_rows(tmp_path):
     again = rows_file(tmp_path / "2", {64: {guess: 20.5, second: 20.0}, 128: {second: 9.0}})
     tune.main(["--rows", str(first), str(again), "--table", str(table)])
     assert [(r.choice, r.us) for r in store.read(table)[1:]] == [(second, 20.0), (second, 9.0)]
+    with pytest.raises(
+        SystemExit, match="--dtype: wanted that of the rows' activations, got torch.float8_e4m3fn, which"
+    ):
+        tune.main(["--rows", str(first), "--dtype", "float8_e4m3fn", "--table", str(table)])
 
 
 def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsys):
