@@ -185,6 +185,19 @@ def test_choices_elsewhere_alone():
     assert route(torch.full((4, 2), E), E).m_offsets.tolist() == [0] * (E + 1)
 
 
+@pytest.mark.parametrize(("tokens", "top"), [(0, 2), (4, 0)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_to_add(tokens, top, compiled):
+    """A batch without tokens, or without choices, still has gradients, as a dense layer's has."""
+    layer = W4Experts(stacked(2 * N, K), stacked(K, N), dtype=torch.float32)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    x, scores = randn(tokens, K).requires_grad_(), torch.rand(tokens, top).requires_grad_()
+    y = run(x, torch.zeros(tokens, top, dtype=torch.int64), scores)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (tokens, K) and not y.any() and not x.grad.any()
+    assert scores.grad.shape == (tokens, top)
+
+
 def test_gradients_beside_fp8_activations_are_refused():
     w, x, offsets = stacked(), randn(ROWS, K), torch.tensor(OFFSETS, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="x: gradients of quantize_activations"):

@@ -171,4 +171,6 @@ def combine(
         row = d.index_select(0, row_of_choice[:, j].clamp(min=0)).float()
         row = torch.where(row_of_choice[:, j, None] >= 0, row, 0.0)  # before it is weighted: it may hold NaN
         total = total + weights[:, j, None].float() * row
+    if differentiated and not (terms and len(d)):  # nothing was added, and yet a backward pass may begin here
+        total = total + d[:0].sum() + weights[:, :0].sum()
     return total.to(d.dtype) if out is None else out.copy_(total)
