@@ -219,6 +219,19 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["dense"]["model.norm.weight"] == {"shape": [64], "stored": "F32"}
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 16), ("float8_e4m3fn", 16), ("float32", 32)])
+def test_inspect_says_the_size_of_what_stays_dense(
+    dtype: str, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fp8 is the dtype of the inputs of 4-bit layers alone, so the other matrices stay in 16 bits beside it."""
+    write_model(tmp_path, *SOURCES["gptq"])
+    assert main(["inspect", str(tmp_path), "--device", "cpu", "--dtype", dtype]) == 0
+    table = capsys.readouterr().out.split("dense matrices")[1].splitlines()
+    row = next(line.split() for line in table if line.startswith("model.embed_tokens.weight"))
+    n, k = int(row[2]), int(row[4])
+    assert table[0].endswith(f"MiB in {bits} bits") and row[-1] == f"{n * k * bits / 2**23:.1f}"
+
+
 def test_an_error_names_file_and_module_once(tmp_path: Path) -> None:
     folder = samples._gptq(tmp_path / "in")
     tensors = load_file(folder / "model.safetensors")

@@ -97,9 +97,10 @@ def run(args: argparse.Namespace) -> int:
     ]
     _print_table(head, rows)
     if matrices:
-        bits = 8 * dtype.itemsize
+        wide = max(dtype, torch.bfloat16, key=lambda d: d.itemsize)  # only 4-bit layers quantize x to fp8
+        bits = 8 * wide.itemsize
         dense = [
-            (name, stored, " x ".join(map(str, shape)), f"x {count}", f"{count * _dense_mib(shape, dtype):.1f}")
+            (name, stored, " x ".join(map(str, shape)), f"x {count}", f"{count * _dense_mib(shape, wide):.1f}")
             for (name, stored, shape), count in matrices.items()
         ]
         _print_table(("dense matrices", "stored as", "n x k", "", f"MiB in {bits} bits"), dense)
