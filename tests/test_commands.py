@@ -110,6 +110,11 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ("bench tune", "bench tune measures on a GPU"),
         ("generate '' --device cpu", "PROMPT: wanted some words, got none"),
         (f"generate hi --seed {2**64} --device cpu", f"--seed: wanted a number of 64 bits, got {2**64}"),
+        ("tune --shapes 64x64 --m 1 --format '' --device cpu", "format: wanted int4_g"),
+        ("gemm 1 64 64 --config '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),
+        ("explain --m 1 --n 64 --k 64 --why '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),
+        ("compile --shapes 64x64 --m 1 -o {file}s --gpu ''", "--gpu: wanted a known GPU, such as 'NVIDIA H200'"),
+        ("compile --shapes 64x64 -o {file}s --gpu '' --arch sm_80 --sms 9", "--gpu: wanted a known GPU"),
     ],
 )
 def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
@@ -192,6 +197,23 @@ def test_counts_are_from_one(capsys, arguments):
         main(arguments.split())
     assert stopped.value.code == 2
     assert f"wanted an integer >= 1, got {arguments.split()[-1]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "compile --shapes 64x64 --m 1 -o ''",
+        "convert nowhere ''",
+        "cache export ''",
+        "cache import ''",
+    ],
+)
+def test_an_empty_string_is_not_the_current_folder(capsys, monkeypatch, tmp_path, arguments):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(shlex.split(arguments))
+    assert stopped.value.code == 2
+    assert "wanted a path, got an empty string" in capsys.readouterr().err
 
 
 def test_explain_where_nothing_runs(capsys):

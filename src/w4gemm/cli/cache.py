@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.choice.records import Record, effective, parse_lines
 from w4gemm.console.errors import read_text
+from w4gemm.console.options import named_path
 from w4gemm.console.progress import counted, say
 from w4gemm.core import environment
 from w4gemm.jit import disk
@@ -31,9 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clear = actions.add_parser("clear", help="delete the compiled kernels and the tuned configs")
     clear.add_argument("--only", choices=("compiled", "tuned"), help="delete only these")
     export = actions.add_parser("export", help="print the tuned configs as JSON lines, or write them to a file")
-    export.add_argument("file", nargs="?", metavar="FILE", help="file to write (default: standard output)")
+    export.add_argument(
+        "file", nargs="?", type=named_path, metavar="FILE", help="file to write (default: standard output)"
+    )
     taken = actions.add_parser("import", help="add the tuned configs of a file")
-    taken.add_argument("file", metavar="FILE", help="JSON lines, as `w4gemm cache export` writes them")
+    taken.add_argument("file", type=named_path, metavar="FILE", help="JSON lines, as `w4gemm cache export` writes them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +92,7 @@ def _export(args: argparse.Namespace) -> None:
     records = effective(store.read(path)) if path else []
     text = "".join(record.line() for record in records)
     if args.file:
-        Path(args.file).write_text(text)
+        args.file.write_text(text)
         say(f"wrote {counted(len(records), 'tuned config')} to {args.file}")
     else:
         sys.stdout.write(text)
@@ -99,8 +101,8 @@ def _export(args: argparse.Namespace) -> None:
 def _import(args: argparse.Namespace) -> None:
     path = store.user_path()
     assert path is not None
-    if not Path(args.file).exists():  # it may be a pipe
-        raise FileNotFoundError(f"FILE: no file {args.file!r}")
+    if not args.file.exists():  # it may be a pipe
+        raise FileNotFoundError(f"FILE: no file {str(args.file)!r}")
     records, bad = parse_lines(read_text("FILE", args.file).splitlines())
     there = {(record.key, record.m): record for record in store.read(path)}  # the last line of a problem holds
     new = [record for record in records if there.get((record.key, record.m)) != record]

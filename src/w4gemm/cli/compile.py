@@ -18,7 +18,7 @@ from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
 from w4gemm.cli.problems import ALL_TOKENS, Layer, add_layer_arguments, layers_of, parse_layers
 from w4gemm.console.devices import device_line
 from w4gemm.console.errors import require_folder
-from w4gemm.console.options import DTYPES, parse_tokens, positive
+from w4gemm.console.options import DTYPES, named_path, parse_tokens, positive
 from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=positive, default=1, metavar="N", help="with --vllm: GPUs that share each layer"
     )
     parser.add_argument(
-        "-o", "--output", metavar="DIR", type=Path, required=True, help="folder to fill, made if needed"
+        "-o", "--output", metavar="DIR", type=named_path, required=True, help="folder to fill, made if needed"
     )
     parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: one for each processor)")
     _add_gpu_arguments(parser.add_argument_group("the GPU to compile for"))
@@ -169,9 +169,9 @@ def target_device(arch: str | None, name: str | None, sms: int | None) -> Device
             not known and target or multiprocessors are not given.
     """
     device = GPUS[arch or _ARCH]
-    if name:
+    if name is not None:
         capability = capability_of(name)
-        if capability is None and not (arch and sms):
+        if capability is None and not (name and arch and sms):
             close = nearest(re.sub("nvidia |geforce ", "", name, flags=re.IGNORECASE), known_names())
             wanted = "a known GPU, such as 'NVIDIA H200', or --arch and --sms beside the name of another"
             raise ValueError(f"--gpu: wanted {wanted}, got {name!r}{close}")

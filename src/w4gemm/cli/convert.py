@@ -14,7 +14,7 @@ from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import WeightWriter, write_folder
 from w4gemm.console.devices import choose_device
 from w4gemm.console.errors import require_folder
-from w4gemm.console.options import WIDE_DTYPES, positive
+from w4gemm.console.options import WIDE_DTYPES, named_path, positive
 from w4gemm.console.progress import counted, progress_bar, say
 
 MIB = 2**20
@@ -29,7 +29,7 @@ _WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWrite
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a GGUF file, or a folder with one or with a Hugging Face model")
-    parser.add_argument("output", type=Path, help="folder to write, made if needed")
+    parser.add_argument("output", type=named_path, help="folder to write, made if needed")
     parser.add_argument("--to", choices=_WRITERS, default=OwnWriter.name, help="kind of folder (default: %(default)s)")
     parser.add_argument(
         "--format",

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         device,
         args.batch_invariant,
     )
-    if args.why:
+    if args.why is not None:
         verdicts = choice.why(problem, args.why)  # before the heading, because CONFIG may be none
         print(device_line(device), problem, *verdicts, sep="\n")
         return 0

@@ -74,7 +74,7 @@ def _run_once(problem: GemmProblem, where: torch.device, config: str | None) -> 
     # planned as linear does it, for the interval of m
     weight = packed_shape(problem.format, problem.layout, problem.n, problem.k)
     key = choice.PlanKey.of(weight, problem.m, problem.dtype, config=config or "", device=where)
-    if config:
+    if config is not None:
         choice.explain(key.problem(), config)  # refuses a config before the heading; plan_for compiles after it
     print(_heading(problem), flush=True)
     plan = choice.plan_for(key)

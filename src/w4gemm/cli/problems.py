@@ -99,7 +99,7 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
     Raises:
         FileNotFoundError, FormatError, ValueError: if they cannot be read.
     """
-    format = WeightFormat.parse(args.format) if args.format else WeightFormat()
+    format = WeightFormat() if args.format is None else WeightFormat.parse(args.format)
     if args.model is not None:
         found = _layers_of_model(args.model)
     elif _is_file(args.shapes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"wanted an integer >= 1, got {text}")
     return value
+
+
+def named_path(text: str) -> Path:
+    """Return the file or folder that an option names. The empty string, which a script's unset variable gives, names
+    none, though Path("") is the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("wanted a path, got an empty string")
+    return Path(text)
 
 
 _SIZES = {"m": "number of tokens, the rows of x", "n": "output features", "k": "input features"}
