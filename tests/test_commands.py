@@ -115,6 +115,7 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ("explain --m 1 --n 64 --k 64 --why '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),
         ("compile --shapes 64x64 --m 1 -o {file}s --gpu ''", "--gpu: wanted a known GPU, such as 'NVIDIA H200'"),
         ("compile --shapes 64x64 -o {file}s --gpu '' --arch sm_80 --sms 9", "--gpu: wanted a known GPU"),
+        ("inspect {pipe}", "/pipe' is neither a file nor a folder; what can be loaded: a GGUF file"),
     ],
 )
 def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
@@ -122,7 +123,8 @@ def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
         pytest.skip("there is a GPU")
     (tmp_path / "file").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    words = shlex.split(arguments.format(file=tmp_path / "file", binary=tmp_path / "binary"))
+    os.mkfifo(tmp_path / "pipe")
+    words = shlex.split(arguments.format(**{name: tmp_path / name for name in ("file", "binary", "pipe")}))
     _, err = run(capsys, *words, code=1)
     last = err.splitlines()[-1]
     assert last.startswith("w4gemm: error: ") and message in last and "Errno" not in last and "codec" not in last

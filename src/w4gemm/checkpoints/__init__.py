@@ -109,6 +109,8 @@ def _seen(path: Path) -> str:
     if path.is_file():
         with path.open("rb") as f:
             return f"a file that begins with {f.read(8)!r}"
+    if not path.is_dir():
+        return "neither a file nor a folder"
     if (scheme := quantization_config(path)) is not None:
         return f"a model quantized by {scheme.get('quant_method')!r}, which cannot be loaded yet"
     names = sorted(p.name for p in path.iterdir())
