@@ -232,6 +232,15 @@ def test_inspect_says_the_size_of_what_stays_dense(
     assert table[0].endswith(f"MiB in {bits} bits") and row[-1] == f"{n * k * bits / 2**23:.1f}"
 
 
+def test_a_device_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder in 4 bits is converted on no device, and yet a name that is none is refused."""
+    folder = samples._gptq(tmp_path / "in")
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--device", "gpu"]) == 1
+    assert "--device: wanted cpu, cuda or cuda:N, got 'gpu'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--device", "cpu"]) == 0
+
+
 def test_an_error_names_file_and_module_once(tmp_path: Path) -> None:
     folder = samples._gptq(tmp_path / "in")
     tensors = load_file(folder / "model.safetensors")

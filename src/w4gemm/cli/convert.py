@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         how = "search" if args.search else "nearest"
     elif args.format or args.search:
         raise ValueError(f"--format, --search: {args.path} is in 4 bits already, and keeps its formats")
+    elif args.device is not None:
+        choose_device(args.device)  # nothing runs there, but a wrong name is a mistake all the same
     if not checkpoint.modules:
         raise ValueError(f"PATH: {args.path} holds no 4-bit modules, and none that could be quantized")
     dtype = WIDE_DTYPES[args.dtype or _dtype_of(checkpoint.path)]
