@@ -392,6 +392,26 @@ def test_under_autocast(dtype):
     assert torch.equal(d, linear(x.to(dtype), layer.weight, layer.bias.to(dtype)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_backward_pass_under_autocast(dtype):
+    """linear takes x as it is there, and its gradient is that of x's dtype, with the same bits."""
+    w = quantize(torch.randn(32, 64), "int4_g32")
+    stack = w4gemm.QuantizedWeight.stack([w, w])
+    given, offsets = torch.randn(5, 64), torch.tensor([0, 2, 5], dtype=torch.int32)
+
+    def gradients() -> list[torch.Tensor]:
+        found = []
+        for product in (lambda x: linear(x, w.repack()), lambda x: w4gemm.grouped_linear(x, stack, offsets)):
+            x = given.clone().requires_grad_()
+            product(x).square().sum().backward()
+            found.append(x.grad)
+        return found
+
+    wanted = gradients()
+    with torch.autocast("cpu", dtype):
+        assert all(map(torch.equal, gradients(), wanted))
+
+
 def test_the_activation_can_be_changed():
     x, dense = torch.randn(3, 64), torch.nn.Linear(64, 10)
     layer = W4Linear.from_linear(dense, "int4_g32")

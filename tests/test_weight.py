@@ -37,6 +37,27 @@ def formula(w: QuantizedWeight) -> torch.Tensor:
     return s * (u - z) if w.format.zero == "int" else s * u + z
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g32_fp16", "q4_k", "mxfp4", "nvfp4", "int4_g128_e4m3"])
+def test_under_autocast(format, dtype):
+    """Weights are made and unpacked as outside of it, whose cat and stack refuse most dtypes of scales."""
+
+    def made() -> list[QuantizedWeight]:
+        w = quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(0)), format)
+        rows = QuantizedWeight.stack([w, w], layout="canonical")
+        packed = w.repack() if format == "int4_g128_e4m3" else w.repack("mma16")
+        return [w, packed, w.shard(1, 0, 4), QuantizedWeight.interleave(w, w), rows, rows.repack()]
+
+    wanted = made()
+    with torch.autocast("cpu", dtype):
+        found = made()
+        dense = [[w.dequantize(d) for d in (torch.float32, torch.bfloat16, torch.float16)] for w in found]
+        codes = [w.parts().codes for w in found]
+    for w, same, numbers, u in zip(wanted, found, dense, codes, strict=True):
+        assert_same(w.parts(), same.parts())
+        assert all(torch.equal(w.dequantize(d.dtype), d) for d in numbers) and torch.equal(w.parts().codes, u)
+
+
 @pytest.mark.parametrize("format", ALL, ids=str)
 def test_dequantize_is_the_formula(format):
     for n, k in [(1, 1), (3, 31), (65, 300)]:

@@ -29,6 +29,7 @@ from w4gemm.api.operator_arguments import (
     nested_weight,
     schema,
 )
+from w4gemm.core.autocast import without_autocast
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
@@ -123,6 +124,7 @@ def _empty_result(given: Any, epilogue: Epilogue) -> torch.Tensor:
 
 
 @torch.library.impl("w4gemm::grouped_linear_dx", ("cpu", "cuda"))
+@without_autocast
 def _grouped_dx_op(*flat: Any) -> torch.Tensor:
     given = _GroupedDx(*flat)
     packed, grad = nested_weight(given, len(given.starts)), given.grad

@@ -25,6 +25,7 @@ from w4gemm.api.operator_arguments import (
     nested_weight,
     schema,
 )
+from w4gemm.core.autocast import without_autocast
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
@@ -175,6 +176,7 @@ def _empty_result(given: Any, epilogue: Epilogue) -> torch.Tensor:
 
 
 @torch.library.impl("w4gemm::linear_dx", ("cpu", "cuda"))
+@without_autocast
 def _linear_dx_op(*flat: Any) -> torch.Tensor:
     given = _LinearDx(*flat)
     packed = nested_weight(given)

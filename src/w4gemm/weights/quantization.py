@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import kind_of, require_bool, require_dense
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents
@@ -18,6 +19,7 @@ _SHRINKS = tuple(1 - 0.02 * i for i in range(1, 25))
 """The ranges that a search tries, as fractions of a group's whole range."""
 
 
+@without_autocast
 def quantize(
     weight: torch.Tensor,
     format: WeightFormat | str = WeightFormat(),

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from w4gemm.core.autocast import without_autocast
 from w4gemm.packing.packed_shape import packed_shape
 
 if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
 
 
+@without_autocast
 def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return one weight whose rows are those of ``weights``, one below the other, bit for bit.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
@@ -126,6 +127,7 @@ class QuantizedWeight:
         return weight_make.from_codes(cls, WeightFormat.of(format), codes, scales, zeros, g_idx, channels, factors)
 
     @classmethod
+    @without_autocast
     def interleave(cls, gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight:
         """Return one weight (2 n, k) from two (n, k), bit for bit: row 2 i is gate's row i, row 2 i + 1 is up's.
 
@@ -138,6 +140,7 @@ class QuantizedWeight:
         return weight_experts.interleave(cls, gate, up)
 
     @classmethod
+    @without_autocast
     def stack(
         cls, weights: Iterable[QuantizedWeight], count: int | None = None, layout: str | None = None
     ) -> QuantizedWeight:
@@ -184,6 +187,7 @@ class QuantizedWeight:
         tensors = self.tensors if self.perm is None else (*self.tensors, self.perm)
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    @without_autocast
     def parts(self) -> WeightComponents:
         """Unpack codes uint8 (n, k), scales (n, groups), zero points, channel scales and factors from any layout.
 
@@ -195,6 +199,7 @@ class QuantizedWeight:
             return WeightComponents.of(None if ts[0] is None else torch.stack(ts) for ts in each)
         return layout_named(self.layout).unpack(self.tensors, self.format, self.n, self.k)
 
+    @without_autocast
     def repack(self, layout: str | None = None, *, activations: str | None = "same") -> QuantizedWeight:
         """Return the same weight in another layout, bit for bit.
 
@@ -209,6 +214,7 @@ class QuantizedWeight:
         same = isinstance(activations, str) and activations == "same"
         return weight_repack.repacked(self, layout, self.activations if same else activations)
 
+    @without_autocast
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return w (n, k) in ``dtype``, with its columns in their original order whatever ``perm`` is.
 
@@ -236,6 +242,7 @@ class QuantizedWeight:
         perm = None if self.perm is None else self.perm.to(device)
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors), perm=perm)
 
+    @without_autocast
     def shard(self, dim: int, index: int, count: int) -> QuantizedWeight:
         """Return shard ``index`` of ``count`` equal shards, for tensor parallelism, in this weight's layout. It has the
         same numbers, bit for bit.
