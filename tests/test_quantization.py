@@ -95,6 +95,7 @@ def test_blocks_of_rows_and_progress():
         (torch.full((2, 4), torch.nan), ValueError, "weight: wanted finite values .* got nan at row 0, column 0"),
         (torch.full((2, 4), -torch.inf), ValueError, "weight: wanted finite values .* got -inf at row 0, column 0"),
         (torch.full((2, 4), 9000.0), ValueError, "at most 8188 for int4_.*, got 9000 at row"),
+        (torch.full((2, 4), 1e300, dtype=torch.float64), ValueError, r"at most 8188 for int4_.*, got 1e\+300 at row"),
     ],
 )
 def test_refuses(weight, error, message):

@@ -72,8 +72,8 @@ def quantize(
         if not block.abs().amax().item() <= limit:  # also true for NaN
             row, column = (~(block.abs() <= limit)).nonzero()[0].tolist()
             raise ValueError(
-                f"weight: wanted finite values of at most {limit:g} for {format}, got {block[row, column]:g} at row "
-                f"{start + row}, column {column}"
+                f"weight: wanted finite values of at most {limit:g} for {format}, got "
+                f"{weight[start + row, column].item():g} at row {start + row}, column {column}"
             )
         blocks.append(_quantize_rows(block, format, search))
         if progress is not None:
