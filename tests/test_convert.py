@@ -241,6 +241,21 @@ def test_a_device_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["convert", str(folder), str(tmp_path / "out"), "--device", "cpu"]) == 0
 
 
+@pytest.mark.parametrize("kind", ["gguf", "dense", "gptq"])
+def test_a_name_that_there_is_not_has_a_nearest_one(kind: str, tmp_path: Path) -> None:
+    if kind == "gguf":
+        path = write_gguf(tmp_path / "tiny.gguf")
+    else:
+        path = tmp_path / "in"
+        write_dense(path) if kind == "dense" else write_model(path, *SOURCES["gptq"])
+    checkpoint = open_checkpoint(path)
+    name = next(iter(checkpoint.modules))
+    with pytest.raises(FormatError, match=f"'{name}.weight' among its .*; nearest is '{name}'$"):
+        checkpoint.weight(f"{name}.weight")
+    with pytest.raises(FormatError, match=r"'model.norm' among its .*; nearest is 'model.norm.weight'$"):
+        checkpoint.dense("model.norm")
+
+
 def test_an_error_names_file_and_module_once(tmp_path: Path) -> None:
     folder = samples._gptq(tmp_path / "in")
     tensors = load_file(folder / "model.safetensors")

@@ -112,7 +112,9 @@ class DenseCheckpoint:
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
-            raise FormatError(f"{self.path}: no linear layer {name!r} among its {len(self.modules)}")
+            raise FormatError(
+                f"{self.path}: no linear layer {name!r} among its {len(self.modules)}{nearest(name, self.modules)}"
+            )
         product = self._products.get(name)
         if product is None:
             return self._quantized(name, self._read(f"{name}.weight"), device)
@@ -124,7 +126,9 @@ class DenseCheckpoint:
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
-            raise FormatError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}")
+            raise FormatError(
+                f"{self.path}: no tensor {name!r} among its {len(self.tensors)}{nearest(name, self.tensors)}"
+            )
         product = self._products.get(name.removesuffix(".bias"))
         if product is not None:
             return product.biases(self._read(f"{product.name}_bias")).to(dtype)
