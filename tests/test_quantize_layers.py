@@ -96,3 +96,33 @@ def test_a_layer_of_two_names_stays_one():
 def test_a_device_that_there_is_not(tmp_path):
     with pytest.raises(ValueError, match="device: wanted a torch.device or its string, .* got 'nonsense'"):
         integrations.transformers.load(tmp_path, "nonsense")
+
+
+def test_a_linear_layer_that_computes_something_else_stays_dense():
+    """Such as a router that returns the choices too, or a layer with low-rank terms of its own."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 100 * super().forward(x)
+
+    class Same(nn.Linear):
+        pass
+
+    mixed, x = nn.Sequential(Same(64, 64), Scaled(64, 32)), torch.randn(3, 64)
+    wanted = mixed(x)
+    quantize_layers(mixed, "int4_g32")
+    assert isinstance(mixed[0], W4Linear) and type(mixed[1]) is Scaled
+    assert (mixed(x) - wanted).norm() < 0.2 * wanted.norm()
+
+
+def test_the_router_of_a_mixture_stays_dense(tmp_path):
+    from transformers import AutoModelForCausalLM, PhimoeConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    dense = AutoModelForCausalLM.from_config(PhimoeConfig(**sizes, **heads, pad_token_id=0, bos_token_id=1))
+    dense.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4GemmConfig("int4_g32"))
+    kinds = {name.split(".")[-1]: type(m).__name__ for name, m in loaded.named_modules() if hasattr(m, "weight")}
+    assert kinds["q_proj"] == "W4Linear" != kinds.get("router")
+    assert loaded(torch.arange(8)[None]).logits.isfinite().all()

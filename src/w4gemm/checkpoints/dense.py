@@ -44,9 +44,14 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
     return names  # type: ignore[return-value]
 
 
+_PLAIN = ("FalconLinear",)
+"""Subclasses of nn.Linear with a forward of their own that computes the same."""
+
+
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
-    """Dense linear layers by name, without those where the last part of the name is one of ``skip``, and without the
-    output projection of nn.MultiheadAttention, which is not called: its weight is read.
+    """Dense linear layers by name, without those where the last part of the name is one of ``skip``, without the
+    output projection of nn.MultiheadAttention, which is not called: its weight is read, and without subclasses of
+    nn.Linear that compute something else, such as the routers of some mixtures.
 
     Raises:
         ValueError: for a name in ``skip`` that no layer has, unless it is one of :data:`SKIP`.
@@ -59,7 +64,9 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
     return {
         name: layer
         for name, layer in layers.items()
-        if name.split(".")[-1] not in skip and not isinstance(layer, NonDynamicallyQuantizableLinear)
+        if name.split(".")[-1] not in skip
+        and not isinstance(layer, NonDynamicallyQuantizableLinear)
+        and (type(layer).forward is nn.Linear.forward or type(layer).__name__ in _PLAIN)
     }
 
 

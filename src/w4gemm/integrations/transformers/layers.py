@@ -58,7 +58,8 @@ def quantize_layers(
     skip: tuple[str, ...] = SKIP,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Replace the dense linear layers of a model by 4-bit ones, in place, one at a time.
+    """Replace the dense linear layers of a model by 4-bit ones, in place, one at a time. Subclasses of torch.nn.Linear
+    with a forward of their own stay dense, because a 4-bit layer would not compute what that does.
 
     Args:
         format: see :func:`load`.
