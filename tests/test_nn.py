@@ -426,6 +426,20 @@ def test_the_activation_can_be_changed():
         W4Linear(64, 9, activation="silu_mul")
 
 
+def test_hooks_and_the_training_mode_are_the_new_layers():
+    pytest.importorskip("transformers")
+    from w4gemm.integrations.transformers import quantize_layers
+
+    model, seen = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(), []
+    model[0].register_forward_pre_hook(lambda layer, args, kwargs: seen.append(("before", kwargs)), with_kwargs=True)
+    model[0].register_forward_hook(lambda layer, args, out: out + 1)
+    model[0].register_forward_hook(lambda layer, args, out: seen.append(("behind", len(args))), always_call=True)
+    x = torch.randn(2, 64)
+    d = quantize_layers(model, "int4_g32")(x)
+    assert seen == [("before", {}), ("behind", 1)] and not model[0].training
+    assert torch.equal(d, w4gemm.linear(x, model[0].weight, bias=model[0].bias) + 1)
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["layer", "encoder"])
 def test_pytorchs_encoder_layers_in_eval_mode(whole):
     """PyTorch would hand their weights to a fused operator."""

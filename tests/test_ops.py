@@ -470,6 +470,17 @@ def test_another_memory_layout_after_a_dense_call(changed):
             call(getattr(x, changed)())
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_by_its_name(layout):
+    nested = torch.nested.nested_tensor([torch.randn(2, K), torch.randn(3, K)], layout=layout)
+    w = random_weight(FORMAT, N, K).repack()
+    for call in (lambda x: linear(x, w), W4Linear.from_weight(w), w4gemm.quantize_activations):
+        with pytest.raises(TypeError, match="x: wanted a dense tensor, got a nested one"):
+            call(nested)
+    with pytest.raises(TypeError, match=r"weight: wanted a floating-point tensor \(n, k\), got nested torch.float32"):
+        w4gemm.quantize(nested)
+
+
 def test_what_looks_alike_may_differ_in_all_else(warm, device, dtype):
     """Other tensors of the same shapes, on a weight of the same kind; rows that overlap; another weight, and size."""
     looks = len(bound._bound)

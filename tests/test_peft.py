@@ -21,7 +21,7 @@ from quantized_model import change
 from tiny_model import LAYERS, write_dense
 from w4gemm import W4Linear, quantize
 from w4gemm.integrations.peft import W4LoraLinear, enable
-from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, quantize_layers
 
 IDS = torch.arange(1, 25).view(2, 12)
 STEPS = 12
@@ -189,3 +189,12 @@ def test_variants_that_need_the_dense_weight_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         with_lora(base(), **config)
+
+
+def test_a_model_that_has_adapters_is_not_quantized() -> None:
+    """They are linear layers too, and would be in 4 bits and frozen."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
+    with pytest.raises(ValueError, match=r"model: wanted one without adapters, got PEFT's at .*0'; quantize first"):
+        quantize_layers(wrapped, "int4_g32")
+    assert quantize_layers(wrapped.merge_and_unload(), "int4_g32") is model and isinstance(model[0], W4Linear)

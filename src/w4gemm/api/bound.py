@@ -13,6 +13,7 @@ from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import is_eager
 from w4gemm.choice import PlanKey, plan_cache, plan_for, planned
 from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
+from w4gemm.core.errors import require_dense
 from w4gemm.kernels import Operands
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -82,7 +83,11 @@ def argument_facts(
     x: torch.Tensor, bias: torch.Tensor | None, activation: str | None, batch_invariant: bool
 ) -> tuple[Hashable, ...]:
     """Return all that the checks of a call look at besides the weight and the number of x's rows."""
-    shape = x.shape
+    try:
+        shape = x.shape
+    except RuntimeError:  # of a nested tensor
+        require_dense("x", x)
+        raise
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
     return shape[-1] if shape else None, x.dtype, x.device, x.layout, of_bias, activation, batch_invariant
 

@@ -39,7 +39,9 @@ def require_bool(name: str, value: object) -> None:
 
 
 def require_dense(name: str, t: torch.Tensor) -> None:
-    """Raise TypeError for a sparse or MKL-DNN tensor."""
+    """Raise TypeError for a sparse, nested or MKL-DNN tensor."""
+    if t.is_nested:
+        raise TypeError(f"{name}: wanted a dense tensor, got a nested one")
     if t.layout is not torch.strided:
         raise TypeError(f"{name}: wanted a dense tensor, got one of layout {t.layout}")
 
@@ -78,7 +80,9 @@ def nearest(value: object, legal: Iterable[str]) -> str:
 
 def kind_of(value: object) -> str:
     """Return what a message says came instead: dtype and shape of a tensor, else the name of the type."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"nested {value.dtype}" if value.is_nested else f"{value.dtype} {tuple(value.shape)}"
 
 
 def device_here(name: str, device: object) -> torch.device:

@@ -59,7 +59,8 @@ def quantize_layers(
     progress: Progress | None = None,
 ) -> nn.Module:
     """Replace the dense linear layers of a model by 4-bit ones, in place, one at a time. Subclasses of torch.nn.Linear
-    with a forward of their own stay dense, because a 4-bit layer would not compute what that does.
+    with a forward of their own stay dense, because a 4-bit layer would not compute what that does. Forward hooks of
+    a layer and its training mode are its successor's.
 
     Args:
         format: see :func:`load`.
@@ -71,15 +72,18 @@ def quantize_layers(
 
     Raises:
         TypeError, ValueError: for a model, format or ``skip`` that is none, for a name in ``skip`` that no layer has,
-            and for a weight that is not finite or too large, naming its layer; layers before it are in 4 bits then.
+            for a model with PEFT's adapters, and for a weight that is not finite or too large, naming its layer; layers
+            before it are in 4 bits then.
     """
     names, skip = _names(model), checked_skip(skip)
+    _refuse_adapters(model)
     layers = linear_layers(model, skip)
     for done, (name, layer) in enumerate(layers.items(), 1):
         try:
             made = W4Linear.from_linear(layer, default_format(layer.in_features) if format is None else format)
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from e
+        _hand_over(layer, made)
         for place in names[layer]:
             model.set_submodule(place, made)
         if progress is not None:
@@ -93,6 +97,32 @@ def quantize_layers(
 
         refuse_to_save_undescribed(model)
     return model
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Raise ValueError for a model that PEFT has wrapped: its adapters are linear layers too, and would be frozen."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, tuners.BaseTunerLayer):
+            raise ValueError(
+                f"model: wanted one without adapters, got PEFT's at {name!r}; quantize first and add adapters then, "
+                "or merge them into their layers before (merge_and_unload)"
+            )
+
+
+def _hand_over(layer: nn.Module, made: nn.Module) -> None:
+    """Give a layer's forward hooks and its training mode to what takes its place."""
+    for key, pre_hook in layer._forward_pre_hooks.items():
+        made.register_forward_pre_hook(pre_hook, with_kwargs=key in layer._forward_pre_hooks_with_kwargs)
+    for key, hook in layer._forward_hooks.items():
+        made.register_forward_hook(
+            hook,
+            with_kwargs=key in layer._forward_hooks_with_kwargs,
+            always_call=key in layer._forward_hooks_always_called,
+        )
+    made.train(layer.training)
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
