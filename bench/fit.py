@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from bench.constants_file import begin, write
 from bench.options import command
-from bench.slice_times import Launch, Weighted, fit
+from bench.slice_times import Launch, Weighted, fit, plausible
 from bench.sweep import gpu_of
 from bench.timings import rows_of
 
@@ -134,15 +134,20 @@ class How(NamedTuple):
 
 def after(timings: Timings, known: dict[str, SliceTimes], how: How) -> dict[str, SliceTimes]:
     """The times of all configs for x of as many bits, fitted to timings."""
-    adjusted = {name: estimated(name, timings.device) for name in timings.configs} if how.adjust else {}
+    before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
+    adjusted: dict[str, SliceTimes] = {}
+    if how.adjust:
+        before = before if how.others_stay else plausible(before)
+        adjusted = {name: before.get(name) or estimated(name, timings.device) for name in timings.configs}
     kept = {name: times for name, times in adjusted.items() if name not in how.only} if how.only else how.kept
     times = fitted(timings, kept, adjusted, how.unknown)
     if not adjusted and not kept:
         return times
-    before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
     if how.only:
         return before | {name: found for name, found in times.items() if name in how.only}
-    return before | times if how.kept or how.others_stay else carried(adjusted | before, times)
+    if how.kept or how.others_stay:
+        return before | times
+    return plausible(carried(adjusted | before, times))
 
 
 def hold_out(rows: list[dict[str, Any]], known: dict[str, SliceTimes], how: How, parts: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ can make it zero, which no factor changes again; then layers of few slices are p
 _CHANGE_WEIGHT, _PART_CHANGE_WEIGHT = 0.3, 0.09
 """How much the squared logarithm of a known constant's change weighs, beside those of samples; and that of a change of
 what a CTA alone takes / what others add, which the samples of a full GPU, most of them, leave open."""
+_SPLIT_PART = 0.5
+"""Least time of a CTA alone for a k-slice if k is split, over that if not: 0.65 to 0.85 with 16-bit x."""
 _LEAST_PART = 0.02
 """Least part of a k-slice's time, either of a CTA alone or of what others add, that an adjustment begins from: none
 would stay none."""
@@ -64,6 +67,20 @@ class Weighted(NamedTuple):
         told = self.launch.us(times)
         slower = max(min(told, self.us) / self.fastest_us, _TOO_FAST)
         return self.weight / slower**6 * math.log(told / self.us) ** 2
+
+
+def plausible(times: dict[str, SliceTimes]) -> dict[str, SliceTimes]:
+    """The times by name, those of a CTA alone at least as long as for k-slices of half as many columns, and half as
+    long as without split_k; what others add is less then. Timings leave the one open where no CTA ran alone."""
+    found: dict[str, SliceTimes] = {}
+    parsed = {name: GemmConfig.parse(name.partition("/")[2]) for name in times}
+    for name, config in sorted(parsed.items(), key=lambda item: (item[1].split_k, item[1].tile_k)):
+        given, kernel = times[name], name.partition("/")[0]
+        least = [(1.0, replace(config, tile_k=config.tile_k // 2)), (_SPLIT_PART, replace(config, split_k=1))]
+        floors = [part * found[f"{kernel}/{other}"].alone for part, other in least if f"{kernel}/{other}" in found]
+        alone = min(max(given.alone, *floors, 0.0), given.alone + given.shared)
+        found[name] = given._replace(alone=alone, shared=given.alone + given.shared - alone)
+    return found
 
 
 def fit(samples: list[Weighted], known: SliceTimes | None = None) -> SliceTimes:

@@ -365,6 +365,15 @@ def test_a_slow_config_counts_in_a_fit_if_it_is_predicted_to_be_fast(monkeypatch
     assert told[19.0] < told[40.0]
 
 
+def test_a_cta_alone_takes_at_least_as_long_for_more_columns():
+    name, wide, split = (f"a/64x64x{rest}" for rest in ("256_1x1x1_coop", "512_1x1x1_coop", "256_1x1x1_coop_k2"))
+    times = {wide: SliceTimes(0.1, 0.6, 1.0), name: SliceTimes(0.4, 0.0, 1.0), split: SliceTimes(0.01, 0.1, 2.0)}
+    found = slice_times.plausible({**times, "b/64x64x512_1x1x1_coop": times[wide]})
+    assert found[name] == times[name] and found["b/64x64x512_1x1x1_coop"] == pytest.approx(times[wide])
+    assert found[wide] == pytest.approx((0.4, 0.3, 1.0)), "and both together as long as before"
+    assert found[split] == pytest.approx((0.11, 0.0, 2.0)), "at most both together"
+
+
 def test_an_adjustment_finds_what_a_cta_takes_alone():
     """From layers with a third, half and all of the GPU busy, although by the constants before others add most."""
     pytest.importorskip("scipy", reason="bench.fit needs it")
