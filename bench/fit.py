@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from bench.constants_file import begin, write
 from bench.options import command
-from bench.slice_times import Launch, Weighted, fit, plausible
+from bench.slice_times import Launch, Weighted, fit, plausible, weight_of
 from bench.sweep import gpu_of
 from bench.timings import rows_of
 
@@ -221,6 +221,7 @@ def fitted(
     fastest = {point: min(us for _, us in configs.values()) for point, configs in points.items()}
 
     def weight(point: Point, us: float) -> float:
+        """What a sample weighs, however slow its config is."""
         return (us / (us + _QUARTER_US)) ** 2 * (_EXPERTS_WEIGHT if point.experts else 1)
 
     # What slows down all configs of a point alike, a hot GPU most of all, must not count against those measured there.
@@ -243,7 +244,7 @@ def fitted(
             times[config] = kept.get(config) or fit(weighted, adjusted.get(config))
         for point, configs in points.items():
             logs = [
-                (weight(point, us) * (fastest[point] / us) ** 6, math.log(us / launch.us(times[config])))
+                (weight(point, us) * weight_of(us / fastest[point]), math.log(us / launch.us(times[config])))
                 for config, (launch, us) in configs.items()
             ]
             slower[point] = math.exp(sum(w * log for w, log in logs) / sum(w for w, _ in logs))

@@ -51,6 +51,11 @@ class Launch(NamedTuple):
         return self.of_times(times)(p.m, 2 * p.m * p.n * p.k)
 
 
+def weight_of(slower: float) -> float:
+    """How much a sample weighs whose time is ``slower`` times the fastest of its point."""
+    return slower**-6
+
+
 class Weighted(NamedTuple):
     """A time to fit to."""
 
@@ -66,7 +71,7 @@ class Weighted(NamedTuple):
         they make them look fast."""
         told = self.launch.us(times)
         slower = max(min(told, self.us) / self.fastest_us, _TOO_FAST)
-        return self.weight / slower**6 * math.log(told / self.us) ** 2
+        return self.weight * weight_of(slower) * math.log(told / self.us) ** 2
 
 
 def plausible(times: dict[str, SliceTimes]) -> dict[str, SliceTimes]:

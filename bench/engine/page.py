@@ -112,13 +112,16 @@ def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
     return tables
 
 
-def has_more(earlier: Iterable[Row], last: Iterable[Row]) -> bool:
-    """True if an earlier run had all implementations of the last and more, or other numbers of requests."""
-    kept, newest = [
-        ({row["impl"] for row in rows}, {row["batch"] for row in rows if row["phase"] == "decode"})
-        for rows in (earlier, last)
-    ]
-    return kept[0] > newest[0] or not kept[1] <= newest[1]
+def has_more(earlier: Sequence[Row], last: Sequence[Row]) -> bool:
+    """True if an earlier run had all implementations of the last and more, or a number of requests that that lacks."""
+
+    def impls(rows: Iterable[Row]) -> set[str]:
+        return {row["impl"] for row in rows}
+
+    def batches(rows: Iterable[Row]) -> set[int]:
+        return {row["batch"] for row in rows if row["phase"] == "decode"}
+
+    return impls(earlier) > impls(last) or not batches(earlier) <= batches(last)
 
 
 def text(rows: Sequence[Row], file: str) -> str:

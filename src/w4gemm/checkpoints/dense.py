@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, FILES, SafetensorsFolder, quantization_config, transformers_errors
-from w4gemm.core.errors import FormatError, nearest
+from w4gemm.core.errors import FormatError, nearest, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.weight import QuantizedWeight
@@ -119,9 +119,7 @@ class DenseCheckpoint:
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
-            raise FormatError(
-                f"{self.path}: no linear layer {name!r} among its {len(self.modules)}{nearest(name, self.modules)}"
-            )
+            raise not_among(self.path, "linear layer", name, self.modules)
         product = self._products.get(name)
         if product is None:
             return self._quantized(name, self._read(f"{name}.weight"), device)
@@ -133,9 +131,7 @@ class DenseCheckpoint:
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
-            raise FormatError(
-                f"{self.path}: no tensor {name!r} among its {len(self.tensors)}{nearest(name, self.tensors)}"
-            )
+            raise not_among(self.path, "tensor", name, self.tensors)
         product = self._products.get(name.removesuffix(".bias"))
         if product is not None:
             return product.biases(self._read(f"{product.name}_bias")).to(dtype)

@@ -19,7 +19,7 @@ import torch
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.gguf_file import GGUFFile
 from w4gemm.checkpoints.gguf_header import MAGIC
-from w4gemm.core.errors import FormatError, nearest
+from w4gemm.core.errors import FormatError, not_among
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -115,17 +115,13 @@ class GGUFCheckpoint:
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
-            raise FormatError(
-                f"{self.path}: no 4-bit module {name!r} among its {len(self.modules)}{nearest(name, self.modules)}"
-            )
+            raise not_among(self.path, "4-bit module", name, self.modules)
         stored = self._stored[f"{name}.weight"]
         return self.file.weight(stored, self._rows(stored), device)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
-            raise FormatError(
-                f"{self.path}: no dense tensor {name!r} among its {len(self.tensors)}{nearest(name, self.tensors)}"
-            )
+            raise not_among(self.path, "dense tensor", name, self.tensors)
         if name in _ROPE_TABLES:
             return self._rope_table().to(dtype)
         stored = self._stored[name]

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from w4gemm.checkpoints.gguf_header import Array, TensorInfo, elements, gguf_package, read_header, type_sizes
-from w4gemm.core.errors import FormatError
+from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -140,7 +140,7 @@ class GGUFFile:
 
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise FormatError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}")
+            raise not_among(self.path, "tensor", name, self.tensors)
         return self.tensors[name]
 
     def _raw(self, info: TensorInfo) -> np.ndarray[Any, np.dtype[np.uint8]]:

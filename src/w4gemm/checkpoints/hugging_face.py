@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.core.errors import FormatError
+from w4gemm.core.errors import FormatError, not_among
 
 FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of which a folder has one."""
@@ -107,7 +107,7 @@ class SafetensorsFolder:
             FormatError: if there is no such tensor, or its file has become unreadable.
         """
         if name not in self.tensors:
-            raise FormatError(f"{self.path}: no tensor {name!r} among its {len(self.tensors)}")
+            raise not_among(self.path, "tensor", name, self.tensors)
         return self.tensors[name].read()
 
     def _index(self) -> dict[str, Path] | None:

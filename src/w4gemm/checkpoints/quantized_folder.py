@@ -20,7 +20,7 @@ from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
 from w4gemm.checkpoints.module_tensors import missing
 from w4gemm.checkpoints.named_modules import Named, warn_of_missing
-from w4gemm.core.errors import FormatError, nearest
+from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -122,9 +122,7 @@ class QuantizedFolder:
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
-            raise FormatError(
-                f"{self.path}: no 4-bit module {name!r} among its {len(self.modules)}{nearest(name, self.modules)}"
-            )
+            raise not_among(self.path, "4-bit module", name, self.modules)
         stack = self._stacks.get(name)
         try:
             if stack is None:
@@ -142,9 +140,7 @@ class QuantizedFolder:
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
-            raise FormatError(
-                f"{self.path}: no dense tensor {name!r} among its {len(self.tensors)}{nearest(name, self.tensors)}"
-            )
+            raise not_among(self.path, "dense tensor", name, self.tensors)
         owner, leaf = _Name.of(name)
         if (stack := self._stacks.get(owner)) is not None:
             together = stack.bias if leaf == "bias" else stack.pre_quant_scale

@@ -6,7 +6,7 @@ A bad argument raises ``ValueError`` or ``TypeError``; the message names the arg
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -76,6 +76,11 @@ def nearest(value: object, legal: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in legal}
     found = difflib.get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
     return f"; nearest is {by_lower[found[0]]!r}" if found else ""
+
+
+def not_among(path: object, kind: str, name: str, names: Collection[str]) -> FormatError:
+    """Return the error for a ``kind`` of thing called ``name`` that a checkpoint's ``names`` lack."""
+    return FormatError(f"{path}: no {kind} {name!r} among its {len(names)}{nearest(name, names)}")
 
 
 def kind_of(value: object) -> str:

@@ -7,8 +7,8 @@ from cutlass import Int32
 
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, GpuVariant, shared_memory_of_each
 
-_HALF = shared_memory_of_each(HOPPER_SHARED_MEMORY, 2)
-"""Bytes of each of two CTAs of a multiprocessor."""
+_MORE_THAN_HALF = shared_memory_of_each(HOPPER_SHARED_MEMORY, 2) + 16
+"""Bytes with which only one CTA fits a multiprocessor."""
 
 
 def memory_of_launch(variant: GpuVariant, clusters: Int32, max_clusters: Int32) -> Int32 | int:
@@ -18,7 +18,7 @@ def memory_of_launch(variant: GpuVariant, clusters: Int32, max_clusters: Int32) 
     multiprocessor would share the first that is free, although there is one for each. So if there are no more CTAs than
     multiprocessors, each asks for more than half of the memory.
     """
-    if variant.shared_bytes > _HALF:
+    if variant.shared_bytes >= _MORE_THAN_HALF:
         return variant.shared_bytes
     alone = clusters * variant.occupancy <= max_clusters
-    return Int32(cutlass.select_(alone, Int32(_HALF + 16), Int32(variant.shared_bytes)))
+    return Int32(cutlass.select_(alone, Int32(_MORE_THAN_HALF), Int32(variant.shared_bytes)))
