@@ -221,7 +221,7 @@ def fitted(
     fastest = {point: min(us for _, us in configs.values()) for point, configs in points.items()}
 
     def weight(point: Point, us: float) -> float:
-        """What a sample weighs, however slow its config is."""
+        """Weight of a sample, however slow its config is."""
         return (us / (us + _QUARTER_US)) ** 2 * (_EXPERTS_WEIGHT if point.experts else 1)
 
     # What slows down all configs of a point alike, a hot GPU most of all, must not count against those measured there.
