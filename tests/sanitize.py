@@ -32,6 +32,8 @@ CASES = {
     "sm90_decode/8x64x128_1x1x1_coop": (3, 200, 4096),
     "sm90_decode/8x64x128_1x1x1_pingpong": (8, 20000, 256),
     "sm90_decode/16x32x128_1x1x1_coop_k2": (13, 130, 2112),
+    "sm90_decode/8x48x128_1x1x1_coop": (8, 1000, 1100),
+    "sm90_decode/16x80x128_1x1x1_coop_k2": (13, 700, 2112),
     "sm90_decode/16x64x128_1x1x1_pingpong": (16, 300, 2048),
     "sm90_mixed_gemm/64x128x128_1x1x1_coop": (100, 20000, 384),
     "sm90_mixed_gemm/64x128x256_1x1x1_coop_k2": (64, 200, 4224),

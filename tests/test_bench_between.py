@@ -44,7 +44,7 @@ def test_a_layer_is_computed(fp8: bool) -> None:
 
 
 def test_only_models_whose_products_are_all_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(between.WHOLE) == {"llama-3-8b", "llama-3-70b"}
+    assert set(between.WHOLE) == {"llama-3-8b", "llama-3-70b", "qwen2.5-32b"}
     with pytest.raises(SystemExit):
         between.main(["--model", "qwen2.5-72b"])
-    assert "wanted some of llama-3-8b, llama-3-70b, got qwen2.5-72b" in capsys.readouterr().err
+    assert "wanted some of llama-3-8b, llama-3-70b, qwen2.5-32b, got qwen2.5-72b" in capsys.readouterr().err

@@ -39,26 +39,27 @@ STRIP_BYTES = 32 * LANE_BYTES
 class Copy(NamedTuple):
     """A run of bytes to copy out of a block in global memory."""
 
-    target: int
+    target: Any
     """First byte in the copy."""
     source: int
     """First byte in the block, for half 0 and row 0."""
     offset: Any
     """Bytes from ``source`` to the first byte of the half and row that were asked for."""
-    size: int
+    size: Any
     """Bytes."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Sizes and offsets, in bytes, of a block, or of the sub-block that a stage or a warp holds.
+    """Sizes and offsets, in bytes, of a block, or of the sub-block that a stage or a warp holds. A sub-block of other
+    rows than a block's is packed as a block of so many rows.
 
     Args:
         scale_group: columns that share a scale inside the block: 16, 32, 64 or 128.
         has_zero: True if a zero word follows each scale word.
         scale_bits: bits of a scale or zero point: 32, 16 or 8.
         factors: True if all columns share a pair of factors, of their scales and of their zero points.
-        rows: 64, or 16 or 32 for a sub-block.
+        rows: 64, or another multiple of 16 for a sub-block.
         columns: 128, or 64 for half a block.
     """
 
@@ -174,8 +175,8 @@ class Block:
         return self.bytes // 4
 
     def copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
-        """The fewest runs of bytes of a whole block that make this sub-block. half: the half of the block that a
-        sub-block of 64 columns is. row: the first of fewer than 64 rows, a multiple of 16."""
+        """The fewest runs of bytes of a whole block that make this sub-block, of at most 64 rows. half: the half of the
+        block that a sub-block of 64 columns is. row: the first of fewer than 64 rows, a multiple of 16."""
         return [Copy(0, 0, 0, self.bytes)] if self == self.sub_block() else self.separate_copies(half, row)
 
     def separate_copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
@@ -189,17 +190,23 @@ class Block:
                 Copy(self.code_bytes, whole.code_bytes, half_of_scales, self.group_bytes),
                 *factors,
             ]
-        assert self.columns == BLOCK_K, "fewer rows have all columns"
+        return self.row_copies(row, self.rows, 0)
+
+    def row_copies(self, row: Any, rows: Any, at: Any) -> list[Copy]:
+        """The runs of bytes that bring ``rows`` rows of a whole block, from ``row`` on, to this sub-block's rows from
+        ``at`` on: all three multiples of 16."""
+        assert self.columns == BLOCK_K, "other rows have all columns"
+        whole, row_bytes, scale_row_bytes = self.sub_block(), HALF_K // 2, self.pair_bytes // 2
         codes = [
-            Copy(h * self.half_bytes, h * whole.half_bytes, row * (HALF_K // 2), self.half_bytes)
+            Copy(h * self.half_bytes + at * row_bytes, h * whole.half_bytes, row * row_bytes, rows * row_bytes)
             for h in range(self.columns // HALF_K)
         ]
         scales = [
             Copy(
-                self.code_bytes + r * self.run_bytes,
+                self.code_bytes + r * self.run_bytes + at * scale_row_bytes,
                 whole.code_bytes + r * whole.run_bytes,
-                row * (self.pair_bytes // 2),
-                self.run_bytes,
+                row * scale_row_bytes,
+                rows * scale_row_bytes,
             )
             for r in range(self.runs + self.factors)
         ]

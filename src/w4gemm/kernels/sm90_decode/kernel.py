@@ -6,8 +6,9 @@ instruction. The transpose of d is computed; no other file depends on this.
 Each warp runs its own pipeline. Warp i of W takes the k blocks (128 columns) i, i + W, ... of a tile of tile_n
 features:
 
-    stage   weights  one bulk copy per 64-row block; if tile_n < 64, 2 + 128 / scale_group copies (the codes of each
-                     64-column half, then scales and zero points of each group)
+    stage   weights  one bulk copy per 64-row block; if tile_n is no multiple of 64, of each block that has rows of the
+                     tile 2 + 128 / scale_group copies (the codes of each 64-column half, then scales and zero points of
+                     each group)
             x        two TMA boxes of 64 columns x tile_m tokens (x has m rows if m < tile_m), 128-byte swizzle
     full    one mbarrier per stage, arrive count 1: the elected lane's expect_tx, plus the stage's transaction bytes.
             There is no empty barrier: the warp that refills a stage is the only one that reads it.
@@ -72,7 +73,7 @@ from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_decode.variant import ReductionRound, Variant
-from w4gemm.packing.block import BLOCK_N, STRIP_N
+from w4gemm.packing.block import BLOCK_N, Copy
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
@@ -272,11 +273,11 @@ class Sm90DecodeKernel:
             for _ in cutlass.range(k_blocks_per_warp, unroll=1):
                 cute.arch.mbarrier_wait(full + state.stage, state.phase)
                 x_fragments = self.read_x(pipeline, state.stage, thread % 32)
-                for block in cutlass.range_constexpr(variant.blocks_n):
-                    words, scales = self.read_weight(pipeline, state.stage, block, thread % 32)
-                    if const_expr(variant.scales_in_registers and block == variant.blocks_n - 1):
+                for batch in cutlass.range_constexpr(variant.batches):
+                    words, scales = self.read_weight(pipeline, state.stage, batch, thread % 32)
+                    if const_expr(variant.scales_in_registers and batch == variant.batches - 1):
                         cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
-                    self.multiply(acc, block, words, scales, x_fragments, table)
+                    self.multiply(acc, batch, words, scales, x_fragments, table)
                 if const_expr(not variant.scales_in_registers):
                     cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
                 state = state.after(variant.stages)
@@ -360,13 +361,34 @@ class Sm90DecodeKernel:
             barrier = shared_address(pipeline.full + stage)
             target = pipeline.weights + stage * variant.weight_bytes
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, variant.weight_bytes + variant.tma_x_bytes)
-            for b in cutlass.range_constexpr(max(1, rows // 64)):
-                # a tile may reach past the last block: it takes that one again, and rows past n are not stored
-                block = cutlass.min(cursor.n_tile * rows // 64 + b, own.shape[0] - 1)
-                source = own.iterator.toint() + (Int64(block) * weight.shape[1] + cursor.k_block) * variant.block.bytes
-                own_target = target + b * variant.stage_block.bytes
-                for copy in variant.stage_block.copies(row=cursor.n_tile * rows % BLOCK_N):
-                    bulk_copy(own_target + copy.target, source + copy.source + copy.offset, Int32(copy.size), barrier)
+            if const_expr(variant.whole_blocks):
+                for i in cutlass.range_constexpr(rows // BLOCK_N):
+                    source = self.source(own, cursor.n_tile * rows // BLOCK_N + i, cursor.k_block)
+                    self.copy(variant.stage_block.copies(), source, target + i * variant.stage_block.bytes, barrier)
+            else:
+                row, at, blocks = cursor.n_tile * rows, 0, variant.blocks_of_tile
+                for i in cutlass.range_constexpr(blocks.most):
+                    source, count = self.source(own, row // BLOCK_N, cursor.k_block), rows
+                    if const_expr(blocks.most > 1):
+                        count = cutlass.min(BLOCK_N - row % BLOCK_N, rows - at)
+                    copies = variant.stage_block.row_copies(row % BLOCK_N, count, at)
+                    if const_expr(i < blocks.fewest):
+                        self.copy(copies, source, target, barrier)
+                    else:
+                        if count > 0:
+                            self.copy(copies, source, target, barrier)
+                    row, at = row + count, at + count
+
+    def source(self, weight: cute.Tensor, block: Int32, k_block: Int32) -> Int64:
+        """The address of a packed block. A tile may reach past the last one along n: it takes that one again, and rows
+        past n are not stored."""
+        block = cutlass.min(block, weight.shape[0] - 1)
+        return weight.iterator.toint() + (Int64(block) * weight.shape[1] + k_block) * self.variant.block.bytes
+
+    def copy(self, copies: list[Copy], source: Int64, target: Int32, barrier: Int32) -> None:
+        """Request runs of bytes of a packed block."""
+        for copy in copies:
+            bulk_copy(target + copy.target, source + copy.source + copy.offset, Int32(copy.size), barrier)
 
     @cute.jit
     def load_x(self, x_source: XSource, pipeline: Pipeline, cursor: Cursor, stage: Int32):
@@ -403,20 +425,23 @@ class Sm90DecodeKernel:
         return XSource(x.tma, source, target)
 
     def read_weight(
-        self, pipeline: Pipeline, stage: Int32, block: int, lane: Int32
+        self, pipeline: Pipeline, stage: Int32, batch: int, lane: Int32
     ) -> tuple[list[list[Int32]], Callable[[int, int], tuple[Int32, ...]]]:
-        """Code words [m16 atom][8 steps] of a stage's ``block``-th 64-row block, and a function of m16 atom and group
-        that gives the scale words."""
+        """Code words [m16 atom][8 steps] of a stage's ``batch``-th 64 rows, and a function of m16 atom and group that
+        gives the scale words."""
         variant = self.variant
-        address = pipeline.weights + stage * variant.weight_bytes + block * variant.stage_block.bytes
+        address, strips = pipeline.weights + stage * variant.weight_bytes, variant.strips_of(batch)
+        first = strips.start
+        if variant.whole_blocks:
+            address, first = address + batch * variant.stage_block.bytes, 0
         words = []
-        for atom in range(variant.stage_block.rows // STRIP_N):
-            halves = [self.reader.codes(address, half, atom, lane) for half in range(2)]
+        for atom in range(len(strips)):
+            halves = [self.reader.codes(address, half, first + atom, lane) for half in range(2)]
             words.append(halves[0] + halves[1])
 
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
-            scales = address + variant.stage_block.code_bytes
-            return self.reader.scales(scales, g, atom, lane // 4) + self.reader.factors(scales, atom, lane // 4)
+            scales, strip = address + variant.stage_block.code_bytes, first + atom
+            return self.reader.scales(scales, g, strip, lane // 4) + self.reader.factors(scales, strip, lane // 4)
 
         if not variant.scales_in_registers:
             return words, load_scale
@@ -445,15 +470,15 @@ class Sm90DecodeKernel:
     def multiply(
         self,
         acc: cute.Tensor,
-        block: int,
+        batch: int,
         words: list[list[Int32]],
         scales: Callable[[int, int], tuple[Int32, ...]],
         x_fragments: list[list[tuple[Int32, Int32]]],
         table: Int32,
     ) -> None:
-        """acc += the weights of the tile's ``block``-th 64 rows @ x.T, group by group. table: see own_pairs."""
+        """acc += the weights of the tile's ``batch``-th 64 rows @ x.T, group by group. table: see own_pairs."""
         if not self.decoder.separate_scales:
-            self.multiply_scaled(acc, block, words, scales, x_fragments)
+            self.multiply_scaled(acc, batch, words, scales, x_fragments)
             return
         variant = self.variant
         steps = variant.block.scale_group // 16
@@ -471,13 +496,13 @@ class Sm90DecodeKernel:
                 for tb in range(variant.token_blocks):
                     for i in range(4):
                         scale, zero = values[i // 2]
-                        total = acc[i, tb, block * 4 + atom] + scale * sums[tb][i]
-                        acc[i, tb, block * 4 + atom] = total if zero is None else total + zero * x_sums[tb][i]
+                        total = acc[i, tb, batch * 4 + atom] + scale * sums[tb][i]
+                        acc[i, tb, batch * 4 + atom] = total if zero is None else total + zero * x_sums[tb][i]
 
     def multiply_scaled(
         self,
         acc: cute.Tensor,
-        block: int,
+        batch: int,
         words: list[list[Int32]],
         scales: Callable[[int, int], tuple[Int32, ...]],
         x_fragments: list[list[tuple[Int32, Int32]]],
@@ -492,9 +517,9 @@ class Sm90DecodeKernel:
                 for step in range((first + field) * steps, (first + field + 1) * steps):
                     a = self.decoder.decode((words[atom][step],), prepared)
                     for tb in range(self.variant.token_blocks):
-                        sums = [acc[i, tb, block * 4 + atom] for i in range(4)]
+                        sums = [acc[i, tb, batch * 4 + atom] for i in range(4)]
                         for i, y in enumerate(mma_sync(self.variant.kind, sums, a, x_fragments[tb][step])):
-                            acc[i, tb, block * 4 + atom] = y
+                            acc[i, tb, batch * 4 + atom] = y
 
     def sum_x(self, fragments: list[tuple[Int32, Int32]], first: int, count: int) -> list[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""

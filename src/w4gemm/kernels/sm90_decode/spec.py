@@ -14,7 +14,10 @@ from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 _TILE_M = (8, 16)
-_TILE_N = (16, 32, 64, 128)
+_TO_FILL = (48, 80, 96)
+"""tile_n that makes about as many tiles of some layers as a GPU has SMs, where 64 and 32 leave a third of them without
+one: 6144 / 48, 10240 / 80 and 12288 / 96 are 128, and by two CTAs each 5120 / 80."""
+_TILE_N = (16, 32, 48, 64, 80, 96, 128)
 _SPLIT_K = (1, 2)
 
 
@@ -27,6 +30,25 @@ SPACE = Space(
     _candidates,
     f"tile_m {listed(_TILE_M)}; tile_n {listed(_TILE_N)}; tile_k 128; split_k {listed(_SPLIT_K)}; coop and pingpong",
     impossible=(Rule("shared memory", "there is no room for the pipelines of four warps", lambda v: not v.warps),),
+    pruned=(
+        Rule(
+            f"{listed(_TO_FILL)} features in pairs",
+            "two CTAs per SM were never faster than with 32, 64 or 128 features",
+            lambda c: c.schedule == "pingpong" and c.tile_n in _TO_FILL,
+            of="sizes",
+        ),
+        Rule(
+            "96 features by two CTAs",
+            "80 were always faster",
+            lambda c: c.tile_n == 96 and c.split_k == 2,
+            of="sizes",
+        ),
+        Rule(
+            f"{listed(_TO_FILL)} features of experts",
+            "they make as many tiles as there are SMs, and experts have many more",
+            lambda v: v.grouped and v.config.tile_n in _TO_FILL,
+        ),
+    ),
 )
 
 

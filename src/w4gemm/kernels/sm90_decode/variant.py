@@ -9,7 +9,7 @@ from typing import NamedTuple
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, GpuVariant, shared_memory_of_each
-from w4gemm.packing.block import BLOCK_N, Block
+from w4gemm.packing.block import BLOCK_N, STRIP_N, Block
 from w4gemm.packing.codecs.pairs import Pairs
 
 _BARRIERS_AND_ALIGNMENT = 1536
@@ -33,6 +33,13 @@ class Warps(NamedTuple):
     in_reduction: int
 
 
+class BlocksOfTile(NamedTuple):
+    """How many packed blocks a tile has rows of: it depends on the row that the tile begins at."""
+
+    fewest: int
+    most: int
+
+
 @dataclass(frozen=True)
 class Variant(GpuVariant):
     tokens: int = 0
@@ -49,12 +56,30 @@ class Variant(GpuVariant):
     @property
     def m16_atoms(self) -> int:
         """16-row atoms of the matrix instruction in the weight tile; every warp multiplies all of them."""
-        return self.config.tile_n // 16
+        return self.config.tile_n // STRIP_N
 
     @property
-    def blocks_n(self) -> int:
-        """Packed 64-row weight blocks in the weight tile; 1 for a tile of fewer rows."""
-        return max(1, self.config.tile_n // 64)
+    def whole_blocks(self) -> bool:
+        """True if the weight tile is whole packed blocks; else its rows, of one block or several, are packed in shared
+        memory as a block of their own."""
+        return self.config.tile_n % BLOCK_N == 0
+
+    @property
+    def blocks_of_tile(self) -> BlocksOfTile:
+        """Packed blocks that the rows of a weight tile lie in, if the tile is not whole blocks."""
+        rows = self.config.tile_n
+        counts = {-(-(tile * rows % BLOCK_N + rows) // BLOCK_N) for tile in range(BLOCK_N // STRIP_N)}
+        return BlocksOfTile(min(counts), max(counts))
+
+    @property
+    def batches(self) -> int:
+        """Batches of at most 64 rows of the weight tile, whose codes are in registers at once."""
+        return -(-self.config.tile_n // BLOCK_N)
+
+    def strips_of(self, batch: int) -> range:
+        """The 16-row strips of a batch."""
+        strips = BLOCK_N // STRIP_N
+        return range(batch * strips, min((batch + 1) * strips, self.m16_atoms))
 
     @property
     def token_blocks(self) -> int:
@@ -63,13 +88,14 @@ class Variant(GpuVariant):
 
     @property
     def stage_block(self) -> Block:
-        """The rows of a packed block that a tile has: all 64, or tile_n."""
-        return self.block.sub_block(rows=min(self.config.tile_n, BLOCK_N))
+        """The packed block that a stage holds: one of 64 rows or several or, if the tile is not whole blocks, one of
+        tile_n rows."""
+        return self.block.sub_block(rows=BLOCK_N if self.whole_blocks else self.config.tile_n)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights per stage: tile_n rows x 128 columns."""
-        return self.blocks_n * self.stage_block.bytes
+        return self.config.tile_n // self.stage_block.rows * self.stage_block.bytes
 
     @property
     def x_bytes(self) -> int:
