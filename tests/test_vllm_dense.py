@@ -475,6 +475,12 @@ def test_a_layer_that_cannot_be_packed_runs_on_vllms_kernel(
     assert type(kernel.vllm_kernel) is Marlin and kernel.vllm_kernel.loaded is codes
     assert "w4gemm leaves linear layers of GPTQ, AWQ and compressed-tensors to vLLM's own kernels" in caplog.text
     assert torch.equal(kernel.apply_weights(layer, torch.ones(2)), torch.full((2,), 2.0))
+    for name in list(layer._parameters):
+        delattr(layer, name)
+    load(layer, Case("gptq"), ("qweight", "scales", "qzeros", "g_idx"), N, K, seed=5)
+    kernel.process_weights_after_loading(layer)  # weights that could be packed: vLLM has graphs of its kernel's tensors
+    assert kernel.vllm_kernel.loaded is getattr(layer, kernel.w_q_name) is not codes
+    assert torch.equal(kernel.apply_weights(layer, torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_plans_are_ready_when_the_last_layer_is_loaded(

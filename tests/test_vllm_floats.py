@@ -122,6 +122,9 @@ def test_a_layer_that_cannot_be_packed_runs_on_vllms_kernel(
     assert type(kernel.vllm_kernel) is Marlin and loaded == [layer]
     assert "w4gemm leaves linear layers of 4-bit floats to vLLM's own kernels" in caplog.text
     assert torch.equal(kernel.apply_weights(layer, torch.ones(2)), torch.full((2,), 2.0))
+    made_anew = made(format)[1]  # numbers that could be packed
+    kernel.process_weights_after_loading(made_anew)
+    assert loaded == [layer, made_anew] and not hasattr(kernel, "packed")
 
 
 def weight_only() -> tuple[Any, Any]:

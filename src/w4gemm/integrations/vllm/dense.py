@@ -117,6 +117,8 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM."""
+        if self.load_anew(layer):
+            return
         activations = "fp8" if self.quantizes else None
         try:
             numbers = self._numbers(layer)

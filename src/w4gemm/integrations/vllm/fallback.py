@@ -26,6 +26,15 @@ class Fallback:
         self.vllm_kernel.process_weights_after_loading(layer)
         takeover.WARMUP.settle(self)
 
+    def load_anew(self, layer: Any) -> bool:
+        """Have vLLM's own kernel take weights that are loaded anew (``reload_weights``) into a layer that was left to
+        it, and return True; False if it was left none. It keeps the layer whatever it holds now, because vLLM copies
+        what a kernel makes of new weights into the tensors that it made of the first ones."""
+        if self.vllm_kernel is None:
+            return False
+        self.vllm_kernel.process_weights_after_loading(layer)
+        return True
+
     def next_kernel(self) -> Any:
         """Return the kernel that vLLM would have made without ours; raises ValueError if there is none."""
         raise NotImplementedError

@@ -108,7 +108,9 @@ class _Floats(Fallback):
         takeover.WARMUP.expect(self)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the layer's parameters by the packed weight."""
+        """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM."""
+        if self.load_anew(layer):
+            return
         dtype = layer.params_dtype
         try:
             numbers = self.numbers(layer)
