@@ -176,10 +176,11 @@ class Mixture(NamedTuple):
         return d
 
 
-def mixture(case: Case, **settings: Any) -> Mixture:
+def mixture(case: Case, seed: int = 0, packed: bool = True, **settings: Any) -> Mixture:
     """Make a layer of ``case`` as vLLM does, load it and pack its experts.
 
     Args:
+        packed: False to leave it as it is loaded.
         settings: of FusedMoEConfig, FusedMoEParallelConfig and RoutedExperts, by name.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -190,7 +191,7 @@ def mixture(case: Case, **settings: Any) -> Mixture:
     layer = RoutedExperts(*layer_arguments(case, settings), **settings)
     weights, biases = {}, []
     for product, n, k in (("w13", 2 * WIDTH, HIDDEN), ("w2", HIDDEN, WIDTH)):
-        each = [random_components(case.format, n, k, seed=31 * e + n) for e in range(EXPERTS)]
+        each = [random_components(case.format, n, k, seed=seed + 31 * e + n) for e in range(EXPERTS)]
         if case.element == "nvfp4":  # factors of an expert's gates, ups and downs
             factors = 2.0 ** -(8 + (torch.arange(EXPERTS)[:, None] + torch.arange(2 if product == "w13" else 1)) % 3)
             each = [
@@ -221,7 +222,8 @@ def mixture(case: Case, **settings: Any) -> Mixture:
             layer.register_parameter(f"{product}_bias", here)
         for unused in ("g_idx", "weight_shape"):
             layer.register_parameter(f"{product}_{unused}", torch.nn.Parameter(torch.zeros(2), requires_grad=False))
-    layer.quant_method.process_weights_after_loading(layer)
+    if packed:
+        layer.quant_method.process_weights_after_loading(layer)
     down = QuantizedWeight.stack(weights["w2"])
     if whole:
         return Mixture(layer, QuantizedWeight.stack(weights["w13"]), down, tuple(biases))
@@ -401,6 +403,25 @@ def test_rows_that_are_copied_move_an_expert(experts: ModuleType, case: Case) ->
     where = moved.argsort()
     after = made.layer.forward_modular(x, weights, torch.where(ids < 0, ids, where[ids.clamp(min=0)].int()))
     assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[-2], GPT_OSS], ids=str)
+def test_weights_that_are_loaded_anew_lie_where_the_first_did(experts: ModuleType, case: Case) -> None:
+    """vLLM (reload_weights) copies what it finds to the tensors that it had before, and makes these the layer's."""
+    layer, new = mixture(case).layer, mixture(case, seed=1000, packed=False)
+    before = {name: (p, p.data_ptr()) for name, p in layer.named_parameters()}
+    for name in before:
+        delattr(layer, name)
+    for name, p in new.layer.named_parameters():
+        layer.register_parameter(name, p)
+    layer.quant_method.process_weights_after_loading(layer)
+    after = dict(layer.named_parameters())
+    assert after.keys() == before.keys() and all(p is after[name] for name, (p, _) in before.items())
+    assert all(p.data_ptr() == address for p, address in before.values())
+    x, weights, ids = inputs(case.dtype)
+    activation = "swiglu_oai" if case is GPT_OSS else "silu_mul"
+    got = layer.forward_modular(x, weights, ids)
+    assert_near(got, new.expected(x, weights, ids, activation=activation), case)
 
 
 def test_names_that_vllm_and_pickle_look_for(experts: ModuleType) -> None:

@@ -136,6 +136,8 @@ class _Method:
     """vLLM's own, as it was before it was taken over."""
     most_tokens: int
     """Most tokens of a step, from all ranks that send theirs here."""
+    products: tuple[Product, Product] | None = None
+    """The products of ``moe_kernel``; None until weights are loaded."""
 
     @property
     def is_monolithic(self) -> bool:
@@ -151,7 +153,11 @@ class _Method:
         return FusedMoEMethodBase.maybe_roundup_sizes(self, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the experts. If they cannot be packed, vLLM's own method goes on with them."""
+        """Pack the experts. If they cannot be packed, vLLM's own method goes on with them.
+
+        Weights that are loaded anew are packed into the tensors that the first ones were packed into, because the
+        kernel, CUDA graphs and vLLM hold these: others would be a second copy of all experts, which EPLB does not move.
+        """
         meaning = FORMATS[type(self).__name__]
         settings = meaning.settings(self, layer)
         try:
@@ -168,7 +174,8 @@ class _Method:
             takeover.WARMUP.settle(self)
             return
         weights = []
-        for product in ("w13", "w2"):
+        earlier = self.products or (None, None)
+        for product, held in zip(("w13", "w2"), earlier, strict=True):
             gated = product == "w13" and not in_pairs(self.moe)
             loaded = products.pop(product)
             format = takeover.VLLM.multiplied(loaded.format, settings.activations)
@@ -176,8 +183,9 @@ class _Method:
             for name in [name for name in layer._parameters if name.startswith(f"{product}_")]:
                 if name != f"{product}_bias":
                     delattr(layer, name)
-            weights.append(_as_parameters(layer, product, packed))
-        self._make_kernel(layer, *weights)
+            weights.append(_as_parameters(layer, product, packed, held))
+        if self.products is None:
+            self._make_kernel(layer, *weights)
         takeover.WARMUP.loaded(self, self.moe_kernel.fused_experts.need(self.most_tokens))
 
     def _make_kernel(self, layer: Any, gate_up: QuantizedWeight, down: QuantizedWeight) -> None:
@@ -195,6 +203,7 @@ class _Method:
         if self.moe_quant_config.block_shape is not None:
             first = first.with_block_scales()
         second = Product.of(down, getattr(layer, "w2_bias", None), dtype, None)
+        self.products = first, second
         experts = self.experts_cls(first, second, **given)
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
 
@@ -234,9 +243,22 @@ class _Method:
         )
 
 
-def _as_parameters(layer: torch.nn.Module, product: str, w: QuantizedWeight) -> QuantizedWeight:
-    """Make the tensors of a weight parameters of a layer, and return the weight that they are."""
-    parameters = tuple(torch.nn.Parameter(t, requires_grad=False) for t in w.tensors)
-    for i, parameter in enumerate(parameters):
-        layer.register_parameter(f"{product}_weight" + (f"_{i}" if i else ""), parameter)
-    return replace(w, tensors=parameters)
+def _as_parameters(layer: torch.nn.Module, product: str, w: QuantizedWeight, held: Product | None) -> QuantizedWeight:
+    """Make the tensors of a weight parameters of a layer, and return the weight that they are.
+
+    Args:
+        held: the product of weights that were loaded earlier, whose tensors and bias take the new numbers; or None.
+    """
+    if held is None:
+        kept = tuple(torch.nn.Parameter(t, requires_grad=False) for t in w.tensors)
+        w = replace(w, tensors=kept)
+    else:
+        for parameter, t in zip(held.weight.tensors, w.tensors, strict=True):
+            parameter.data.copy_(t)
+        w = held.weight
+        if held.bias is not None:
+            held.bias.data.copy_(getattr(layer, f"{product}_bias"))
+            setattr(layer, f"{product}_bias", held.bias)
+    for i, parameter in enumerate(w.tensors):
+        setattr(layer, f"{product}_weight" + (f"_{i}" if i else ""), parameter)
+    return w
