@@ -151,6 +151,27 @@ def test_scales_that_are_not_finite_are_refused_wherever_they_are() -> None:
         engine.packed(engine.gptq(words(drawn.codes).T, drawn.scales.T, None, GROUP))
 
 
+def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
+    """One group would be taken for all, and rows that are missing would be left as memory was."""
+    drawn = Drawn("int")
+    codes, scales, zeros = drawn.codes, drawn.scales, drawn.zeros
+    assert zeros is not None
+    bytes, in_fp8 = codes[:, : K // 2].contiguous(), torch.ones(N, K // 16).to(torch.float8_e4m3fn)
+    for name, numbers in (
+        ("scales", lambda: engine.rowwise(words(codes), scales[:, :1], None, GROUP)),
+        ("scales", lambda: engine.rowwise(words(codes), scales[:8], None, GROUP)),
+        ("zeros", lambda: engine.rowwise(words(codes), scales, words(zeros.T).T[:4], GROUP)),
+        ("scales", lambda: engine.gptq(words(codes).T, scales.T[:1], None, GROUP)),
+        ("qzeros", lambda: engine.gptq(words(codes).T, scales.T, words(zeros.T)[:, :4], GROUP)),
+        ("scales", lambda: engine.awq(words(codes.T), scales.T[:2], None, GROUP)),
+        ("qzeros", lambda: engine.awq(words(codes.T), scales.T, words(zeros.T)[:1], GROUP)),
+        ("scales", lambda: engine.floats(bytes, in_fp8[:, :1], torch.ones(1))),
+        ("factor", lambda: engine.floats(bytes, in_fp8, torch.ones(3))),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: wanted"):
+            engine.packed(numbers())
+
+
 def test_memory_beside_the_result_is_that_of_a_slice() -> None:
     seen: list[int] = []
     drawn = Drawn("none")

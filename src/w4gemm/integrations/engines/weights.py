@@ -37,6 +37,7 @@ class Numbers:
     Attributes:
         rows: return codes, scales and zero points of the rows from ``start`` to before ``stop``, multiples of 8 or n.
         g_idx: integers (k,), the group of each column; None if columns are in order.
+        misfit: why the tensors do not fit one another, or the empty string.
     """
 
     n: int
@@ -45,6 +46,7 @@ class Numbers:
     device: torch.device
     rows: Callable[[int, int], WeightComponents]
     g_idx: torch.Tensor | None = None
+    misfit: str = ""
 
 
 def gptq(
@@ -65,7 +67,10 @@ def gptq(
         group_size: -1 for one group.
         added: what is added to a stored zero point: 1 in version 1 of the format, 0 in version 2.
     """
+    n, k = qweight.shape[1], 8 * qweight.shape[0]
     format = _format(group_size, scales, qzeros)
+    groups = format.groups(k)
+    misfit = _misfit(format, k, scales=(scales, (groups, n)), qzeros=(qzeros, (groups, -(-n // 8))))
 
     def rows(start: int, stop: int) -> WeightComponents:
         codes = unpack_int4(qweight[:, start:stop].T)
@@ -76,13 +81,16 @@ def gptq(
             raise ValueError("zero points are stored as 15, which in version 1 of GPTQ means 0 or 16; 16 is not held")
         return _components(format, codes, scales[:, start:stop].T, stored + added)
 
-    return Numbers(qweight.shape[1], 8 * qweight.shape[0], format, qweight.device, rows, g_idx)
+    return Numbers(n, k, format, qweight.device, rows, g_idx, misfit)
 
 
 def awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None, group_size: int) -> Numbers:
     """Return the numbers of AWQ's tensors: qweight int32 (k, n / 8), scales (groups, n), qzeros int32 (groups, n / 8)
     or None."""
+    n, k = 8 * qweight.shape[1], qweight.shape[0]
     format = _format(group_size, scales, qzeros)
+    groups = format.groups(k)
+    misfit = _misfit(format, k, scales=(scales, (groups, n)), qzeros=(qzeros, (groups, n // 8)))
 
     def rows(start: int, stop: int) -> WeightComponents:
         words = slice(start // 8, -(-stop // 8))
@@ -90,7 +98,7 @@ def awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None
         zeros = None if qzeros is None else unpack_int4(qzeros[:, words], ORDER).T
         return _components(format, codes, scales[:, start:stop].T, zeros)
 
-    return Numbers(8 * qweight.shape[1], qweight.shape[0], format, qweight.device, rows)
+    return Numbers(n, k, format, qweight.device, rows, misfit=misfit)
 
 
 def rowwise(
@@ -110,6 +118,9 @@ def rowwise(
         group_size: -1 for one group.
     """
     format, signed = _format(group_size, scales, zeros), codes.dtype == torch.int8
+    n, k = codes.shape[0], codes.shape[1] * (2 if signed else 8)
+    groups = format.groups(k)
+    misfit = _misfit(format, k, scales=(scales, (n, groups)), zeros=(zeros, (-(-n // 8), groups)))
 
     def rows(start: int, stop: int) -> WeightComponents:
         unpacked = unpack_int4(codes[start:stop])
@@ -118,7 +129,7 @@ def rowwise(
         z = None if zeros is None else unpack_int4(zeros[start // 8 : -(-stop // 8)].T).T[: stop - start]
         return _components(format, unpacked, scales[start:stop], z)
 
-    return Numbers(codes.shape[0], codes.shape[1] * (2 if signed else 8), format, codes.device, rows, g_idx)
+    return Numbers(n, k, format, codes.device, rows, g_idx, misfit)
 
 
 def floats(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None = None) -> Numbers:
@@ -131,13 +142,16 @@ def floats(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | Non
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
     format = WeightFormat.parse("mxfp4" if factor is None else "nvfp4")
+    misfit = _misfit(format, k, scales=(scales, (n, format.groups(k))))
+    if factor is not None and factor.numel() not in (1, n):
+        raise ValueError(f"factor: wanted one number, or one for each of {n} rows, got {factor.numel()}")
     channels = None if factor is None else factor.float().reshape(-1).expand(n)
 
     def rows(start: int, stop: int) -> WeightComponents:
         factors = None if channels is None else channels[start:stop].contiguous()
         return WeightComponents(unpack_pairs(codes[start:stop]), scales[start:stop].contiguous(), None, factors)
 
-    return Numbers(n, k, format, codes.device, rows)
+    return Numbers(n, k, format, codes.device, rows, misfit=misfit)
 
 
 def packed(numbers: Numbers, activations: str | None = None, format: WeightFormat | None = None) -> QuantizedWeight:
@@ -152,6 +166,8 @@ def packed(numbers: Numbers, activations: str | None = None, format: WeightForma
     Raises:
         TypeError, ValueError: for numbers that :meth:`w4gemm.QuantizedWeight.from_codes` refuses.
     """
+    if numbers.misfit:
+        raise ValueError(numbers.misfit)
     n, k, device = numbers.n, numbers.k, numbers.device
     format = format or numbers.format
     folded = format != numbers.format
@@ -174,6 +190,15 @@ def _format(group_size: int, scales: torch.Tensor, zeros: torch.Tensor | None) -
     if scales.dtype not in _HELD:
         raise ValueError(f"scales: wanted one of {', '.join(map(str, _HELD))}, got {scales.dtype}")
     return WeightFormat(group_size, "none" if zeros is None else "int", _HELD[scales.dtype])
+
+
+def _misfit(format: WeightFormat, k: int, **given: tuple[torch.Tensor | None, tuple[int, ...]]) -> str:
+    """Return why a tensor does not fit the codes, or the empty string: a single group of scales would otherwise serve
+    for all of them, and missing rows would stay unwritten."""
+    for name, (t, wanted) in given.items():
+        if t is not None and t.shape != wanted:
+            return f"{name}: wanted shape {wanted} for {format} of k {k}, got {tuple(t.shape)}"
+    return ""
 
 
 def _components(
