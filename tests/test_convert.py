@@ -254,6 +254,9 @@ def test_a_name_that_there_is_not_has_a_nearest_one(kind: str, tmp_path: Path) -
         checkpoint.weight(f"{name}.weight")
     with pytest.raises(FormatError, match=r"'model.norm' among its .*; nearest is 'model.norm.weight'$"):
         checkpoint.dense("model.norm")
+    for unknown in ("model.norm", f"{name}.qweight"):
+        with pytest.raises(FormatError, match=f"'{unknown}' among its .*; nearest is "):
+            checkpoint.stored_type(unknown)
 
 
 def test_an_error_names_file_and_module_once(tmp_path: Path) -> None:

@@ -66,7 +66,11 @@ class Checkpoint(Protocol):
         ...
 
     def stored_type(self, name: str) -> str:
-        """Return the file's name for the type of one of ``tensors``, such as BF16 or Q6_K; "" if headers do not say."""
+        """Return the file's name for the type of one of ``tensors``, such as BF16 or Q6_K; "" if headers do not say.
+
+        Raises:
+            FormatError: if there is no such tensor.
+        """
         ...
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:

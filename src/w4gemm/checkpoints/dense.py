@@ -115,6 +115,8 @@ class DenseCheckpoint:
         return {renamed.get(name, name): tuple(found[name].shape) for name in names}
 
     def stored_type(self, name: str) -> str:
+        if name not in self.tensors:
+            raise not_among(self.path, "tensor", name, self.tensors)
         return ""
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:

@@ -111,6 +111,8 @@ class GGUFCheckpoint:
         return {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") not in self.modules}
 
     def stored_type(self, name: str) -> str:
+        if name not in self.tensors:
+            raise not_among(self.path, "dense tensor", name, self.tensors)
         return self.file.info(_ROPE_FACTORS if name in _ROPE_TABLES else self._stored[name]).type
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:

@@ -115,6 +115,8 @@ class QuantizedFolder:
                 self.tensors[f"{name}.pre_quant_scale"] = (stack.module.k,)
 
     def stored_type(self, name: str) -> str:
+        if name not in self.tensors:
+            raise not_among(self.path, "dense tensor", name, self.tensors)
         owner, leaf = _Name.of(name)
         stack = self._stacks.get(owner)
         source = name if stack is None else f"{stack.sources[0][0]}.{leaf}"
