@@ -137,6 +137,26 @@ def test_compile_where_compiling_is_forbidden(capsys, monkeypatch, tmp_path, val
     assert "W4GEMM_COMPILE: " in err and err.rstrip().endswith(wanted) and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    "top_k, said",
+    [
+        ((), "without --top-k the sum over the experts of a token is left out"),
+        (("--top-k", "16"), ""),
+        (("--top-k", "17"), "--top-k: PyTorch adds up the results of 17 experts; the kernel for it takes at most 16"),
+    ],
+)
+def test_compile_says_when_no_kernel_adds_up_the_experts_of_a_token(capsys, monkeypatch, tmp_path, top_k, said):
+    pytest.importorskip("cutlass")
+    names = []
+    monkeypatch.setattr(
+        "w4gemm.cli.compile.fill", lambda folder, units, workers: names.extend(u.name for u in units) or 0
+    )
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
+    _, err = run(capsys, "compile", "--shapes", "32x256x128", "--m", "1", "-o", str(tmp_path / "out"), *top_k)
+    assert ("row_combine" in names) == (not said)
+    assert [line for line in err.splitlines() if "experts" in line and "problems" not in line] == [said] * bool(said)
+
+
 def test_the_page_has_what_explain_says_of_kernels(capsys):
     """Its choice is the cost model's, which may change; what the kernels can run may not."""
     page = (ROOT / "docs/commands.md").read_text()

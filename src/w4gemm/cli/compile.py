@@ -28,6 +28,7 @@ from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
+from w4gemm.kernels.row_combine.spec import MOST_TERMS
 
 _ARCH = "sm_90a"
 """The target unless one is named."""
@@ -97,7 +98,10 @@ def _add_call_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--expert-scale", action="store_true", help="also products of experts that have a scale each")
     group.add_argument("--act-order", action="store_true", help="also the kernel that reorders x's columns (act-order)")
     group.add_argument(
-        "--top-k", type=positive, metavar="K", help="experts of a token: also the kernel that adds up their results"
+        "--top-k",
+        type=positive,
+        metavar="K",
+        help=f"experts of a token: also the kernel that adds up their results, of at most {MOST_TERMS}",
     )
     group.add_argument("--batch-invariant", action="store_true", help="compile linear(..., batch_invariant=True)")
     group.add_argument(
@@ -134,10 +138,10 @@ def run(args: argparse.Namespace) -> int:
     ]
     wanted = [problem for use in uses for layer in layers for problem in problems_of(layer, tokens, use)]
     say(f"{device_line(device)}; {counted(len(wanted), 'problem')}")
-    if args.top_k and not any(layer.experts for layer in layers):
+    if any(layer.experts for layer in layers):
+        _say_of_sums(args.top_k or task.top_k)
+    elif args.top_k:
         raise ValueError(f"--top-k: wanted only beside layers of experts, got {args.top_k} without one")
-    if any(layer.experts for layer in layers) and not (args.top_k or task.top_k):
-        say("without --top-k the sum over the experts of a token is left out")
     units, records = chosen(wanted, args.top)
     for use in uses:
         units |= dict.fromkeys(unit for layer in layers for unit in helpers_of(layer, use))
@@ -154,6 +158,14 @@ def run(args: argparse.Namespace) -> int:
         f"{counted(len(records), 'tuned config')}"
     )
     return 0
+
+
+def _say_of_sums(top_k: int) -> None:
+    """Say if the sum over the ``top_k`` experts of a token is not among what is compiled."""
+    if not top_k:
+        say("without --top-k the sum over the experts of a token is left out")
+    elif top_k > MOST_TERMS:
+        say(f"--top-k: PyTorch adds up the results of {top_k} experts; the kernel for it takes at most {MOST_TERMS}")
 
 
 def target_device(arch: str | None, name: str | None, sms: int | None) -> Device:

@@ -12,7 +12,7 @@ from w4gemm.core.problem import Device
 from w4gemm.jit import Program
 from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, Sm90Helper, half_rows
 
-_MOST_TERMS = 16
+MOST_TERMS = 16
 """Terms whose rows fit the registers of a thread."""
 
 
@@ -28,7 +28,7 @@ class RowCombine(Sm90Helper):
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype, terms: int) -> RowCombine | None:
         """Return the kernel for ``terms`` rows per token; None where it does not run."""
-        if dtype not in HALF_KINDS or not 0 < terms <= _MOST_TERMS or not cls.runs(device):
+        if dtype not in HALF_KINDS or not 0 < terms <= MOST_TERMS or not cls.runs(device):
             return None
         return cls(dtype, terms)
 
