@@ -125,6 +125,38 @@ def test_each_tensor(kind: str, damage: str, tmp_path: Path) -> None:
             assert all(torch.equal(found[n], t) for n, t in whole.items()), name
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed-tensors", "modelopt-integers"])
+def test_a_bias_that_does_not_fit(kind: str, tmp_path: Path) -> None:
+    """A conversion would write it, and a row of experts' biases would be put together of it."""
+    folder = samples.FORMATS[kind](tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    integers = torch.zeros(32, dtype=torch.int32)
+    for bias, came in ((torch.zeros(7), r"has shape \(7,\), wanted \(32,\)"), (integers, "is I32, wanted")):
+        save_file(tensors | {"model.a.bias": bias}, folder / "model.safetensors")
+        refused(folder, rf"model\.a: bias {came}")
+
+
+def test_experts_that_are_there_twice(tmp_path: Path) -> None:
+    """One by one, and all of a layer in one module, of which one would be lost."""
+    folder = samples.FORMATS["gptq"](tmp_path)
+    leaves = "qweight", "qzeros", "scales"
+    whole = load_file(folder / "model.safetensors")
+    tensors = {}
+    for owner in ("experts.gate_up_proj", "experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"):
+        tensors |= {f"model.{owner}.{leaf}": whole[f"model.a.{leaf}"].clone() for leaf in leaves}
+    save_file(tensors, folder / "model.safetensors")
+    refused(folder, r"model\.experts\.gate_up_proj is there beside model\.experts\.0\.gate_proj and others")
+
+
+def test_tensors_that_have_one_name_in_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    test_mixtures.write_gpt_oss(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    save_file(tensors | {f"{name}.blocks": tensors[f"{name}_blocks"].clone()}, folder / "model.safetensors")
+    refused(folder, rf"{name}.blocks' are both|'{name}_blocks' are both")
+
+
 def configure(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     part = config.get("text_config", config)

@@ -77,9 +77,8 @@ class ModelOptPacking:
             n, k, format = _floats(stored, _FLOATS[algorithm])
         else:
             n, k, format = _integers(stored, settings.get("group_size") or 128, algorithm == _W4A8)
-        if scaled := "pre_quant_scale" in stored:
-            check_tensor(stored, "pre_quant_scale", ("F16", "BF16", "F32"), (k,))
         activations = "fp8" if algorithm in _FP8_ACTIVATIONS else None
+        scaled = "pre_quant_scale" in stored
         return Module(n, k, format, "bias" in stored, activations=activations, pre_quant_scale=scaled)
 
     def _of_layer(self, name: str) -> Mapping[str, Any]:

@@ -46,8 +46,6 @@ class MXFP4Packing:
                 "(experts, n, k / 32)"
             )
         experts, n, groups = scales
-        if "bias" in stored and stored["bias"].shape != (experts, n):
-            raise ValueError(f"bias has shape {stored['bias'].shape}, wanted {(experts, n)}")
         pairs, k = name.endswith(GATE_UP), groups * _FORMAT.group_size
         fused = ("gate_proj", "up_proj") if pairs else ()
         return Module(n, k, _FORMAT, "bias" in stored, experts, fused, interleaved=pairs)

@@ -18,7 +18,7 @@ from w4gemm.checkpoints.experts import Stack, stacks
 from w4gemm.checkpoints.fp8_folder import Block, Fp8Folder, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
-from w4gemm.checkpoints.module_tensors import missing
+from w4gemm.checkpoints.module_tensors import check_tensor, missing
 from w4gemm.checkpoints.named_modules import Named, warn_of_missing
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
@@ -26,6 +26,8 @@ from w4gemm.weights.weight import QuantizedWeight
 
 _CODES = ("I8", "U8")
 """safetensors' names of the dtypes of packed weights."""
+_FLOATS = ("F16", "BF16", "F32", "F64")
+"""safetensors' names of the dtypes of the dense tensors of a module in 4 bits."""
 _IGNORED = (".rotary_emb.inv_freq", "attn.q_scale", "attn.k_scale", "attn.v_scale")
 """Ends of the names of tensors that hold nothing of the model: what models computed and saved before 2023, and scales
 of a quantized cache."""
@@ -85,7 +87,8 @@ class QuantizedFolder:
         self.tensors: dict[str, tuple[int, ...]] = {}
         for owned, (name, info) in zip(owners, self._stored.tensors.items(), strict=True):
             owner, leaf = owned
-            self._files[str(owned)] = name
+            if (other := self._files.setdefault(str(owned), name)) != name:
+                raise FormatError(f"{path}: {other!r} and {name!r} are both {str(owned)!r}, wanted one of them")
             if owner in quantized and (leaf in known or leaf in BESIDE):
                 parts[owner][leaf] = info
             elif leaf == "weight" and info.dtype in _CODES:
@@ -179,16 +182,22 @@ class QuantizedFolder:
 
     def _stacked(self) -> dict[str, Stack]:
         try:
-            return stacks(self._own)
+            found = stacks(self._own)
         except ValueError as e:
             raise FormatError(f"{self.path}: {e}") from e
+        if twice := found.keys() & self._own.keys():
+            single = found[min(twice)].sources[0][0]
+            raise FormatError(f"{self.path}: {min(twice)} is there beside {single} and others that make it, wanted one")
+        return found
 
     def pretrained(self) -> Pretrained:
         return Pretrained(self.path)
 
     def _module(self, name: str, parts: Mapping[str, TensorInfo]) -> Module:
         try:
-            return self._packing.module(name, parts)
+            module = self._packing.module(name, parts)
+            _check_beside(module, parts)
+            return module
         except KeyError as e:
             key = e.args[0]
             reason = f"quantization_config of config.json has no {e}"
@@ -199,6 +208,14 @@ class QuantizedFolder:
             raise FormatError(f"{self.path}: {name}: {reason}") from e
         except (TypeError, ValueError, AttributeError, re.error) as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
+
+
+def _check_beside(module: Module, parts: Mapping[str, TensorInfo]) -> None:
+    """Raise ValueError if a module's dense tensors, those of :data:`BESIDE`, do not fit its weight."""
+    shapes = (module.experts, module.n) if module.experts else (module.n,), (module.k,)
+    for leaf, shape in zip(BESIDE, shapes, strict=True):
+        if leaf in parts:
+            check_tensor(parts, leaf, _FLOATS, shape)
 
 
 class _Name(NamedTuple):
