@@ -221,6 +221,8 @@ def test_zero_points_of_0_that_gptqmodel_wrote(tmp_path: Path, meta: dict[str, A
 
     wanted = write_model(tmp_path, CONFIG | {"sym": False, "meta": meta}, write)
     assert_loads(tmp_path, wanted, {"int4_g32_zint_fp16": 7 * LAYERS})
-    configure(tmp_path, meta={"quantizer": ["auto_gptq:0.7"]})
-    with pytest.raises(FormatError, match="zero points are stored as 15"):
-        open_checkpoint(tmp_path).weight(DOWN)
+    # "meta" is free for whatever tools note
+    for noted in ({"quantizer": ["auto_gptq:0.7"]}, "mine", ["mine"], {"quantizer": 7}, {"quantizer": [7, None]}):
+        configure(tmp_path, meta=noted)
+        with pytest.raises(FormatError, match="zero points are stored as 15"):
+            open_checkpoint(tmp_path).weight(DOWN)

@@ -127,8 +127,10 @@ class GPTQPacking:
     @property
     def _by_gptqmodel(self) -> bool:
         """True if GPTQModel wrote the folder, which it says in ``meta`` since the version that has its arithmetic."""
-        quantizers = (self.config.get("meta") or {}).get("quantizer") or ()
-        return any(name.startswith("gptqmodel:") for name in ([quantizers] if type(quantizers) is str else quantizers))
+        meta = self.config.get("meta")
+        quantizers = meta.get("quantizer") if isinstance(meta, Mapping) else None  # others may write what they like
+        names = quantizers if isinstance(quantizers, list) else [quantizers]
+        return any(isinstance(name, str) and name.startswith("gptqmodel:") for name in names)
 
     def _settings(self, name: str) -> Mapping[str, Any]:
         """Bits, group_size and sym of a module: those of the folder, with the first override that matches."""
