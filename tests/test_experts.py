@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 
@@ -449,7 +450,7 @@ def test_a_plan_of_padded_rows_is_for_as_many_as_are_expected(monkeypatch):
     spied = type("PlanKey", (), {"of": staticmethod(lambda *a, **k: asked.append(a[1]) or of(*a, **k))})
     monkeypatch.setattr(w4gemm.api.boundary, "PlanKey", spied)
     wanted = w4gemm.masked_linear(x, w, counts)
-    for expected, rows in ((1, 4), (3, 12), (16, 64), (99, 64)):
+    for expected, rows in ((1, 4), (3, 12), (np.int64(3), 12), (16, 64), (99, 64)):
         d = w4gemm.masked_linear(x, w, counts, expected_m=expected)
         assert asked[-1] == rows
         for e, count in enumerate(counts.tolist()):

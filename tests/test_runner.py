@@ -251,6 +251,38 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize("alpha", [2, 2.0, np.float32(2), np.int64(2)], ids=lambda alpha: type(alpha).__name__)
+def test_an_alpha_is_what_linear_takes_for_a_number(weight, alpha):
+    a, out = torch.randn(M, K), torch.empty(M, N)
+    MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue(alpha="host")).run(
+        a, weight.tensors, out, n=N, alpha=alpha
+    )
+    assert torch.equal(out, w4gemm.linear(a, weight, alpha=2.0))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "error", "message"),
+    [
+        (True, TypeError, "alpha: wanted a number or a tensor of one element, got bool"),
+        ("2", TypeError, "alpha: wanted a number or a tensor of one element, got str"),
+        ([2.0], TypeError, "alpha: wanted a number or a tensor of one element, got list"),
+        (10**400, ValueError, "alpha: wanted a number of at most 1.8e308, got a larger int"),
+    ],
+)
+def test_an_alpha_that_is_no_number(weight, alpha, error, message):
+    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue(alpha="host"))
+    with pytest.raises(error, match=message):
+        gemm.run(torch.zeros(M, K), weight.tensors, torch.zeros(M, N), n=N, alpha=alpha)
+
+
+def test_a_workspace_that_is_no_buffer():
+    """On the CPU run ignores it."""
+    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu")
+    plan = choice.plan_for(gemm._key(gemm._weight(N, K), M))
+    with pytest.raises(TypeError, match="workspace: wanted a buffer on cpu or None, got int 4096"):
+        gemm._workspace(4096, plan)
+
+
 @pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes(weight, changes, message):
     arguments = {"a": torch.zeros(M, K), "b": weight.tensors, "out": torch.zeros(M, N), "n": N} | changes
@@ -272,6 +304,11 @@ def test_mistakes(weight, changes, message):
 def test_an_epilogue_that_there_is_not(epilogue, error, message):
     with pytest.raises(error, match=message):
         MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=epilogue)
+
+
+def test_batch_invariant_is_no_word():
+    with pytest.raises(TypeError, match="batch_invariant: wanted a bool, got str 'off'"):
+        MixedGemm("int4_g32_fp16", torch.float32, "cpu", batch_invariant="off")
 
 
 def test_a_dtype_that_no_kernel_takes():

@@ -220,6 +220,11 @@ def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
             wanted = f"a number or a torch.float32 tensor of one element on {device}"
             raise ValueError(f"alpha: wanted {wanted}, got {kind_of(alpha)} on {alpha.device}")
         return alpha.view(1)
+    return checked_factor(alpha)
+
+
+def checked_factor(alpha: object) -> float:
+    """Check an alpha that is no tensor; return it as a float."""
     if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
         raise TypeError(f"alpha: wanted a number or a tensor of one element, got {type(alpha).__name__}")
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 
 from w4gemm.api import arguments, boundary
@@ -139,10 +141,11 @@ def masked_linear(
             f"strides {x.stride()}"
         )
     arguments.check_counts(counts, x)
-    if expected_m is not None and (not isinstance(expected_m, int) or isinstance(expected_m, bool) or expected_m < 1):
+    whole = isinstance(expected_m, numbers.Integral) and not isinstance(expected_m, bool)
+    if expected_m is not None and not (whole and expected_m >= 1):
         raise ValueError(f"expected_m: wanted an int from 1 on or None, got {expected_m!r}")
     rows = max(1, x.shape[1])  # arange wants a step
-    expected = w.experts * min(expected_m or rows, rows)
+    expected = w.experts * int(min(expected_m or rows, rows))
     starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
     given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     apart = ExpertRows(starts, starts + counts)

@@ -16,10 +16,17 @@ import torch
 
 from w4gemm import choice
 from w4gemm.api import boundary
-from w4gemm.api.arguments import DTYPES, check_alignment, check_own_memory, checked_config, require_tensor
+from w4gemm.api.arguments import (
+    DTYPES,
+    check_alignment,
+    check_own_memory,
+    checked_config,
+    checked_factor,
+    require_tensor,
+)
 from w4gemm.api.dlpack import torch_tensor
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
-from w4gemm.core.errors import device_named, kind_of, require_gpu, require_int
+from w4gemm.core.errors import device_named, kind_of, require_bool, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import Operands
@@ -68,6 +75,7 @@ class MixedGemm:
     def __post_init__(self) -> None:
         device, format = device_named("device", self.device), WeightFormat.of(self.format)
         require_gpu("device", device)
+        require_bool("batch_invariant", self.batch_invariant)
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device: wanted 'cpu' or a CUDA GPU, such as 'cuda:0', got '{device}'")
         if device.type == "cpu":
@@ -178,7 +186,7 @@ class MixedGemm:
             raise TypeError(f"b: wanted the packed tensors, w.tensors, got {kind_of(b)}")
         tensors = tuple([torch_tensor("b", t) for t in b])
         given = EpilogueOperands(
-            torch_tensor("alpha", alpha),
+            torch_tensor("alpha", alpha) if alpha is None or hasattr(alpha, "__dlpack__") else checked_factor(alpha),
             torch_tensor("bias", bias),
             torch_tensor("residual", residual),
             torch_tensor("token_scale", token_scale),
@@ -215,7 +223,9 @@ class MixedGemm:
         facts = weight, m, self.dtype, self.epilogue, self.batch_invariant
         return choice.PlanKey.of(*facts, config="" if config is None else checked_config(config), device=self.device)
 
-    def _workspace(self, given: torch.Tensor, plan: choice.Plan) -> torch.Tensor:
+    def _workspace(self, given: Any, plan: choice.Plan) -> torch.Tensor:
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"workspace: wanted a buffer on {self.device} or None, got {kind_of(given)} {given}")
         wanted, size = plan.kernel.workspace_bytes(plan.problem, plan.config), given.numel() * given.element_size()
         if size < wanted or not given.is_contiguous() or given.device != self.device:
             raise ValueError(
