@@ -180,6 +180,8 @@ def test_configs(kind: str, tmp_path: Path) -> None:
     (folder / "config.json").write_text(whole)
     (folder / "model.safetensors").unlink()
     refused(folder, r"holds no whole model: there is no model\.safetensors")
+    (folder / "model.safetensors").mkdir()
+    refused(folder, r"/model\.safetensors cannot be read: ")
 
 
 GROUPED = ("gptq", "awq", "modelopt-integers", "modelopt-w4a8", "w4afp8", "compressed-tensors", "compressed-integers")

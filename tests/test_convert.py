@@ -161,6 +161,18 @@ def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert f"holds {shard.name}, which is damaged" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the disk is full, for which safetensors has an error of its own."""
+    folder, out = samples._gptq(tmp_path / "in"), tmp_path / "out"
+    (out / "model.safetensors.unfinished").mkdir(parents=True)
+    assert convert(folder, out) == 1
+    assert f"w4gemm: error: cannot write '{out}/model.safetensors.unfinished': " in capsys.readouterr().err
+    (out / "model.safetensors.unfinished").rmdir()
+    (out / "model.safetensors").mkdir()
+    assert convert(folder, out) == 1
+    assert "holds model.safetensors, which is damaged" in capsys.readouterr().err
+
+
 def test_layers_that_config_counts_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "in", *SOURCES["gptq"])
     file = tmp_path / "in/config.json"

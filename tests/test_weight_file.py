@@ -42,6 +42,14 @@ def test_what_is_no_path_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_others_may_read_a_weight_and_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    w, path = quantize(torch.randn(8, 64)), tmp_path / "w"
+    w.save(path)
+    assert path.stat().st_mode & 0o777 == 0o644
+    with pytest.raises(OSError, match=f"path: cannot write '{tmp_path}': .*Is a directory"):
+        w.save(tmp_path)
+
+
 def test_what_is_no_device_is_named(tmp_path: Path) -> None:
     w, path = quantize(torch.randn(8, 64)), tmp_path / "w"
     w.save(path)

@@ -151,6 +151,8 @@ def _errors(file: Path) -> Iterator[None]:
         raise FormatError(f"{file.parent} holds no whole model: there is no {file.name}") from e
     except SafetensorError as e:
         raise FormatError(f"{file} is not a whole safetensors file: {e}") from e
+    except OSError as e:  # of a folder it says no more than "No such device"
+        raise FormatError(f"{file} cannot be read: {e.strerror or e}") from e
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:

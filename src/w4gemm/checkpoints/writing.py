@@ -26,6 +26,7 @@ from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
 from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.weights.file import save_tensors
 from w4gemm.weights.weight import QuantizedWeight
 
 _PLAN = "w4gemm_plan"
@@ -201,7 +202,7 @@ def _key_of(file: Path) -> str | None:
     try:
         with safe_open(file, "pt") as f:
             return (f.metadata() or {}).get(_PLAN)
-    except SafetensorError:
+    except (SafetensorError, OSError):  # OSError: of a folder
         return None
 
 
@@ -217,8 +218,6 @@ def _stored(checkpoint: Checkpoint, name: str, writer: WeightWriter, dtype: torc
 
 
 def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
-    from safetensors.torch import save_file
-
     whole: dict[str, torch.Tensor] = {}
     memory: set[int] = set()
     for name, t in tensors.items():  # no two may share their memory
@@ -226,8 +225,7 @@ def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
         whole[name] = t.clone() if t.untyped_storage().data_ptr() in memory else t
         memory.add(whole[name].untyped_storage().data_ptr())
     with _placed(file) as unfinished:
-        save_file(whole, unfinished, metadata={"format": "pt", _PLAN: key})
-        unfinished.chmod(0o644)  # safetensors lets nobody else read what it writes
+        save_tensors(unfinished, whole, {"format": "pt", _PLAN: key})
 
 
 def _names(file: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -53,16 +54,30 @@ def load(cls: type[QuantizedWeight], path: str | Path, device: torch.device | st
 def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
     """Write tensors, and facts that JSON can hold. The file's metadata also name its tensors, so that a reader notices
     one that was lost or renamed."""
+    # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
+    copies = {name: t.cpu().clone() for name, t in tensors.items()}
+    text = json.dumps({"kind": _KIND, "version": _VERSION, "tensors": sorted(tensors), **facts})
+    try:
+        save_tensors(path, copies, {"w4gemm": text})
+    except OSError as e:
+        raise OSError(f"path: {e}") from e
+
+
+def save_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, which others may read.
+
+    Raises:
+        OSError: if it cannot be written, as where the disk is full; the message names it.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
-    copies = {name: t.cpu().clone() for name, t in tensors.items()}
     try:
-        text = json.dumps({"kind": _KIND, "version": _VERSION, "tensors": sorted(tensors), **facts})
-        save_file(copies, path, metadata={"w4gemm": text})
+        save_file(tensors, path, metadata=metadata)
     except SafetensorError as e:
-        raise OSError(f"path: cannot write {str(path)!r}: {e}") from e
+        raise OSError(f"cannot write {str(path)!r}: {e}") from e
+    with contextlib.suppress(PermissionError):  # of a file system without modes
+        Path(path).chmod(0o644)  # safetensors lets nobody else read what it writes
 
 
 def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
