@@ -83,6 +83,25 @@ def test_neighbours_are_fused(tmp_path: Path) -> None:
     assert half.dtype == torch.float16 and {str(layer.format) for layer in half.layers} == {"int4_g64_fp16"}
 
 
+@pytest.mark.parametrize(
+    ("actorder", "act_order"), [(None, False), ("weight", False), ("static", False), ("group", True), ("dynamic", True)]
+)
+def test_the_act_order_of_compressed_tensors(tmp_path: Path, actorder: str | None, act_order: bool) -> None:
+    """Then the gather of x's columns has to be compiled, without which W4GEMM_COMPILE=off ends the start."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "actorder": actorder}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    scheme = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    name = "model.layers.0.mlp.down_proj"
+    tensors = {
+        f"{name}.weight_packed": torch.zeros(64, 16, dtype=torch.int32),
+        f"{name}.weight_scale": torch.ones(64, 2, dtype=torch.float16),
+        f"{name}.weight_g_idx": (torch.arange(128) % 2).int(),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": scheme}))
+    assert read_model(str(tmp_path)).act_order == act_order
+
+
 def test_layers_are_divided_among_gpus(tmp_path: Path) -> None:
     """Heads of keys and values are copied if there are fewer than GPUs."""
     found = sizes(read_model(str(llama(tmp_path / "m")), tensor_parallel=4))

@@ -20,6 +20,9 @@ from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
 from w4gemm.integrations.engines.weights import SCALES
 from w4gemm.integrations.vllm.takeover import VLLM
 
+ACT_ORDERS = ("group", "dynamic", True)
+"""Values of compressed-tensors' ``actorder`` by which columns are in another order; by others their scales fit them."""
+
 
 class Settings(NamedTuple):
     """The settings of a method's experts."""
@@ -137,7 +140,7 @@ def _awq(method: Any, layer: Any) -> Settings:
 def _compressed_tensors(method: Any, layer: Any) -> Settings:
     weights = method.weight_quant
     refused = _other_bits(weights.num_bits)
-    if weights.actorder in ("group", "dynamic"):
+    if weights.actorder in ACT_ORDERS:
         refused = f"they are in act-order (actorder {weights.actorder!s}), each expert in its own"
     group_size = PER_COLUMN if weights.strategy == "channel" else weights.group_size
     return Settings(group_size, not weights.symmetric, refused=refused)

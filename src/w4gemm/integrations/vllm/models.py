@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.checkpoints import Checkpoint, Module, awq, compressed_tensors, find_checkpoint, gptq, modelopt, mxfp4
+from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.core.errors import FormatError
 from w4gemm.integrations.engines.weights import SCALES
+from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
 from w4gemm.integrations.vllm.takeover import VLLM
 
 FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT)
@@ -88,11 +90,17 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
     if not layers:
         raise FormatError(f"{path}: its 4-bit layers are left to vLLM's own kernels")
-    act_order = bool((config.get("quantization_config") or {}).get("desc_act"))
+    act_order = _in_act_order(quantization_config(found.path) or {})
     if not any(layer.experts for layer in layers):
         return Model(tuple(layers), model_dtype, act_order)
     activation = "swiglu_oai" if found.format == mxfp4.FORMAT else _GATED.get(text.get("hidden_act"), "")
     return Model(tuple(layers), model_dtype, act_order, activation, text.get("num_experts_per_tok") or 0)
+
+
+def _in_act_order(config: Mapping[str, Any]) -> bool:
+    """True if a quantization_config lets columns be in act-order: that of GPTQ, or of compressed-tensors."""
+    weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+    return bool(config.get("desc_act")) or any(w.get("actorder") in ACT_ORDERS for w in weights)
 
 
 def _fused(checkpoint: Checkpoint, config: Mapping[str, Any], gpus: int) -> list[Module]:
