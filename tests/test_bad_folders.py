@@ -97,6 +97,22 @@ def test_shards(kind: str, tmp_path: Path) -> None:
     refused(folder, "names files that are not in the folder")
 
 
+def test_what_an_earlier_save_left(tmp_path: Path) -> None:
+    """transformers saves in one file beside the index of shards that it removes, and in shards beside a file, which it
+    then reads: dense tensors of the one would stand beside packed ones of the other."""
+    folder = samples.FORMATS["gptq"](tmp_path)
+    whole, data = read(folder), (folder / "model.safetensors").read_bytes()
+    shard(folder)
+    (folder / "model.safetensors").write_bytes(data)
+    refused(folder, r"holds model\.safetensors and shards of .*, two models of which one is left from an earlier save")
+    for part in folder.glob("part-*"):
+        part.unlink()
+    again = read(folder)
+    assert again.keys() == whole.keys() and all(torch.equal(again[name], t) for name, t in whole.items())
+    write_index(folder, dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors"))
+    assert read(folder).keys() == whole.keys()
+
+
 @every_folder
 @pytest.mark.parametrize("damage", ["gone", "shorter", "of another dtype"])
 def test_each_tensor(kind: str, damage: str, tmp_path: Path) -> None:

@@ -208,6 +208,15 @@ def test_a_loaded_model_is_saved_whatever_it_came_from(tmp_path: Path) -> None:
     assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
 
 
+def test_a_model_is_saved_in_one_file_where_it_was_in_shards(tmp_path: Path, enabled: None) -> None:
+    write_model(tmp_path / "in", *FOLDERS["gptq"])
+    model = from_pretrained(tmp_path / "in")
+    for size in ("20KB", "5GB"):
+        model.save_pretrained(tmp_path / "saved", max_shard_size=size)
+        assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+        assert torch.equal(logits(load(tmp_path / "saved")[0]), logits(model))
+
+
 def test_dequantize(tmp_path: Path) -> None:
     write_model(tmp_path, *FOLDERS["awq"])
     model = from_pretrained(tmp_path, quantization_config=W4GemmConfig())

@@ -77,14 +77,16 @@ class TensorInfo(NamedTuple):
 
 
 class SafetensorsFolder:
-    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json.
+    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json. An index whose
+    shards are all gone is left from an earlier save, and not read beside model.safetensors.
 
     Attributes:
         path: the folder.
         tensors: place, dtype and shape of each tensor, by name, from the files' headers.
 
     Raises:
-        FormatError: if a file is missing, cut short or no safetensors file, or does not hold what the index says.
+        FormatError: if a file is missing, cut short or no safetensors file, or does not hold what the index says; if
+            there are both model.safetensors and shards.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,6 +125,13 @@ class SafetensorsFolder:
         if not plain:
             raise FormatError(f"{self.path}: {_INDEX} names files that are not in the folder")
         paths = {file: self.path / file for file in files}  # one for all tensors of a file: there may be many
+        if _SINGLE not in paths and (self.path / _SINGLE).is_file():  # transformers removes neither, and reads this one
+            if any(path.exists() for path in paths.values()):
+                raise FormatError(
+                    f"{self.path}: holds {_SINGLE} and shards of {_INDEX}, two models of which one is left from an "
+                    "earlier save; wanted one: remove the other"
+                )
+            return None  # whose shards transformers removed when it saved the model in one file
         return {name: paths[file] for name, file in places.items()}
 
 
