@@ -79,6 +79,7 @@ def test_mxfp8_beside_mxfp4(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"packing_format": ["auto_round"]}, r"packing_format is \['auto_round'\], wanted one of auto"),
         ({"packing_format": "auto_round:fp8_static"}, "packing_format is 'auto_round:fp8_static', wanted one of auto"),
         ({"data_type": "nvfp4_v2"}, "its format is 'nvfp4_v2', wanted"),
         ({"bits": 8}, "its weight has 8 bits, wanted 4"),

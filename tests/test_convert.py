@@ -161,6 +161,14 @@ def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert f"holds {shard.name}, which is damaged" in capsys.readouterr().err
 
 
+def test_a_dtype_in_config_that_is_none_is_bfloat16(tmp_path: Path) -> None:
+    folder = samples._gptq(tmp_path / "in")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": {"text": "float16"}}))
+    assert convert(folder, tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As where the disk is full, for which safetensors has an error of its own."""
     folder, out = samples._gptq(tmp_path / "in"), tmp_path / "out"

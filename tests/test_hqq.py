@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+
+from safetensors.torch import save_file
 
 from quantized_model import Writer, assert_loads, put, write_model
 from tiny_model import LAYERS
@@ -80,6 +83,17 @@ def test_the_package_writes_what_is_read(tmp_path: Path, monkeypatch: pytest.Mon
         return dict(layer.state_dict()), quantize.Quantizer.dequantize(layer.W_q, meta)
 
     assert_loads(tmp_path, write_model(tmp_path, CONFIG, write), {"int4_g32_zfloat_fp32": 7 * LAYERS})
+
+
+def test_a_matrix_of_half_bytes_is_refused(tmp_path: Path) -> None:
+    """The last number of an odd many is in no byte."""
+    stored = {"W_q": torch.zeros(1, 16, dtype=torch.uint8), "scale": torch.ones(1, 1), "zero": torch.ones(1, 1)}
+    stored |= {"shape": torch.tensor([1, 33]), "nbits": torch.tensor(4), "axis": torch.tensor(1)}
+    tensors = {f"model.a.{leaf}": t for leaf, t in (stored | {"packing": text("4bit_u8")}).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": CONFIG}))
+    with pytest.raises(FormatError, match=r"model\.a: W_q has shape \(1, 16\), wanted the 16\.5 bytes of \(1, 33\)"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,13 @@ def test_neighbours_are_fused(tmp_path: Path) -> None:
     assert half.dtype == torch.float16 and {str(layer.format) for layer in half.layers} == {"int4_g64_fp16"}
 
 
+def test_a_config_of_another_kind_says_nothing(tmp_path: Path) -> None:
+    shapes = {"gate_proj": (96, HIDDEN, False), "up_proj": (96, HIDDEN, False), "down_proj": (HIDDEN, 128, False)}
+    named = {f"model.layers.0.mlp.experts.{e}.{name}": shape for e in range(4) for name, shape in shapes.items()}
+    model = read_model(str(write(tmp_path / "m", named, num_experts_per_tok=[2, 2], hidden_act=["silu"])))
+    assert (model.top_k, model.activation) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("actorder", "act_order"), [(None, False), ("weight", False), ("static", False), ("group", True), ("dynamic", True)]
 )

@@ -59,8 +59,8 @@ class HQQPacking:
         if not all(isinstance(size, int) and size > 0 for size in (n, k, group)) or k % group:
             raise ValueError(f"shape is {(n, k)}, wanted rows of whole groups of {group}")
         rows, words = n * (k // group), check_tensor(stored, "W_q", tuple(_WORDS))
-        if words[0] * words[1] * _WORDS[stored["W_q"].dtype] != n * k // 2:
-            raise ValueError(f"W_q has shape {words}, wanted the {n * k // 2} bytes of {(n, k)}")
+        if 2 * words[0] * words[1] * _WORDS[stored["W_q"].dtype] != n * k:
+            raise ValueError(f"W_q has shape {words}, wanted the {n * k / 2:g} bytes of {(n, k)}")
         for leaf in ("scale", "zero"):
             check_tensor(stored, leaf, _SCALES, (rows, 1))
         return Module(n, k, WeightFormat(PER_COLUMN if group == k else group, "float", "fp32"), "bias" in stored)

@@ -17,7 +17,7 @@ def method_of(config: Mapping[str, Any]) -> str | None:
         return "w4afp8"
     if method not in ("auto-round", "auto_round", "intel/auto-round"):
         return method
-    packing = config.get("packing_format", "auto_round:auto_gptq")
+    packing = str(config.get("packing_format", "auto_round:auto_gptq"))  # what is no name has no packing
     if packing in ("auto_round:auto_awq", "auto_round:awq"):
         return "awq"
     integers = packing in GPTQ_ZEROS and not str(config.get("data_type")).startswith("mx_")

@@ -97,6 +97,6 @@ def _dtype_of(path: Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return "bfloat16"
     for part in (config, config.get("text_config") or {}):
-        if (found := part.get("dtype", part.get("torch_dtype"))) in WIDE_DTYPES:
-            return str(found)
+        if (found := str(part.get("dtype", part.get("torch_dtype")))) in WIDE_DTYPES:
+            return found
     return "bfloat16"

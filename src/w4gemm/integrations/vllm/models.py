@@ -93,8 +93,9 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     act_order = _in_act_order(quantization_config(found.path) or {})
     if not any(layer.experts for layer in layers):
         return Model(tuple(layers), model_dtype, act_order)
-    activation = "swiglu_oai" if found.format == mxfp4.FORMAT else _GATED.get(text.get("hidden_act"), "")
-    return Model(tuple(layers), model_dtype, act_order, activation, text.get("num_experts_per_tok") or 0)
+    activation = "swiglu_oai" if found.format == mxfp4.FORMAT else _GATED.get(str(text.get("hidden_act")), "")
+    top_k = text.get("num_experts_per_tok")  # a list of one for each layer would be none
+    return Model(tuple(layers), model_dtype, act_order, activation, top_k if isinstance(top_k, int) else 0)
 
 
 def _in_act_order(config: Mapping[str, Any]) -> bool:
