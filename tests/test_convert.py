@@ -170,7 +170,7 @@ def test_a_dtype_in_config_that_is_none_is_bfloat16(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As where the disk is full, for which safetensors has an error of its own."""
+    """The error is one of safetensors' own, which a full disk has too."""
     folder, out = samples._gptq(tmp_path / "in"), tmp_path / "out"
     (out / "model.safetensors.unfinished").mkdir(parents=True)
     assert convert(folder, out) == 1

@@ -26,6 +26,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
+from w4gemm.kernels import workspace
 from w4gemm.weights.random import random_components
 
 STUB = Path(__file__).parent / "vllm_stub"
@@ -342,16 +343,21 @@ def test_a_layer_s_tensors_are_parameters_of_its_own(dense: ModuleType) -> None:
     assert torch.equal(kernel.apply_weights(layer, x), before)
 
 
-def test_weights_are_loaded_anew(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_are_loaded_anew(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flags of stream-k, which lay in the memory that vLLM's sleep mode gave away, are down again then."""
     case = Case("gptq")
     kernel, layer, _ = make(case)
     kernel.process_weights_after_loading(layer)
+    garbage = torch.full((8,), 7, dtype=torch.int32)
+    monkeypatch.setattr(workspace, "_allocations", [garbage])
     for name in list(layer._parameters):
         delattr(layer, name)
     w = load(layer, case, ("qweight", "scales", "qzeros", "g_idx"), N, K, seed=5)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         kernel.process_weights_after_loading(layer)
-    assert not caplog.records
+    assert not caplog.records and not garbage.any()
     x = torch.randn(4, K, dtype=case.dtype)
     assert torch.equal(kernel.apply_weights(layer, x), w4gemm.linear(x, w))
 

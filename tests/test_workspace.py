@@ -110,3 +110,14 @@ def test_graphs_at_the_same_time(product, config):
     torch.cuda.synchronize()
     for ds, (_, _, wanted) in zip(results, products, strict=True):
         assert all(torch.equal(d, wanted) for d in ds)
+
+
+def test_flags_that_hold_anything_are_cleared(product):
+    """An engine may give the memory of a model away, and get it back as it happens to be."""
+    wanted = product(0).d
+    torch.cuda.synchronize()
+    for flags in workspace._allocations:
+        flags.fill_(7)
+    workspace.clear()
+    assert workspace._allocations and not any(flags.any() for flags in workspace._allocations)
+    assert torch.equal(product(0).d, wanted)

@@ -22,6 +22,8 @@ _POOL = 2048
 
 _flags: dict[tuple[int, int, int], torch.Tensor] = {}
 _pools: dict[int, list[torch.Tensor]] = {}
+_allocations: list[torch.Tensor] = []
+"""All that flags and pools are parts of."""
 _lock = threading.Lock()
 
 
@@ -43,6 +45,16 @@ def allocated(device: torch.device, size: int) -> StreamWorkspace:
     return StreamWorkspace(torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags)
 
 
+def clear() -> None:
+    """Zero all flags anew, also those of captured graphs, while nothing is launched: for an engine that had the memory
+    of a loaded model taken away and given back as it happened to be, as vLLM's sleep mode of level 2 does."""
+    with _lock:
+        for flags in _allocations:
+            flags.zero_()
+            if flags.is_cuda:
+                torch.cuda.current_stream(flags.device).synchronize()  # launches come on other streams too
+
+
 def _take(device: torch.device, key: tuple[int, int, int]) -> torch.Tensor:
     """Return permanent flags; in a capture without any left, flags for one launch that the graph zeroes."""
     index, _, capture = key
@@ -51,7 +63,8 @@ def _take(device: torch.device, key: tuple[int, int, int]) -> torch.Tensor:
         if not pool and capture:
             return torch.zeros(FLAG_BYTES // 4, dtype=torch.int32, device=device)
         if not pool:
-            pool.extend(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device).split(FLAG_BYTES // 4))
+            _allocations.append(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device))
+            pool.extend(_allocations[-1].split(FLAG_BYTES // 4))
             torch.cuda.current_stream(device).synchronize()  # other streams take from it too
         return _flags.setdefault(key, pool.pop())
 
