@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import test_awq
 from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, refusals, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
@@ -105,6 +106,26 @@ def test_a_bias_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:
     change(tmp_path, lambda tensors: tensors.update({f"{DOWN}.bias": torch.ones(64)}))
     with pytest.raises(FormatError, match="down_proj has a bias, its config wants none"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Path) -> None:
+    """AutoGPTQ and AutoAWQ wrote such folders in 2023. What the error asks for helps."""
+    source, file = {
+        "gptq": ((CONFIG, writer(-1)), "quantize_config.json"),
+        "awq": ((test_awq.CONFIG, test_awq.writer()), "quant_config.json"),
+    }[method]
+    wanted = write_model(tmp_path, *source)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = {key: value for key, value in config.pop("quantization_config").items() if key != "quant_method"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / file).write_text(json.dumps(own))
+    with pytest.raises(FormatError, match=f'its {file} is of a quantized model.* with "quant_method": "{method}"$'):
+        load(tmp_path)
+    quantization = {**json.loads((tmp_path / file).read_text()), "quant_method": method}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    checkpoint = open_checkpoint(tmp_path)
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
 
 
 def test_a_quantized_lm_head_that_is_tied_to_the_embedding(tmp_path: Path) -> None:

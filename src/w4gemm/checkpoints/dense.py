@@ -194,8 +194,25 @@ def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
             raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
     if missing := sorted(info["missing_keys"]):
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise FormatError(f"{folder}: holds no whole model: {len(missing)} of its tensors are not there: {names}")
+        raise FormatError(
+            f"{folder}: holds no whole model: {len(missing)} of its tensors are not there: {names}{_quantized(folder)}"
+        )
     return model.state_dict()
+
+
+def _quantized(folder: Path) -> str:
+    """Return the end of a message about a folder that is no whole dense model, if it seems to be a quantized one."""
+    for file, method in _OLD_CONFIGS.items():
+        if (folder / file).is_file():
+            return (
+                f"; its {file} is of a quantized model, which config.json has to say: add the contents of that file as "
+                f'quantization_config, with "quant_method": "{method}"'
+            )
+    return ""
+
+
+_OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files in which AutoGPTQ and AutoAWQ said at first how a model is quantized, and the method that they mean."""
 
 
 def _find(path: Path) -> Path | None:
