@@ -509,6 +509,24 @@ def test_experts_that_cannot_be_packed_are_given_back(
         mixture(CASES[0], enable_eplb=True)
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_biases_that_gptqs_method_makes_for_every_model(experts: ModuleType, loaded: bool) -> None:
+    """vLLM 0.33 loads them from checkpoints that have some. Where none are loaded, memory may hold anything: after
+    weights were loaded anew they are not zero."""
+    made = mixture(CASES[0], packed=False)
+    for product, n in (("w13", 2 * WIDTH), ("w2", HIDDEN)):
+        biases = torch.full((EXPERTS, n), math.nan, dtype=CASES[0].dtype)
+        made.layer.register_parameter(f"{product}_bias", torch.nn.Parameter(biases, requires_grad=False))
+    made.layer._loaded_expert_biases = {"w13_bias"} if loaded else set()
+    made.layer.quant_method.process_weights_after_loading(made.layer)
+    if loaded:  # rows of our first product are in pairs, and biases are not
+        assert made.layer.runs_on_vllm and type(made.layer.quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
+        return
+    assert not [name for name, _ in made.layer.named_parameters() if name.endswith("bias")]
+    x, weights, ids = inputs(CASES[0].dtype)
+    assert_near(made.layer.forward_modular(x, weights, ids), made.expected(x, weights, ids), CASES[0])
+
+
 def test_everything_is_ready_once_the_last_layer_is_loaded(
     experts: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:

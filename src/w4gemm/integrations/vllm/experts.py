@@ -89,7 +89,7 @@ def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
         return "VLLM_BATCH_INVARIANT is on"
     if moe.is_lora_enabled:
         return "LoRA is on"
-    if moe.has_bias and not meaning.biases:
+    if moe.has_bias and not (meaning.biases and in_pairs(moe)):  # our rows are in pairs, vLLM's biases lie as it loads
         return "they have biases"
     parallel = moe.moe_parallel_config
     if parallel.use_fi_nvl_two_sided_kernels or parallel.use_fi_nvl_one_sided_kernels:
@@ -161,6 +161,8 @@ class _Method:
         meaning = FORMATS[type(self).__name__]
         settings = meaning.settings(self, layer)
         try:
+            if not meaning.biases and getattr(layer, "_loaded_expert_biases", None):  # whatever the model's config says
+                raise ValueError("they have biases")
             products = {name: meaning.loaded(layer, name, settings) for name in ("w13", "w2")}
             for loaded in products.values():
                 loaded.check()
@@ -181,7 +183,7 @@ class _Method:
             format = takeover.VLLM.multiplied(loaded.format, settings.activations)
             packed = loaded.packed(settings.activations, format, gated=gated)
             for name in [name for name in layer._parameters if name.startswith(f"{product}_")]:
-                if name != f"{product}_bias":
+                if name != f"{product}_bias" or not meaning.biases:  # GPTQ's may have biases that nobody has loaded
                     delattr(layer, name)
             weights.append(_as_parameters(layer, product, packed, held))
         if self.products is None:
