@@ -115,6 +115,14 @@ def quantization(folder: Path) -> Any:
 
 def loaded(layer: Any, folder: Path, parent: str, shards: dict[str, Any]) -> Any:
     """Have vLLM's loaders fill a layer from the tensors of its modules, and the plugin pack it."""
+    parameters, filled = fill(layer, folder, parent, shards)
+    assert parameters - filled <= {"input_scale"}  # which vLLM makes for W4A16_NVFP4 too
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def fill(layer: Any, folder: Path, parent: str, shards: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Have vLLM's loaders fill a layer; return the names of its parameters, and of those that were filled."""
     stored, parameters, filled = SafetensorsFolder(folder), dict(layer.named_parameters()), set()
     for shard, position in shards.items():
         prefix = f"{parent}.{shard}.".lstrip(".")
@@ -124,9 +132,7 @@ def loaded(layer: Any, folder: Path, parent: str, shards: dict[str, Any]) -> Any
             parameter = parameters[name.removeprefix(prefix)]
             parameter.weight_loader(parameter, stored.tensor(name), *(() if position is None else (position,)))
             filled.add(name.removeprefix(prefix))
-    assert set(parameters) - filled <= {"input_scale"}  # which vLLM makes for W4A16_NVFP4 too
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer
+    return set(parameters), filled
 
 
 def _is_unused(name: str, parameters: Mapping[str, Any]) -> bool:
@@ -143,6 +149,41 @@ def check(folder: Path, format: str, kernel: str, modules: list[str], layer: Cal
     x = torch.randn(5, w.shape[1], dtype=torch.bfloat16)
     product = x.double() @ w.T
     assert (layer(x)[0].double() - product).norm() < most * product.norm(), modules
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g128-fp8", "ct-nvfp4"])
+def test_vllm_reloads_the_weights_of_a_layer(format: str, tmp_path: Path) -> None:
+    """The weights of another layer, into the tensors of the first."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    model, shards = tiny(model_named("llama-3-8b")), {"gate_proj": 0, "up_proj": 1}
+    write(model, Packing.parse(format), tmp_path)
+    sizes = model.config["hidden_size"], [model.config["intermediate_size"]] * 2
+    layer = MergedColumnParallelLinear(
+        *sizes, bias=False, quant_config=quantization(tmp_path), prefix="model.layers.0.mlp.gate_up_proj"
+    )
+    again = reloading(layer)
+    loaded(layer, tmp_path, "model.layers.0.mlp", shards)
+    before = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    for i in (1, 0, 1):
+        again(lambda i=i: fill(layer, tmp_path, f"model.layers.{i}.mlp", shards))
+        assert {name: p.data_ptr() for name, p in layer.named_parameters()} == before
+        kernel = type(getattr(layer.quant_method, "kernel", None) or layer.scheme.kernel).__name__
+        check(tmp_path, format, kernel, [f"model.layers.{i}.mlp.{shard}" for shard in shards], layer)
+
+
+def reloading(layer: Any) -> Callable[[Callable[[], Any]], None]:
+    """Let vLLM note what a layer looks like before it is loaded; return what has it load weights anew."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layerwise.record_metadata_for_reloading(layer)
+
+    def again(fill: Callable[[], Any]) -> None:
+        layerwise.initialize_layerwise_reload(layer)
+        fill()
+        layerwise.finalize_layerwise_reload(layer, None)
+
+    return again
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -167,9 +208,16 @@ _PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj
 def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
     model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
     write(model, Packing.parse(format), tmp_path)
-    count, top_k, hidden = (model.config[name] for name in ("num_experts", "num_experts_per_tok", "hidden_size"))
     layer = routed_experts(model.config, quantization(tmp_path), prefix)
-    stored, parameters = SafetensorsFolder(tmp_path), dict(layer.named_parameters())
+    fill_experts(layer, tmp_path, prefix)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
+    check_experts(layer, tmp_path, prefix, EXPERTS[format])
+
+
+def fill_experts(layer: Any, folder: Path, prefix: str) -> None:
+    """Have vLLM's loaders fill a layer of experts."""
+    stored, parameters = SafetensorsFolder(folder), dict(layer.named_parameters())
     for name in (name for name in stored.tensors if name.startswith(f"{prefix}.")):
         expert, projection, leaf = name.removeprefix(f"{prefix}.").split(".")
         product, shard = _PROJECTIONS[projection]
@@ -177,19 +225,40 @@ def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, t
             continue
         held = parameters[f"{product}_{leaf}"]
         held.weight_loader(held, stored.tensor(name), f"{prefix}.{product}_{leaf}", shard, int(expert))
-    layer.quant_method.process_weights_after_loading(layer)
-    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
 
+
+def check_experts(layer: Any, folder: Path, prefix: str, most: float) -> None:
+    """Hold what a layer of experts computes to the checkpoint's numbers."""
+    checkpoint = open_checkpoint(folder)
+    both, down = (checkpoint.weight(f"{prefix}.{name}").dequantize().double() for name in ("gate_up_proj", "down_proj"))
+    count, top_k, hidden = len(both), layer.moe_config.experts_per_token, both.shape[-1]
     x, weights = torch.randn(5, hidden, dtype=torch.bfloat16), torch.rand(5, top_k, dtype=torch.float32)
     ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(5)]).int()
     with torch.inference_mode():
         d = layer.quant_method.apply(layer, x, weights, ids, None, None)
-    checkpoint, wanted = open_checkpoint(tmp_path), torch.zeros(5, hidden, dtype=torch.float64)
-    both, down = (checkpoint.weight(f"{prefix}.{name}").dequantize().double() for name in ("gate_up_proj", "down_proj"))
+    wanted = torch.zeros(5, hidden, dtype=torch.float64)
     for t, j in torch.nonzero(ids >= 0).tolist():
         gate, up = (both[ids[t, j]] @ x[t].double()).view(-1, 2).T
         wanted[t] += weights[t, j].double() * (down[ids[t, j]] @ (torch.nn.functional.silu(gate) * up))
-    assert (d.double() - wanted).norm() < EXPERTS[format] * wanted.norm()
+    assert (d.double() - wanted).norm() < most * wanted.norm()
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g128-fp8", "ct-nvfp4"])
+def test_vllm_reloads_the_weights_of_experts(format: str, tmp_path: Path) -> None:
+    """The weights of another layer, into the tensors of the first, which are what is multiplied."""
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.{}.mlp.experts"
+    write(model, Packing.parse(format), tmp_path)
+    layer = routed_experts(model.config, quantization(tmp_path), prefix.format(0))
+    again = reloading(layer)
+    fill_experts(layer, tmp_path, prefix.format(0))
+    layer.quant_method.process_weights_after_loading(layer)
+    kernel, before = layer.quant_method.moe_kernel.fused_experts, dict(layer.named_parameters())
+    for i in (1, 0, 1):
+        again(lambda i=i: fill_experts(layer, tmp_path, prefix.format(i)))
+        assert all(p is before[name] for name, p in layer.named_parameters())
+        assert layer.quant_method.moe_kernel.fused_experts is kernel
+        assert kernel.gate_up.tensors[0] is layer.w13_weight
+        check_experts(layer, tmp_path, prefix.format(i), EXPERTS[format])
 
 
 def routed_experts(config: Mapping[str, Any], quantization: Any, prefix: str) -> Any:
