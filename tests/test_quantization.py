@@ -68,6 +68,18 @@ def test_what_is_representable_is_kept(format):
     assert not quantize(torch.zeros(3, k), format).dequantize().any()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("format", ["int4_g64", "nf4", "mxfp4", "nvfp4"])
+def test_a_transposed_weight_is_taken_without_a_warning(format):
+    w = dense(128, 64)
+    torch.set_warn_always(True)
+    try:
+        transposed = quantize(w.T, format)
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(transposed.dequantize(), quantize(w.T.contiguous(), format).dequantize())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes_and_views(dtype):
     w = dense(8, 256).to(dtype)

@@ -40,6 +40,7 @@ class Element:
         values = torch.tensor(distinct, dtype=torch.float32, device=numbers.device)
         codes = torch.tensor([self.values.index(value) for value in distinct], device=numbers.device)
         middles = (values[1:] + values[:-1]) / 2
+        numbers = numbers.contiguous()  # of others PyTorch warns
         below, above = (codes[torch.bucketize(numbers, middles, right=right)] for right in (False, True))
         return torch.where(below % 2 == 0, below, above).float()
 
