@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import numpy as np
 import pytest
@@ -176,6 +177,20 @@ def test_combine_adds_in_order():
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_an_absent_row_adds_nothing_whatever_its_weight(weight):
+    """A router that is computed for this rank's experts alone may give any number for others."""
+    d, weights = torch.randn(4, 8, requires_grad=True), torch.rand(2, 2)
+    places = torch.tensor([[3, -1], [-1, 2]], dtype=torch.int32)
+    wanted = combine(d, places, weights)
+    weights[places < 0] = weight
+    got = combine(d, places, weights.requires_grad_())
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+    assert d.grad.isfinite().all()
+    assert not weights.grad[places < 0].any()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("past", [0, 1])
 def test_combine_writes_to_out(device, past):
@@ -189,6 +204,12 @@ def test_combine_writes_to_out(device, past):
         combine(d, places, weights, out=out.float())
     with pytest.raises(ValueError, match="out: wanted shape"):
         combine(d, places, weights, out=out[:2])
+    with pytest.raises(ValueError, match="out: wanted memory of its own, got memory shared with d"):
+        combine(d, places, weights, out=d[1:4])  # a row would be overwritten while another token still needs it
+    with pytest.raises(ValueError, match="out: wanted memory of its own, got memory shared with weights"):
+        combine(d[:, :2].float(), places, weights, out=weights)
+    with pytest.raises(TypeError, match="settled: wanted a bool, got int 1"):
+        combine(d, places, weights, settled=1)
     with pytest.raises(ValueError, match="out: wanted None where gradients"):
         combine(d.requires_grad_(), places, weights, out=out)
 

@@ -253,15 +253,22 @@ def check_out(
     require_tensor("out", out, epilogue.result_dtype(x.dtype), shape, x.device, like=like)
     if torch.is_grad_enabled() and out.requires_grad:
         raise ValueError("out: wanted a tensor without requires_grad, got one with")
-    # there are no addresses yet; and a compiled operator writes elsewhere first
-    if torch.compiler.is_compiling() or out.is_meta or isinstance(out, FakeTensor):
+    if not _has_address(out):
         return
     check_alignment("out", out, _OUT_ALIGNMENT)
     check_own_memory(out, {"x": x, **operands._asdict()})
 
 
+def _has_address(out: torch.Tensor) -> bool:
+    """Return whether ``out`` is where a launch writes: not while a graph is traced, whose operators write elsewhere
+    first, nor without memory."""
+    return not (torch.compiler.is_compiling() or out.is_meta or isinstance(out, FakeTensor))
+
+
 def check_own_memory(out: torch.Tensor, read: Mapping[str, object]) -> None:
     """Raise ValueError if ``out`` shares memory with a tensor that a launch reads; it may be the residual."""
+    if not _has_address(out):
+        return
     for name, other in read.items():
         if isinstance(other, torch.Tensor) and _overlap(out, other):
             if name == "residual" and out.data_ptr() == other.data_ptr():

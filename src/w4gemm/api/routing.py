@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.api.arguments import check_rows, require_tensor
+from w4gemm.api.arguments import check_own_memory, check_rows, require_tensor
 from w4gemm.api.modes import is_plain, is_watched
-from w4gemm.core.errors import LARGEST_SIZE, kind_of, require_dense, require_int
+from w4gemm.core.errors import LARGEST_SIZE, kind_of, require_bool, require_dense, require_int
 from w4gemm.kernels import launcher
 from w4gemm.kernels.expert_route.spec import ExpertRoute
 from w4gemm.kernels.row_combine.spec import RowCombine
@@ -118,7 +118,8 @@ def combine(
         d: floating point (rows, n), the experts' outputs.
         row_of_choice: int32 (tokens, top k), rows of d as :func:`route` returns them. A negative one adds nothing.
         weights: floating point (tokens, top k), the router's weight of each choice.
-        out: tensor to write the result to: (tokens, n) of d's dtype, contiguous, in memory apart from d's. Or None.
+        out: tensor to write the result to: (tokens, n) of d's dtype, contiguous, in memory apart from that of
+            the other tensors. Or None.
         settled: True if another launch, such as the product that d comes from, comes between this launch and the one
             that wrote ``row_of_choice`` and ``weights``. On Hopper the kernel then reads them while that launch still
             runs (programmatic dependent launch). Which launches may come between, :func:`w4gemm.grouped_linear` says.
@@ -153,11 +154,13 @@ def combine(
         raise ValueError(f"row_of_choice, weights: wanted d's device {d.device}, got {came}")
     if len(d):
         check_rows("row_of_choice", row_of_choice, -LARGEST_SIZE, len(d))
+    require_bool("settled", settled)
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     if out is not None:
         require_tensor("out", out, d.dtype, (tokens, d.shape[1]), d.device)
         if differentiated or (torch.is_grad_enabled() and out.requires_grad):
             raise ValueError("out: wanted None where gradients are needed, got a tensor")
+        check_own_memory(out, {"d": d, "row_of_choice": row_of_choice, "weights": weights})
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
         add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
@@ -168,9 +171,11 @@ def combine(
             return out
     total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
     for j in range(terms if len(d) else 0):
+        here = row_of_choice[:, j, None] >= 0
         row = d.index_select(0, row_of_choice[:, j].clamp(min=0)).float()
-        row = torch.where(row_of_choice[:, j, None] >= 0, row, 0.0)  # before it is weighted: it may hold NaN
-        total = total + weights[:, j, None].float() * row
+        # both before they are multiplied: what is elsewhere may hold NaN, and so may its weight
+        row, weight = torch.where(here, row, 0.0), torch.where(here, weights[:, j, None].float(), 0.0)
+        total = total + weight * row
     if differentiated and not (terms and len(d)):  # nothing was added, and yet a backward pass may begin here
         total = total + d[:0].sum() + weights[:, :0].sum()
     return total.to(d.dtype) if out is None else out.copy_(total)
