@@ -120,7 +120,7 @@ def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: st
     elif type == "MXFP4":
         blocks[..., 0] = rng.integers(0, 150, (n, 4))
     else:
-        blocks[..., :4] = rng.integers(0, 0x80, (n, 4, 4))  # 0x7f, which stands for 0, too
+        blocks[..., :4] = rng.integers(0, 0xFF, (n, 4, 4))  # 0x7f, which is 0, too; signs mean nothing
     file = write_blocks(tmp_path / "a.gguf", number, blocks)
     wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(n, -1), number).copy())
     with torch.device("meta"):  # where a tensor lands that is made without its device
@@ -318,6 +318,15 @@ def test_names_and_sizes(small: Path, old: bytes, new: bytes, message: str) -> N
     damaged(small, old, new)
     with pytest.raises(FormatError, match=message):
         open_checkpoint(small)
+
+
+def test_two_names_of_one_tensor(tmp_path: Path) -> None:
+    """llama.cpp knows neither of the second names; the one that came last was loaded."""
+    ones = (np.ones((32, 32), np.float32), "Q4_0")
+    for other in ("blk.00.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"):
+        path = write_file(tmp_path / "a.gguf", {"blk.0.ffn_down.weight": ones, other: ones})
+        with pytest.raises(FormatError, match=f"'blk.0.ffn_down.weight' and '{other}' are both 'model.layers.0.mlp"):
+            open_checkpoint(path)
 
 
 def test_a_key_that_is_there_twice(tmp_path: Path) -> None:

@@ -90,7 +90,11 @@ class GGUFCheckpoint:
         self.file = GGUFFile(path)
         self.architecture = str(self.file.metadata.get("general.architecture", ""))
         self._known = _ARCHITECTURES.get(self.architecture)
-        self._stored = {self._model_name(name): name for name in self.file.tensors}
+        self._stored: dict[str, str] = {}
+        for stored in self.file.tensors:
+            name = self._model_name(stored)
+            if (other := self._stored.setdefault(name, stored)) != stored:
+                raise FormatError(f"{self.path}: {other!r} and {stored!r} are both {name!r}, wanted one of them")
 
     @functools.cached_property
     def modules(self) -> dict[str, Module]:

@@ -161,8 +161,9 @@ def _parts(rows: torch.Tensor, type: str, k: int) -> _Parts:
     blocks = rows.view(n, k // elements, size)
     if type == "NVFP4":
         scales, bytes = blocks[..., :4].reshape(n, -1), blocks[..., 4:].reshape(n, -1, 8)
-        # the byte that is NaN in e4m3 is 0 in llama.cpp; other signs there are none
-        scales = torch.where(scales == 0x7F, 0, scales).view(torch.float8_e4m3fn)
+        # the byte that is NaN in e4m3 is 0 in llama.cpp, which does not read the sign of others (of 0xFF it makes 480)
+        scales = torch.where(scales == 0x7F, 0, torch.where(scales == 0xFF, scales, scales & 0x7F))
+        scales = scales.view(torch.float8_e4m3fn)
         return _Parts(_halves(bytes, k), scales)
     if type == "MXFP4":
         return _Parts(_halves(blocks[..., 1:], k), blocks[..., 0].contiguous().view(torch.float8_e8m0fnu))
