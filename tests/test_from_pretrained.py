@@ -228,6 +228,33 @@ def test_dequantize(tmp_path: Path) -> None:
     assert torch.equal(logits(from_pretrained(tmp_path / "dense")), logits(wanted))
 
 
+def test_a_variant_is_not_mixed_with_another(tmp_path: Path, enabled: None) -> None:
+    """transformers would take the dense tensors of the variant, beside packed ones of model.safetensors."""
+    model = from_pretrained(write_dense(tmp_path / "dense"), quantization_config=W4GemmConfig())
+    model.save_pretrained(tmp_path / "4bit", variant="x")
+    for call in (from_pretrained, load):
+        options: dict[str, Any] = {"variant": "x"} if call is from_pretrained else {}
+        with pytest.raises(FormatError, match=r"no model.safetensors; variants .* rename 'model.x.safetensors' to"):
+            call(tmp_path / "4bit", **options)
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "4bit")
+    with pytest.raises(ValueError, match=r"^variant, .* read from model.safetensors; got files .* model.x.safetensors"):
+        from_pretrained(tmp_path / "4bit", variant="x")
+    assert torch.equal(logits(from_pretrained(tmp_path / "4bit")), wanted)
+    (tmp_path / "4bit" / "model.x.safetensors").rename(tmp_path / "4bit" / "model.safetensors")  # as the message says
+    assert torch.equal(logits(from_pretrained(tmp_path / "4bit")), wanted)
+
+
+def test_a_variant_in_shards(tmp_path: Path, enabled: None) -> None:
+    model = from_pretrained(write_dense(tmp_path / "dense"), quantization_config=W4GemmConfig())
+    model.save_pretrained(tmp_path / "4bit", variant="x", max_shard_size="50KB")
+    index = "model.safetensors.index.json"
+    with pytest.raises(FormatError, match=rf"rename 'model.safetensors.index.x.json' to '{index}'"):
+        from_pretrained(tmp_path / "4bit", variant="x")
+    (tmp_path / "4bit" / "model.safetensors.index.x.json").rename(tmp_path / "4bit" / index)
+    assert torch.equal(logits(from_pretrained(tmp_path / "4bit")), logits(model))
+
+
 def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path) -> None:
     model = from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("int4_g32"))
     layer = model.model.layers[0].mlp.up_proj

@@ -93,8 +93,10 @@ class SafetensorsFolder:
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         places = self._index()
+        if places is None and not (path / _SINGLE).exists():
+            raise FormatError(f"{path} holds no whole model: there is no {_SINGLE}{_variant_in(path)}")
         for file in dict.fromkeys(places.values()) if places is not None else [path / _SINGLE]:
-            found = _read_header(file)
+            found = read_header(file)
             if twice := self.tensors.keys() & found.keys():
                 raise FormatError(f"{path}: tensor {min(twice)!r} is in {file.name} and in another file")
             self.tensors |= found
@@ -135,6 +137,15 @@ class SafetensorsFolder:
         return {name: paths[file] for name, file in places.items()}
 
 
+def _variant_in(path: Path) -> str:
+    """Return the end of a message about a folder without model.safetensors, if it has a variant of that file, or of the
+    index of shards, as ``save_pretrained(variant=...)`` writes them."""
+    for name, variants in ((_INDEX, f"{_INDEX[:-5]}.*.json"), (_SINGLE, "model.*.safetensors")):
+        if found := sorted(file.name for file in path.glob(variants)):
+            return f"; variants are not read: rename {found[0]!r} to {name!r}"
+    return ""
+
+
 @functools.lru_cache(maxsize=2)
 def _opened(file: Path, stamp: tuple[int, ...]) -> Any:
     """Return an open file. It is kept for the tensors behind, because each opening reads the whole header: 24 ms for
@@ -164,7 +175,12 @@ def _errors(file: Path) -> Iterator[None]:
         raise FormatError(f"{file} cannot be read: {e.strerror or e}") from e
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Return place, dtype and shape of each tensor in a safetensors file, by name.
+
+    Raises:
+        FormatError: if the file is missing, cut short or no safetensors file.
+    """
     with _errors(file):
         f = _opened(file, _stamp(file))
         slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)

@@ -117,6 +117,11 @@ class QuantizedFolder:
             if stack.module.pre_quant_scale:
                 self.tensors[f"{name}.pre_quant_scale"] = (stack.module.k,)
 
+    @property
+    def files(self) -> set[str]:
+        """Names of the files in the folder that tensors are read from."""
+        return {info.file.name for info in self._stored.tensors.values()}
+
     def stored_type(self, name: str) -> str:
         if name not in self.tensors:
             raise not_among(self.path, "dense tensor", name, self.tensors)

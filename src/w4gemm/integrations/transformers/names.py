@@ -61,6 +61,18 @@ def unneeded(model: PreTrainedModel) -> Callable[[str], bool]:
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
+def check_files(checkpoint: Checkpoint, chosen: Sequence[str]) -> None:
+    """Raise ValueError if transformers chose other files for the dense tensors than those that the packed ones are read
+    from: those of a variant would make one model of two."""
+    assert isinstance(checkpoint, QuantizedFolder)
+    if other := sorted(set(chosen) ^ checkpoint.files):
+        raise ValueError(
+            f"variant, use_safetensors: wanted neither, because packed tensors of {checkpoint.path} are read from "
+            f"{min(checkpoint.files)}; got files that differ by {listed(other)}; a variant in a folder of its own, "
+            "under the usual names, can be loaded"
+        )
+
+
 def check_shapes(model: PreTrainedModel, checkpoint: Checkpoint, renamed: Renaming) -> None:
     """Raise FormatError for a dense tensor of another shape than its parameter, which transformers does not notice
     beside a quantizer."""

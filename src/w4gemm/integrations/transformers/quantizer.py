@@ -35,7 +35,14 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import dequantize_layers
-from w4gemm.integrations.transformers.names import Renaming, check_shapes, check_whole, of_modules, packed_names
+from w4gemm.integrations.transformers.names import (
+    Renaming,
+    check_files,
+    check_shapes,
+    check_whole,
+    of_modules,
+    packed_names,
+)
 from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, reserve
 from w4gemm.integrations.transformers.sharding import Local, Split, add_up, fill, local_experts, local_shard
 from w4gemm.weights.quantization import quantize
@@ -102,6 +109,7 @@ class W4GemmQuantizer(HfQuantizer):
             self._await_dense(model)
             return
         self._checkpoint = checkpoint = open_checkpoint(folder)
+        check_files(checkpoint, [Path(file).name for file in checkpoint_files or ()])
         renamed = Renaming(model)
         check_shapes(model, checkpoint, renamed)
         self._places = reserve(model, checkpoint, of_modules(checkpoint, renamed))
