@@ -122,6 +122,10 @@ def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Pa
     (tmp_path / file).write_text(json.dumps(own))
     with pytest.raises(FormatError, match=f'its {file} is of a quantized model.* with "quant_method": "{method}"$'):
         load(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "quantized-4bit.safetensors")  # names of theirs were such
+    with pytest.raises(FormatError, match=f'its weights are packed.* with "quant_method": "{method}"$'):
+        open_checkpoint(tmp_path)  # as `w4gemm inspect` does, which listed dense layers
+    (tmp_path / "quantized-4bit.safetensors").rename(tmp_path / "model.safetensors")
     quantization = {**json.loads((tmp_path / file).read_text()), "quant_method": method}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     checkpoint = open_checkpoint(tmp_path)

@@ -13,7 +13,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, FILES, SafetensorsFolder, quantization_config, transformers_errors
+from w4gemm.checkpoints.hugging_face import (
+    AS_IT_IS,
+    FILES,
+    SafetensorsFolder,
+    quantization_config,
+    read_header,
+    transformers_errors,
+)
 from w4gemm.core.errors import FormatError, nearest, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.quantization import quantize
@@ -83,9 +90,14 @@ class DenseCheckpoint:
     Attributes:
         search: as for :func:`w4gemm.quantize`.
         device: where weights are quantized.
+
+    Raises:
+        FormatError: for a folder with a quantized model, of which config.json does not say so.
     """
 
     def __init__(self, path: Path, format: WeightFormat | None = None) -> None:
+        if _has_packed(path):
+            raise FormatError(f"{path}: its weights are packed, which no dense model's are{_quantized(path)}")
         self.path, self._format = path, format
         self.search, self.device = False, torch.device("cpu")
 
@@ -213,6 +225,14 @@ def _quantized(folder: Path) -> str:
 
 _OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files in which AutoGPTQ and AutoAWQ said at first how a model is quantized, and the method that they mean."""
+
+
+def _has_packed(folder: Path) -> bool:
+    """Return whether a folder with one of these files holds packed weights, under any file name: AutoGPTQ's and
+    AutoAWQ's own are not model.safetensors."""
+    if not any((folder / file).is_file() for file in _OLD_CONFIGS):
+        return False
+    return any(name.endswith(".qweight") for file in folder.glob("*.safetensors") for name in read_header(file))
 
 
 def _find(path: Path) -> Path | None:
