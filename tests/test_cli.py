@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,18 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert f"w4gemm {w4gemm.__version__}" in printed
     assert "--max-new-tokens" in printed
+
+
+def test_characters_that_the_terminal_does_not_have(tiny: Path) -> None:
+    """They are printed as escapes, rather than an error in place of the answer."""
+    for encoding, name, shown in (("ascii", "größe", r"gr\xf6\xdfe"), ("utf-8", os.fsdecode(b"\xff"), r"\udcff")):
+        path = tiny.with_name(f"{name}.gguf")
+        tiny.rename(path)
+        tiny = path
+        command = [sys.executable, "-m", "w4gemm", "inspect", str(path), "--device", "h200", "--m", "1"]
+        run = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding})
+        assert run.returncode == 0, run.stderr
+        assert f"{shown}.gguf: gguf" in run.stdout.decode("ascii").splitlines()[0]
 
 
 def test_every_option_says_what_it_is() -> None:

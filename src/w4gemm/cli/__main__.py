@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import warnings
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0, or 1 after an error, or 130 after Ctrl-C. Arguments that cannot be
     read exit with status 2."""
+    _print_anything()
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     args.rest = rest
@@ -56,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         warnings.formatwarning = format_of_others
+
+
+def _print_anything() -> None:
+    """Let standard output show characters that its encoding does not have as escapes, as standard error does: a name,
+    or a model's answer, may be any text."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _in_one_line(message: Warning | str, *where: Any, **line: Any) -> str:
