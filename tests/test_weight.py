@@ -96,11 +96,20 @@ def test_repack_goes_native_by_default():
         w.repack("fast")
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+)
 def test_from_codes_takes_any_integers(dtype):
     parts = random_parts(WeightFormat(), 4, 256)
     w = QuantizedWeight.from_codes(WeightFormat(), parts.codes.to(dtype), parts.scales)
     assert_same(w.parts(), parts)
+    g_idx = torch.tensor([1, 0]).repeat(128)
+    wanted = QuantizedWeight.from_codes(WeightFormat(), parts.codes, parts.scales, g_idx=g_idx)
+    w = QuantizedWeight.from_codes(WeightFormat(), parts.codes, parts.scales, g_idx=g_idx.to(dtype))
+    assert torch.equal(w.dequantize(), wanted.dequantize())
+    if not dtype.is_signed:
+        with pytest.raises(ValueError, match=r"codes: wanted 0..15, got 15..16"):
+            QuantizedWeight.from_codes(WeightFormat(), (parts.codes + 1).clamp(15).to(dtype), parts.scales)
 
 
 def test_immutable_and_readable():

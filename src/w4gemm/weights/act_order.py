@@ -42,12 +42,13 @@ def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torc
         raise ValueError(f"g_idx: wanted shape ({k},), k of codes, got {tuple(g_idx.shape)}")
     if g_idx.device != device:
         raise ValueError(f"g_idx: wanted device {device} like codes, got {g_idx.device}")
+    g_idx = g_idx.long()  # of some unsigned integers PyTorch knows no smallest
     groups, length = format.groups(k), format.group_length(k)
     columns, first, last = torch.arange(k, device=device), int(g_idx.min()), int(g_idx.max())
     if first < 0 or last >= groups:
         bad = first if first < 0 else last
         raise ValueError(f"g_idx: wanted groups 0..{groups - 1} for k {k} in {format}, got {bad}")
-    sizes = torch.bincount(g_idx.long(), minlength=groups)
+    sizes = torch.bincount(g_idx, minlength=groups)
     wrong = sizes != torch.bincount(columns // length, minlength=groups)
     if wrong.any():
         group = int(wrong.nonzero()[0])

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_WIDE = (torch.uint16, torch.uint32, torch.uint64)
+"""Integers that PyTorch only converts, as NumPy arrays of packed words become."""
 
 
 def from_codes(
@@ -29,11 +31,13 @@ def from_codes(
     factors: torch.Tensor | None = None,
 ) -> QuantizedWeight:
     """See :meth:`w4gemm.QuantizedWeight.from_codes`."""
-    if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS or codes.dim() != 2:
+    if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS + _WIDE or codes.dim() != 2:
         raise TypeError(f"codes: wanted integers (n, k), got {kind_of(codes)}")
     require_dense("codes", codes)
     if codes.is_meta:
         raise ValueError("codes: wanted numbers, got a tensor on the meta device")
+    if codes.dtype in _WIDE:
+        codes = codes.long()
     n, k = codes.shape
     if n < 1 or k < 1:
         raise ValueError(f"codes: wanted n >= 1 and k >= 1, got shape {(n, k)}")
