@@ -203,6 +203,27 @@ def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is in 4 bits already" in capsys.readouterr().err
 
 
+def test_a_source_that_changed_is_another_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The finished folder of the old one was taken for that of the new one."""
+    dense = write_dense(tmp_path / "dense")
+    tensors = load_file(dense / "model.safetensors")
+    (dense / "model.safetensors").unlink()
+    torch.save(tensors, dense / "pytorch_model.bin")
+    write_model(tmp_path / "gptq", *SOURCES["gptq"])
+    config = tmp_path / "gptq" / "config.json"
+    for source in (dense, tmp_path / "gptq"):
+        assert convert(source, tmp_path / "out" / source.name) == 0
+        assert convert(source, tmp_path / "out" / source.name) == 0
+        assert "there already: 1 file" in capsys.readouterr().err
+    torch.save({name: -t for name, t in tensors.items()}, dense / "pytorch_model.bin")
+    said = json.loads(config.read_text())
+    said["quantization_config"]["checkpoint_format"] = "gptq_v2"  # the same tensors, with other zero points
+    config.write_text(json.dumps(said))
+    for source in (dense, tmp_path / "gptq"):
+        assert convert(source, tmp_path / "out" / source.name) == 1
+        assert "not of an interrupted run of the same conversion" in capsys.readouterr().err
+
+
 def test_config_and_tensors_that_disagree_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "in", *SOURCES["awq"])
     assert convert(tmp_path / "in", tmp_path / "out") == 0

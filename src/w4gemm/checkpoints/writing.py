@@ -34,6 +34,8 @@ _UNFINISHED = ".unfinished"
 """End of the name of a file that is being written."""
 _INDEX, _LAST = "model.safetensors.index.json", "config.json"
 """The file of the shards' names, and the file that is written last."""
+_WEIGHTS = ("*.safetensors", "*.bin")
+"""Files of weights in a folder; the latter are of dense models, which transformers reads."""
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py", "LICENSE*")
 """Files beside the weights that are copied: tokenizer, generation config, licence, code that a model type names."""
 _OF_THE_SOURCE = ("config.json", "hf_quant_config.json", "quant_cfg.json", "quantize_config.json", "quant_config.json")
@@ -169,15 +171,22 @@ def _plan(
             filled = 0
         shards[-1].append(name)
         filled += size
-    source = checkpoint.path.resolve()
-    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     facts = {
-        "source": [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        "source": _source(checkpoint.path.resolve()),
         "formats": {name: f"{m.format} {m.activations}" for name, m in modules.items()},
         "to": [writer.name, [str(dtype) for dtype in dtypes.values()], how],
         "shards": shards,
     }
     return Plan(tuple(map(tuple, shards)), hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+
+
+def _source(path: Path) -> list[tuple[str | int, ...]]:
+    """Return what tells whether a checkpoint is still the one that it was: size and time of the files of weights, which
+    are large, and digests of its configs."""
+    files = [path] if path.is_file() else sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
+    found: list[tuple[str | int, ...]] = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    configs = [path / name for name in _OF_THE_SOURCE if (path / name).is_file()]
+    return found + [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in configs]
 
 
 def _check_folder(folder: Path, plan: Plan) -> None:
