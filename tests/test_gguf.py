@@ -320,6 +320,22 @@ def test_names_and_sizes(small: Path, old: bytes, new: bytes, message: str) -> N
         open_checkpoint(small)
 
 
+def test_a_part_of_a_split_file(tmp_path: Path) -> None:
+    """Its layers were listed, tuned and converted as if they were the model."""
+    for count in (1, 3):
+        writer = gguf.GGUFWriter(tmp_path / f"of-{count}.gguf", "llama")
+        writer.add_uint16("split.no", 0)
+        writer.add_uint16("split.count", count)
+        writer.add_tensor("blk.0.ffn_down.weight", np.ones((32, 32), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    assert open_checkpoint(tmp_path / "of-1.gguf").tensors
+    with pytest.raises(FormatError, match=r"is part 1 of 3 of a split file; .* `llama-gguf-split --merge"):
+        open_checkpoint(tmp_path / "of-3.gguf")
+
+
 def test_two_names_of_one_tensor(tmp_path: Path) -> None:
     """llama.cpp knows neither of the second names; the one that came last was loaded."""
     ones = (np.ones((32, 32), np.float32), "Q4_0")

@@ -82,12 +82,14 @@ class GGUFCheckpoint:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        FormatError: if it is no GGUF file, is cut short, contradicts itself or holds something unknown.
+        FormatError: if it is no GGUF file, is cut short, contradicts itself, holds something unknown or is one part of
+            a model.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.file = GGUFFile(path)
+        self._check_whole()
         self.architecture = str(self.file.metadata.get("general.architecture", ""))
         self._known = _ARCHITECTURES.get(self.architecture)
         self._stored: dict[str, str] = {}
@@ -193,6 +195,16 @@ class GGUFCheckpoint:
                 f"{self.path}: {self.architecture}.attention.{key}: wanted a number from 1, got {value!r}"
             )
         return value
+
+    def _check_whole(self) -> None:
+        """Raise FormatError for a part of a file that was split: its tensors would be listed as a whole model."""
+        count, number = (self.file.metadata.get(f"split.{key}") for key in ("count", "no"))
+        if isinstance(count, int) and count > 1:
+            part = f"part {number + 1}" if isinstance(number, int) else "a part"
+            raise FormatError(
+                f"{self.path} is {part} of {count} of a split file; wanted a whole one, as llama.cpp's "
+                "`llama-gguf-split --merge FIRST_PART OUTPUT` makes"
+            )
 
     def _check_config(self) -> None:
         """Raise FormatError for metadata that contradict the tensors, before transformers makes a config of them."""
