@@ -100,6 +100,18 @@ def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.rotary_emb.inv_freq is of its own" in capsys.readouterr().err
 
 
+def test_an_architecture_that_is_not_known_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused when config.json was to be written, behind all weights."""
+    path = write_gguf(tmp_path / "in.gguf")
+    old, new = (len(name).to_bytes(8, "little") + name for name in (b"llama", b"lhama"))
+    path.write_bytes(path.read_bytes().replace(old, new))
+    assert convert(path, tmp_path / "out") == 1
+    assert "architecture 'lhama' cannot be loaded; wanted one of llama, " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dense_model_is_quantized(tmp_path: Path) -> None:
     folder = write_dense(tmp_path / "in")
     args = ("--to", "compressed-tensors", "--format", "int4_g32", "--search")

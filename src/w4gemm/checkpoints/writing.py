@@ -99,8 +99,9 @@ def write_folder(
 
     Raises:
         FileExistsError: if the folder holds what the same run did not write.
-        FormatError: if a module cannot be stored.
+        FormatError: if a module cannot be stored, or no model can be made of the checkpoint.
     """
+    checkpoint.pretrained()  # refuses what has no config, before hours of writing
     for name, module in checkpoint.modules.items():
         try:
             if module.fused and not module.experts:
