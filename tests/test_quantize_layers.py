@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 pytest.importorskip("transformers")
 
@@ -91,6 +92,31 @@ def test_a_layer_of_two_names_stays_one():
     dequantize_layers(shared, torch.float32)
     assert type(shared.second) is nn.Linear and shared.first is shared.second
     torch.testing.assert_close(shared(x), found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("computed", ("pruned", "weight_norm", "spectral_norm"))
+def test_a_weight_that_is_computed_before_each_call(computed):
+    """Its hook would look for tensors that a 4-bit layer does not have. What it computes is as old as the last call."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+    if computed == "pruned":
+        prune.l1_unstructured(model[0], "weight", amount=0.5)
+        model[0].weight_orig.data.mul_(3)
+    elif computed == "weight_norm":
+        nn.utils.weight_norm(model[0]).weight_g.data.mul_(3)
+    else:
+        nn.utils.spectral_norm(model[0]).weight_orig.data.mul_(3)
+    model.eval()
+    calls = []
+    model[0].register_forward_pre_hook(lambda module, given: calls.append(module))
+    x = torch.randn(5, 64)
+    wanted = model(x)
+    model[0].weight = torch.zeros(32, 64)  # as after the tensors were loaded anew
+    calls.clear()
+    quantize_layers(model)
+    got = model(x)
+    assert calls == [model[0]]  # other hooks are its successor's
+    assert (got - wanted).norm() / wanted.norm() < 0.15
 
 
 def test_a_device_that_there_is_not(tmp_path):

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
@@ -60,7 +63,8 @@ def quantize_layers(
 ) -> nn.Module:
     """Replace the dense linear layers of a model by 4-bit ones, in place, one at a time. Subclasses of torch.nn.Linear
     with a forward of their own stay dense, because a 4-bit layer would not compute what that does. Forward hooks of
-    a layer and its training mode are its successor's.
+    a layer and its training mode are its successor's. A weight that PyTorch prunes or normalizes before each call is
+    quantized as the next call would have it.
 
     Args:
         format: see :func:`load`.
@@ -79,6 +83,7 @@ def quantize_layers(
     _refuse_adapters(model)
     layers = linear_layers(model, skip)
     for done, (name, layer) in enumerate(layers.items(), 1):
+        _compute_weight(layer)
         try:
             made = W4Linear.from_linear(layer, default_format(layer.in_features) if format is None else format)
         except ValueError as e:
@@ -112,9 +117,24 @@ def _refuse_adapters(model: nn.Module) -> None:
             )
 
 
+_WEIGHT_HOOKS = (BasePruningMethod, WeightNorm, SpectralNorm)
+"""PyTorch's hooks that compute a layer's weight from other tensors before each call."""
+
+
+def _compute_weight(layer: nn.Module) -> None:
+    """Run these hooks: since the last call the tensors may have changed."""
+    with torch.no_grad():
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, _WEIGHT_HOOKS):
+                hook(layer, ())
+
+
 def _hand_over(layer: nn.Module, made: nn.Module) -> None:
-    """Give a layer's forward hooks and its training mode to what takes its place."""
+    """Give a layer's forward hooks, but those that compute its weight, and its training mode to what takes its
+    place."""
     for key, pre_hook in layer._forward_pre_hooks.items():
+        if isinstance(pre_hook, _WEIGHT_HOOKS):
+            continue
         made.register_forward_pre_hook(pre_hook, with_kwargs=key in layer._forward_pre_hooks_with_kwargs)
     for key, hook in layer._forward_hooks.items():
         made.register_forward_hook(
