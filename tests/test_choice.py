@@ -42,6 +42,8 @@ FP8_PROBLEM = replace(H200_PROBLEM, dtype=torch.float8_e4m3fn, layout="mma8")
         ({"layout": "sm80"}, ValueError, "layout: wanted one of .*, got 'sm80'"),
         ({"epilogue": "relu"}, TypeError, "epilogue: wanted an Epilogue, got str"),
         ({"device": "cpu"}, TypeError, "device: wanted a Device, got 'cpu'; Device.of makes one"),
+        ({"batch_invariant": "off"}, TypeError, "batch_invariant: wanted a bool, got str 'off'"),
+        ({"gathered": 3}, TypeError, "gathered: wanted a bool, got int 3"),
         ({"epilogue": Epilogue("swish")}, ValueError, "activation: wanted one of .*, got 'swish'"),
     ],
 )

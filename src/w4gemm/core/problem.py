@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from w4gemm.core.epilogue import PLAIN, Epilogue
-from w4gemm.core.errors import device_named, require_gpu, require_int
+from w4gemm.core.errors import device_named, require_bool, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.gpu_rates import rates_of
 
@@ -150,6 +150,8 @@ class GemmProblem:
         """Raise TypeError or ValueError, naming the field, if a field is wrong."""
         for name, least in (("m", 1), ("n", 1), ("k", 1), ("experts", 0)):
             require_int(name, getattr(self, name), least)
+        for name in ("gathered", "batch_invariant"):
+            require_bool(name, getattr(self, name))
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype: wanted a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
         if not isinstance(self.format, WeightFormat):
