@@ -177,14 +177,16 @@ def test_combine_adds_in_order():
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
-def test_an_absent_row_adds_nothing_whatever_its_weight(weight):
+def test_an_absent_row_adds_nothing_whatever_its_weight(device, weight):
     """A router that is computed for this rank's experts alone may give any number for others."""
-    d, weights = torch.randn(4, 8, requires_grad=True), torch.rand(2, 2)
-    places = torch.tensor([[3, -1], [-1, 2]], dtype=torch.int32)
+    d, weights = torch.randn(4, 8, device=device).bfloat16(), torch.rand(2, 2, device=device)
+    places = torch.tensor([[3, -1], [-1, 2]], dtype=torch.int32, device=device)
     wanted = combine(d, places, weights)
     weights[places < 0] = weight
-    got = combine(d, places, weights.requires_grad_())
+    assert torch.equal(combine(d, places, weights), wanted)  # on a GPU by the kernel
+    got = combine(d.requires_grad_(), places, weights.requires_grad_())
     assert torch.equal(got, wanted)
     got.sum().backward()
     assert d.grad.isfinite().all()
@@ -462,6 +464,7 @@ def test_combine_compiles(terms):
     sass = disassemble(object_code(combined.unit()))
     assert sass.count("LDL") == sass.count("STL") == sass.stack == 0
     assert sass.count("STG") == 1 and sass.count("LDG.E.128") == terms
+    assert sass.count("FSEL") == terms  # the factor of an absent row
 
 
 def test_a_plan_of_padded_rows_is_for_as_many_as_are_expected(monkeypatch):

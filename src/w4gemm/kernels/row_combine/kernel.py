@@ -70,7 +70,11 @@ class RowCombineKernel:
         first, early = Int64(token) * (4 * self.terms), settled != 0  # before the wait L1 may hold older ones
         own_rows = [load_int32(rows.iterator.toint() + first + 4 * j, early) for j in range(self.terms)]
         bits = [load_int32(weights.iterator.toint() + first + 4 * j, early) for j in range(self.terms)]
-        factors = [to_float("f32", word) for word in bits]
+        # a row elsewhere adds nothing, whatever its weight: NaN times 0 is NaN
+        factors = [
+            Float32(cutlass.select_(row >= 0, to_float("f32", word), Float32(0.0)))
+            for row, word in zip(own_rows, bits, strict=True)
+        ]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if column < n:
