@@ -101,6 +101,21 @@ def test_state_dict_in_a_file(layer, format, tmp_path):
     assert same_weight(layer, other)
 
 
+def test_the_state_dict_of_distributed_checkpoints(layer, format):
+    """Once AttributeError: PyTorch looks for an attribute of each name."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    model, other = (torch.nn.Sequential(torch.nn.Identity(), copy.deepcopy(layer)) for _ in range(2))
+    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
+        state = get_model_state_dict(model, options=options)
+        assert state.keys() == model.state_dict().keys()
+        other[1].load_state_dict(W4Linear(IN, OUT, True, format, dtype=torch.bfloat16).state_dict())
+        set_model_state_dict(other, state, options=options)
+        assert same_weight(other[1], layer)
+    assert torch.equal(layer.codes, layer.state_dict()["codes"])
+    assert hasattr(layer, "zeros") == layer.format.has_zero and not hasattr(layer, "perm")
+
+
 def test_loading_into_a_layer_on_meta(layer, format):
     other = W4Linear(IN, OUT, True, format, dtype=torch.bfloat16, device="meta")
     assert other.weight.device.type == "meta"

@@ -21,6 +21,17 @@ from w4gemm.weights.state import as_tensor, in_words, of_tensor
 from w4gemm.weights.weight import QuantizedWeight
 
 
+def _named_tensor(name: str) -> property:
+    """Make the attribute ``name``, the tensor that a state dict has under it."""
+
+    def read(self: W4Linear) -> torch.Tensor:
+        if (t := self.weight.repack("canonical").named_tensors().get(name)) is None:
+            raise AttributeError(name)  # torch.nn.Module raises another one, which names the class
+        return t
+
+    return property(read)
+
+
 class W4Linear(PackedModule):
     """The layer y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's
     dtype. It replaces torch.nn.Linear.
@@ -31,7 +42,7 @@ class W4Linear(PackedModule):
     are registered as buffers of bytes, so ``half()`` and ``to(dtype)`` convert the bias and set ``dtype``, and leave
     the weight as it is. A state dict holds ``codes``, ``scales`` and, as the format has them, ``zeros``, ``channels``
     and ``factors``, in the canonical layout; ``perm`` for a weight in act-order; and the names of the format and the
-    activations. Its bits are the same whatever device wrote it.
+    activations. Its bits are the same whatever device wrote it. The layer has these tensors as attributes to read.
 
     ``pre_quant_scale`` is a buffer (in_features,) or None. It multiplies x before anything else, in x's dtype: for
     checkpoints that moved factors of x into the weight, such as ModelOpt's AWQ. A state dict holds it.
@@ -197,6 +208,11 @@ class W4Linear(PackedModule):
         )
 
     # --- state dict -------------------------------------------------------------------------------------------------
+
+    # torch.distributed.checkpoint looks for an attribute of each name in a state dict
+    codes, scales, zeros, channels, factors, perm = map(
+        _named_tensor, ("codes", "scales", "zeros", "channels", "factors", "perm")
+    )
 
     def get_extra_state(self) -> torch.Tensor:
         """Return the names of the format and the activations as bytes, see :mod:`w4gemm.weights.state`."""
