@@ -124,6 +124,21 @@ def test_loading_into_a_layer_on_meta(layer, format):
     assert torch.equal(other(inputs(layer)), layer(inputs(layer)))
 
 
+def test_an_assigned_bias_brings_its_dtype():
+    """Once the layer went on to advertise its own, in which it refused every x."""
+    state = W4Linear(IN, OUT, True, "int4_g32", dtype=torch.bfloat16).state_dict()
+    for device in ("cpu", "meta"):
+        layer = W4Linear(IN, OUT, True, "int4_g32", dtype=torch.float32, device=device)
+        layer.load_state_dict(state, assign=True)
+        assert layer.dtype == torch.bfloat16 and layer(torch.ones(2, IN, dtype=layer.dtype)).dtype == torch.bfloat16
+    state = dict(state)  # without what PyTorch notes in it, that it was assigned
+    layer = W4Linear(IN, OUT, True, "int4_g32", dtype=torch.float32)
+    layer.load_state_dict(state)
+    assert layer.dtype == layer.bias.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="bias: dtype: wanted torch.float32 .*, got torch.float64; nearest is"):
+        layer.load_state_dict(state | {"bias": torch.zeros(OUT, dtype=torch.float64)}, assign=True)
+
+
 def test_bad_state_dicts():
     layer = W4Linear(IN, OUT, False, "int4_g32")
     state = W4Linear(IN, OUT, False, "int4_g32").state_dict()

@@ -255,6 +255,12 @@ class W4Linear(PackedModule):
         except ValueError as e:  # the extra state's
             error_msgs.append(f"{prefix}_extra_state: {e}")
             return
+        if self.bias is not None and self.bias.dtype != self.dtype:  # it was assigned, not copied
+            try:
+                self.dtype = self.bias.dtype
+            except TypeError as e:
+                error_msgs.append(f"{prefix}bias: {e}")
+                return
         w = self.weight
         shapes = packed_shape(self.format, "canonical", w.n, w.k, w.experts).tensors
         keys = [prefix + name for name in self.format.part_names]
