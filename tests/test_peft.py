@@ -147,6 +147,15 @@ def test_merging_rounds_and_unmerging_brings_back_every_bit(base: Callable[[], t
     assert torch.equal(merged.get_submodule(name).weight.dequantize(), wanted.dequantize())
 
 
+def test_unmerging_where_the_model_is_now(base: Callable[[], torch.nn.Module]) -> None:
+    """Once the weight came back on the device on which it had been merged."""
+    layer = with_lora(base()).base_model.model.model.layers[0].mlp.down_proj
+    with pytest.warns(UserWarning, match="merging rounds"):
+        layer.merge()
+    layer.to("meta").unmerge()
+    assert layer.base_layer.weight.device.type == "meta"
+
+
 def test_gradients_under_torch_compile(base: Callable[[], torch.nn.Module]) -> None:
     layer = with_lora(base(), init_lora_weights=False).base_model.model.model.layers[0].mlp.down_proj
     x = torch.randn(5, layer.base_layer.in_features, requires_grad=True)

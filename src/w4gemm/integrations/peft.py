@@ -84,7 +84,9 @@ class W4LoraLinear(Linear):
         if self._before_merge is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
-        self.get_base_layer().weight, self._before_merge = self._before_merge, None
+        layer: W4Linear = self.get_base_layer()
+        layer.weight = self._before_merge.to(layer.weight.device)  # the model may have been moved since
+        self._before_merge = None
         self.merged_adapters.clear()
 
 
