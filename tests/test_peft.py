@@ -21,7 +21,7 @@ from quantized_model import change
 from tiny_model import LAYERS, write_dense
 from w4gemm import W4Linear, quantize
 from w4gemm.integrations.peft import W4LoraLinear, enable
-from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, quantize_layers
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, quantize_layers
 
 IDS = torch.arange(1, 25).view(2, 12)
 STEPS = 12
@@ -171,6 +171,26 @@ def test_layers_with_an_activation_are_refused(base: Callable[[], torch.nn.Modul
     model.model.layers[0].mlp.down_proj.activation = "relu"
     with pytest.raises(ValueError, match="activation: wanted None in a layer with an adapter, got 'relu'"):
         with_lora(model)
+
+
+def test_experts_have_no_adapter(tmp_path: Path) -> None:
+    """Once "all-linear" failed, and a target by name got one adapter for all experts, which could not be merged."""
+    folder = write_dense(tmp_path, "qwen3_moe")
+    model = load(folder, dtype=torch.float32, format="int4_g32")[0]
+    adapted = with_lora(model, target_modules="all-linear")
+    names = [name for name, m in adapted.named_modules() if isinstance(m, W4LoraLinear)]
+    assert len(names) == 4 * LAYERS and all(".self_attn." in name for name in names)
+    assert all(loss > 0 for loss in train(adapted))
+    with pytest.raises(ValueError, match="target_modules: wanted layers .*experts.down with 4 experts"):
+        with_lora(load(folder, dtype=torch.float32, format="int4_g32")[0], target_modules=["down"])
+
+
+def test_layers_in_4_bits_are_not_modules_to_save(base: Callable[[], torch.nn.Module]) -> None:
+    """Once they were copied into every adapter, and nothing but a bias was trained."""
+    with pytest.raises(ValueError, match=r"modules_to_save: wanted layers with dense .*, got W4Linear\(in_features=96"):
+        with_lora(base(), modules_to_save=["down_proj"], target_modules=["q_proj"])
+    adapted = with_lora(base(), modules_to_save=["lm_head"], target_modules=["q_proj"])
+    assert adapted.base_model.model.lm_head.modules_to_save["default"].weight.requires_grad
 
 
 def test_the_trainer_takes_it(base: Callable[[], torch.nn.Module], tmp_path: Path) -> None:

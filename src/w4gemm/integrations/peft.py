@@ -16,6 +16,7 @@ from peft.tuners import tuners_utils
 from peft.tuners.lora import LoraConfig, LoraModel
 from peft.tuners.lora.layer import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils.other import ModulesToSaveWrapper
 
 from w4gemm.api.nn import W4Linear
 from w4gemm.weights.quantization import quantize
@@ -92,12 +93,14 @@ class W4LoraLinear(Linear):
 
 def enable() -> None:
     """Let PEFT put LoRA beside :class:`w4gemm.W4Linear` layers, also those that ``target_modules="all-linear"`` finds.
-    Calling it twice is the same as once."""
+    Calling it twice is the same as once. From then on PEFT refuses experts as targets, and 4-bit layers in
+    ``modules_to_save``: neither would train what its name says."""
     if not hasattr(LoraModel._create_new_module, "__wrapped__"):
         LoraModel._create_new_module = staticmethod(_with_4_bits(LoraModel._create_new_module))
         tuners_utils._maybe_include_all_linear_layers = _with_all_4_bit_layers(
             tuners_utils._maybe_include_all_linear_layers
         )
+        ModulesToSaveWrapper.check_module = _with_a_look_for_4_bits(ModulesToSaveWrapper.check_module)
 
 
 def _with_4_bits(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
@@ -106,11 +109,30 @@ def _with_4_bits(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.
         lora_config: LoraConfig, adapter_name: str, target: torch.nn.Module, **kwargs: Any
     ) -> torch.nn.Module:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if isinstance(base, W4Linear) and base.grouped:
+            raise ValueError(
+                f"target_modules: wanted layers of one weight, got {kwargs.get('target_name')} with "
+                f"{base.weight.experts} experts; leave it out by its name, or by exclude_modules"
+            )
         if isinstance(base, W4Linear) and not isinstance(target, LoraLayer):
             return W4LoraLinear(target, adapter_name, lora_config, **kwargs)
         return create(lora_config, adapter_name, target, **kwargs)
 
     return create_new_module
+
+
+def _with_a_look_for_4_bits(check: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(check)
+    def check_module(wrapper: Any) -> None:
+        check(wrapper)
+        found = [m for m in wrapper.original_module.modules() if isinstance(m, W4Linear)]
+        if found:  # PEFT would train a copy of the bias alone, and save the frozen weight with it
+            raise ValueError(
+                f"modules_to_save: wanted layers with dense weights, which train, got {found[0]}; keep it dense by "
+                "skip, or put an adapter beside it by target_modules"
+            )
+
+    return check_module
 
 
 def _with_all_4_bit_layers(include: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +142,11 @@ def _with_all_4_bit_layers(include: Callable[..., Any]) -> Callable[..., Any]:
         config = include(peft_config, model)
         if isinstance(wanted, str) and wanted.lower() == "all-linear":
             head = getattr(model, "get_output_embeddings", lambda: None)()
-            layers = (name for name, m in model.named_modules() if isinstance(m, W4Linear) and m is not head)
+            layers = (
+                name
+                for name, m in model.named_modules()
+                if isinstance(m, W4Linear) and not m.grouped and m is not head  # nor are experts of dense models found
+            )
             config.target_modules = {*config.target_modules, *layers}
         return config
 
