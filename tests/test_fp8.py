@@ -79,6 +79,8 @@ def test_no_gradients_to_scales(w, x):
     with pytest.raises(NotImplementedError, match="token_scale: requires grad, but gradients beside fp8 act"):
         linear(x.to(FP8), w, token_scale=torch.ones(2, 3, requires_grad=True))
     layer = w4gemm.W4Linear.from_linear(torch.nn.Linear(64, 8), activations="fp8")
+    with pytest.raises(NotImplementedError, match="^x and bias: requires grad, .* or train with activations None"):
+        layer(torch.ones(2, 64, requires_grad=True))  # once x was told of quantize_activations, which nobody had called
     with pytest.raises(NotImplementedError, match="^bias: requires grad"):
         layer(torch.ones(2, 64))
 

@@ -17,7 +17,7 @@ import torch
 from w4gemm.api import arguments
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.gather import gather_columns
-from w4gemm.api.modes import current_gpu
+from w4gemm.api.modes import current_gpu, refuse_fp8_gradients
 from w4gemm.choice import PlanKey, plan_for
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands, replaced
@@ -82,6 +82,8 @@ def checked(
     if w.activations == "fp8" and x.dtype != arguments.FP8:
         if given.token_scale is not None:
             raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which is quantized here")
+        if x.requires_grad and torch.is_grad_enabled():
+            refuse_fp8_gradients(x, given)
         out_dtype = out_dtype or x.dtype
         x, token_scale = quantize_activations(x)
         given = replaced(given, token_scale=token_scale)

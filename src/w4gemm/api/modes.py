@@ -81,7 +81,7 @@ def refuse_fp8_gradients(x: torch.Tensor, operands: EpilogueOperands) -> None:
     names = [name for name, t in given.items() if getattr(t, "requires_grad", False)]
     raise NotImplementedError(
         f"{' and '.join(names)}: requires grad, but gradients beside fp8 activations are not implemented; call this "
-        "under torch.no_grad(), or pass it detached"
+        "under torch.no_grad(), pass it detached, or train with activations None, which keeps x in 16 bits"
     )
 
 
