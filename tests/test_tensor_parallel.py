@@ -50,6 +50,7 @@ def styles(rank: int) -> None:
     assert (halves["up"].weight.n, halves["down"].weight.k, halves["down"].format.group_size) == (48, 48, 16)
     half_hidden, half_y, half_gradient = results(halves, x)
     assert torch.equal(half_hidden, hidden[:, 48 * rank : 48 * rank + 48])
+    assert torch.equal(halves["up"](x=x), half_hidden)  # once IndexError
     torch.testing.assert_close(half_y, y, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(half_gradient, gradient, rtol=1e-4, atol=1e-2)
     with pytest.raises(ValueError, match="activation: wanted None in a rowwise layer"):

@@ -38,7 +38,7 @@ class W4ColwiseParallel(ParallelStyle):
         layer.weight = layer.weight.shard(0, index, count)
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach()[index * rows : (index + 1) * rows].clone(), bias.requires_grad)
-        layer.register_forward_pre_hook(lambda _, args: (_SumGradients.apply(args[0], device_mesh), *args[1:]))
+        layer.register_forward_pre_hook(lambda _, *given: _with_sums(device_mesh, *given), with_kwargs=True)
         return layer
 
 
@@ -65,6 +65,15 @@ class W4RowwiseParallel(ParallelStyle):
             layer.bias = None
         layer.register_forward_hook(lambda _, args, y: SumResults.apply(y, device_mesh))
         return layer
+
+
+def _with_sums(
+    mesh: DeviceMesh, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a layer's arguments with the sum of gradients behind x, which may be one by name."""
+    if args:
+        return (_SumGradients.apply(args[0], mesh), *args[1:]), named
+    return args, {**named, "x": _SumGradients.apply(named["x"], mesh)} if "x" in named else named
 
 
 def _checked(module: nn.Module) -> W4Linear:
