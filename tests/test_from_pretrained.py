@@ -180,6 +180,8 @@ def test_a_device_map_is_planned_by_packed_bytes_and_reaches_every_tensor(tmp_pa
     for device_map in ({"model": "cpu", "lm_head": "disk"}, {"model": 0, "lm_head": "cpu"}):
         with pytest.raises(ValueError, match="device_map: wanted every 4-bit layer on a GPU"):
             from_pretrained(tmp_path, quantization_config=W4GemmConfig(), device_map=device_map)
+    with pytest.raises(ValueError, match=r"device_map: wanted devices that hold numbers, .* got \['meta'\]"):
+        from_pretrained(tmp_path, quantization_config=W4GemmConfig(), device_map="meta")
 
 
 def test_the_base_model_of_a_language_model(tmp_path: Path, enabled: None) -> None:

@@ -96,6 +96,8 @@ class W4GemmQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         devices = {str(d) for d in device_map.values()} if isinstance(device_map, dict) else set()
+        if "meta" in devices:
+            raise ValueError(f"device_map: wanted devices that hold numbers, such as cpu, got {sorted(devices)}")
         if "disk" in devices or ("cpu" in devices and len(devices) > 1):
             raise ValueError(f"device_map: wanted every 4-bit layer on a GPU, or all on the CPU, got {sorted(devices)}")
 
