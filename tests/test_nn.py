@@ -154,6 +154,9 @@ def test_bad_state_dicts():
         layer.load_state_dict(state | {"_extra_state": torch.zeros(2, 2)})
     with pytest.raises(RuntimeError, match=r'Missing key.*"scales"'):
         layer.load_state_dict({name: t for name, t in state.items() if name != "scales"})
+    for strict in (True, False):  # once the codes were not loaded either, and nothing said so
+        with pytest.raises(RuntimeError, match="codes: wanted a weight's tensors together, got it without scales"):
+            layer.load_state_dict({"codes": state["codes"]}, strict=strict)
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"more"'):
         layer.load_state_dict(state | {"more": torch.zeros(1)})
     with pytest.raises(RuntimeError, match=r"codes: wanted torch.uint8 \(130, 167\)"):

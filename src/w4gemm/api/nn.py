@@ -270,6 +270,8 @@ class W4Linear(PackedModule):
         absent = [key for key in keys if key not in state_dict]
         if absent:
             missing_keys.extend(absent if strict else ())
+            if found := [key for key in keys if key in state_dict]:  # strict=False would hide that they are not loaded
+                error_msgs.append(f"{found[0]}: wanted a weight's tensors together, got it without {', '.join(absent)}")
             return
         # on the meta device there is nothing to copy into, so the weight goes where the state dict is
         assign = local_metadata.get("assign_to_params_buffers", False) or w.device.type == "meta"
