@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 SKIP = ("lm_head",)
 """Last parts of the names of layers that stay dense unless asked for."""
+_PLAIN = ("FalconLinear",)
+"""Subclasses of nn.Linear with a forward of their own that computes the same."""
+_OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files in which AutoGPTQ and AutoAWQ said at first how a model is quantized, and the method that they mean."""
 
 
 def default_format(k: int) -> WeightFormat:
@@ -49,10 +53,6 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"skip: wanted last parts of names, such as ('lm_head',), got {skip!r:.80}")
     return names  # type: ignore[return-value]
-
-
-_PLAIN = ("FalconLinear",)
-"""Subclasses of nn.Linear with a forward of their own that computes the same."""
 
 
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
@@ -97,7 +97,7 @@ class DenseCheckpoint:
 
     def __init__(self, path: Path, format: WeightFormat | None = None) -> None:
         if _has_packed(path):
-            raise FormatError(f"{path}: its weights are packed, which no dense model's are{_quantized(path)}")
+            raise FormatError(f"{path}: its weights are packed, which no dense model's are{_hint(path)}")
         self.path, self._format = path, format
         self.search, self.device = False, torch.device("cpu")
 
@@ -207,13 +207,14 @@ def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
     if missing := sorted(info["missing_keys"]):
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise FormatError(
-            f"{folder}: holds no whole model: {len(missing)} of its tensors are not there: {names}{_quantized(folder)}"
+            f"{folder}: holds no whole model: {len(missing)} of its tensors are not there: {names}{_hint(folder)}"
         )
     return model.state_dict()
 
 
-def _quantized(folder: Path) -> str:
-    """Return the end of a message about a folder that is no whole dense model, if it seems to be a quantized one."""
+def _hint(folder: Path) -> str:
+    """Return the end of a message about a folder that is no whole dense model: what its config.json lacks, if one of
+    ``_OLD_CONFIGS`` says that it is a quantized one."""
     for file, method in _OLD_CONFIGS.items():
         if (folder / file).is_file():
             return (
@@ -221,10 +222,6 @@ def _quantized(folder: Path) -> str:
                 f'quantization_config, with "quant_method": "{method}"'
             )
     return ""
-
-
-_OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which AutoGPTQ and AutoAWQ said at first how a model is quantized, and the method that they mean."""
 
 
 def _has_packed(folder: Path) -> bool:

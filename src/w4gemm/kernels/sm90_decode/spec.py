@@ -14,10 +14,10 @@ from w4gemm.kernels.sm90_decode.variant import Variant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 _TILE_M = (8, 16)
-_TO_FILL = (48, 80, 96)
-"""tile_n that makes about as many tiles of some layers as a GPU has SMs, where 64 and 32 leave a third of them without
-one: 6144 / 48, 10240 / 80 and 12288 / 96 are 128, and by two CTAs each 5120 / 80."""
-_TILE_N = (16, 32, 48, 64, 80, 96, 128)
+_BETWEEN = (48, 80, 96)
+"""tile_n between the powers of two, for layers of which tiles of 64 or 32 features leave a third of the SMs without
+work: 6144 / 48, 10240 / 80 and 12288 / 96 are 128 tiles, and 5120 / 80 are 64, of two CTAs each."""
+_TILE_N = tuple(sorted((16, 32, 64, 128, *_BETWEEN)))
 _SPLIT_K = (1, 2)
 
 
@@ -32,9 +32,9 @@ SPACE = Space(
     impossible=(Rule("shared memory", "there is no room for the pipelines of four warps", lambda v: not v.warps),),
     pruned=(
         Rule(
-            f"{listed(_TO_FILL)} features in pairs",
+            f"{listed(_BETWEEN)} features in pairs",
             "two CTAs per SM were never faster than with 32, 64 or 128 features",
-            lambda c: c.schedule == "pingpong" and c.tile_n in _TO_FILL,
+            lambda c: c.schedule == "pingpong" and c.tile_n in _BETWEEN,
             of="sizes",
         ),
         Rule(
@@ -44,9 +44,9 @@ SPACE = Space(
             of="sizes",
         ),
         Rule(
-            f"{listed(_TO_FILL)} features of experts",
+            f"{listed(_BETWEEN)} features of experts",
             "they make as many tiles as there are SMs, and experts have many more",
-            lambda v: v.grouped and v.config.tile_n in _TO_FILL,
+            lambda v: v.grouped and v.config.tile_n in _BETWEEN,
         ),
     ),
 )
