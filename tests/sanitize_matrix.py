@@ -99,8 +99,10 @@ def run(piece: Slice, seconds: float, logs: Path) -> Outcome:
     if seconds <= 0:
         return Outcome(piece, 0, None, 0.0)
     started, log = time.monotonic(), logs / f"{piece.tool}-{piece.first}.log"
-    # PyTorch's allocator would hide accesses past a tensor's end
-    environment = {**os.environ, **({} if piece.tool == "none" else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})}
+    # processes of as many threads as there are cores would wait for one another
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if piece.tool != "none":  # PyTorch's allocator would hide accesses past a tensor's end
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("w") as out:
         process = subprocess.Popen(command(piece), stdout=out, stderr=out, env=environment, start_new_session=True)
         try:

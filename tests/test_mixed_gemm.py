@@ -46,7 +46,7 @@ def test_the_ctas_of_experts():
 
 
 def test_few_enough_to_compile_them_all():
-    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 330
+    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 350
 
 
 @pytest.mark.parametrize("n, k", LAYERS)

@@ -16,7 +16,8 @@ _FEW = beside("coop", 64, 256, 1, 2) | beside("coop", 64, 512, 1, 2) | beside("c
 _LONG = beside("coop", 64, 256, 1, 2) | beside("coop", 128, 256)
 _MANY = beside("coop", 64, 128) | beside("coop", 128, 128) | beside("pingpong", 64, 128)
 _BETWEEN = {
-    **dict.fromkeys((24, 40, 48, 56), _FEW | beside("coop", 256, 256)),
+    **dict.fromkeys((24, 40, 48), _FEW | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 256)),
+    56: _FEW | beside("coop", 256, 256),
     72: beside("coop", 64, 256) | beside("coop", 128, 256) | beside("coop", 192, 256),
     80: _LONG | beside("coop", 192, 256),
     **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 128)),

@@ -20,6 +20,8 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
     space = SPACE
     block_scales = True
     launch_pairs = (
+        *(f"{m}x256x256_1x1x1_coop+{m}x192x256_1x1x1_coop" for m in (24, 32, 40, 48, 64)),
+        *(f"{m}x128x256_1x1x1_coop+{m}x64x512_1x1x1_coop" for m in (40, 48, 56, 64)),
         "256x128x128_1x1x1_coop+128x64x256_1x1x1_coop",
         "256x128x128_1x1x1_coop+256x64x128_1x1x1_coop",
         "256x128x128_1x1x1_coop+192x64x128_1x1x1_coop",

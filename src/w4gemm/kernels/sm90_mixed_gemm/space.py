@@ -32,7 +32,7 @@ def beside(schedule: str, tile_n: int, tile_k: int, *split_k: int) -> set[Beside
 
 _MANY = beside("coop", 64, 128, 1, 2) | beside("coop", 128, 128, 1, 2)
 _LONG = beside("coop", 64, 256, 1, 2)
-_FEW = _LONG | beside("coop", 128, 256, 1, 2) | beside("coop", 256, 128)
+_FEW = _LONG | beside("coop", 128, 256, 1, 2) | beside("coop", 192, 128, 1, 2) | beside("coop", 256, 128)
 _WIDE = beside("coop", 192, 128)
 _STREAM = beside("stream", 128, 128)
 _BETWEEN = {
@@ -143,9 +143,9 @@ REGISTERS = Rule(
 )
 WIDE_FEW = Rule(
     "192 features of few tokens",
-    "tile_n 192 was never the fastest with tile_m under 64",
-    lambda c: c.tile_n == 192 and c.tile_m < 64,
-    of="sizes",
+    "with fewer than 64 tokens tile_n 192 is for layers that fill no whole waves of other tiles; experts have so many "
+    "tiles that this does not matter, and a cluster along n was never the fastest",
+    lambda v: v.config.tile_n == 192 and v.config.tile_m < 64 and (v.grouped or v.config.cluster_n > 1),
 )
 
 
@@ -278,6 +278,12 @@ SPACE = Space(
             of="sizes",
         ),
         WIDE_FEW,
+        Rule(
+            "split_k of 192 features",
+            "for up to 16 tokens sm90_decode's tiles of 80 and 96 features are faster",
+            lambda c: c.tile_n == 192 and c.split_k > 1 and c.tile_m < 24,
+            of="sizes",
+        ),
         MULTICAST_TOKENS,
         Rule(
             "tile_m of stream-k",

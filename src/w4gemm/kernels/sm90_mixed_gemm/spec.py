@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ class Sm90MixedGemm(HopperKernel):
     variant = Variant
     space = SPACE
     launch_pairs: tuple[str, ...] = (
+        *(f"{m}x256x128_1x1x1_coop+{m}x192x128_1x1x1_coop" for m in (16, 24, 32, 40, 48, 56, 64)),
+        *(f"{m}x256x128_1x1x1_coop+{m}x64x256_1x1x1_coop" for m in (24, 32, 40, 48, 56, 64)),
         "256x128x128_1x1x1_coop+128x128x128_1x1x1_coop",
         "256x128x128_1x1x1_coop+112x128x128_1x1x1_coop",
         "128x256x64_1x1x1_coop+128x192x128_1x1x1_coop",
@@ -40,9 +43,15 @@ class Sm90MixedGemm(HopperKernel):
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         found = super().configs(problem)
-        pairs = [] if problem.experts else [GemmConfig.parse(text) for text in self.launch_pairs]
+        if problem.experts:
+            return found
         legal = set(found)
-        return found + [c for c in pairs if {replace(c, tail=None), c.tail} <= legal]
+        return found + [pair for pair, launches in self._pairs.items() if launches <= legal]
+
+    @functools.cached_property
+    def _pairs(self) -> dict[GemmConfig, set[GemmConfig | None]]:
+        """The configs of ``launch_pairs``, with those of their launches."""
+        return {pair: {replace(pair, tail=None), pair.tail} for pair in map(GemmConfig.parse, self.launch_pairs)}
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
         if config.tail is None:
