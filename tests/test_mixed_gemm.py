@@ -49,6 +49,19 @@ def test_few_enough_to_compile_them_all():
     assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 350
 
 
+@pytest.mark.parametrize("n, k, m", [(22016, 4096, 24), (24576, 4096, 40), (19456, 2560, 48), (43008, 5376, 32)])
+def test_192_features_where_others_leave_a_wave_half_empty(n, k, m):
+    """One or two waves of 132 tiles, where 128 features take half a wave more and 256 fill three quarters."""
+    _, _, config = ranked([KERNEL], replace(PROBLEM, m=m, n=n, k=k))[0]
+    assert config.tile_n == 192 and config.tail is None
+
+
+@pytest.mark.parametrize("n, k, m", [(55296, 5120, 64), (57344, 8192, 48), (51200, 5120, 32)])
+def test_a_wave_of_256_features_and_one_of_192(n, k, m):
+    _, _, config = ranked([KERNEL], replace(PROBLEM, m=m, n=n, k=k))[0]
+    assert config.tile_n == 256 and config.tail is not None and config.tail.tile_n == 192
+
+
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_a_tile_has_about_as_many_tokens_as_there_are(n, k):
     """Rows past m in a tile's first box are slow, up to half as long again; a few cost nothing."""

@@ -171,7 +171,8 @@ SPACE = Space(
             lambda c: c.tile_k == 128 and c.tile_m < 128 and Variant.m64_atoms_of(c) == 1,
             of="sizes",
         ),
-        mixed.WIDE_FEW,
+        mixed.WIDE_FEW_CLUSTER,
+        mixed.WIDE_FEW_EXPERTS,
         Rule(
             "one set of sums",
             "with scales on sums and tile_k 128, one set of registers for sums is slower than two up to 128 tokens",

@@ -141,11 +141,17 @@ REGISTERS = Rule(
     lambda c: c.tile_m > _MAX_TILE_M[c.schedule].get(c.tile_n, 0),
     of="sizes",
 )
-WIDE_FEW = Rule(
-    "192 features of few tokens",
-    "with fewer than 64 tokens tile_n 192 is for layers that fill no whole waves of other tiles; experts have so many "
-    "tiles that this does not matter, and a cluster along n was never the fastest",
-    lambda v: v.config.tile_n == 192 and v.config.tile_m < 64 and (v.grouped or v.config.cluster_n > 1),
+WIDE_FEW_CLUSTER = Rule(
+    "192 features of few tokens in a cluster",
+    "with tile_n 192 and tile_m under 64 a cluster along n was never faster than none by more than chance",
+    lambda c: c.tile_n == 192 and c.tile_m < 64 and c.cluster_n > 1,
+    of="sizes",
+)
+WIDE_FEW_EXPERTS = Rule(
+    "192 features of few tokens of experts",
+    "with tile_m under 64, tile_n 192 is for layers that fill no whole waves of other tiles; it was not looked at for "
+    "experts, whose number of tiles depends on the tokens",
+    lambda v: v.grouped and v.config.tile_n == 192 and v.config.tile_m < 64,
 )
 
 
@@ -277,7 +283,8 @@ SPACE = Space(
             ),
             of="sizes",
         ),
-        WIDE_FEW,
+        WIDE_FEW_CLUSTER,
+        WIDE_FEW_EXPERTS,
         Rule(
             "split_k of 192 features",
             "for up to 16 tokens sm90_decode's tiles of 80 and 96 features are faster",
