@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
 
-from w4gemm import WeightFormat, codebook
+from w4gemm import QuantizedWeight, W4Linear, WeightFormat, codebook, quantize
+from w4gemm.core import elements, formats
 from w4gemm.core.elements import ELEMENTS, Element
 from w4gemm.core.formats import PER_COLUMN, SCALES
 
@@ -131,6 +133,27 @@ def test_a_codebooks_name_is_its_numbers():
         assert str(format) == f"{name}_g64_fp16" and WeightFormat.parse(str(format)) == format
         assert codebook(format.element_rule.values) == name
         assert hash(format) != hash(WeightFormat(64, scale="fp16"))
+
+
+def test_a_codebook_that_gets_a_name_keeps_its_files(tmp_path, monkeypatch):
+    """A file that was written before the codebook had a name is read after, as the named format."""
+    values = [v / 2 for v in range(-9, 7)]
+    unnamed = WeightFormat(64, element=codebook(values))
+    w = quantize(torch.randn(64, 128), unnamed)
+    w.save(tmp_path / "w.safetensors")
+    state = W4Linear.from_weight(w).state_dict()
+    elements._codebook_named.cache_clear()
+    monkeypatch.setitem(ELEMENTS, "half", Element("half", tuple(values)))
+    monkeypatch.setattr(formats, "_NAME", re.compile(formats._NAME.pattern.replace("int4|", "int4|half|"), re.ASCII))
+    try:
+        named = WeightFormat(64, element="half")
+        assert WeightFormat.parse(str(unnamed)) == named and str(WeightFormat.parse(str(unnamed))) == "half_g64"
+        assert QuantizedWeight.load(tmp_path / "w.safetensors").format == named
+        layer = W4Linear.from_weight(quantize(torch.randn(64, 128), named))
+        layer.load_state_dict(state)
+        assert torch.equal(layer.weight.dequantize(), w.dequantize())
+    finally:
+        elements._codebook_named.cache_clear()
 
 
 @pytest.mark.parametrize(

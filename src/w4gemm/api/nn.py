@@ -17,7 +17,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.act_order import PERM_DTYPE, is_permutation
 from w4gemm.weights.quantization import quantize
-from w4gemm.weights.state import as_tensor, in_words, of_tensor
+from w4gemm.weights.state import as_tensor, in_words, mean_the_same, of_tensor
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -220,7 +220,7 @@ class W4Linear(PackedModule):
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         name, _, activations = of_tensor(state).partition(" ")
-        if name != str(self.format):
+        if not mean_the_same(name, str(self.format)):
             raise ValueError(f"wanted a weight in {self.format} like this layer, got one in {name!r}")
         if (activations or None) != self.activations:
             self.activations = activations or None

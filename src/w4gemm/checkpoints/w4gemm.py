@@ -20,7 +20,7 @@ from w4gemm.checkpoints.module_tensors import check_tensor
 from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.quantized_folder import BESIDE, folder_format
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.weights.state import as_tensor, in_words, of_tensor, of_words
+from w4gemm.weights.state import as_tensor, in_words, mean_the_same, of_tensor, of_words
 from w4gemm.weights.weight import QuantizedWeight
 
 METHOD = "w4gemm"
@@ -80,7 +80,7 @@ class OwnPacking:
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         text = in_words(module.format, module.activations)
-        if STATE in tensors and (stored := of_tensor(tensors[STATE])) != text:
+        if STATE in tensors and not mean_the_same(stored := of_tensor(tensors[STATE]), text):
             raise ValueError(f"config.json says that it is {text}, {STATE} says {stored}")
         parts = tuple(tensors[name] for name in module.format.part_names)
         facts = tensors.get("perm"), module.experts, module.activations

@@ -132,7 +132,10 @@ def codebook(values: Iterable[float]) -> str:
 
 
 def element_named(name: str) -> Element | None:
-    """Return the element that :data:`ELEMENTS` or :func:`codebook` calls ``name``; None if neither does."""
+    """Return the element that :data:`ELEMENTS` or :func:`codebook` calls ``name``; None if neither does.
+
+    A codebook that got a name of its own since is that element: files that were written before hold its numbers.
+    """
     return ELEMENTS.get(name) or _codebook_named(name)
 
 
@@ -145,6 +148,7 @@ def _codebook_named(name: str) -> Element | None:
     words = [found[1][i : i + digits].ljust(8, "0") for i in range(0, len(found[1]), digits)]
     values = tuple(struct.unpack(">f", bytes.fromhex(word))[0] for word in words)
     try:
-        return Element(name, values) if codebook(values) == name else None
+        known = codebook(values)
     except ValueError:
         return None
+    return ELEMENTS.get(known) or (Element(name, values) if known == name else None)

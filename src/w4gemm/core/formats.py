@@ -165,6 +165,7 @@ class WeightFormat:
                 raise ValueError(f"{argument}: wanted one of {', '.join(legal)}, got {value!r}{nearest(value, legal)}")
         if not isinstance(self.element, str) or element_named(self.element) is None:
             raise ValueError(f"element: wanted one of {', '.join(ELEMENTS)} or a codebook's, got {self.element!r}")
+        object.__setattr__(self, "element", self.element_rule.name)  # one name for one set of numbers
         if self.has_zero and not self.element_rule.counts:
             raise ValueError(f"zero: wanted 'none' beside {self.element} elements, got {self.zero!r}")
         if (columns := self.scale_rule.factor_columns) and (self.zero != "float" or g < 1 or columns % g):

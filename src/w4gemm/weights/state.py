@@ -22,6 +22,14 @@ def of_words(words: str) -> tuple[WeightFormat, str | None]:
     return WeightFormat.parse(name), activations or None
 
 
+def mean_the_same(words: str, others: str) -> bool:
+    """True if both name one format and the same activations, maybe a codebook before and after it got a name."""
+    try:
+        return words == others or of_words(words) == of_words(others)
+    except ValueError:
+        return False
+
+
 def as_tensor(words: str) -> torch.Tensor:
     """Return the words' bytes, uint8: a tensor, so that any file of tensors can hold them."""
     return torch.tensor(list(words.encode()), dtype=torch.uint8, device="cpu")
