@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from quantized_model import Numbers, assert_loads, write_model
+from quantized_model import Numbers, Writer, assert_loads, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError, QuantizedWeight, WeightFormat, checkpoints
 from w4gemm.checkpoints import METHODS, Module, open_checkpoint
@@ -29,8 +29,8 @@ class ShortPacking:
     """``codes4`` uint8 (n, k / 2), the even column in the high nibble, and ``steps`` (groups, n): w = (u - 8) * s."""
 
     config: Mapping[str, Any]
-    marks = ("codes4",)
-    others = ("steps",)
+    marks = ("codes4", "steps")
+    others = ()
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         check_bits(self.config["bits"])
@@ -51,6 +51,16 @@ def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Ten
     return {"codes4": codes[:, ::2] << 4 | codes[:, 1::2], "steps": found.scales.T}, found.weight
 
 
+def writer_of(changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Writer:
+    """Return :func:`write` with the tensors of each module changed."""
+
+    def changed_write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        tensors, weight = write(name, n, k)
+        return changed(tensors), weight
+
+    return changed_write
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the method, as a line of ``FORMATS`` does."""
@@ -68,16 +78,31 @@ def test_it_loads_and_is_converted(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    def without_steps(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        tensors, weight = write(name, n, k)
-        return {"codes4": tensors["codes4"]}, weight
-
     write_model(tmp_path / "config", {"quant_method": "short", "bits": 4}, write)
     with pytest.raises(FormatError, match="down_proj: quantization_config of config.json has no 'group_size'"):
         open_checkpoint(tmp_path / "config")
-    write_model(tmp_path / "tensor", CONFIG, without_steps)
-    with pytest.raises(FormatError, match="down_proj: there is no steps beside its codes4"):
-        open_checkpoint(tmp_path / "tensor")
+    for kept, lost in (("codes4", "steps"), ("steps", "codes4")):
+        write_model(tmp_path / lost, CONFIG, writer_of(lambda tensors, kept=kept: {kept: tensors[kept]}))
+        with pytest.raises(FormatError, match=f"down_proj: there is no {lost} beside its {kept}"):
+            open_checkpoint(tmp_path / lost)
+
+
+def test_a_dense_weight_beside_a_quantized_one_is_refused(tmp_path: Path) -> None:
+    """No one can know which of both is meant, and loading would leave the dense one out."""
+    write_model(tmp_path, CONFIG, writer_of(lambda tensors: tensors | {"weight": torch.zeros(2, 2)}))
+    with pytest.raises(FormatError, match="down_proj: it has a dense weight beside its quantized one, wanted one of"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("to", "leaf"), [("w4gemm", "zeros"), ("compressed-tensors", "weight_shape")])
+def test_a_tensor_that_would_be_taken_for_a_modules_is_not_written(
+    to: str, leaf: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The packing does not know it, and in the written folder its name would be one of the 4-bit weight's."""
+    write_model(tmp_path / "in", CONFIG, writer_of(lambda tensors: tensors | {leaf: torch.zeros(2)}))
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", to]) != 0
+    assert f"down_proj.{leaf} belongs to no 4-bit module" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from w4gemm.checkpoints.base import Checkpoint, Module
+from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.experts import roles_of
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -22,6 +23,7 @@ class CompressedTensorsWriter:
     channels, act-order, k that is no multiple of 8."""
 
     name = "compressed-tensors"
+    marks = CompressedTensors.marks
 
     def check(self, module: Module) -> None:
         if module.experts and module.bias:

@@ -91,6 +91,10 @@ class QuantizedFolder:
                 raise FormatError(f"{path}: {other!r} and {name!r} are both {str(owned)!r}, wanted one of them")
             if owner in quantized and (leaf in known or leaf in BESIDE):
                 parts[owner][leaf] = info
+            elif owner in quantized and leaf == "weight":  # one of both would be left out without a word
+                raise FormatError(
+                    f"{path}: {owner}: it has a dense weight beside its quantized one, wanted one of them"
+                )
             elif leaf == "weight" and info.dtype in _CODES:
                 beside = " or ".join(packing.marks)
                 raise FormatError(f"{path}: {owner}: its weight is {info.dtype}, but there is no {beside} beside it")

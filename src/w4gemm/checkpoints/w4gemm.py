@@ -93,6 +93,7 @@ class OwnWriter:
     """A :class:`w4gemm.checkpoints.writing.WeightWriter`: every format, bit for bit."""
 
     name = METHOD
+    marks = OwnPacking.marks
 
     def check(self, module: Module) -> None:
         if module.k % 2:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,11 @@ class WeightWriter(Protocol):
     """How 4-bit modules are stored in a folder. Methods raise ValueError; the caller adds the module's name."""
 
     name: str
+
+    @property
+    def marks(self) -> Collection[str]:
+        """Last parts of the names of the tensors that a 4-bit module is stored as."""
+        ...
 
     def check(self, module: Module) -> None:
         """Raise ValueError for a module that cannot be stored."""
@@ -112,6 +117,8 @@ def write_folder(
     _require_layers(checkpoint)
     if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
         raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
+    if other := next((name for name in checkpoint.tensors if name.rpartition(".")[2] in writer.marks), None):
+        raise FormatError(f"{checkpoint.path}: {other} belongs to no 4-bit module, but a reader would take it for such")
     dtypes = {name: _dtype_of(checkpoint, name, dtype, convert_floats) for name in checkpoint.tensors}
     plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
     folder.mkdir(parents=True, exist_ok=True)
