@@ -73,6 +73,16 @@ def test_as_many_configs_as_were_measured(name):
         assert found == wanted, (name, format)
 
 
+@pytest.mark.parametrize("kernel", [k for k in GPU_KERNELS if k.name.startswith("sm90_")], ids=lambda k: k.name)
+def test_an_interval_ends_where_a_tile_is_full(kernel):
+    """Otherwise a new tile_m is only compared for more tokens than it has, and is never the fastest."""
+    tiles = {sizes.tile_m for sizes in kernel.space.candidates()}
+    broken = sorted(tile_m for tile_m in tiles if tile_m % 8)
+    assert not broken, f"tile_m {broken}: WGMMA and mma.sync take tokens in multiples of 8"
+    without = sorted(tiles - {*choice.BOUNDS})
+    assert not without, f"add tile_m {without} to _TILES of choice/intervals.py"
+
+
 def test_no_legal_variant_overruns_its_device():
     """Stages, staging buffers, sums that are handed over, whatever the epilogue: a sample of a sweep over all."""
     seen = 0
