@@ -29,7 +29,7 @@ def test_one_text_of_each(text, wanted):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("swiglu", r"wanted one of relu, gelu, .*\(constants as in .*\) or None, got 'swiglu'; nearest is 'silu_mul'"),
+        ("swiglu", r"wanted one of relu, .*\(constants as in .*\) or None, got 'swiglu'; nearest is 'silu_mul'"),
         ("silu_mul(", "wanted one of"),
         ("silu_mul()", "wanted one of"),
         ("SILU", "got 'SILU'; nearest is 'silu'"),
@@ -64,3 +64,29 @@ def test_gated_ones_take_pairs():
     y = torch.randn(3, 8)
     for name in ACTIVATIONS:
         assert parse(name).apply(y).shape == ((3, 4) if is_gated(name) else (3, 8))
+
+
+@pytest.mark.parametrize("text", [*ACTIVATIONS, "silu_mul(limit=2)", "swiglu_oai(limit=2,alpha=1)"])
+def test_device_code_is_the_formula(text, monkeypatch):
+    """The device's function, with the instructions that it is made of in float64, beside the formula in PyTorch."""
+    device = pytest.importorskip("w4gemm.kernels.device.activation")
+    instructions = {
+        "Float32": lambda number: torch.tensor(number, dtype=torch.float64),
+        "fma": lambda x, y, z: x * y + z,
+        "exp2": torch.exp2,
+        "reciprocal": torch.reciprocal,
+        "maximum": torch.maximum,
+        "minimum": torch.minimum,
+        "select_near": lambda x, limit, near, far: torch.where(x.abs() < limit, near, far),
+        "capped_magnitude": lambda x, limit: torch.minimum(x.abs(), limit),
+    }
+    for name, instruction in instructions.items():
+        monkeypatch.setattr(device, name, instruction)
+    activation = parse(text)
+    y = torch.linspace(-12, 12, 4001, dtype=torch.float64)
+    both = torch.stack((y, y.flip(0) * 0.7 + 0.1), -1)  # gates and ups
+    found = (
+        device.activated(activation, *both.unbind(-1)) if activation.formula.gated else device.activated(activation, y)
+    )
+    wanted = activation.apply(both.flatten() if activation.formula.gated else y)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
