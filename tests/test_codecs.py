@@ -342,6 +342,14 @@ def test_each_codec_is_tested(codec):
     assert any(codec.holds(WeightFormat.parse(name)) for name in compiled), "add a format to formats_of in test_sass.py"
 
 
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_each_element_has_a_codec(element):
+    """The same 16 numbers without a name run on GPUs, as any codebook; so a name may not take that away."""
+    assert any(codec.element == element and codec.fragment is MMA16 for codec in CODECS), (
+        f"add a codec of {element} to CODECS, or to CODEBOOKS of packing/codecs/codebook.py if it is a table"
+    )
+
+
 def test_each_codec_has_a_decoder():
     decoders = pytest.importorskip("w4gemm.kernels.device.decoders")
     wanted = {codec for codec in CODECS if not isinstance(codec, CodebookCodec)}
