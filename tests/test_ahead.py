@@ -18,7 +18,7 @@ from w4gemm.cli.compile import target_device
 from w4gemm.cli.needs import Use, chosen, problems_of
 from w4gemm.cli.problems import Layer
 from w4gemm.core.gpu_rates import capability_of, known_names
-from w4gemm.core.problem import H200, Device
+from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import compile as jit
 from w4gemm.kernels import HELPERS, launcher
 from w4gemm.kernels.activation_quantize.spec import FRONTS, ActivationQuantize
@@ -68,6 +68,15 @@ def test_a_named_gpu_has_the_rates_of_its_name():
     pcie = target_device("sm_90a", "NVIDIA H100 PCIe", 114)
     assert pcie == replace(H200, name=pcie.name, sms=114, clock=0.0, bandwidth=0.0, operations=0.0)
     assert 0 < pcie.bandwidth < H200.bandwidth and target_device(None, None, None) == H200
+
+
+@pytest.mark.parametrize("name, exact", [("h200", "NVIDIA H200"), ("H200", "NVIDIA H200"), ("h100", H100.name)])
+def test_short_names_find_the_measured_choices_of_the_gpu(name, exact):
+    """As in ``--device h200``. Once other configs were compiled for "H200" than the GPU chooses."""
+    assert target_device(None, name, None).name == exact
+    assert (
+        target_device(None, "nvidia h100 pcie", 114).bandwidth == target_device(None, "NVIDIA H100 PCIe", 114).bandwidth
+    )
 
 
 def test_a_gpu_that_is_not_known_is_described():

@@ -165,6 +165,13 @@ def test_the_page_has_what_explain_says_of_kernels(capsys):
     assert out.startswith(shown) and shown.count(" configs\n") >= 3
 
 
+def test_why_says_for_how_many_tokens(capsys):
+    """Up to 256 tokens a config is ranked for the end of the interval."""
+    problem = ("explain", "--n", "4096", "--k", "4096", "--device", "h200", "--why", "192x128x128_1x1x1_coop", "--m")
+    out, _ = run(capsys, *problem, "170")
+    assert "\n  m 170 is planned as m 192\n" in out and "planned as" not in run(capsys, *problem, "192")[0]
+
+
 def test_a_config_is_refused_before_anything_is_printed(capsys):
     for arguments in ("explain --m 4 --n 96 --k 64 --device cpu --why foo", "gemm 4 96 64 --device cpu --config foo"):
         out, err = run(capsys, *arguments.split(), code=1)

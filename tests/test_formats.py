@@ -161,6 +161,7 @@ def test_a_codebook_that_gets_a_name_keeps_its_files(tmp_path, monkeypatch):
     [
         (3, TypeError, "values: wanted 16 numbers, got 3"),
         (["x"] * 16, TypeError, "values: wanted 16 numbers"),
+        (torch.zeros(4, 4), TypeError, r"values: wanted 16 numbers, got Tensor of shape \(4, 4\)"),
         ([1.0, -1.0], ValueError, "values: wanted 16 numbers, got 2"),
         (range(16), ValueError, "values: wanted numbers of both signs"),
         ([-1.0] * 15 + [math.inf], ValueError, "values: wanted a largest magnitude of 0.015625 to 32768, got nan"),

@@ -16,7 +16,7 @@ import torch
 from w4gemm.choice import store
 from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
 from w4gemm.cli.problems import ALL_TOKENS, Layer, add_layer_arguments, layers_of, parse_layers
-from w4gemm.console.devices import device_line
+from w4gemm.console.devices import SIMULATED, device_line
 from w4gemm.console.errors import require_folder
 from w4gemm.console.options import DTYPES, named_path, parse_tokens, positive
 from w4gemm.console.progress import counted, progress_bar, say
@@ -65,8 +65,8 @@ def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu",
         metavar="NAME",
-        help="the GPU's exact name, by which tuned configs are found (default: a GPU of the target, H200 of sm_90a). A "
-        "GPU that is not known needs --arch and --sms as well",
+        help="the GPU's exact name, by which tuned configs are found, or h100 or h200 (default: a GPU of the target, "
+        "H200 of sm_90a). A GPU that is not known needs --arch and --sms as well",
     )
     group.add_argument(
         "--sms",
@@ -173,7 +173,8 @@ def target_device(arch: str | None, name: str | None, sms: int | None) -> Device
 
     Args:
         arch: target of the compiler, a key of ``GPUS``; None for sm_90a.
-        name: of a GPU of that target, with whose rates configs are chosen; None for the one in ``GPUS``.
+        name: of a GPU of that target, with whose rates configs are chosen, or h100 or h200; None for the one in
+            ``GPUS``.
         sms: its multiprocessors; None for those of the one in ``GPUS``.
 
     Raises:
@@ -182,6 +183,8 @@ def target_device(arch: str | None, name: str | None, sms: int | None) -> Device
     """
     device = GPUS[arch or _ARCH]
     if name is not None:
+        if known := SIMULATED.get(name.lower()):  # measured choices are found by the exact name
+            name = known.name
         capability = capability_of(name)
         if capability is None and not (name and arch and sms):
             close = nearest(re.sub("nvidia |geforce ", "", name, flags=re.IGNORECASE), known_names())

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.why is not None:
         verdicts = choice.why(problem, args.why)  # before the heading, because CONFIG may be none
-        print(device_line(device), problem, *verdicts, sep="\n")
+        shared = () if problem.m == args.m else (f"  m {args.m} is planned as m {problem.m}",)
+        print(device_line(device), problem, *shared, *verdicts, sep="\n")
         return 0
     found = choice.explain(problem, args.config)
     print(device_line(device))

@@ -114,8 +114,10 @@ def codebook(values: Iterable[float]) -> str:
     """
     try:
         words = [struct.pack(">f", value) for value in values]
-    except (TypeError, struct.error) as e:
-        raise TypeError(f"values: wanted 16 numbers, got {values!r}") from e
+    except (TypeError, struct.error, ValueError) as e:
+        shape = getattr(values, "shape", None)
+        got = repr(values) if shape is None else f"{type(values).__name__} of shape {tuple(shape)}"
+        raise TypeError(f"values: wanted 16 numbers, got {got}") from e
     except OverflowError as e:
         raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {values!r}") from e
     if len(words) != 16:

@@ -67,6 +67,6 @@ def known_names() -> list[str]:
 def _found(name: str) -> tuple[tuple[int, int] | None, GpuRates]:
     for capability, gpus in _KNOWN.items():
         for pattern, rates in gpus.items():
-            if re.search(rf"\b{pattern}\b", name):
+            if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
                 return capability, rates
     return None, GpuRates()
