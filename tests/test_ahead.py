@@ -72,7 +72,7 @@ def test_a_named_gpu_has_the_rates_of_its_name():
 
 @pytest.mark.parametrize("name, exact", [("h200", "NVIDIA H200"), ("H200", "NVIDIA H200"), ("h100", H100.name)])
 def test_short_names_find_the_measured_choices_of_the_gpu(name, exact):
-    """As in ``--device h200``. Once other configs were compiled for "H200" than the GPU chooses."""
+    """Once other configs were compiled for "H200" than the GPU chooses."""
     assert target_device(None, name, None).name == exact
     assert (
         target_device(None, "nvidia h100 pcie", 114).bandwidth == target_device(None, "NVIDIA H100 PCIe", 114).bandwidth
