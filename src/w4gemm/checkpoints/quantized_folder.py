@@ -71,8 +71,8 @@ class QuantizedFolder:
         block: rows and columns of weights in fp8 that share a scale.
 
     Raises:
-        FormatError: if a file is missing or cut short, or a module lacks a tensor of its packing, or has a dense weight as
-            well. A tensor that its packing does not know is refused when the model is loaded or written.
+        FormatError: if a file is missing or cut short, or a module lacks a tensor of its packing, or has a dense weight
+            as well. A tensor that its packing does not know is refused when the model is loaded or written.
     """
 
     def __init__(
