@@ -274,3 +274,18 @@ def test_the_shipped_tables_can_be_read(monkeypatch):
         assert records and not bad
         assert {store.shipped_path(r.key.device) for r in records} == {path}
         assert len(effective(records)) == len(records)
+
+
+def test_compile_keeps_what_the_folder_has_of_other_layers(folder, monkeypatch):
+    """-o may name the cache folder, or a folder that another model was compiled into."""
+    from w4gemm.cli import compile as command
+
+    problem = replace(PROBLEM, device=H200)
+    other, mine = record(replace(problem, n=2 * problem.n)), record(problem)
+    monkeypatch.setattr(command, "chosen", lambda wanted, top: ({}, [mine]))
+    monkeypatch.setattr(command, "fill", lambda folder, units, workers: 0)
+    store.append(folder / store.USER_FILE, [other])
+    for _ in range(2):
+        assert main(["compile", "--shapes", f"{problem.n}x{problem.k}", "--m", "1", "-o", str(folder)]) == 0
+        assert store.read(folder / store.USER_FILE) == (other, mine)
+    assert (folder / store.USER_FILE).stat().st_mode & 0o777 == 0o644
