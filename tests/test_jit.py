@@ -317,6 +317,21 @@ def test_a_pool_survives_a_child(folder):
         assert alive.result(timeout=600)
 
 
+def test_a_pool_answers_whatever_keeps_a_child_from_starting(monkeypatch):
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", "~nobody-has-this-name/kernels")
+    with CompilePool(workers=1) as pool:
+        (future,) = pool.submit([tiny()])
+        with pytest.raises(ValueError, match="where ~ is unknown"):
+            future.result(timeout=20)
+
+
+@pytest.mark.parametrize("name", ["off", "~nobody-has-this-name"])
+def test_a_folder_of_any_name_can_be_the_cache(folder, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    environment.set_cache_dir(Path(name))
+    assert environment.cache_dir() == tmp_path / name
+
+
 def test_a_pool_that_cannot_start_a_child_says_so(folder, monkeypatch):
     def refuse(*_, **__):
         raise OSError("no more processes")

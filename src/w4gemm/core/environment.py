@@ -149,8 +149,9 @@ def settings() -> dict[str, str]:
 
 
 def set_cache_dir(folder: Path) -> None:
-    """Set ``W4GEMM_CACHE_DIR`` to ``folder`` for this process and those that it starts."""
-    os.environ["W4GEMM_CACHE_DIR"] = str(folder)
+    """Set ``W4GEMM_CACHE_DIR`` to ``folder`` for this process and those that it starts, also if the folder's name is
+    ``off`` or begins with ``~``."""
+    os.environ["W4GEMM_CACHE_DIR"] = str(_absolute(folder))
 
 
 def commit() -> str | None:

@@ -96,6 +96,12 @@ class CompilePool:
                 if child is not None:
                     child.kill()
                 child, code, error = None, b"", f"the compiling process ended ({e or 'no answer'})"
+            except Exception as e:  # whatever it is: a future without an answer would keep its owner waiting for ever
+                if child is not None:
+                    child.kill()
+                child = None
+                future.set_exception(e)
+                continue
             if error:
                 future.set_exception(RuntimeError(error))
             else:
