@@ -289,3 +289,14 @@ def test_compile_keeps_what_the_folder_has_of_other_layers(folder, monkeypatch):
         assert main(["compile", "--shapes", f"{problem.n}x{problem.k}", "--m", "1", "-o", str(folder)]) == 0
         assert store.read(folder / store.USER_FILE) == (other, mine)
     assert (folder / store.USER_FILE).stat().st_mode & 0o777 == 0o644
+
+
+def test_a_table_that_is_not_read_is_not_exported(folder, tmp_path, capsys):
+    """A file of an earlier export stays as it is."""
+    path, exported = folder / store.USER_FILE, tmp_path / "exported"
+    store.append(path, [record()])
+    assert main(["cache", "export", str(exported)]) == 0
+    before = exported.read_text()
+    path.chmod(0o666)
+    assert before and main(["cache", "export", str(exported)]) == 1
+    assert exported.read_text() == before and "has mode 0666" in capsys.readouterr().err

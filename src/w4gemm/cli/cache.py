@@ -11,7 +11,7 @@ from w4gemm.choice.records import Record, effective, parse_lines
 from w4gemm.console.errors import read_text
 from w4gemm.console.options import named_path
 from w4gemm.console.progress import counted, say
-from w4gemm.core import environment
+from w4gemm.core import environment, trust
 from w4gemm.jit import disk
 from w4gemm.kernels import kernel_named
 
@@ -89,6 +89,9 @@ def _clear(args: argparse.Namespace) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     path = store.user_path()
+    if path and path.exists():
+        with open(path, "rb", opener=trust.opener):  # one that is not read must not replace FILE by nothing
+            pass
     records = effective(store.read(path)) if path else []
     text = "".join(record.line() for record in records)
     if args.file:
