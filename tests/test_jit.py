@@ -317,6 +317,15 @@ def test_a_pool_survives_a_child(folder):
         assert alive.result(timeout=600)
 
 
+def test_why_an_object_of_a_richer_processor_is_missing(folder, monkeypatch):
+    name = disk.entry_name(tiny())
+    assert disk.write(name, b"code")
+    monkeypatch.setattr(disk, "processor", lambda: ("another machine",))
+    wanted = disk.entry_name(tiny())
+    assert wanted != name and disk.read(wanted) is None
+    assert f"{name}, which is damaged or was compiled on a machine whose CPU" in disk.why_missing(wanted)
+
+
 def test_a_pool_answers_whatever_keeps_a_child_from_starting(monkeypatch):
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "~nobody-has-this-name/kernels")
     with CompilePool(workers=1) as pool:

@@ -169,6 +169,11 @@ def why_missing(name: str) -> str:
         with open(folder / name, "rb", opener=trust.opener):
             return f"{folder / name} is damaged"
     except FileNotFoundError:
+        if others := [path.name for path in _candidates(name) if path.name != name]:
+            return (
+                f"{folder} has {others[0]}, which is damaged or was compiled on a machine whose CPU has instruction "
+                "sets that this one lacks: run `w4gemm compile` on the machine whose CPU has the fewest"
+            )
         return f"it is not in {folder}: `w4gemm compile` puts it there, run with this version of w4gemm and of CuTe DSL"
     except trust.Untrusted as e:
         return str(e)
