@@ -165,6 +165,17 @@ def test_the_page_has_what_explain_says_of_kernels(capsys):
     assert out.startswith(shown) and shown.count(" configs\n") >= 3
 
 
+def test_a_home_folder_in_quotes(tmp_path, monkeypatch, capsys):
+    """No shell reads a container's list of arguments either."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run(capsys, "cache", "export", "~/tuned.jsonl")
+    assert (tmp_path / "tuned.jsonl").exists() and not (tmp_path / "~").exists()
+    with pytest.raises(SystemExit):
+        main(["cache", "export", "~nobody-has-this-name/tuned.jsonl"])
+    assert "got '~nobody-has-this-name/tuned.jsonl', and there is no such home folder" in capsys.readouterr().err
+
+
 def test_why_says_for_how_many_tokens(capsys):
     """Up to 256 tokens a config is ranked for the end of the interval."""
     problem = ("explain", "--n", "4096", "--k", "4096", "--device", "h200", "--why", "192x128x128_1x1x1_coop", "--m")

@@ -32,11 +32,15 @@ def positive(text: str) -> int:
 
 
 def named_path(text: str) -> Path:
-    """Return the file or folder that an option names. The empty string, which a script's unset variable gives, names
-    none, though Path("") is the current folder."""
+    """Return the file or folder that an option names, ``~`` as a shell takes it, which does not see it in quotes or in
+    a container's list of arguments. The empty string, which a script's unset variable gives, names none, though
+    Path("") is the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("wanted a path, got an empty string")
-    return Path(text)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"wanted a path, got {text!r}, and there is no such home folder") from None
 
 
 _SIZES = {"m": "number of tokens, the rows of x", "n": "output features", "k": "input features"}
