@@ -162,6 +162,7 @@ def test_the_page_keeps_an_earlier_run_of_more_implementations():
     text = page.text([*first, *last], "engine.jsonl")
     assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only | 1 to 64 | 1.50 | - |" in text
     assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only, earlier (ab) | 1 to 64 | 1.20 | 1.09 |" in text
+    assert page.text([*last, *first], "engine.jsonl") == text, "the time says which is earlier, not the place"
     text = page.text(
         [*last, *engine_rows("w4gemm", 1.6, run="3"), *engine_rows("machete", 1.0, run="3")], "engine.jsonl"
     )

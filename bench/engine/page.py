@@ -84,8 +84,8 @@ _KINDS = {"serve": "serve", "profile": "profile", "prefill_profile": "profile"}
 
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
     """Return the rows of each table: of the last run that measured its model, offline, under load and profiled; and,
-    offline, of the last one before it that measured more. Rows of engines that ended early are left out: they would
-    hide a run that measured all."""
+    offline, of the last one before it that measured more. Where rows stand decides the order of tables alone. Rows of
+    engines that ended early are left out: they would hide a run that measured all."""
     found: dict[Case, dict[str, dict[str, list[Row]]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
     for row in rows:
@@ -100,10 +100,10 @@ def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
         )
     tables: dict[Case, list[Row]] = {}
     for case, kinds in found.items():
-        last = {kind: next(reversed(runs)) for kind, runs in kinds.items()}
+        last = {kind: max(runs) for kind, runs in kinds.items()}  # their names begin with the time
         rows = [row for kind, runs in kinds.items() for row in runs[last[kind]]]
         tables[case] = [*rows, *starts.get((case, last.get(_OFFLINE) or next(iter(last.values()))), [])]
-        offline = list(reversed(kinds.get(_OFFLINE, {}).values()))
+        offline = [rows for _, rows in sorted(kinds.get(_OFFLINE, {}).items(), reverse=True)]
         for earlier in offline[1:]:
             if has_more(earlier, offline[0]):
                 run = earlier[0]["run"]
