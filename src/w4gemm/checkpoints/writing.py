@@ -118,7 +118,9 @@ def write_folder(
     if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
         raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
     if other := next((name for name in checkpoint.tensors if name.rpartition(".")[2] in writer.marks), None):
-        raise FormatError(f"{checkpoint.path}: {other} belongs to no 4-bit module, but a reader would take it for such")
+        raise FormatError(
+            f"{checkpoint.path}: {other} belongs to no 4-bit module, but a reader would take it for part of one"
+        )
     dtypes = {name: _dtype_of(checkpoint, name, dtype, convert_floats) for name in checkpoint.tensors}
     plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
     folder.mkdir(parents=True, exist_ok=True)
