@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 Layer = tuple[int, int]
@@ -44,8 +46,9 @@ DeepSeek-V4-Flash, DeepSeek-V4-Pro (64 of 384), Kimi-K3 (64 of 896)."""
 
 MIXTURES = {"moe": EXPERTS, "fp4-moe": FP4_EXPERTS}
 
-ROUTINGS = ("balanced", "zipf", "hot")
-"""How tokens are divided: among experts alike; to expert e in proportion to 1 / (1 + e), in mixed order; all to one."""
+ROUTINGS = ("balanced", "random", "zipf", "hot")
+"""How tokens are divided: among experts alike; each to an expert at random, all as likely; to expert e in proportion to
+1 / (1 + e), in mixed order; all to one."""
 
 AWKWARD: tuple[Layer, ...] = ((4096, 2752), (8192, 3696), (4096, 8256), (576, 2048))
 """Sizes that do not divide well; 8256 is a multiple of 64 only."""
@@ -117,6 +120,9 @@ def divide(routing: str, m: int, experts: int) -> list[int]:
     """Rows of each expert, m * experts together, by one of ``ROUTINGS``."""
     if routing == "balanced":
         return [m] * experts
+    if routing == "random":
+        chosen = Counter(random.Random(m).choices(range(experts), k=m * experts))
+        return [chosen[e] for e in range(experts)]
     share = [1 / (1 + e) if routing == "zipf" else float(e == 0) for e in range(experts)]
     parts = itertools.accumulate(s / sum(share) for s in share)
     ends = [min(m * experts, round(p * m * experts)) for p in parts]

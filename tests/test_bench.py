@@ -64,7 +64,7 @@ def test_mixtures_of_experts_by_name_and_by_size():
         ValueError, match="shapes: wanted moe, fp4-moe or experts x n x k like 8x28672x4096, got '28672x4096'"
     ):
         parse_experts("28672x4096")
-    with pytest.raises(ValueError, match="routing: wanted some of balanced, zipf, hot, got 'even'"):
+    with pytest.raises(ValueError, match="routing: wanted some of balanced, random, zipf, hot, got 'even'"):
         parse_routings("even")
 
 
@@ -135,10 +135,11 @@ def test_the_roofline_of_experts_counts_those_that_have_tokens():
 
 @pytest.mark.parametrize("m, experts", [(1, 128), (16, 8), (1024, 32)])
 def test_all_tokens_go_to_some_expert(m, experts):
-    alike, zipf, hot = (divide(routing, m, experts) for routing in ROUTINGS)
-    for counts in (alike, zipf, hot):
+    alike, random, zipf, hot = (divide(routing, m, experts) for routing in ROUTINGS)
+    for counts in (alike, random, zipf, hot):
         assert len(counts) == experts and sum(counts) == m * experts and min(counts) >= 0
-    assert max(alike) == m < max(zipf) < max(hot) == m * experts
+    assert max(alike) == m < max(random) < max(zipf) < max(hot) == m * experts
+    assert random == divide("random", m, experts)
     # expert e in proportion to 1 / (1 + e), in a mixed order: the second has half of what the first has
     assert sorted(zipf)[-2] == pytest.approx(max(zipf) / 2, abs=1)
 

@@ -453,7 +453,7 @@ def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
     monkeypatch.setattr(choice.choose, "compiled", lambda unit: unit)
     for problem, copied in (
         (gathered(8, 1536, 2048, 128), False),
-        (gathered(64, 1536, 2048, 128), False),
+        (gathered(32, 1536, 2048, 128), False),
         (gathered(1024, 1536, 2048, 128), True),
         (gathered(1024, 28672, 4096), True),
     ):

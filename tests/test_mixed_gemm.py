@@ -46,7 +46,7 @@ def test_the_ctas_of_experts():
 
 
 def test_few_enough_to_compile_them_all():
-    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 350
+    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 370
 
 
 @pytest.mark.parametrize("n, k, m", [(22016, 4096, 24), (24576, 4096, 40), (19456, 2560, 48), (43008, 5376, 32)])
@@ -71,9 +71,10 @@ def test_a_tile_has_about_as_many_tokens_as_there_are(n, k):
         assert config.tile_m - m <= 16, (m, config)
 
 
-@pytest.mark.parametrize("m, experts, tile_m", [(128, 0, 128), (8 * 128, 8, 128)])
+@pytest.mark.parametrize("m, experts, tile_m", [(128, 0, 128), (8 * 128, 8, 160)])
 def test_folded_fp8_takes_256_features_where_they_are_the_fastest(m, experts, tile_m):
-    """By measurements on an H200, docs/measured.md; where one wave would not be full of such tiles it does not."""
+    """By measurements on an H200, docs/measured.md; where one wave would not be full of such tiles it does not. Of
+    experts some have a few more rows than others, for which a tile of 128 tokens would be a second one."""
     folded = WeightFormat.parse("int4_g128_e4m3")
     for n, k in ((28672, 4096), (8192, 8192)):
         p = GemmProblem(m, n, k, torch.float8_e4m3fn, folded, "mma8", device=H200, experts=experts)

@@ -30,8 +30,8 @@ EPILOGUES = (
 # (dense, of experts, gathered rows of experts) on an H200, by format
 COUNTS = {
     "sm90_decode": {"int4_g128": (42, 32, 32), "int4_g32": (40, 30, 30)},
-    "sm90_mixed_gemm": {"int4_g128": (273, 91, 52), "int4_g32": (271, 82, 48), "int4_g32_zfloat": (271, 82, 48)},
-    "sm90_fp8_gemm": {"int4_g128": (143, 52, 30), "int4_g32_zint": (125, 46, 26), "int4_g128_e4m3": (228, 79, 44)},
+    "sm90_mixed_gemm": {"int4_g128": (288, 127, 88), "int4_g32": (286, 118, 84), "int4_g32_zfloat": (286, 118, 84)},
+    "sm90_fp8_gemm": {"int4_g128": (143, 68, 46), "int4_g32_zint": (125, 61, 41), "int4_g128_e4m3": (254, 124, 87)},
     "sm89_fp8_gemm": {"int4_g128": (21, 16, 16), "int4_g32": (15, 12, 12), "int4_g128_e4m3": (21, 16, 16)},
     "sm80_mixed_gemm": {"int4_g128": (31, 22, 22), "int4_g32": (31, 22, 19)},
 }
@@ -137,11 +137,11 @@ def test_rules_have_names_of_their_own_and_exclude_something(kernel):
 
 
 SPILLING_EPILOGUES = [
-    ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue(residual=True)}, 10, 5),
+    ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue(residual=True)}, 13, 8),
     ("sm90_mixed_gemm", {"epilogue": Epilogue(residual=True, out_dtype=torch.float32)}, 5, 0),
     ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue("gelu", "device", bias=True)}, 0, 0),
     ("sm90_mixed_gemm", {"epilogue": Epilogue("silu_mul", "device", True, True)}, 0, 0),
-    ("sm90_fp8_gemm", {"n": 4092, "epilogue": Epilogue(residual=True, token_scale=True)}, 6, 3),
+    ("sm90_fp8_gemm", {"n": 4092, "epilogue": Epilogue(residual=True, token_scale=True)}, 9, 6),
     ("sm90_fp8_gemm", {"epilogue": Epilogue("gelu", token_scale=True)}, 2, 0),
     ("sm90_fp8_gemm", {"epilogue": Epilogue("silu_mul", bias=True, token_scale=True)}, 0, 0),
 ]
@@ -157,7 +157,8 @@ def test_epilogues_that_spill_take_large_tiles_from_experts(name, changes, group
         plain = kernel.configs(replace(asked, n=4096, epilogue=Epilogue()))
         legal = kernel.configs(asked)
         lost = [c for c in plain if c not in legal]
-        assert (len(lost), len(plain) - len(legal)) == (wanted, wanted) and all(c.tile_m == 256 for c in lost)
+        assert (len(lost), len(plain) - len(legal)) == (wanted, wanted)
+        assert all(c.tile_m == 256 or (c.tile_m > 128 and c.tile_n == 256) for c in lost)
 
 
 def test_a_problem_with_a_spilling_epilogue_takes_the_next_best_tile():
@@ -166,8 +167,8 @@ def test_a_problem_with_a_spilling_epilogue_takes_the_next_best_tile():
     asked = problem_of(kernel, "int4_g128_e4m3", experts=8, m=16384, epilogue=Epilogue(token_scale=True))
     spilling = replace(asked, n=4092, epilogue=Epilogue(residual=True, token_scale=True))
     ranking = choice.configs(replace(asked, n=4092))
-    refused = [name for name in ranking if "experts, 256 tokens and a residual" in str(choice.why(spilling, name)[0])]
-    assert refused and all("/256x" in name for name in refused)
+    refused = [name for name in ranking if "experts, many tokens and a residual" in str(choice.why(spilling, name)[0])]
+    assert refused and all("/256x" in name or "x256x" in name for name in refused)
     assert choice.configs(spilling)[0] == next(name for name in ranking if name not in refused)
 
 

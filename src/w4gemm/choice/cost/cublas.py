@@ -1,7 +1,6 @@
 """Model of dequantize_gemm: the dense weight is written and read once, and cuBLAS multiplies at its usual rate. In fp8
-the rate falls as less of a wave is filled; in 16 bits the power limit sets it, whatever the waves. In 16 bits storing
-the results takes time of its own, which counts if k is small: an SM's tensor cores do nothing while it stores a tile.
-The fp8 rate was measured with that time in it."""
+the rate falls as less of a wave is filled; in 16 bits the power limit sets it, whatever the waves. Storing the results
+takes time of its own, which counts if k is small: an SM's tensor cores do nothing while it stores a tile."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float
     moved = dense_bytes(problem, problem.n) + problem.n * problem.k // 2
     others = constants.models["cublas_rate"]
     rate = constants.models.get(f"cublas_rate/{'.'.join(map(str, device.capability))}", others)
-    per_sm, result_us = rate["operations"] / rate["sms"], model["result_us"] * scale.clock
+    per_sm, result_us = rate["operations"] / rate["sms"], model["result_us"]
     if problem.dtype.itemsize == 1:
-        result_us = 0.0
+        result_us = model["fp8_result_us"]
         per_sm = model["fp8_operations"] / constants.device.sms
         per_sm *= _filled(problem.m, min(problem.n, config.tile_n), device.sms) ** model["fp8_waves"]
     per_sm /= scale.mma
     chunks = -(-problem.n // config.tile_n)
     results = problem.m * problem.n / device.sms
-    product = results * (2 * problem.k / per_sm + result_us)
+    product = results * (2 * problem.k / per_sm + result_us * scale.clock)
     return float(chunks * model["launch_us"] + moved / model["bytes_per_us"] * scale.memory + product)
 
 

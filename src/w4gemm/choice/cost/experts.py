@@ -19,8 +19,7 @@ from w4gemm.kernels import gpu
 _FEW = 32
 """Rows of an expert up to which decoding bounds a product."""
 _MANY = 256
-"""Most rows of an expert for which choices go by even rows alone: up to 256, the tile that suits uneven rows best would
-take up to 14 % longer with even ones (predicted); from there on up to 3 %."""
+"""Most rows of an expert for which choices go by even and random rows alike."""
 _TWO_BLOCKS = 1.02
 """Time of tiles of 256 features beside those of 192 over what the rest of the model predicts, with many rows of experts
 in 4-bit floats and 16-bit x: two warpgroups decode two blocks of rows each, where of 192 three decode one each. On an
@@ -30,12 +29,14 @@ points. First choice over fastest there: 1.018 without this factor, 1.006 with i
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> float:
     """Return the m tiles of a problem. With experts, it is their number if all have equally many rows or, for few rows,
-    the expected number under random routing, if that is larger. A smaller expected number, because some experts have no
-    rows, is not used: how full the last wave of tiles is then depends on the routing."""
+    the expected number under random routing, if that is larger; for more rows, the mean of both. A smaller expected
+    number, because some experts have no rows, is not used: how full the last wave of tiles is then depends on the
+    routing."""
     even = gpu.m_tiles(problem, tile_m)
-    if not problem.experts or problem.m > _FEW * problem.experts:
+    if not problem.experts or problem.m > _MANY * problem.experts:
         return even
-    return max(even, problem.experts * _tiles_of_one(problem.m / problem.experts, tile_m))
+    expected = max(even, problem.experts * _tiles_of_one(problem.m / problem.experts, tile_m))
+    return expected if problem.m <= _FEW * problem.experts else (even + expected) / 2
 
 
 def unevenness(problem: GemmProblem, tile_m: int) -> float:

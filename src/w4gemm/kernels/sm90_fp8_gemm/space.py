@@ -14,24 +14,29 @@ from w4gemm.kernels.space import Rule, Sizes, Space, listed
 _TILE_K = (128, 256, 512)
 _FEW = beside("coop", 64, 256, 1, 2) | beside("coop", 64, 512, 1, 2) | beside("coop", 128, 256, 1, 2)
 _LONG = beside("coop", 64, 256, 1, 2) | beside("coop", 128, 256)
-_MANY = beside("coop", 64, 128) | beside("coop", 128, 128) | beside("pingpong", 64, 128)
+_WIDE, _WIDER = beside("coop", 192, 256), beside("coop", 256, 128)
+_SHORT_WIDE = beside("coop", 192, 128)
+_MANY = beside("coop", 128, 128) | beside("coop", 128, 256)
+_PINGPONG = beside("pingpong", 64, 128) | beside("pingpong", 64, 256)
 _BETWEEN = {
     **dict.fromkeys((24, 40, 48), _FEW | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 256)),
     56: _FEW | beside("coop", 256, 256),
-    72: beside("coop", 64, 256) | beside("coop", 128, 256) | beside("coop", 192, 256),
-    80: _LONG | beside("coop", 192, 256),
-    **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 128)),
-    120: beside("coop", 128, 256) | beside("coop", 192, 256),
-    **dict.fromkeys((144, 160, 168), beside("coop", 128, 128)),
-    200: beside("coop", 128, 128) | beside("pingpong", 64, 128),
-    **dict.fromkeys((224, 240), _MANY),
+    72: beside("coop", 64, 256) | beside("coop", 128, 256) | _WIDE | _SHORT_WIDE | _WIDER,
+    80: _LONG | _WIDE | _WIDER,
+    **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | _SHORT_WIDE | _WIDER),
+    120: beside("coop", 128, 256) | _WIDE,
+    **dict.fromkeys((144, 160), _MANY | beside("coop", 192, 256, 1, 2) | _WIDER),
+    168: _MANY | _WIDE | beside("coop", 192, 128, 2) | _WIDER,
+    200: _MANY | _PINGPONG,
+    224: _MANY | beside("coop", 64, 128) | _PINGPONG,
+    240: beside("coop", 64, 128) | beside("coop", 128, 128) | _PINGPONG,
 }
 """tile_m between the powers of two, with the other sizes that are kept; see the W4A16 kernel's."""
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
 _MAX_TILE_M = {
-    True: {"coop": {64: 128, 128: 168, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
-    False: {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 32}},
+    True: {"coop": {64: 128, 128: 192, 192: 112, 256: 32}, "pingpong": {64: 32, 128: 16}},
+    False: {"coop": {64: 256, 128: 256, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 32}},
 }
 """Largest tile_m by whether scales are applied to sums (which takes registers for sums besides), schedule and tile_n,
 which fix the number of threads: what the registers have room for."""
@@ -55,7 +60,8 @@ def _spills_with_groups(v: Variant) -> bool:
 def _spills_with_block_scales(v: Variant) -> bool:
     """True if scales of x do not fit beside sums, and scales of groups if these are applied to sums."""
     several = v.scales_on_sums and v.block.bytes > ONE_GROUP and (v.warpgroups > 2 or v.config.tile_m > 64)
-    experts = v.scales_on_sums and v.grouped and v.warpgroups > 1 and v.config.tile_m > 64
+    tokens = 32 if v.config.tile_n == 192 else 64
+    experts = v.scales_on_sums and v.grouped and v.warpgroups > 1 and v.config.tile_m > tokens
     return v.block_scales and (several or experts or (v.warpgroups == 4 and v.config.tile_m > 32))
 
 
@@ -101,6 +107,31 @@ SPACE = Space(
             of="sizes",
         ),
         Rule(
+            "two sets of sums",
+            "with scales on sums and tile_k over 128, two sets of registers for sums spill beside more than 64 tokens "
+            "in three warpgroups and 128 in others",
+            lambda v: (
+                v.promotes and not v.one_set_of_sums and v.config.tile_m > (64 if v.config.tile_n == 192 else 128)
+            ),
+        ),
+        Rule(
+            "one set of sums of 192 tokens",
+            "beside accumulators and sums of 192 tokens the shares of a split, clusters and gathered rows spill",
+            lambda v: (
+                v.one_set_of_sums
+                and v.config.tile_m > 168
+                and (v.config.split_k * v.config.cluster_m * v.config.cluster_n > 1 or v.gathered)
+            ),
+        ),
+        Rule(
+            "one set of sums of 192 tokens and a residual",
+            "beside an expert's rows a residual in rows that are no multiple of 16 bytes would spill",
+            lambda v: (
+                v.one_set_of_sums and v.grouped and v.config.tile_m > 168 and v.epilogue.residual and not v.vector
+            ),
+            of="epilogue",
+        ),
+        Rule(
             "several groups",
             "scales and zero points of several groups spill beside two sets of accumulators",
             _spills_with_groups,
@@ -123,12 +154,12 @@ SPACE = Space(
         ),
         Rule(
             "one set of sums and zero points",
-            "zero points spill beside accumulators and sums of 144 tokens and more",
+            "zero points spill beside accumulators and sums of so many tokens",
             lambda v: v.one_set_of_sums and v.block.has_zero,
         ),
         Rule(
             "one set of sums without token scales",
-            "beside accumulators and sums of 144 tokens and more some epilogues spill if tokens have no scales",
+            "beside accumulators and sums of so many tokens some epilogues spill if tokens have no scales",
             lambda v: v.one_set_of_sums and not v.epilogue.token_scale,
             of="epilogue",
         ),
@@ -141,6 +172,13 @@ SPACE = Space(
                 and 32 < v.config.tile_m <= 128
             ),
         ),
+        Rule(
+            "256 features, many tokens and a residual",
+            "beside the accumulators of two row blocks of more than 144 tokens a residual and an activation would spill",
+            lambda v: v.m64_atoms > 1 and v.config.tile_m > 144 and v.epilogue.residual,
+            of="epilogue",
+        ),
+        mixed.GROUPED_WIDE,
         mixed.GROUPED_RESIDUAL,
         Rule(
             "experts, pingpong and an activation",
@@ -161,22 +199,35 @@ SPACE = Space(
         ),
         Rule(
             "long slices of many tokens",
-            "tile_k over 128 is not looked at with tile_m over 128",
-            lambda c: c.tile_m > 128 and c.tile_k > 128,
+            "with tile_m over 128, tile_k 256 gains where three stages have room; of 64 features only in pingpong",
+            lambda c: (
+                c.tile_m > 128
+                and (c.tile_k > 256 or (c.tile_k == 256 and (c.tile_n == 64) != (c.schedule == "pingpong")))
+            ),
             of="sizes",
+        ),
+        Rule(
+            "two long slices of many tokens",
+            "with tile_m over 128, two stages of tile_k 256 are slower than more of tile_k 128",
+            lambda v: v.config.tile_m > 128 and v.config.tile_k > 128 and v.stages < 3,
         ),
         Rule(
             "short slices of few tokens",
-            "tile_k 128 was never the fastest with tile_m under 128",
-            lambda c: c.tile_k == 128 and c.tile_m < 128 and Variant.m64_atoms_of(c) == 1,
+            "tile_k 128 was never the fastest with tile_m under 128, but of 192 features with one set of sums",
+            lambda c: c.tile_k == 128 and c.tile_m < (65 if c.tile_n == 192 else 128) and Variant.m64_atoms_of(c) == 1,
             of="sizes",
         ),
+        Rule(
+            "short slices of 192 features",
+            "tile_k 128 was never the fastest with tile_m under 128 where scales are not on sums",
+            lambda v: v.config.tile_k == 128 and v.config.tile_m < 128 and v.config.tile_n == 192 and not v.promotes,
+        ),
         mixed.WIDE_FEW_CLUSTER,
-        mixed.WIDE_FEW_EXPERTS,
         Rule(
             "one set of sums",
-            "with scales on sums and tile_k 128, one set of registers for sums is slower than two up to 128 tokens",
-            lambda v: v.one_set_of_sums and v.config.tile_m <= 128,
+            "with scales on sums and tile_k 128, one set of registers for sums is slower than two up to 128 tokens, "
+            "but of 192 features",
+            lambda v: v.one_set_of_sums and v.config.tile_m <= (64 if v.config.tile_n == 192 else 128),
         ),
     ),
 )

@@ -34,22 +34,25 @@ _MANY = beside("coop", 64, 128, 1, 2) | beside("coop", 128, 128, 1, 2)
 _LONG = beside("coop", 64, 256, 1, 2)
 _FEW = _LONG | beside("coop", 128, 256, 1, 2) | beside("coop", 192, 128, 1, 2) | beside("coop", 256, 128)
 _WIDE = beside("coop", 192, 128)
+_WIDER = beside("coop", 256, 64)
 _STREAM = beside("stream", 128, 128)
 _BETWEEN = {
     24: _FEW | beside("coop", 64, 512, 1, 2),
     **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
     72: _MANY | _LONG | _WIDE,
-    **dict.fromkeys((80, 96, 112), _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2)),
-    120: _MANY | _WIDE | _STREAM,
-    **dict.fromkeys((144, 168), _MANY | _STREAM),
-    **dict.fromkeys((160, 224), _MANY),
+    **dict.fromkeys((80, 96), _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2)),
+    112: _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2) | _WIDER,
+    120: _MANY | _WIDE | _STREAM | _WIDER,
+    **dict.fromkeys((144, 168), _MANY | _STREAM | _WIDE | beside("coop", 192, 64) | _WIDER),
+    160: _MANY | _WIDE | beside("coop", 192, 64) | _WIDER,
+    224: _MANY,
     **dict.fromkeys((200, 240), beside("coop", 128, 64) | beside("pingpong", 64, 128)),
 }
 """tile_m between the powers of two, with the other sizes that were the fastest somewhere, or are by the cost model
 (2026-11-24). Tokens past m cost time, so a tile of 48 is better for 48 tokens than one of 64, and four of 112 better
 for 400 than four of 128. The box of x that divides tile_m should be large (``Variant.box_tokens``): no 88, 104 or
 136."""
-_MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 128, 256: 128}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
+_MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
 
 
@@ -73,9 +76,9 @@ def fits(v: Variant) -> bool:
 
 
 def experts_between(kept: dict[int, set[Beside]]) -> Rule:
-    """Return the rule that leaves experts no tile_m of a table."""
-    reason = "sizes between the powers of two are not looked at for experts"
-    return Rule("experts between", reason, lambda v: v.grouped and v.config.tile_m in kept)
+    """Return the rule that leaves experts only the wide tiles of a table."""
+    reason = "of the sizes between the powers of two, 64 features were never the fastest for experts"
+    return Rule("experts between", reason, lambda v: v.grouped and v.config.tile_m in kept and v.config.tile_n == 64)
 
 
 GROUPED_CLUSTER = Rule(
@@ -111,13 +114,18 @@ SHARED_MEMORY = Rule(
     "there is no room for two stages, or for the sums that warpgroups and CTAs hand over in the drained stages",
     lambda v: not fits(v),
 )
+GROUPED_WIDE = Rule(
+    "experts and 192 features of many tokens",
+    "looking for an expert's rows takes registers, which three warpgroups of more than 128 tokens lack",
+    lambda v: v.grouped and v.config.tile_n == 192 and v.config.tile_m > 128,
+)
 GROUPED_RESIDUAL = Rule(
-    "experts, 256 tokens and a residual",
-    "looking for an expert's rows takes registers: with 256 tokens, a residual in rows that are no multiple of 16 "
-    "bytes would spill, and in a cluster along n one in float32",
+    "experts, many tokens and a residual",
+    "looking for an expert's rows takes registers: with 256 tokens, or over 128 and 256 features, a residual in rows "
+    "that are no multiple of 16 bytes would spill, and in a cluster along n one in float32",
     lambda v: (
         v.grouped
-        and v.config.tile_m == 256
+        and (v.config.tile_m == 256 or (v.m64_atoms > 1 and v.config.tile_m > 128))
         and v.epilogue.residual
         and (not v.vector or (v.out_kind == "f32" and v.config.cluster_n > 1))
     ),
@@ -146,12 +154,6 @@ WIDE_FEW_CLUSTER = Rule(
     "with tile_n 192 and tile_m under 64 a cluster along n was never faster than none by more than chance",
     lambda c: c.tile_n == 192 and c.tile_m < 64 and c.cluster_n > 1,
     of="sizes",
-)
-WIDE_FEW_EXPERTS = Rule(
-    "192 features of few tokens of experts",
-    "with tile_m under 64, tile_n 192 is for layers that fill no whole waves of other tiles; it was not looked at for "
-    "experts, whose number of tiles depends on the tokens",
-    lambda v: v.grouped and v.config.tile_n == 192 and v.config.tile_m < 64,
 )
 
 
@@ -247,12 +249,13 @@ SPACE = Space(
         Rule(
             "wide scales",
             "weights that are formed in float32 take registers: two CTAs of 128 tokens would spill, and of two levels "
-            "64 tokens of four warpgroups with split_k; beside float32 scales and zero points for each 32 columns 192 "
-            "tokens, and long slices of gathered rows",
+            "64 tokens of four warpgroups with split_k, and 192 tokens of three; beside float32 scales and zero points "
+            "for each 32 columns 192 tokens, and long slices of gathered rows",
             lambda v: (
                 v.weight.formed_in_float32
                 and (
                     (v.config.tile_m, v.config.schedule) == (128, "pingpong")
+                    or (v.config.tile_m, v.config.tile_n) == (192, 192)
                     or (
                         v.block.factors
                         and (v.config.tile_m, v.config.split_k) == (64, 2)
@@ -265,6 +268,7 @@ SPACE = Space(
                 )
             ),
         ),
+        GROUPED_WIDE,
         GROUPED_RESIDUAL,
         Rule(
             "pingpong, many groups, two k sets",
@@ -277,18 +281,23 @@ SPACE = Space(
         PINGPONG_CLUSTER,
         Rule(
             "short slices",
-            "tile_k 64 gains where x fills the stages: tile_m 192 and more, or two row blocks, and not in pingpong",
+            "tile_k 64 gains where x fills the stages: tile_m 192 and more, over 128 with tile_n 192, or two row "
+            "blocks, and not in pingpong",
             lambda c: (
-                c.tile_k == 64 and ((c.tile_m < 192 and Variant.m64_atoms_of(c) == 1) or c.schedule == "pingpong")
+                c.tile_k == 64
+                and (
+                    (c.tile_m < (144 if c.tile_n == 192 else 192) and Variant.m64_atoms_of(c) == 1)
+                    or c.schedule == "pingpong"
+                )
             ),
             of="sizes",
         ),
         WIDE_FEW_CLUSTER,
-        WIDE_FEW_EXPERTS,
         Rule(
             "split_k of 192 features",
-            "for up to 16 tokens sm90_decode's tiles of 80 and 96 features are faster",
-            lambda c: c.tile_n == 192 and c.split_k > 1 and c.tile_m < 24,
+            "for up to 16 tokens sm90_decode's tiles of 80 and 96 features are faster, for more than 128 other tiles "
+            "without split_k are (at 15 of 17 points)",
+            lambda c: c.tile_n == 192 and c.split_k > 1 and not 24 <= c.tile_m <= 128,
             of="sizes",
         ),
         MULTICAST_TOKENS,
