@@ -174,7 +174,7 @@ SPACE = Space(
         ),
         Rule(
             "256 features, many tokens and a residual",
-            "beside the accumulators of two row blocks of more than 144 tokens a residual and an activation would spill",
+            "beside the accumulators of two row blocks of more than 144 tokens a residual would spill",
             lambda v: v.m64_atoms > 1 and v.config.tile_m > 144 and v.epilogue.residual,
             of="epilogue",
         ),
