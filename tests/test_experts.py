@@ -13,8 +13,10 @@ import torch
 import w4gemm
 from sass import disassemble
 from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, combine, quantize, route
-from w4gemm.core.problem import H200
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
+from w4gemm.kernels import kernel_named
 from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.weights.random import random_weight
 from w4gemm.weights.reference import grouped_reference
@@ -482,3 +484,22 @@ def test_a_plan_of_padded_rows_is_for_as_many_as_are_expected(monkeypatch):
     for expected in (0, True, 1.5):
         with pytest.raises(ValueError, match="expected_m: wanted an int from 1 on or None, got"):
             w4gemm.masked_linear(x, w, counts, expected_m=expected)
+
+
+@pytest.mark.parametrize("dtype, format", [("bfloat16", "int4_g128"), ("float8_e4m3fn", "int4_g128_e4m3")])
+def test_four_warps_gather_every_row_of_a_tile(dtype, format):
+    """Each copies whole groups of four rows, and if two of them share the tokens, each has a k chunk."""
+    pytest.importorskip("cutlass")
+    from w4gemm.kernels.device.row_gather import RowGather
+
+    name, layout = ("sm90_mixed_gemm", "mma16") if dtype == "bfloat16" else ("sm90_fp8_gemm", "mma8")
+    kernel, parsed = kernel_named(name), WeightFormat.parse(format)
+    problem = GemmProblem(512, 4096, 4096, getattr(torch, dtype), parsed, layout, device=H200, experts=8, gathered=True)
+    tokens = set()
+    for config in kernel.configs(problem):
+        variant = kernel.variant.of(problem, config)
+        gather = RowGather(config.tile_m, config.tile_k // variant.chunk_k, variant.itemsize, warps=4)
+        assert gather.rows % 4 == 0 and gather.rows * gather.row_warps == config.tile_m, config
+        assert gather.warps // gather.row_warps <= gather.k_chunks, config
+        tokens.add(config.tile_m % 16)
+    assert tokens == {0, 8}

@@ -30,8 +30,8 @@ EPILOGUES = (
 # (dense, of experts, gathered rows of experts) on an H200, by format
 COUNTS = {
     "sm90_decode": {"int4_g128": (42, 32, 32), "int4_g32": (40, 30, 30)},
-    "sm90_mixed_gemm": {"int4_g128": (288, 127, 88), "int4_g32": (286, 118, 84), "int4_g32_zfloat": (286, 118, 84)},
-    "sm90_fp8_gemm": {"int4_g128": (143, 68, 46), "int4_g32_zint": (125, 61, 41), "int4_g128_e4m3": (254, 124, 87)},
+    "sm90_mixed_gemm": {"int4_g128": (288, 127, 85), "int4_g32": (286, 118, 81), "int4_g32_zfloat": (286, 118, 81)},
+    "sm90_fp8_gemm": {"int4_g128": (143, 68, 46), "int4_g32_zint": (125, 61, 41), "int4_g128_e4m3": (254, 124, 83)},
     "sm89_fp8_gemm": {"int4_g128": (21, 16, 16), "int4_g32": (15, 12, 12), "int4_g128_e4m3": (21, 16, 16)},
     "sm80_mixed_gemm": {"int4_g128": (31, 22, 22), "int4_g32": (31, 22, 19)},
 }
@@ -137,11 +137,11 @@ def test_rules_have_names_of_their_own_and_exclude_something(kernel):
 
 
 SPILLING_EPILOGUES = [
-    ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue(residual=True)}, (0, 13, 8)),
+    ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue(residual=True)}, (0, 13, 7)),
     ("sm90_mixed_gemm", {"epilogue": Epilogue(residual=True, out_dtype=torch.float32)}, (0, 5, 0)),
     ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue("gelu", "device", bias=True)}, (0, 0, 0)),
     ("sm90_mixed_gemm", {"epilogue": Epilogue("silu_mul", "device", True, True)}, (0, 0, 0)),
-    ("sm90_fp8_gemm", {"n": 4092, "epilogue": Epilogue(residual=True, token_scale=True)}, (2, 9, 6)),
+    ("sm90_fp8_gemm", {"n": 4092, "epilogue": Epilogue(residual=True, token_scale=True)}, (2, 9, 5)),
     ("sm90_fp8_gemm", {"epilogue": Epilogue("gelu", token_scale=True)}, (0, 2, 0)),
     ("sm90_fp8_gemm", {"epilogue": Epilogue("silu_mul", bias=True, token_scale=True)}, (0, 0, 0)),
 ]

@@ -42,8 +42,9 @@ class RowGather:
 
     @property
     def row_warps(self) -> int:
-        """Number of warps along the tokens; the others, if any, copy other k chunks."""
-        return min(self.warps, self.tokens // 4)
+        """Number of warps along the tokens, each with whole copies of four rows; the others, if any, copy other k
+        chunks."""
+        return next(count for count in (4, 2, 1) if count <= self.warps and self.tokens % (4 * count) == 0)
 
     @property
     def rows(self) -> int:

@@ -79,6 +79,7 @@ SPACE = Space(
     impossible=(
         mixed.GROUPED_CLUSTER,
         mixed.GATHERED_CLUSTER,
+        mixed.GATHERED_WARPS,
         mixed.MULTICAST_BLOCKS,
         mixed.SPLIT_ROW_BLOCKS,
         mixed.SPLIT_PINGPONG,

@@ -91,6 +91,11 @@ GATHERED_CLUSTER = Rule(
     "a CTA gathers what it multiplies: of rows that cp.async brings nothing can be shared in a cluster",
     lambda v: v.gathered and v.config.cluster_n > 1,
 )
+GATHERED_WARPS = Rule(
+    "gathered rows and warps",
+    "four warps copy x: along the tokens each copies a multiple of four, or two along the tokens and two k chunks",
+    lambda v: v.gathered and v.config.tile_m % 16 > 0 and v.config.tile_k <= v.chunk_k,
+)
 MULTICAST_BLOCKS = Rule(
     "shared weights",
     "with cluster_m 2 each of two CTAs fetches one of two row blocks, so tile_n must be 128",
@@ -178,6 +183,7 @@ SPACE = Space(
         ),
         GROUPED_CLUSTER,
         GATHERED_CLUSTER,
+        GATHERED_WARPS,
         MULTICAST_BLOCKS,
         SPLIT_ROW_BLOCKS,
         SPLIT_PINGPONG,
