@@ -29,6 +29,8 @@ from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import ROW_BYTES, TABLE_N
 from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
 
+_AMX_COLUMNS = 32
+
 
 def common_part(length: int) -> int:
     """The longest part of at most 256 columns that divides a group of ``length`` columns (a multiple of 32)."""
@@ -101,11 +103,15 @@ def dense_linear(
     """x (m, k) times a weight in any layout that runs of ``config.tile_n`` rows can be cut from, as (m, n).
 
     float16 is multiplied in float32: PyTorch's float16 matmul is several times slower on most CPUs. So is bfloat16
-    before an epilogue: PyTorch's matmul would round the sums.
+    before an epilogue: PyTorch's matmul would round the sums. On CPUs with AMX its bfloat16 matmul reads whole
+    multiples of 32 columns, and so a NaN of the next row or beside x (PyTorch 2.13, from 16 rows on): x gets columns of
+    0.
     """
     x = x.detach()  # or matmul takes another way, with other bits, for an x that requires a gradient
     plain = problem.epilogue == PLAIN
     dtype = x.dtype if plain and x.dtype != torch.float16 else torch.float32
+    if dtype == torch.bfloat16 and problem.k % _AMX_COLUMNS:
+        x = torch.nn.functional.pad(x, (0, -problem.k % _AMX_COLUMNS))
     out = torch.empty(x.shape[0], problem.n, dtype=dtype)
     for first in range(0, problem.n, config.tile_n):
         last = min(first + config.tile_n, problem.n)
@@ -122,10 +128,14 @@ def _block_linear(
 ) -> torch.Tensor:
     if problem.layout == "cpu" and has_code_sums():
         w = _dequantized_chunks(block, problem.format, x.dtype)  # (chunks, k, TABLE_N)
+        if w.shape[1] < x.shape[1]:
+            w = torch.nn.functional.pad(w, (0, 0, 0, x.shape[1] - w.shape[1]))
         d = torch.matmul(x.to(dtype), w.to(dtype))
         return d.transpose(0, 1).reshape(x.shape[0], -1)[:, :n]
     parts = layout_named(problem.layout).unpack(block, problem.format, n, problem.k)
     w = dequantize_parts(parts, problem.format, x.dtype)
+    if w.shape[1] < x.shape[1]:
+        w = torch.nn.functional.pad(w, (0, x.shape[1] - w.shape[1]))
     return torch.nn.functional.linear(x.to(dtype), w.to(dtype))
 
 
