@@ -191,7 +191,7 @@ def test_as_many_threads_as_torch_is_told_and_the_same_bits(m, threads):
 @pytest.mark.parametrize("layout", ["cpu", "canonical"])
 @pytest.mark.parametrize("k", [320, 336])
 def test_a_row_reads_nothing_of_its_neighbours(layout, k):
-    """As PyTorch's bfloat16 matmul does on CPUs with AMX if k is no multiple of 32."""
+    """PyTorch's bfloat16 matmul does on CPUs with AMX, if k is no multiple of 32."""
     w = random_weight(WeightFormat.parse("int4_g32"), 130, k)
     w = w.repack("cpu") if layout == "cpu" else w
     x = torch.randn(65, k).bfloat16()
