@@ -93,7 +93,7 @@ GATHERED_CLUSTER = Rule(
 )
 GATHERED_WARPS = Rule(
     "gathered rows and warps",
-    "four warps copy x: along the tokens each copies a multiple of four, or two along the tokens and two k chunks",
+    "four warps copy x in groups of four rows: tile_m is a multiple of 16, or a k-slice has two k chunks for two pairs",
     lambda v: v.gathered and v.config.tile_m % 16 > 0 and v.config.tile_k <= v.chunk_k,
 )
 MULTICAST_BLOCKS = Rule(
