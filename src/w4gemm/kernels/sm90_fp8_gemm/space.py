@@ -14,19 +14,19 @@ from w4gemm.kernels.space import Rule, Sizes, Space, listed
 _TILE_K = (128, 256, 512)
 _FEW = beside("coop", 64, 256, 1, 2) | beside("coop", 64, 512, 1, 2) | beside("coop", 128, 256, 1, 2)
 _LONG = beside("coop", 64, 256, 1, 2) | beside("coop", 128, 256)
-_WIDE, _WIDER = beside("coop", 192, 256), beside("coop", 256, 128)
-_SHORT_WIDE = beside("coop", 192, 128)
+_FEATURES_192, _FEATURES_256 = beside("coop", 192, 256), beside("coop", 256, 128)
+_SHORT_192 = beside("coop", 192, 128)
 _MANY = beside("coop", 128, 128) | beside("coop", 128, 256)
 _PINGPONG = beside("pingpong", 64, 128) | beside("pingpong", 64, 256)
 _BETWEEN = {
     **dict.fromkeys((24, 40, 48), _FEW | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 256)),
     56: _FEW | beside("coop", 256, 256),
-    72: beside("coop", 64, 256) | beside("coop", 128, 256) | _WIDE | _SHORT_WIDE | _WIDER,
-    80: _LONG | _WIDE | _WIDER,
-    **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | _SHORT_WIDE | _WIDER),
-    120: beside("coop", 128, 256) | _WIDE,
-    **dict.fromkeys((144, 160), _MANY | beside("coop", 192, 256, 1, 2) | _WIDER),
-    168: _MANY | _WIDE | beside("coop", 192, 128, 2) | _WIDER,
+    72: beside("coop", 64, 256) | beside("coop", 128, 256) | _FEATURES_192 | _SHORT_192 | _FEATURES_256,
+    80: _LONG | _FEATURES_192 | _FEATURES_256,
+    **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | _SHORT_192 | _FEATURES_256),
+    120: beside("coop", 128, 256) | _FEATURES_192,
+    **dict.fromkeys((144, 160), _MANY | beside("coop", 192, 256, 1, 2) | _FEATURES_256),
+    168: _MANY | _FEATURES_192 | beside("coop", 192, 128, 2) | _FEATURES_256,
     200: _MANY | _PINGPONG,
     224: _MANY | beside("coop", 64, 128) | _PINGPONG,
     240: beside("coop", 64, 128) | beside("coop", 128, 128) | _PINGPONG,
@@ -35,11 +35,12 @@ _BETWEEN = {
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
 _MAX_TILE_M = {
-    True: {"coop": {64: 128, 128: 192, 192: 112, 256: 32}, "pingpong": {64: 32, 128: 16}},
-    False: {"coop": {64: 256, 128: 256, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 32}},
+    0: {"coop": {64: 256, 128: 256, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 32}},
+    1: {"coop": {64: 128, 128: 192, 192: 112, 256: 32}, "pingpong": {64: 32, 128: 16}},
+    2: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
 }
-"""Largest tile_m by whether scales are applied to sums (which takes registers for sums besides), schedule and tile_n,
-which fix the number of threads: what the registers have room for."""
+"""Largest tile_m by the sets of registers for sums beside the accumulators, which scales on sums take, by schedule and
+by tile_n, which fix the number of threads: what the registers have room for."""
 
 
 def _candidates() -> Iterator[Sizes]:
@@ -47,6 +48,10 @@ def _candidates() -> Iterator[Sizes]:
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
     yield from mixed.between(_BETWEEN)
+
+
+def _sets_of_sums(v: Variant) -> int:
+    return 0 if not v.promotes else 1 if v.one_set_of_sums else 2
 
 
 def _spills_with_groups(v: Variant) -> bool:
@@ -98,7 +103,9 @@ SPACE = Space(
     ),
     slow=(
         mixed.REGISTERS._replace(
-            excludes=lambda v: v.config.tile_m > _MAX_TILE_M[v.promotes][v.config.schedule].get(v.config.tile_n, 0),
+            excludes=lambda v: (
+                v.config.tile_m > _MAX_TILE_M[_sets_of_sums(v)][v.config.schedule].get(v.config.tile_n, 0)
+            ),
             of="variant",
         ),
         Rule(
@@ -106,14 +113,6 @@ SPACE = Space(
             "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 128",
             lambda c: Variant.m64_atoms_of(c) > 1 and c.tile_k > 128,
             of="sizes",
-        ),
-        Rule(
-            "two sets of sums",
-            "with scales on sums and tile_k over 128, two sets of registers for sums spill beside more than 64 tokens "
-            "in three warpgroups and 128 in others",
-            lambda v: (
-                v.promotes and not v.one_set_of_sums and v.config.tile_m > (64 if v.config.tile_n == 192 else 128)
-            ),
         ),
         Rule(
             "one set of sums of 192 tokens",
@@ -208,27 +207,31 @@ SPACE = Space(
             of="sizes",
         ),
         Rule(
-            "two long slices of many tokens",
+            "long slices in two stages",
             "with tile_m over 128, two stages of tile_k 256 are slower than more of tile_k 128",
             lambda v: v.config.tile_m > 128 and v.config.tile_k > 128 and v.stages < 3,
         ),
         Rule(
             "short slices of few tokens",
-            "tile_k 128 was never the fastest with tile_m under 128, but of 192 features with one set of sums",
-            lambda c: c.tile_k == 128 and c.tile_m < (65 if c.tile_n == 192 else 128) and Variant.m64_atoms_of(c) == 1,
+            "tile_k 128 was never the fastest with tile_m under 128, but of 192 features and over 64",
+            lambda c: (
+                c.tile_k == 128
+                and c.tile_m < 128
+                and (c.tile_n != 192 or c.tile_m <= 64)
+                and Variant.m64_atoms_of(c) == 1
+            ),
             of="sizes",
         ),
         Rule(
             "short slices of 192 features",
-            "tile_k 128 was never the fastest with tile_m under 128 where scales are not on sums",
-            lambda v: v.config.tile_k == 128 and v.config.tile_m < 128 and v.config.tile_n == 192 and not v.promotes,
+            "tile_k 128 was never the fastest with tile_m under 128, but with one set of sums",
+            lambda v: (v.config.tile_k, v.config.tile_n) == (128, 192) and v.config.tile_m < 128 and not v.promotes,
         ),
         mixed.WIDE_FEW_CLUSTER,
         Rule(
             "one set of sums",
-            "with scales on sums and tile_k 128, one set of registers for sums is slower than two up to 128 tokens, "
-            "but of 192 features",
-            lambda v: v.one_set_of_sums and v.config.tile_m <= (64 if v.config.tile_n == 192 else 128),
+            "with scales on sums, one set of registers for sums is slower than two for 128 tokens",
+            lambda v: v.one_set_of_sums and v.config.tile_m == 128,
         ),
     ),
 )

@@ -33,18 +33,18 @@ def beside(schedule: str, tile_n: int, tile_k: int, *split_k: int) -> set[Beside
 _MANY = beside("coop", 64, 128, 1, 2) | beside("coop", 128, 128, 1, 2)
 _LONG = beside("coop", 64, 256, 1, 2)
 _FEW = _LONG | beside("coop", 128, 256, 1, 2) | beside("coop", 192, 128, 1, 2) | beside("coop", 256, 128)
-_WIDE = beside("coop", 192, 128)
-_WIDER = beside("coop", 256, 64)
+_FEATURES_192 = beside("coop", 192, 128)
+_FEATURES_256 = beside("coop", 256, 64)
 _STREAM = beside("stream", 128, 128)
 _BETWEEN = {
     24: _FEW | beside("coop", 64, 512, 1, 2),
     **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
-    72: _MANY | _LONG | _WIDE,
+    72: _MANY | _LONG | _FEATURES_192,
     **dict.fromkeys((80, 96), _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2)),
-    112: _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2) | _WIDER,
-    120: _MANY | _WIDE | _STREAM | _WIDER,
-    **dict.fromkeys((144, 168), _MANY | _STREAM | _WIDE | beside("coop", 192, 64) | _WIDER),
-    160: _MANY | _WIDE | beside("coop", 192, 64) | _WIDER,
+    112: _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2) | _FEATURES_256,
+    120: _MANY | _FEATURES_192 | _STREAM | _FEATURES_256,
+    **dict.fromkeys((144, 168), _MANY | _STREAM | _FEATURES_192 | beside("coop", 192, 64) | _FEATURES_256),
+    160: _MANY | _FEATURES_192 | beside("coop", 192, 64) | _FEATURES_256,
     224: _MANY,
     **dict.fromkeys((200, 240), beside("coop", 128, 64) | beside("pingpong", 64, 128)),
 }
@@ -76,7 +76,7 @@ def fits(v: Variant) -> bool:
 
 
 def experts_between(kept: dict[int, set[Beside]]) -> Rule:
-    """Return the rule that leaves experts only the wide tiles of a table."""
+    """Return the rule that leaves experts no tiles of 64 features of a table."""
     reason = "of the sizes between the powers of two, 64 features were never the fastest for experts"
     return Rule("experts between", reason, lambda v: v.grouped and v.config.tile_m in kept and v.config.tile_n == 64)
 
@@ -93,7 +93,8 @@ GATHERED_CLUSTER = Rule(
 )
 GATHERED_WARPS = Rule(
     "gathered rows and warps",
-    "four warps copy x in groups of four rows: tile_m is a multiple of 16, or a k-slice has two k chunks for two pairs",
+    "four warps copy x, four rows at a time: all four share rows that are a multiple of 16, two share others, and each "
+    "two need a k chunk of their own",
     lambda v: v.gathered and v.config.tile_m % 16 > 0 and v.config.tile_k <= v.chunk_k,
 )
 MULTICAST_BLOCKS = Rule(
