@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,20 @@ def test_a_wrong_reader_is_found(reader: Any, said: str, monkeypatch: pytest.Mon
     for seed in range(20):
         files.one("awq", seed, tmp_path, right, found)
     assert found.wrong and all(said in text for text in found.wrong)
+
+
+@pytest.mark.parametrize(("damage", "wrong"), [("swap", False), ("flip", True)])
+def test_a_swap_of_two_names_is_no_damage(
+    damage: str, wrong: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file is whole: no reader can know which name was meant."""
+    right, found = files.prepared(tmp_path), files.Found()
+    a, f = (b"%s\x02\0\0\0" % name for name in (b"a", b"f"))  # a name, and that its tensor has two dimensions
+    swapped = {a: f, f: a}
+    monkeypatch.setattr(files, "DAMAGES", (damage,))
+    monkeypatch.setattr(files, "damaged", lambda whole, *_: re.sub(b"[af]\x02\0{3}", lambda m: swapped[m[0]], whole))
+    files.one("gguf", 0, tmp_path, right, found)
+    assert bool(found.wrong) == wrong
 
 
 def test_every_damage_changes_the_file() -> None:
