@@ -199,3 +199,17 @@ def test_a_row_reads_nothing_of_its_neighbours(layout, k):
     alone = w4gemm.linear(x[:64], w, config=dense)
     x[64] = torch.nan
     assert alone.isfinite().all() and torch.equal(w4gemm.linear(x, w, config=dense)[:64], alone)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_gradient_takes_nothing_in_from_its_neighbours(experts):
+    w = random_weight(WeightFormat.parse("int4_g32"), 100, 64)
+    x = torch.randn(96, 64).bfloat16().requires_grad_()
+    offsets = torch.tensor([0, 48, 96], dtype=torch.int32)
+    y = w4gemm.grouped_linear(x, w4gemm.QuantizedWeight.stack([w, w]), offsets) if experts else w4gemm.linear(x, w)
+    grad = torch.randn_like(y)
+    (alone,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+    grad[32] = torch.nan
+    (dx,) = torch.autograd.grad(y, x, grad)
+    others = torch.arange(96) != 32
+    assert alone.isfinite().all() and torch.equal(dx[others], alone[others])

@@ -33,6 +33,7 @@ from w4gemm.core.autocast import without_autocast
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
+from w4gemm.kernels.cpu.matmul import whole_columns
 from w4gemm.weights.experts import as_one
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -134,7 +135,7 @@ def _grouped_dx_op(*flat: Any) -> torch.Tensor:
     for first, dense in _dequantized(w, [e for e, (start, end) in enumerate(bounds) if end > start], grad.dtype):
         for weight, (start, end) in zip(dense, bounds[first:], strict=False):
             if end > start:
-                torch.mm(grad[start:end], weight, out=dx[start:end])
+                torch.mm(whole_columns(grad[start:end], -1), whole_columns(weight, -2), out=dx[start:end])
     return dx
 
 

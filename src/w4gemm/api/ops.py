@@ -30,6 +30,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
+from w4gemm.kernels.cpu.matmul import whole_columns
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -181,7 +182,7 @@ def _linear_dx_op(*flat: Any) -> torch.Tensor:
     given = _LinearDx(*flat)
     packed = nested_weight(given)
     w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(given.weight))
-    return given.grad @ w.dequantize(given.grad.dtype)
+    return whole_columns(given.grad, -1) @ whole_columns(w.dequantize(given.grad.dtype), -2)
 
 
 @torch.library.register_fake("w4gemm::linear_dx")

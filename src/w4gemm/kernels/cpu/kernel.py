@@ -25,11 +25,10 @@ from w4gemm.core.elements import SYMMETRIC_ZERO
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
+from w4gemm.kernels.cpu.matmul import whole_columns
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import ROW_BYTES, TABLE_N
 from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
-
-_AMX_COLUMNS = 32
 
 
 def common_part(length: int) -> int:
@@ -103,15 +102,12 @@ def dense_linear(
     """x (m, k) times a weight in any layout that runs of ``config.tile_n`` rows can be cut from, as (m, n).
 
     float16 is multiplied in float32: PyTorch's float16 matmul is several times slower on most CPUs. So is bfloat16
-    before an epilogue: PyTorch's matmul would round the sums. On CPUs with AMX its bfloat16 matmul reads whole
-    multiples of 32 columns, and so a NaN of the next row or beside x (PyTorch 2.13, from 16 rows on): x gets columns of
-    0.
+    before an epilogue: PyTorch's matmul would round the sums.
     """
     x = x.detach()  # or matmul takes another way, with other bits, for an x that requires a gradient
     plain = problem.epilogue == PLAIN
     dtype = x.dtype if plain and x.dtype != torch.float16 else torch.float32
-    if dtype == torch.bfloat16 and problem.k % _AMX_COLUMNS:
-        x = torch.nn.functional.pad(x, (0, -problem.k % _AMX_COLUMNS))
+    rounded, x = x.dtype, whole_columns(x.to(dtype), -1)
     out = torch.empty(x.shape[0], problem.n, dtype=dtype)
     for first in range(0, problem.n, config.tile_n):
         last = min(first + config.tile_n, problem.n)
@@ -119,24 +115,21 @@ def dense_linear(
             block = tuple(t[first // TABLE_N : -(-last // TABLE_N)] for t in weight)
         else:
             block = tuple(t[first:last] for t in weight)
-        out[:, first:last] = _block_linear(x, block, problem, last - first, dtype)
+        out[:, first:last] = _block_linear(x, block, problem, last - first, rounded)
     return out
 
 
 def _block_linear(
-    x: torch.Tensor, block: tuple[torch.Tensor, ...], problem: GemmProblem, n: int, dtype: torch.dtype
+    x: torch.Tensor, block: tuple[torch.Tensor, ...], problem: GemmProblem, n: int, rounded: torch.dtype
 ) -> torch.Tensor:
+    """x times n rows of the weight, whose numbers are rounded to a dtype before they get that of x."""
     if problem.layout == "cpu" and has_code_sums():
-        w = _dequantized_chunks(block, problem.format, x.dtype)  # (chunks, k, TABLE_N)
-        if w.shape[1] < x.shape[1]:
-            w = torch.nn.functional.pad(w, (0, 0, 0, x.shape[1] - w.shape[1]))
-        d = torch.matmul(x.to(dtype), w.to(dtype))
+        w = _dequantized_chunks(block, problem.format, rounded)  # (chunks, k, TABLE_N)
+        d = torch.matmul(x, whole_columns(w.to(x.dtype), -2))
         return d.transpose(0, 1).reshape(x.shape[0], -1)[:, :n]
     parts = layout_named(problem.layout).unpack(block, problem.format, n, problem.k)
-    w = dequantize_parts(parts, problem.format, x.dtype)
-    if w.shape[1] < x.shape[1]:
-        w = torch.nn.functional.pad(w, (0, x.shape[1] - w.shape[1]))
-    return torch.nn.functional.linear(x.to(dtype), w.to(dtype))
+    w = dequantize_parts(parts, problem.format, rounded)
+    return torch.nn.functional.linear(x, whole_columns(w.to(x.dtype), -1))
 
 
 def _dequantized_chunks(block: tuple[torch.Tensor, ...], format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
