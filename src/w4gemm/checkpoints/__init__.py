@@ -23,6 +23,8 @@ from w4gemm.checkpoints import (
     hqq,
     modelopt,
     mxfp4,
+    quark,
+    torchao,
     w4afp8,
     w4gemm,
 )
@@ -41,6 +43,8 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     hqq.FORMAT,
     bitsandbytes.FORMAT,
     mxfp4.FORMAT,
+    quark.FORMAT,
+    torchao.FORMAT,
     w4afp8.FORMAT,
     deepseek_v4.FORMAT,
     w4gemm.FORMAT,

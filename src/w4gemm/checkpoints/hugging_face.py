@@ -15,6 +15,8 @@ from w4gemm.core.errors import FormatError, not_among
 
 FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of which a folder has one."""
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+"""Names of files with weights whose reading could run any code."""
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Options of transformers with which nothing is downloaded, and no code that lies in a folder is run or asked for."""
 
@@ -139,10 +141,12 @@ class SafetensorsFolder:
 
 def _variant_in(path: Path) -> str:
     """Return the end of a message about a folder without model.safetensors, if it has a variant of that file, or of the
-    index of shards, as ``save_pretrained(variant=...)`` writes them."""
+    index of shards, as ``save_pretrained(variant=...)`` writes them, or pickled weights."""
     for name, variants in ((_INDEX, f"{_INDEX[:-5]}.*.json"), (_SINGLE, "model.*.safetensors")):
         if found := sorted(file.name for file in path.glob(variants)):
             return f"; variants are not read: rename {found[0]!r} to {name!r}"
+    if found := sorted(file.name for pattern in _PICKLED for file in path.glob(pattern)):
+        return f"; pickled weights are not read: save {found[0]!r} as safetensors"
     return ""
 
 
@@ -185,3 +189,18 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         f = _opened(file, _stamp(file))
         slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
         return {name: TensorInfo(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """Return the texts that a safetensors file holds beside its tensors, by name.
+
+    Raises:
+        FormatError: if the file is missing, cut short or no safetensors file.
+    """
+    with _errors(file):
+        return _metadata(file, _stamp(file))
+
+
+@functools.lru_cache(maxsize=2)
+def _metadata(file: Path, stamp: tuple[int, ...]) -> dict[str, str]:
+    return _opened(file, stamp).metadata() or {}

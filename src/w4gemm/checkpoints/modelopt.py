@@ -1,10 +1,9 @@
 """Folders quantized by NVIDIA's ModelOpt: NVFP4, MXFP4 and INT4 (W4A16_AWQ, W4A8_AWQ).
 
-A module of NVFP4 is ``weight`` uint8 (n, k / 2), the even column in the low nibble, ``weight_scale`` e4m3 (n, k / 16),
-and ``weight_scale_2`` float32 (), which multiplies. One of MXFP4 has ``weight_scale`` e8m0, as uint8 (n, k / 32), and
-no second scale. One of INT4 is ``weight`` uint8 (n / 2, k), two's complements of two rows a byte, the even row in the
-low nibble, and ``weight_scale`` (n, groups). ``pre_quant_scale`` (k), of a model that was smoothed by AWQ, multiplies
-x; experts of a layer share it. Scales of a quantized KV cache are not used.
+A module of NVFP4 or MXFP4 is as in :mod:`w4gemm.checkpoints.packed_floats`. One of INT4 is ``weight`` uint8 (n / 2, k),
+two's complements of two rows a byte, the even row in the low nibble, and ``weight_scale`` (n, groups).
+``pre_quant_scale`` (k), of a model that was smoothed by AWQ, multiplies x; experts of a layer share it. Scales of a
+quantized KV cache are not used.
 
 W4A8_MXFP4_FP8 and W4A8_AWQ quantize x to e4m3, here with a scale for each token instead of ``input_scale`` for all. x
 that the config wants in 4 bits, or in e4m3 beside NVFP4 (W4A8_NVFP4_FP8), is multiplied as it comes.
@@ -19,33 +18,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import SCALES, check_tensor, of_bytes, whole_groups
+from w4gemm.checkpoints.module_tensors import SCALES, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import Named
+from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, shape_of, weight_of
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
-_NVFP4, _MXFP4 = WeightFormat.parse("nvfp4"), WeightFormat.parse("mxfp4")
 _FLOATS = {
-    **dict.fromkeys(("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), _NVFP4),
-    **dict.fromkeys(("MXFP4", "mxfp4", "W4A8_MXFP4_FP8"), _MXFP4),  # ModelOpt itself writes "mxfp4"
+    **dict.fromkeys(("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), NVFP4),
+    **dict.fromkeys(("MXFP4", "mxfp4", "W4A8_MXFP4_FP8"), MXFP4),  # ModelOpt itself writes "mxfp4"
 }
 _W4A8 = "W4A8_AWQ"
 _FP8_ACTIVATIONS = (_W4A8, "W4A8_MXFP4_FP8")
 ALGORITHMS = (*_FLOATS, "W4A16_AWQ", "INT4_AWQ", _W4A8)
 """Values of ``quant_algo`` that are read."""
-
-
-class _Shape(NamedTuple):
-    n: int
-    k: int
-    format: WeightFormat
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class ModelOptPacking:
         if any(fnmatchcase(name, pattern) for pattern in excluded):
             raise ValueError("the config excludes it, but it has quantized tensors")
         if algorithm in _FLOATS:
-            n, k, format = _floats(stored, _FLOATS[algorithm])
+            n, k, format = shape_of(stored, _FLOATS[algorithm])
         else:
             n, k, format = _integers(stored, settings.get("group_size") or 128, algorithm == _W4A8)
         activations = "fp8" if algorithm in _FP8_ACTIVATIONS else None
@@ -89,46 +82,27 @@ class ModelOptPacking:
         return layers.get(name, {})
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        if module.format in (NVFP4, MXFP4):
+            return weight_of(module, tensors)
         packed, scales = tensors["weight"], tensors["weight_scale"]
-        if module.format == _MXFP4:
-            return of_bytes(module, packed, scales.view(torch.float8_e8m0fnu))
-        if module.format == _NVFP4:
-            channels = tensors["weight_scale_2"].reshape(1).expand(module.n).contiguous()
-            return of_bytes(module, packed, scales, channels)
         # a two's complement q is the code q + 8 with its highest bit turned over
         codes = torch.stack((packed & 15, packed >> 4), 1).flatten(0, 1) ^ 8
         w = QuantizedWeight.from_codes(module.format, codes, scales.to(module.format.scale_dtype))
         return replace(w, activations=module.activations)
 
 
-def _floats(stored: Mapping[str, TensorInfo], format: WeightFormat) -> _Shape:
-    n, half = check_tensor(stored, "weight", ("U8",))
-    scales = ("F8_E4M3",) if format == _NVFP4 else ("U8", "F8_E8M0")
-    check_tensor(stored, "weight_scale", scales, (n, whole_groups(format, 2 * half)))
-    if format == _NVFP4:
-        _check_second_scale(stored)
-    elif "weight_scale_2" in stored:
-        raise ValueError("it has two scales, as NVFP4 has, but its config says MXFP4; wanted weight_scale alone")
-    return _Shape(n, 2 * half, format)
-
-
-def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> _Shape:
+def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> Shape:
     """``fp8``: True if x is quantized, as W4A8_AWQ says."""
     half, k = check_tensor(stored, "weight", ("U8",))
     if fp8:
-        _check_second_scale(stored)
+        check_second_scale(stored)
     elif "weight_scale_2" in stored:
         raise ValueError("it has two scales, as W4A8_AWQ has, but its config says W4A16; wanted weight_scale alone")
     known = SCALES | {"F32": "fp16" if fp8 else "fp32"}
     check_tensor(stored, "weight_scale", known)
     format = WeightFormat(group_size, "none", known[stored["weight_scale"].dtype])
     check_tensor(stored, "weight_scale", known, (2 * half, whole_groups(format, k)))
-    return _Shape(2 * half, k, format)
-
-
-def _check_second_scale(stored: Mapping[str, TensorInfo]) -> None:
-    one = "weight_scale_2" in stored and stored["weight_scale_2"].shape == (1,)
-    check_tensor(stored, "weight_scale_2", ("F32",), (1,) if one else ())
+    return Shape(2 * half, k, format)
 
 
 def _named(config: Mapping[str, Any]) -> list[Named]:

@@ -1,0 +1,174 @@
+"""Folders quantized by AMD's Quark: MXFP4, NVFP4 and integers.
+
+A module of MXFP4 or NVFP4 is as in :mod:`w4gemm.checkpoints.packed_floats`. One of integers with scales per group is
+``weight`` int32 (k, n / 8), ``weight_scale`` (groups, n) and ``weight_zero_point`` int32 (groups, n / 8); per channel
+it is ``weight`` (n, k / 8), ``weight_scale`` (n) and ``weight_zero_point`` (n / 8). Words of a last part of n are
+filled up. The numbers of a word lie in AWQ's order if ``pack_method`` is "reorder", lowest first if it is "order", and
+are two's complements if dtype is int4. w = (u - zero_point) * weight_scale.
+
+x that the config wants in 4 bits is multiplied as it comes. x in e4m3 beside MXFP4 gets a scale for each token instead
+of ``input_scale`` for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+
+from w4gemm.checkpoints import awq
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.module_tensors import SCALES, check_symmetric, check_tensor, unpack_int4, whole_groups
+from w4gemm.checkpoints.named_modules import Named
+from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, shape_of, weight_of
+from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
+
+_INTEGERS = ("int4", "uint4")
+_FOUR_BITS = ("fp4", *_INTEGERS)
+_ORDERS = {"reorder": awq.ORDER, "order": None}
+_SCALES = SCALES | {"F32": "fp32"}
+_PARTS = ("weight", "weight_scale", "weight_zero_point")
+_ROTATIONS = ("r4", "online_r1_rotation")
+"""Settings of Quark's rotations that have x rotated while the model runs. r1 and r2 are part of the weights, and r3
+turns queries and keys alike, which changes no product of them."""
+_WANTED = "fp4 with e8m0 scales in groups of 32 (MXFP4) or with two scales (NVFP4), int4 or uint4"
+
+
+@dataclass(frozen=True)
+class QuarkPacking:
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
+
+    config: Mapping[str, Any]
+    marks = ("weight_scale", "weight_scale_2", "weight_zero_point")
+    others = ("weight", "input_scale", "input_scale_2", "input_zero_point", "k_scale", "v_scale")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> QuarkPacking:
+        for algorithm in config.get("algo_config") or ():
+            name, rotated = algorithm.get("name"), [key for key in _ROTATIONS if algorithm.get(key)]
+            if name == "rotation" and rotated:
+                raise ValueError(
+                    f"algo_config rotates activations while the model runs ({', '.join(rotated)}), which cannot be "
+                    "done; quantize the dense model again without it"
+                )
+            if name == "svdquant":
+                raise ValueError(
+                    "algo_config is svdquant, whose product of low rank beside the weight is not added here; quantize "
+                    "the dense model again without it"
+                )
+        if (method := (config["export"] or {}).get("pack_method")) not in _ORDERS:
+            raise ValueError(f"pack_method is {method!r}, wanted {' or '.join(map(repr, _ORDERS))}")
+        return cls(config)
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        if any(fnmatchcase(name, pattern) for pattern in self.config.get("exclude") or ()):
+            raise ValueError("exclude of its config names it, but it has quantized tensors")
+        settings = self._settings(name)
+        weight = settings["weight"]
+        if format := _float_format(weight):
+            n, k, format = shape_of(stored, format)
+        elif isinstance(weight, Mapping) and weight.get("dtype") in _INTEGERS:
+            n, k, format = _integers(stored, weight)
+        else:
+            raise ValueError(f"its weight is {_described(weight)}; wanted {_WANTED}")
+        x = settings.get("input_tensors")
+        fp8 = format == MXFP4 and isinstance(x, Mapping) and x.get("dtype") == "fp8_e4m3"
+        return Module(n, k, format, "bias" in stored, activations="fp8" if fp8 else None)
+
+    def _settings(self, name: str) -> Mapping[str, Any]:
+        """Settings of a module: those of its name, of the first pattern, of all linear layers, or of the model."""
+        layers = self.config.get("layer_quant_config") or {}
+        if name in layers:
+            return layers[name]
+        if pattern := next((pattern for pattern in layers if fnmatchcase(name, pattern)), None):
+            return layers[pattern]
+        return (self.config.get("layer_type_quant_config") or {}).get("Linear") or self.config["global_quant_config"]
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        if module.format in (NVFP4, MXFP4):
+            return weight_of(module, tensors)
+        rows = {leaf: self._rows(module, tensors[leaf]) for leaf in _PARTS if leaf in tensors}
+        codes, scales, zeros = rows["weight"], rows["weight_scale"], rows.get("weight_zero_point")
+        if not module.format.has_zero:  # two's complements: the code q + 8 with its highest bit turned over
+            if zeros is not None:
+                check_symmetric(zeros ^ 8)
+            codes, zeros = codes ^ 8, None
+        return QuantizedWeight.from_codes(module.format, codes, scales, zeros)
+
+    def _rows(self, module: Module, t: torch.Tensor) -> torch.Tensor:
+        """Return one of a module's tensors, unpacked, as n rows."""
+        if t.dtype == torch.int32:
+            t = unpack_int4(t, _ORDERS[self.config["export"]["pack_method"]])
+        if module.format.group_size != PER_COLUMN:
+            t = t.T
+        return t[: module.n].contiguous().view(module.n, -1)
+
+
+def _stages(weight: Any) -> list[Mapping[str, Any]]:
+    """Return the settings of a weight, or of its numbers and of their scales, one after the other."""
+    return [{**stage} for stage in (weight if isinstance(weight, list) else [weight or {}])]
+
+
+def _float_format(weight: Any) -> WeightFormat | None:
+    """Return NVFP4 or MXFP4 if the settings of a weight say so, else None."""
+    first, *more = _stages(weight)
+    if (first.get("dtype"), first.get("qscheme")) != ("fp4", "per_group"):
+        return None
+    if not more and (first.get("group_size"), first.get("scale_format")) == (32, "e8m0"):
+        return MXFP4
+    scales = [(stage.get("dtype"), stage.get("qscheme"), stage.get("is_scale_quant")) for stage in more]
+    return NVFP4 if first.get("group_size") == 16 and scales == [("fp8_e4m3", "per_tensor", True)] else None
+
+
+def _integers(stored: Mapping[str, TensorInfo], weight: Mapping[str, Any]) -> Shape:
+    scheme, axis, symmetric = (weight.get(key) for key in ("qscheme", "ch_axis", "symmetric"))
+    signed = weight["dtype"] == "int4"
+    if signed and not symmetric:
+        raise ValueError(f"symmetric is {symmetric!r} beside int4, wanted True; uint4 has zero points")
+    if weight.get("zero_point_type", "int32") != "int32":
+        raise ValueError(f"zero_point_type is {weight['zero_point_type']!r}, wanted 'int32'")
+    rows, columns = check_tensor(stored, "weight", ("I32",))
+    if scheme == "per_group" and axis in (-1, 1):
+        _, n = check_tensor(stored, "weight_scale", _SCALES)
+        k, group = rows, weight["group_size"]
+    elif scheme == "per_channel" and axis == 0:
+        check_tensor(stored, "weight_scale", _SCALES, (rows,))
+        n, k, group = rows, 8 * columns, PER_COLUMN
+    else:
+        raise ValueError(
+            f"its qscheme is {scheme!r} along axis {axis!r}, wanted 'per_group' along -1 or 'per_channel' along 0"
+        )
+    words = -(-n // 8)
+    format = WeightFormat(group, "none" if signed else "int", _SCALES[stored["weight_scale"].dtype])
+    groups = whole_groups(format, k)
+    per_group = group != PER_COLUMN
+    if per_group:
+        check_tensor(stored, "weight", ("I32",), (k, words))
+        check_tensor(stored, "weight_scale", _SCALES, (groups, n))
+    if "weight_zero_point" in stored or not signed:
+        check_tensor(stored, "weight_zero_point", ("I32",), (groups, words) if per_group else (words,))
+    return Shape(n, k, format)
+
+
+def _described(weight: Any) -> str:
+    """Return what the settings of a weight say of its numbers."""
+    keys = ("dtype", "qscheme", "group_size", "scale_format")
+    return " of ".join(" ".join(str(stage[key]) for key in keys if stage.get(key)) for stage in _stages(weight))
+
+
+def _named(config: Mapping[str, Any]) -> list[Named]:
+    layers = config.get("layer_quant_config") or {}
+    names = [name for name, settings in layers.items() if _stages(settings.get("weight"))[0].get("dtype") in _FOUR_BITS]
+    return [Named("layer_quant_config", name, partial(fnmatchcase, pat=name)) for name in names]
+
+
+FORMAT = folder_format(
+    "quark", "a folder with a model quantized by Quark (MXFP4, NVFP4, int4, uint4)", QuarkPacking.of, named=_named
+)

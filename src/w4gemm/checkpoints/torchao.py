@@ -1,0 +1,220 @@
+"""Folders quantized by torchao and saved as safetensors: int4, MXFP4 and NVFP4.
+
+A weight is a tensor subclass, whose parts lie in the files as ``_weight_qdata`` and so on; the files' metadata has its
+class and attributes under its name, as JSON:
+
+- ``Int4Tensor``: ``qdata`` int8 (n, k / 2), two's complements, the even column in the low nibble; ``scale`` and
+  ``zero_point`` (groups, n). w = q * scale + zero_point. With ``activation_dtype`` float8_e4m3fn, whose zero points are
+  0, x is quantized to e4m3.
+- ``Int4TilePackedTo4dTensor``: ``qdata`` int32 (n / 8, k / 128, 32, 4) in the order of tensor cores, n filled up to a
+  multiple of 8 and k to one of 1024; ``scale_and_zero`` (groups, n, 2). w = (u - 8) * scale + zero.
+- ``IntxUnpackedToInt8Tensor``: ``qdata`` int8 (n, k), -8 to 7; ``scale`` and int8 ``zero_point`` (n, groups).
+  w = (q - zero_point) * scale. x that is quantized to 8-bit integers there is multiplied as it comes.
+- ``MXTensor`` of 4-bit floats and ``NVFP4Tensor``: ``qdata`` uint8 (n, k / 2), the even column in the low nibble,
+  ``scale`` e8m0 (n, k / 32) or e4m3 (n, k / 16), maybe in the blocks that cuBLAS takes, and ``per_tensor_scale``
+  float32 (), which multiplies. x that is quantized to 4-bit floats there is multiplied as it comes.
+
+``act_pre_scale`` (k), of a model that was smoothed by AWQ, multiplies x.
+
+The first two are s * u + z with z = zero_point - 8 * s: s as it is, z rounded to float32. Sources: torchao 0.18,
+quantization/quantize_/workflows and prototype/safetensors; matrix_to_m16n8k16_Bint4_layout of PyTorch's int4mm.cu.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.checkpoints.awq import ORDER
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
+from w4gemm.checkpoints.module_tensors import (
+    SCALES,
+    SYMMETRIC,
+    check_tensor,
+    of_bytes,
+    unpack_int4,
+    unpack_pairs,
+    whole_groups,
+)
+from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4
+from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
+
+QDATA, SCALE, ZERO, SCALE_AND_ZERO = (f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "scale_and_zero"))
+TENSOR_SCALE = "_weight_per_tensor_scale"
+_SCALES = SCALES | {"F32": "fp32"}
+_TILE_N, _TILE_K = 8, 128
+"""Rows and columns of a tile of Int4TilePackedTo4dTensor."""
+
+
+class _Settings(NamedTuple):
+    """What a file's metadata say of a weight."""
+
+    kind: str
+    attributes: Mapping[str, Any]
+
+    def group_size(self) -> int:
+        block = self.attributes["block_size"]
+        *rows, columns = block if isinstance(block, list) else [1, block]
+        if rows != [1] or type(columns) is not int:
+            raise ValueError(f"its block_size is {block}, wanted [1, columns]: scales of groups of columns")
+        return columns
+
+    def name(self, key: str) -> Any:
+        """Return an attribute that is a dtype or of an enumeration, by its name."""
+        value = self.attributes.get(key)
+        return value["_data"] if isinstance(value, Mapping) else value
+
+
+@dataclass(frozen=True)
+class TorchAoPacking:
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
+
+    marks = (QDATA,)
+    others = (SCALE, ZERO, SCALE_AND_ZERO, TENSOR_SCALE, "_weight_act_per_tensor_scale")
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        settings = _settings(name, stored)
+        if settings.kind not in _KINDS:
+            raise ValueError(f"its weight is of {settings.kind}, wanted {', '.join(_KINDS)}")
+        found = _KINDS[settings.kind](stored, settings)
+        return replace(found, bias="bias" in stored, pre_quant_scale="pre_quant_scale" in stored)
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        n, k, format, qdata = module.n, module.k, module.format, tensors[QDATA]
+        if format in (MXFP4, NVFP4):
+            scales = _unswizzled(tensors[SCALE], n, format.groups(k))
+            factors = tensors.get(TENSOR_SCALE, torch.ones((), device=qdata.device)).expand(n).contiguous()
+            return of_bytes(module, qdata, scales, *([factors] if format == NVFP4 else []))
+        if SCALE_AND_ZERO in tensors:
+            scales, zeros = tensors[SCALE_AND_ZERO][: format.groups(k), :n].permute(2, 1, 0)
+            return _offset(module, _untiled(qdata)[:n, :k], scales, zeros)
+        if qdata.shape[1] == k:
+            codes, zeros = (tensors[leaf].int() + SYMMETRIC for leaf in (QDATA, ZERO))
+            return QuantizedWeight.from_codes(format, codes, tensors[SCALE], zeros.to(format.zero_dtype))
+        codes = unpack_pairs(qdata.view(torch.uint8)) ^ 8  # a two's complement q is the code q + 8
+        return _offset(module, codes, tensors[SCALE].T, tensors[ZERO].T)
+
+
+def _settings(name: str, stored: Mapping[str, TensorInfo]) -> _Settings:
+    text = metadata(stored[QDATA].file).get(f"{name}.weight")
+    if text is None:
+        raise ValueError("the metadata of its file say nothing of its weight")
+    try:
+        found = json.loads(text)
+        return _Settings(str(found["_type"]), {**found["_data"]})
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise ValueError(f"the metadata of its file are no weight of torchao: {type(e).__name__}: {e}") from e
+
+
+def _pairs(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
+    n, half = check_tensor(stored, QDATA, ("I8",))
+    check_tensor(stored, SCALE, SCALES)
+    fp8 = settings.name("activation_dtype") == "float8_e4m3fn"
+    zero, scale = ("none", SCALES[stored[SCALE].dtype]) if fp8 else ("float", "fp32")
+    format = WeightFormat(settings.group_size(), zero, scale)
+    for leaf in (SCALE, ZERO):
+        check_tensor(stored, leaf, SCALES, (whole_groups(format, 2 * half), n))
+    return Module(n, 2 * half, format, activations="fp8" if fp8 else None)
+
+
+def _tiles(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
+    n, k = settings.attributes["shape"]
+    format = WeightFormat(settings.group_size(), "float", "fp32")
+    columns = -(-k // 1024) * 1024
+    rows, groups = -(-n // _TILE_N) * _TILE_N, columns // format.group_size
+    check_tensor(stored, QDATA, ("I32",), (rows // _TILE_N, columns // _TILE_K, 32, 4))
+    check_tensor(stored, SCALE_AND_ZERO, SCALES, (groups, rows, 2))
+    whole_groups(format, k)
+    return Module(n, k, format)
+
+
+def _bytes(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
+    if (bits := settings.name("target_dtype")) != "int4":
+        raise ValueError(f"its weight has the numbers of {bits}, wanted int4")
+    n, k = check_tensor(stored, QDATA, ("I8",))
+    check_tensor(stored, SCALE, _SCALES)
+    format = WeightFormat(settings.group_size(), "int", _SCALES[stored[SCALE].dtype])
+    groups = n, whole_groups(format, k)
+    check_tensor(stored, SCALE, _SCALES, groups)
+    check_tensor(stored, ZERO, ("I8",), groups)
+    return Module(n, k, format)
+
+
+def _mx(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
+    if (element := settings.name("elem_dtype")) != "float4_e2m1fn_x2":
+        raise ValueError(f"its weight has elements of {element}, wanted float4_e2m1fn_x2")
+    return _floats(stored, settings, MXFP4, ("F8_E8M0", "U8"))
+
+
+def _nvfp4(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
+    if TENSOR_SCALE in stored:
+        check_tensor(stored, TENSOR_SCALE, ("F32",), ())
+    return _floats(stored, settings, NVFP4, ("F8_E4M3",))
+
+
+def _floats(
+    stored: Mapping[str, TensorInfo], settings: _Settings, format: WeightFormat, scales: tuple[str, ...]
+) -> Module:
+    if (group := settings.group_size()) != format.group_size:
+        raise ValueError(f"its block_size is {group}, wanted {format.group_size}")
+    n, half = check_tensor(stored, QDATA, ("U8", "F4"))
+    groups = whole_groups(format, 2 * half)
+    swizzled = -(-n // 128) * 32, -(-groups // 4) * 16
+    check_tensor(stored, SCALE, scales, swizzled if settings.attributes.get("is_swizzled_scales") else (n, groups))
+    return Module(n, 2 * half, format)
+
+
+_KINDS: dict[str, Callable[[Mapping[str, TensorInfo], _Settings], Module]] = {
+    "Int4Tensor": _pairs,
+    "Int4TilePackedTo4dTensor": _tiles,
+    "IntxUnpackedToInt8Tensor": _bytes,
+    "MXTensor": _mx,
+    "NVFP4Tensor": _nvfp4,
+}
+"""What gives a module of the headers of a tensor subclass, by its name."""
+
+
+def _offset(module: Module, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> QuantizedWeight:
+    """Return the weight (u - 8) * scale + zero."""
+    if not module.format.has_zero:
+        if zeros.any():
+            raise ValueError(f"its zero points are up to {zeros.abs().max():g}, wanted 0 beside x in e4m3")
+        w = QuantizedWeight.from_codes(module.format, codes, scales.contiguous())
+        return replace(w, activations=module.activations)
+    scales, zeros = scales.float().contiguous(), zeros.float()
+    return QuantizedWeight.from_codes(module.format, codes, scales, zeros - SYMMETRIC * scales)
+
+
+def _untiled(words: torch.Tensor) -> torch.Tensor:
+    """Return the codes (n, k) of int32 (n / 8, k / 128, 32, 4).
+
+    Of a tile of 8 rows and 128 columns, thread 4 * i + j of a warp holds row i, and of columns 32 * w to 32 * w + 31
+    its word w holds those that are 2 * j or 2 * j + 1 modulo 8, ascending in AWQ's order.
+    """
+    numbers = unpack_int4(words, ORDER).unflatten(3, (4, 4, 2)).unflatten(2, (_TILE_N, 4))
+    rows, columns = len(words) * _TILE_N, words.shape[1] * _TILE_K
+    return numbers.permute(0, 2, 1, 4, 5, 3, 6).reshape(rows, columns)  # tile, i, tile, w, eight, j, pair
+
+
+def _unswizzled(scales: torch.Tensor, n: int, groups: int) -> torch.Tensor:
+    """Return scales (n, groups), which may lie in cuBLAS's blocks of 128 rows and 4 groups."""
+    if scales.shape == (n, groups):
+        return scales
+    blocks = scales.contiguous().view(torch.uint8).view(-(-n // 128), -(-groups // 4), 32, 4, 4)
+    rows = blocks.permute(0, 3, 2, 1, 4).reshape(-(-n // 128) * 128, -(-groups // 4) * 4)
+    return rows[:n, :groups].contiguous().view(scales.dtype)
+
+
+FORMAT = folder_format(
+    "torchao",
+    "a folder with a model quantized by torchao (int4, MXFP4, NVFP4)",
+    lambda config: TorchAoPacking(),
+    renamed=lambda name: name.replace("._weight_act_pre_scale", ".pre_quant_scale"),
+)

@@ -1,0 +1,218 @@
+"""Folders quantized by torchao hold its numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from quantized_model import Numbers, Writer, assert_loads, write_model
+from test_modelopt import mxfp4, nvfp4
+from tiny_model import LAYERS
+from w4gemm import FormatError, W4Linear, WeightFormat
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.torchao import _untiled
+from w4gemm.integrations.transformers import load
+
+CONFIG = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}}}
+DOWN = "model.layers.1.mlp.down_proj"
+Attributes = Callable[[int, int], dict[str, Any]]
+
+
+def dtype(name: str) -> dict[str, str]:
+    return {"_type": "torch.dtype", "_data": name}
+
+
+def int4(n: int, k: int) -> dict[str, Any]:
+    return {"block_size": [1, 32], "shape": [n, k], "activation_dtype": dtype("bfloat16")}
+
+
+def int8(n: int, k: int) -> dict[str, Any]:
+    return {"block_size": [1, 32], "target_dtype": dtype("int4"), "dtype": dtype("bfloat16")}
+
+
+def floats(group: int, swizzled: bool = False) -> Attributes:
+    element = {"elem_dtype": dtype("float4_e2m1fn_x2")} if group == 32 else {}
+    return lambda n, k: {"block_size": group, "is_swizzled_scales": swizzled} | element
+
+
+def tiled(codes: np.ndarray) -> torch.Tensor:
+    """int32 (n / 8, k / 128, 32, 4) of codes (n, k), thread by thread as PyTorch's _convert_weight_to_int4pack."""
+    n, k = codes.shape
+    words = np.zeros((n // 8, k // 128, 32, 4), np.uint32)
+    for tile, outer, thread, word in np.ndindex(*words.shape):
+        first = outer * 128 + word * 32 + thread % 4 * 2
+        columns = [first + step for step in (0, 1, 8, 9, 16, 17, 24, 25)]
+        v = codes[tile * 8 + thread // 4, columns].astype(np.uint32)
+        for nibble, number in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            words[tile, outer, thread, word] |= v[number] << np.uint32(4 * nibble)
+    return torch.from_numpy(words.view(np.int32))
+
+
+def padded(t: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    return torch.nn.functional.pad(t, (0, k - t.shape[1], 0, n - t.shape[0]))
+
+
+def offsets(n: int, k: int) -> tuple[Numbers, torch.Tensor, torch.Tensor]:
+    """Random numbers, the zero points that torchao adds to (u - 8) * s, and the weight."""
+    numbers = Numbers.random(n, k, 32, dtype=torch.bfloat16)
+    zeros = torch.randn(n, k // 32, generator=torch.Generator().manual_seed(n)).mul(0.01).bfloat16()
+    return numbers, zeros, numbers.weight + zeros.float().repeat_interleave(32, 1)
+
+
+def in_pairs(name: str, n: int, k: int) -> Any:
+    numbers, zeros, weight = offsets(n, k)
+    q = torch.from_numpy(numbers.codes - 8).to(torch.int8)
+    qdata = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
+    return {"_weight_qdata": qdata, "_weight_scale": numbers.scales.T, "_weight_zero_point": zeros.T}, weight
+
+
+def in_tiles(name: str, n: int, k: int) -> Any:
+    numbers, zeros, weight = offsets(n, k)
+    qdata = tiled(padded(torch.from_numpy(numbers.codes), n, 1024).numpy())
+    both = torch.stack([padded(t, n, 32).T for t in (numbers.scales, zeros)], -1)
+    return {"_weight_qdata": qdata, "_weight_scale_and_zero": both}, weight
+
+
+def in_bytes(name: str, n: int, k: int) -> Any:
+    numbers = Numbers.random(n, k, 32, (0, 15), dtype=torch.bfloat16)
+    qdata, zeros = (torch.from_numpy(t - 8).to(torch.int8) for t in (numbers.codes, numbers.zeros))
+    return {"_weight_qdata": qdata, "_weight_scale": numbers.scales, "_weight_zero_point": zeros}, numbers.weight
+
+
+def blocked(scales: torch.Tensor) -> torch.Tensor:
+    """Scales (n, groups) in cuBLAS's blocks of 128 rows and 4 groups: row i lies with those of i + 32, 64 and 96."""
+    n, groups = scales.shape
+    rows, columns = -(-n // 128), -(-groups // 4)
+    whole = torch.zeros(rows * columns, 32, 4, 4, dtype=torch.uint8)
+    for i, j in np.ndindex(n, groups):
+        whole[i // 128 * columns + j // 4, i % 32, i % 128 // 32, j % 4] = scales.view(torch.uint8)[i, j]
+    return whole.view(rows * 32, columns * 16).view(scales.dtype)
+
+
+def in_floats(write: Writer, swizzled: bool = False, factor: bool = True) -> Writer:
+    def parts(name: str, n: int, k: int) -> Any:
+        stored, weight = write(name, n, k)
+        scales = stored["weight_scale"]
+        scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+        found = {"_weight_qdata": stored["weight"], "_weight_scale": blocked(scales) if swizzled else scales}
+        if "weight_scale_2" in stored and factor:
+            found["_weight_per_tensor_scale"] = stored["weight_scale_2"]
+        return found, weight if factor else weight * 2.0**14
+
+    return parts
+
+
+def write_torchao(folder: Path, kind: str, attributes: Attributes, write: Writer) -> dict[str, torch.Tensor]:
+    """Write a tiny model with torchao's metadata; return its weights."""
+    wanted = write_model(folder, CONFIG, write)
+    describe(folder, {name: {"_type": kind, "_data": attributes(*w.shape)} for name, w in wanted.items()})
+    return wanted
+
+
+def describe(folder: Path, weights: dict[str, dict[str, Any]], **more: torch.Tensor) -> None:
+    """Change the metadata of some weights, and add tensors."""
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as f:
+        known = f.metadata() or {}
+    found = {f"{name}.weight": json.dumps(what) for name, what in weights.items()}
+    save_file(load_file(file) | more, file, known | found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "write", "format"),
+    [
+        ("Int4Tensor", int4, in_pairs, "int4_g32_zfloat_fp32"),
+        ("Int4TilePackedTo4dTensor", int4, in_tiles, "int4_g32_zfloat_fp32"),
+        ("IntxUnpackedToInt8Tensor", int8, in_bytes, "int4_g32_zint_bf16"),
+        ("MXTensor", floats(32), in_floats(mxfp4), "mxfp4"),
+        ("MXTensor", floats(32, True), in_floats(mxfp4, True), "mxfp4"),
+        ("NVFP4Tensor", floats(16), in_floats(nvfp4), "nvfp4"),
+        ("NVFP4Tensor", floats(16, True), in_floats(nvfp4, True), "nvfp4"),
+        ("NVFP4Tensor", floats(16), in_floats(nvfp4, factor=False), "nvfp4"),
+    ],
+)
+def test_weights(tmp_path: Path, kind: str, attributes: Attributes, write: Writer, format: str) -> None:
+    wanted = write_torchao(tmp_path, kind, attributes, write)
+    assert_loads(tmp_path, wanted, {str(WeightFormat.parse(format)): 7 * LAYERS})
+
+
+def test_x_in_fp8_and_x_that_is_scaled(tmp_path: Path) -> None:
+    def write(name: str, n: int, k: int) -> Any:
+        stored, weight = in_pairs(name, n, k)
+        zeros = stored.pop("_weight_zero_point")
+        return stored | {"_weight_zero_point": torch.zeros_like(zeros)}, weight - zeros.T.float().repeat_interleave(
+            32, 1
+        )
+
+    wanted = write_torchao(tmp_path, "Int4Tensor", int4, write)
+    fp8 = {"_type": "Int4Tensor", "_data": int4(64, 96) | {"activation_dtype": dtype("float8_e4m3fn")}}
+    describe(tmp_path, {DOWN: fp8}, **{f"{DOWN}._weight_act_pre_scale": torch.full((96,), 0.5)})
+    w = open_checkpoint(tmp_path).weight(DOWN)
+    assert (w.activations, w.format) == ("fp8", WeightFormat.parse("int4_g32_bf16"))
+    torch.testing.assert_close(w.dequantize(), wanted[DOWN], rtol=1e-6, atol=1e-8)
+    layer = load(tmp_path)[0].get_submodule(DOWN)
+    assert isinstance(layer, W4Linear) and torch.equal(layer.pre_quant_scale, torch.full((96,), 0.5))
+
+
+def test_rows_and_columns_that_fill_up_tiles_are_left_out(tmp_path: Path) -> None:
+    wanted = write_torchao(tmp_path, "Int4TilePackedTo4dTensor", int4, in_tiles)
+    describe(tmp_path, {DOWN: {"_type": "Int4TilePackedTo4dTensor", "_data": int4(61, 64)}})
+    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), wanted[DOWN][:61, :64])
+
+
+@pytest.mark.gpu
+def test_tiles_are_those_of_pytorch() -> None:
+    codes = torch.randint(0, 16, (24, 1024), dtype=torch.uint8, device="cuda")
+    words = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+    assert torch.equal(_untiled(words), codes)
+    assert torch.equal(tiled(codes.cpu().numpy()), words.cpu())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("Float8Tensor", {}, "its weight is of Float8Tensor, wanted Int4Tensor, Int4TilePackedTo4dTensor,"),
+        ("Int4Tensor", {"block_size": [64, 64]}, r"its block_size is \[64, 64\], wanted \[1, columns\]"),
+        ("Int4Tensor", {"block_size": [1, 64]}, "groups of 64 do not divide its 96 input features"),
+        (
+            "Int4Tensor",
+            {"activation_dtype": dtype("float8_e4m3fn")},
+            r"its zero points are up to .*, wanted 0 beside x",
+        ),
+        ("IntxUnpackedToInt8Tensor", {"target_dtype": dtype("int8")}, "has the numbers of int8, wanted int4"),
+        ("MXTensor", {"elem_dtype": dtype("float8_e4m3fn")}, "elements of float8_e4m3fn, wanted float4_e2m1fn_x2"),
+        ("NVFP4Tensor", {"block_size": 32}, "its block_size is 32, wanted 16"),
+        ("MXTensor", {}, "_weight_qdata is I8, wanted U8"),
+        (None, {}, "the metadata of its file are no weight of torchao: KeyError"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, kind: str | None, changed: dict[str, Any], message: str) -> None:
+    write_torchao(tmp_path, "Int4Tensor", int4, in_pairs)
+    attributes = {"MXTensor": floats(32), "NVFP4Tensor": floats(16)}.get(str(kind), int4)(64, 96) | changed
+    describe(tmp_path, {DOWN: {"_type": kind, "_data": attributes} if kind else {}})
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(tmp_path).weight(DOWN)
+
+
+def test_a_file_without_metadata_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIG, in_pairs)
+    with pytest.raises(FormatError, match="the metadata of its file say nothing of its weight"):
+        open_checkpoint(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    write_torchao(tmp_path, "Int4Tensor", int4, in_pairs)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(FormatError, match=r"no model\.safetensors; pickled weights are not read: save 'pytorch_model"):
+        open_checkpoint(tmp_path)
