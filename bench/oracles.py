@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.options import command
+from bench.producers import torch_ao
 from bench.producers.auto_round_floats import auto_round_floats
 from bench.producers.common import Pairs, Weights
 from bench.producers.compressed import awq, compressed_floats, compressed_integers, nibbles
 from bench.producers.deepseek import deepseek_v4
 from bench.producers.gguf_types import gemma3, gguf_type, smollm2
 from bench.producers.others import auto_round, bitsandbytes, gpt_oss, gptqmodel, hqq, modelopt, modelopt_mxfp4
+from bench.producers.quark import quark
+from bench.producers.torch_ao import torchao
 
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.generation import default_model
@@ -74,6 +77,25 @@ CASES = (
     Case("bitsandbytes NF4", "bitsandbytes", bitsandbytes("nf4", False)),
     Case("bitsandbytes NF4, double quantization", "bitsandbytes", bitsandbytes("nf4", True)),
     Case("bitsandbytes FP4, double quantization", "bitsandbytes", bitsandbytes("fp4", True)),
+    *(
+        Case(f"Quark {name}", "amd-quark", quark(scheme, method))
+        for name, scheme, method in (
+            ("MXFP4", "mxfp4", "reorder"),
+            ("NVFP4", "nvfp4", "reorder"),
+            ("int4", "int4_wo_32", "reorder"),
+            ("uint4", "uint4_wo_32", "reorder"),
+            ("uint4, in order", "uint4_wo_32", "order"),
+            ("uint4 per channel", "uint4_wo_per_channel", "reorder"),
+        )
+    ),
+    Case("torchao Int4Tensor", "torchao", torchao(torch_ao.in_pairs)),
+    Case("torchao Int4TilePackedTo4dTensor", "torchao", torchao(torch_ao.in_tiles)),
+    Case("torchao IntxUnpackedToInt8Tensor", "torchao", torchao(torch_ao.in_bytes)),
+    *(
+        Case(f"torchao {name}{', swizzled scales' if swizzled else ''}", "torchao", torchao(make(swizzled)))
+        for name, make in (("MXTensor", torch_ao.mxfp4), ("NVFP4Tensor", torch_ao.nvfp4))
+        for swizzled in (False, True)
+    ),
     Case("gpt-oss MXFP4", "transformers", gpt_oss),
     Case("DeepSeek-V4: experts in MXFP4, fp8 as dense", "transformers", deepseek_v4),
 )

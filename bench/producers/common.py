@@ -42,9 +42,11 @@ def in_words(codes: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tens
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
-def folder_pairs(folder: Path, config: dict[str, Any], stored: Weights, wanted: Weights) -> Pairs:
+def folder_pairs(
+    folder: Path, config: dict[str, Any], stored: Weights, wanted: Weights, metadata: dict[str, str] | None = None
+) -> Pairs:
     """Write a folder with these tensors, and give each module beside ``wanted``."""
-    save_file({name: t.contiguous() for name, t in stored.items()}, folder / "model.safetensors")
+    save_file({name: t.contiguous() for name, t in stored.items()}, folder / "model.safetensors", metadata)
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     checkpoint = open_checkpoint(folder)
     assert checkpoint.modules.keys() == wanted.keys()

@@ -46,12 +46,15 @@ class Numbers(NamedTuple):
         return cls(codes, scales, torch.randint(1, 16, groups, generator=g, dtype=torch.uint8))
 
 
-def _folder(folder: Path, quantization: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+def _folder(
+    folder: Path, quantization: dict[str, Any], tensors: dict[str, torch.Tensor], texts: dict[str, str] | None = None
+) -> Path:
+    """``texts``: metadata of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "llama", "hidden_size": K, "num_hidden_layers": 1, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     dense = {"model.norm.weight": torch.ones(K).half(), "model.a.bias": torch.zeros(N).half()}
-    save_file({name: t.contiguous() for name, t in (dense | tensors).items()}, folder / "model.safetensors")
+    save_file({name: t.contiguous() for name, t in (dense | tensors).items()}, folder / "model.safetensors", texts)
     return folder
 
 
@@ -229,6 +232,27 @@ def _hqq(folder: Path) -> Path:
     return _folder(folder, {"quant_method": "hqq"}, _modules(stored))
 
 
+def _quark(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        codes, zeros = (words(t.T, AWQ_ORDER) for t in (m.codes, m.zeros))
+        return {"weight": codes, "weight_zero_point": zeros, "weight_scale": m.scales.T}
+
+    weight = {"dtype": "uint4", "qscheme": "per_group", "ch_axis": -1, "group_size": GROUP, "symmetric": False}
+    export = {"pack_method": "reorder", "kv_cache_group": []}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weight}, "export": export, "exclude": []}
+    return _folder(folder, config, _modules(stored))
+
+
+def _torchao(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        factors = {"_weight_scale": m.scales.T, "_weight_zero_point": m.zeros.T.half() / 100}
+        return {"_weight_qdata": _pairs(m.codes).view(torch.int8)} | factors
+
+    about = {"_type": "Int4Tensor", "_data": {"block_size": [1, GROUP], "shape": [N, K]}}
+    texts = {f"model.{name}.weight": json.dumps(about) for name in ("a", "b")}
+    return _folder(folder, {"quant_method": "torchao"}, _modules(stored), texts)
+
+
 def _auto_round(folder: Path) -> Path:
     """MXINT4: signs and numbers of quarters."""
 
@@ -321,6 +345,8 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "deepseek-v4": _deepseek_v4,
     "kimi": _kimi,
     "hqq": _hqq,
+    "quark": _quark,
+    "torchao": _torchao,
     "bitsandbytes": _bitsandbytes,
     "w4gemm": _own,
     "gguf": _gguf,
