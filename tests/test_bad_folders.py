@@ -29,6 +29,7 @@ from fuzz import samples
 from quantized_model import write_model
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.hugging_face import metadata
 from w4gemm.integrations.transformers import W4GemmConfig, load
 
 INDEX = "model.safetensors.index.json"
@@ -54,11 +55,11 @@ def refused(folder: Path, message: str) -> None:
 
 def shard(folder: Path) -> dict[str, str]:
     """Divide a folder's tensors between two files; return the index."""
-    tensors = load_file(folder / "model.safetensors")
+    tensors, texts = load_file(folder / "model.safetensors"), metadata(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(sorted(tensors))}
     for file in set(places.values()):
-        save_file({name: t for name, t in tensors.items() if places[name] == file}, folder / file)
+        save_file({name: t for name, t in tensors.items() if places[name] == file}, folder / file, texts)
     write_index(folder, places)
     return places
 
@@ -120,7 +121,7 @@ def test_each_tensor(kind: str, damage: str, tmp_path: Path) -> None:
     same numbers, since that tensor was not needed."""
     folder = samples.FORMATS[kind](tmp_path)
     whole, file = read(folder), folder / "model.safetensors"
-    tensors = load_file(file)
+    tensors, texts = load_file(file), metadata(file)
     for name, tensor in tensors.items():
         if name.endswith(NOT_NEEDED):
             continue
@@ -131,7 +132,7 @@ def test_each_tensor(kind: str, damage: str, tmp_path: Path) -> None:
             others[name] = tensor[:-1].clone()
         elif damage == "of another dtype":
             others[name] = tensor.double()
-        save_file(others, file)
+        save_file(others, file, texts)
         owner = re.split(r"\.(experts|weight\b|\w+$)", name)[0]
         try:
             found = read(folder)

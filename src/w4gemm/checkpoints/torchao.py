@@ -54,7 +54,7 @@ _TILE_N, _TILE_K = 8, 128
 
 
 class _Settings(NamedTuple):
-    """What a file's metadata say of a weight."""
+    """Class and attributes of a weight, by a file's metadata."""
 
     kind: str
     attributes: Mapping[str, Any]
@@ -76,8 +76,8 @@ class _Settings(NamedTuple):
 class TorchAoPacking:
     """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
 
-    marks = (QDATA,)
-    others = (SCALE, ZERO, SCALE_AND_ZERO, TENSOR_SCALE, "_weight_act_per_tensor_scale")
+    marks = (QDATA, SCALE, ZERO, SCALE_AND_ZERO, TENSOR_SCALE)
+    others = ("_weight_act_per_tensor_scale",)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings = _settings(name, stored)
@@ -103,8 +103,8 @@ class TorchAoPacking:
 
 
 def _settings(name: str, stored: Mapping[str, TensorInfo]) -> _Settings:
-    text = metadata(stored[QDATA].file).get(f"{name}.weight")
-    if text is None:
+    texts = (metadata(file).get(f"{name}.weight") for file in {info.file: None for info in stored.values()})
+    if (text := next(filter(None, texts), None)) is None:
         raise ValueError("the metadata of its file say nothing of its weight")
     try:
         found = json.loads(text)
@@ -178,7 +178,7 @@ _KINDS: dict[str, Callable[[Mapping[str, TensorInfo], _Settings], Module]] = {
     "MXTensor": _mx,
     "NVFP4Tensor": _nvfp4,
 }
-"""What gives a module of the headers of a tensor subclass, by its name."""
+"""Functions that make a module of the headers of a tensor subclass, by its name."""
 
 
 def _offset(module: Module, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> QuantizedWeight:

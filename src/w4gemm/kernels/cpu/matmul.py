@@ -1,4 +1,4 @@
-"""What PyTorch's matmul needs on CPUs with AMX."""
+"""Operands of PyTorch's matmul, for CPUs with AMX."""
 
 from __future__ import annotations
 
