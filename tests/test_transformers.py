@@ -149,8 +149,8 @@ def test_attention_that_reads_its_weight_stays_dense() -> None:
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="'phi3' cannot be loaded; wanted one of llama, qwen2, qwen3"):
-        load(write_gguf(tmp_path / "tiny.gguf", "phi3"))
+    with pytest.raises(FormatError, match="'mamba' cannot be loaded; wanted one of llama, qwen2, qwen3"):
+        load(write_gguf(tmp_path / "tiny.gguf", "mamba"))
 
 
 def test_missing_tensor(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,29 +81,13 @@ def write_gguf(
     head."""
     import gguf
 
-    tokens, merges = _vocabulary()
+    tokens, _ = _vocabulary()
     # transformers does not read a qwen3's head size, but takes the one that all of them have
     head_dim = 128 if architecture == "qwen3" else HEAD_DIM
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges(merges)
+    add_metadata(writer, head_dim)
     writer.add_add_bos_token(architecture == "gemma3")
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    writer.add_chat_template(TEMPLATE)
 
     def add(name: str, shape: tuple[int, ...], kind: str = "F32") -> None:
         values = rng.standard_normal(shape, np.float32) * 0.1 + (1 if "norm" in name else 0)
@@ -133,6 +118,28 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_metadata(writer: Any, head_dim: int, rope_theta: float = 10000.0, eps: float = 1e-5) -> None:
+    """Add a tiny model's settings and its tokenizer to a file that ``gguf.GGUFWriter`` writes."""
+    tokens, merges = _vocabulary()
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_freq_base(rope_theta)
+    writer.add_layer_norm_rms_eps(eps)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(TEMPLATE)
 
 
 def write_dense(folder: Path, architecture: str = "llama") -> Path:

@@ -199,8 +199,8 @@ def requantize(
     """Write the folder of a checkpoint in another format, and one of the same numbers in matrices of a dtype."""
     from transformers import AutoConfig, AutoTokenizer
 
-    source, options = checkpoint.pretrained()
-    config = AutoConfig.from_pretrained(source, **options).to_dict()
+    source, options, settings = checkpoint.pretrained()
+    config = AutoConfig.from_pretrained(source, **options).to_dict() | settings
     config.pop("quantization_config", None)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     shared = {name: checkpoint.dense(name, torch.bfloat16) for name in checkpoint.tensors}

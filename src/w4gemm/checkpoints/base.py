@@ -44,6 +44,8 @@ class Pretrained(NamedTuple):
 
     folder: Path
     options: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+    """Settings of the config that transformers does not take from there."""
 
 
 class Checkpoint(Protocol):

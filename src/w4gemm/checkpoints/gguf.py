@@ -1,68 +1,32 @@
 """GGUF files (llama.cpp): matrices of its 4-bit types become :class:`QuantizedWeight` bit for bit, others stay dense.
 
-What only GGUF knows is here and in :mod:`w4gemm.checkpoints.gguf_file`: llama.cpp's names, and its order of the rows of
-attn_q and attn_k. It pairs the two halves of each rotary head, so row (head, half, i) of the model is stored as row
-(head, i, half). Whole rows move, so nothing is quantized again.
+What only GGUF knows is here and in the modules beside this one: llama.cpp's names (gguf_architectures.py), and its
+order of the rows of attn_q and attn_k. It pairs the two halves of each rotary head, so row (head, half, i) of the model
+is stored as row (head, i, half). Whole rows move, so nothing is quantized again.
+
+Experts of a block are three tensors, gates, ups and downs, (experts, n, k) each. If all three are of 4-bit types, they
+become the two modules that other checkpoints' experts become; otherwise the model's dense parameters, because
+transformers has no experts that are both.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES, BLOCK_NAMES, NAMES
+from w4gemm.checkpoints.gguf_experts import BlockExperts
 from w4gemm.checkpoints.gguf_file import GGUFFile
 from w4gemm.checkpoints.gguf_header import MAGIC
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.weights.weight import QuantizedWeight
 
-
-class _Architecture(NamedTuple):
-    """Names and changes of tensors that llama.cpp makes of an architecture."""
-
-    permuted: Mapping[str, str] = {}
-    """Tensors whose rows it reorders, and the key of their number of heads."""
-    names: Mapping[str, str] = {}
-    """Names in the model that differ from those of others."""
-    added_to_norms: int = 0
-    """Number that it adds to the weights of norms."""
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture({"attn_q": "head_count", "attn_k": "head_count_kv"}),
-    "qwen2": _Architecture(),
-    "qwen3": _Architecture(),
-    "gemma3": _Architecture(
-        names={
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-        added_to_norms=1,
-    ),
-}
-"""Architectures whose names are known."""
-
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
 _EMBEDDING = "token_embd.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -91,9 +55,11 @@ class GGUFCheckpoint:
         self.file = GGUFFile(path)
         self._check_whole()
         self.architecture = str(self.file.metadata.get("general.architecture", ""))
-        self._known = _ARCHITECTURES.get(self.architecture)
+        self._known = ARCHITECTURES.get(self.architecture)
+        self._experts = BlockExperts.of(self.file, self._known)
+        of_experts = {stored for experts in self._experts.values() for stored in experts.stored}
         self._stored: dict[str, str] = {}
-        for stored in self.file.tensors:
+        for stored in (stored for stored in self.file.tensors if stored not in of_experts):
             name = self._model_name(stored)
             if (other := self._stored.setdefault(name, stored)) != stored:
                 raise FormatError(f"{self.path}: {other!r} and {stored!r} are both {name!r}, wanted one of them")
@@ -107,23 +73,28 @@ class GGUFCheckpoint:
             if leaf == "weight" and format is not None and stored != _EMBEDDING:
                 n, k = self.file.info(stored).shape
                 found[owner] = Module(n, k, format, bias=f"{owner}.bias" in self._stored)
-        return found
+        return found | {name: module for experts in self._experts.values() for name, module in experts.modules.items()}
 
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: self.file.info(stored).shape for name, stored in self._stored.items()}
         if _ROPE_FACTORS in self._stored:
             shapes |= dict.fromkeys(_ROPE_TABLES, shapes.pop(_ROPE_FACTORS))
-        return {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") not in self.modules}
+        dense = {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") not in self.modules}
+        return dense | {name: shape for experts in self._experts.values() for name, shape in experts.tensors.items()}
 
     def stored_type(self, name: str) -> str:
         if name not in self.tensors:
             raise not_among(self.path, "dense tensor", name, self.tensors)
+        if (experts := self._experts_with(name)) is not None:
+            return experts.stored_type(name)
         return self.file.info(_ROPE_FACTORS if name in _ROPE_TABLES else self._stored[name]).type
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
             raise not_among(self.path, "4-bit module", name, self.modules)
+        if (experts := self._experts_with(name)) is not None:
+            return experts.weight(name, device)
         stored = self._stored[f"{name}.weight"]
         return self.file.weight(stored, self._rows(stored), device)
 
@@ -132,6 +103,8 @@ class GGUFCheckpoint:
             raise not_among(self.path, "dense tensor", name, self.tensors)
         if name in _ROPE_TABLES:
             return self._rope_table().to(dtype)
+        if (experts := self._experts_with(name)) is not None:
+            return experts.dense(name, dtype)
         stored = self._stored[name]
         if self._known and self._known.added_to_norms and name.endswith("norm.weight"):
             return (self.file.dense(stored) - self._known.added_to_norms).to(dtype)
@@ -139,29 +112,39 @@ class GGUFCheckpoint:
 
     def pretrained(self) -> Pretrained:
         if self._known is None:
-            wanted = ", ".join(_ARCHITECTURES)
+            wanted = ", ".join(ARCHITECTURES)
             raise FormatError(
                 f"{self.path}: architecture {self.architecture!r} cannot be loaded; wanted one of {wanted}"
             )
         self._check_config()
-        if self.architecture == "gemma3" and _transformers_version() < _GEMMA_TOKENS:
+        if self.architecture.startswith("gemma") and _transformers_version() < _GEMMA_TOKENS:
             raise FormatError(
                 f"{self.path}: transformers {version('transformers')} splits text into other tokens than a GGUF file "
                 "of Gemma says; wanted 5.18 or newer"
             )
-        return Pretrained(self.path.parent, {"gguf_file": self.path.name})
+        try:
+            settings = {key: value for key, value in self._known.settings(self._value).items() if value is not None}
+        except TypeError as e:
+            raise FormatError(f"{self.path}: a setting of {self.architecture} is no number: {e}") from e
+        return Pretrained(self.path.parent, {"gguf_file": self.path.name}, settings)
 
     def _model_name(self, stored: str) -> str:
         """Name of a tensor in the model; its own name if no module of a known architecture holds it."""
         base, _, leaf = stored.rpartition(".")
         if self._known is None:
             return stored
-        if base in _NAMES:
-            return f"{_NAMES[base]}.{leaf}"
-        found, names = _BLOCK.fullmatch(base), {**_BLOCK_NAMES, **self._known.names}
-        if found is None or found[2] not in names:
+        if base in NAMES:
+            return f"{NAMES[base]}.{leaf}"
+        found, names = _BLOCK.fullmatch(base), {**BLOCK_NAMES, **self._known.names}
+        if found is None:
             return stored
-        return f"model.layers.{int(found[1])}.{names[found[2]]}.{leaf}"
+        whole = f"{found[2]}.{leaf}"
+        name = names.get(whole) or (f"{names[found[2]]}.{leaf}" if found[2] in names else None)
+        return stored if name is None else f"model.layers.{int(found[1])}.{name}"
+
+    def _experts_with(self, name: str) -> BlockExperts | None:
+        """The experts of which a module or dense tensor is."""
+        return self._experts.get(name.partition(".experts.")[0])
 
     def _rows(self, stored: str) -> torch.Tensor | None:
         """Index in the file of each row of the model, or None if the order is the same."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES
 from w4gemm.checkpoints.gguf_file import GGUFFile
 from w4gemm.checkpoints.gguf_header import Array, gguf_package
 from w4gemm.checkpoints.hugging_face import transformers_errors
@@ -63,12 +64,16 @@ class _Field(NamedTuple):
 
 
 class _Reader:
-    """Part of ``gguf.GGUFReader`` that transformers uses: metadata, and the names of tensors."""
+    """Part of ``gguf.GGUFReader`` that transformers uses: the metadata that it reads rightly, and names of tensors."""
 
     def __init__(self, path: str | Path) -> None:
         file = GGUFFile(path)
         self.tensors = [*file.tensors.values()]
-        self.fields = {key: _field(file, value) for key, value in file.metadata.items()}
+        architecture = str(file.metadata.get("general.architecture", ""))
+        known = ARCHITECTURES.get(architecture)
+        unread = f"{architecture}.{known.unread}" if known and known.unread else None
+        read = {key: value for key, value in file.metadata.items() if unread is None or not key.startswith(unread)}
+        self.fields = {key: _field(file, value) for key, value in read.items()}
 
 
 def _field(file: GGUFFile, value: Any) -> _Field:

@@ -72,19 +72,24 @@ class GGUFFile:
         """Return the numbers of a metadata array, or its strings as bytes."""
         return elements(self._bytes.data, array)
 
-    def format(self, name: str) -> WeightFormat | None:
-        """Format of a 4-bit matrix; None for any other tensor."""
+    def format(self, name: str, dimensions: int = 2) -> WeightFormat | None:
+        """Format of a 4-bit matrix, or of a tensor of several if it has three dimensions; None for any other tensor."""
         info = self.info(name)
-        return INT4_FORMATS.get(info.type) if len(info.shape) == 2 else None
+        return INT4_FORMATS.get(info.type) if len(info.shape) == dimensions else None
 
     def weight(
-        self, name: str, rows: torch.Tensor | None = None, device: torch.device | str = "cpu"
+        self,
+        name: str,
+        rows: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+        expert: int | None = None,
     ) -> QuantizedWeight:
         """Return a 4-bit matrix losslessly, in the canonical layout.
 
         Args:
             rows: int64 indices (n): take these rows, in this order; None for all as stored.
             device: where it is to lie, and is unpacked.
+            expert: which matrix of a tensor (experts, n, k); None for a tensor that is a matrix.
 
         Raises:
             FormatError: if the tensor is missing, not a matrix, not of a 4-bit type, or its numbers are not finite.
@@ -93,11 +98,13 @@ class GGUFFile:
         if info.type not in INT4_FORMATS:
             wanted = " or ".join(INT4_FORMATS)
             raise FormatError(f"{self.path}: tensor {name!r} is {info.type}, which is not 4-bit; wanted {wanted}")
-        if len(info.shape) != 2:
-            raise FormatError(f"{self.path}: tensor {name!r} has shape {info.shape}, wanted a matrix (n, k)")
+        if len(info.shape) != (2 if expert is None else 3):
+            wanted = "a matrix (n, k)" if expert is None else "one for each expert, (experts, n, k)"
+            raise FormatError(f"{self.path}: tensor {name!r} has shape {info.shape}, wanted {wanted}")
         format = INT4_FORMATS[info.type]
-        n, k = info.shape
-        blocks = torch.from_numpy(self._raw(info).reshape(n, -1).copy())
+        *_, n, k = info.shape
+        matrices = self._raw(info).reshape(-1, n, info.nbytes // math.prod(info.shape[:-1]))
+        blocks = torch.from_numpy(matrices[expert or 0].copy())
         blocks = (blocks if rows is None else blocks[rows]).to(device)
         codes, scales, zeros, factors = _parts(blocks, info.type, k)
         channels = torch.ones(len(codes), dtype=torch.float32, device=device) if format.has_channels else None

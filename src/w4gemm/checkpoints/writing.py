@@ -269,7 +269,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 
 def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any], dtype: torch.dtype) -> None:
     """Write the files beside the shards that are not there."""
-    source, options = checkpoint.pretrained()
+    source, options, settings = checkpoint.pretrained()
     if not options:  # no GGUF file, which holds them in its own way
         for pattern in _COPIED:
             for file in source.glob(pattern):
@@ -283,7 +283,7 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
         from transformers import AutoConfig
 
         with transformers_errors(checkpoint.path), quick_reader():
-            config = AutoConfig.from_pretrained(source, **AS_IT_IS, **options).to_dict()
+            config = AutoConfig.from_pretrained(source, **AS_IT_IS, **options).to_dict() | settings
             tokenizer_of(source, {**AS_IT_IS, **options}).save_pretrained(folder)
         config["architectures"] = config.get("architectures") or _architecture(config)
     else:

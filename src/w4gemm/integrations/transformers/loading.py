@@ -97,9 +97,11 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
     """Return the checkpoint's model with parameters that hold nothing, and its tokenizer."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    folder, options = checkpoint.pretrained()
+    folder, options, settings = checkpoint.pretrained()
     with transformers_errors(checkpoint.path), quick_reader() if "gguf_file" in options else nullcontext():
         whole = _config(folder, options)
+        for key, value in settings.items():
+            setattr(whole, key, value)
         alone = type(whole) in AutoModelForCausalLM._model_mapping or not hasattr(whole, "text_config")
         config = whole if alone else whole.get_text_config()
         tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options})

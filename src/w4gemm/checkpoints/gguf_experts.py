@@ -1,0 +1,131 @@
+"""Experts of a block of a GGUF file: tensors ``ffn_gate_exps``, ``ffn_up_exps`` and ``ffn_down_exps``, of all experts
+each."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.experts import DOWN, GATE_UP
+from w4gemm.checkpoints.gguf_architectures import Architecture
+from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.core.errors import FormatError
+from w4gemm.weights.weight import QuantizedWeight
+
+_NAME = re.compile(r"blk\.(\d+)\.ffn_gate_exps\.weight")
+_PRODUCTS = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
+"""Tensors of a product of the experts, by its name in models."""
+
+
+@dataclass(frozen=True)
+class BlockExperts:
+    """The experts of one block.
+
+    Attributes:
+        owner: their name in the model, such as "model.layers.0.mlp.experts".
+        block: number of the block.
+        transposed: see :class:`~w4gemm.checkpoints.gguf_architectures.Architecture`.
+    """
+
+    file: GGUFFile
+    owner: str
+    block: int
+    transposed: bool
+
+    @classmethod
+    def of(cls, file: GGUFFile, architecture: Architecture | None) -> dict[str, BlockExperts]:
+        """Return the experts of each block that has some, by the name of what they are in.
+
+        Raises:
+            FormatError: if some of their tensors are missing, or have shapes that do not fit.
+        """
+        numbers = [int(match[1]) for name in file.tensors if (match := _NAME.fullmatch(name))]
+        if architecture is None:
+            return {}
+        transposed = architecture.experts_transposed
+        found = {f"model.layers.{b}.mlp": cls(file, f"model.layers.{b}.mlp.experts", b, transposed) for b in numbers}
+        for experts in found.values():
+            experts._check()
+        return found
+
+    def _check(self) -> None:
+        gate, up, down = (self.file.info(self._stored(role)).shape for role in ("gate", "up", "down"))
+        if len(gate) != 3 or up != gate or down != (gate[0], gate[2], gate[1]):
+            raise FormatError(
+                f"{self.file.path}: ffn_gate_exps, ffn_up_exps and ffn_down_exps of block {self.block} have shapes "
+                f"{gate}, {up} and {down}; wanted (experts, n, k), the same, and (experts, k, n)"
+            )
+
+    @property
+    def stored(self) -> list[str]:
+        """Names of their tensors in the file."""
+        each = (self._stored(role, leaf) for role in ("gate", "up", "down") for leaf in ("weight", "bias"))
+        return [name for name in each if name in self.file.tensors]
+
+    @functools.cached_property
+    def modules(self) -> dict[str, Module]:
+        """Both products, if all three tensors are of 4-bit types; else none."""
+        found = {f"{self.owner}.{product}": self._module(product) for product in _PRODUCTS}
+        return {name: m for name, m in found.items() if m} if all(found.values()) else {}
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of biases, and of weights that are dense, beside which transformers has another name for a bias."""
+        found: dict[str, tuple[int, ...]] = {}
+        for product, roles in _PRODUCTS.items():
+            experts, n, k = self.file.info(self._stored(roles[0])).shape
+            if not self.modules:
+                n_all = len(roles) * n
+                found[f"{self.owner}.{product}"] = (experts, k, n_all) if self.transposed else (experts, n_all, k)
+            if self._stored(roles[0], "bias") in self.file.tensors:
+                found[f"{self.owner}.{product}{'.' if self.modules else '_'}bias"] = (experts, len(roles) * n)
+        return found
+
+    def stored_type(self, name: str) -> str:
+        product, leaf = self._parts(name)
+        return self.file.info(self._stored(_PRODUCTS[product][0], leaf)).type
+
+    def weight(self, name: str, device: torch.device | str) -> QuantizedWeight:
+        """Return the weight (experts, n, k) of one of :attr:`modules`."""
+        product, _ = self._parts(name)
+
+        def each() -> Iterator[QuantizedWeight]:
+            for e in range(self.modules[name].experts):
+                weights = [self.file.weight(self._stored(r), device=device, expert=e) for r in _PRODUCTS[product]]
+                yield weights[0] if len(weights) == 1 else QuantizedWeight.interleave(*weights)
+
+        return QuantizedWeight.stack(each(), self.modules[name].experts, "canonical")
+
+    def dense(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one of :attr:`tensors`. In biases gates and ups alternate."""
+        product, leaf = self._parts(name)
+        found = [self.file.dense(self._stored(role, leaf), dtype) for role in _PRODUCTS[product]]
+        pairs = leaf == "bias" or self.transposed
+        rows = torch.stack(found, 2).flatten(1, 2) if pairs else torch.cat(found, 1)
+        return rows if leaf == "bias" or not self.transposed else rows.transpose(1, 2).contiguous()
+
+    def _module(self, product: str) -> Module | None:
+        formats = {self.file.format(self._stored(role), 3) for role in _PRODUCTS[product]}
+        if len(formats) > 1 or None in formats:
+            return None
+        roles = _PRODUCTS[product]
+        experts, n, k = self.file.info(self._stored(roles[0])).shape
+        fused = tuple(f"{role}_proj" for role in roles) if len(roles) > 1 else ()
+        bias = self._stored(roles[0], "bias") in self.file.tensors
+        (format,) = formats
+        assert format is not None
+        return Module(n * len(roles), k, format, bias, experts, fused, interleaved=bool(fused))
+
+    def _parts(self, name: str) -> tuple[str, str]:
+        """Product and leaf of the name of a module or tensor."""
+        found = name.removeprefix(f"{self.owner}.")
+        product = found.removesuffix("bias").rstrip("._")
+        return product, "bias" if found != product else "weight"
+
+    def _stored(self, role: str, leaf: str = "weight") -> str:
+        return f"blk.{self.block}.ffn_{role}_exps.{leaf}"
