@@ -564,6 +564,17 @@ except w4gemm.UnsupportedError as e:
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
+def test_a_compiling_process_that_ends_is_a_sentence(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("cutlass")
+
+    def refuse():
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("w4gemm.jit.pool._start", refuse)
+    _, err = run(capsys, "compile", "--shapes", "64x64", "--m", "1", "-o", str(tmp_path / "kernels"), code=1)
+    assert re.search(r"error: sm90_\S+\.o cannot be compiled: .* ended \(no more processes\)\n", err)
+
+
 def test_bench_passes_arguments_on(capsys):
     with pytest.raises(SystemExit) as exit:
         main(["bench", "run", "--shapes", "layers", "--help"])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import pickle
 import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -307,14 +312,54 @@ def test_a_pool_compiles_in_other_processes(folder, builds, monkeypatch):
     assert callable(compiled(units[0])) and not builds
 
 
-def test_a_pool_survives_a_child(folder):
+@pytest.mark.parametrize(
+    "die, said",
+    [
+        (functools.partial(os._exit, 1), "with exit status 1"),
+        (functools.partial(signal.raise_signal, signal.SIGKILL), "killed, as by a system without enough memory"),
+    ],
+)
+@pytest.mark.filterwarnings("error")  # a pipe that is left open
+def test_a_pool_survives_a_child(folder, die, said):
     """One compilation ends its process, as a crash in native code does."""
     with CompilePool(workers=1) as pool:
-        (dead,) = pool.submit([Unit("tiny", "deadly", "sm_90a", functools.partial(os._exit, 1))])
+        (dead,) = pool.submit([Unit("tiny", "deadly", "sm_90a", die)])
         (alive,) = pool.submit([tiny()])
-        with pytest.raises(RuntimeError, match="the compiling process ended"):
+        with pytest.raises(RuntimeError, match=rf"the compiling process ended \({said}"):
             dead.result(timeout=600)
         assert alive.result(timeout=600)
+    gc.collect()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_a_child_ends_with_its_parent_whatever_it_compiles(folder):
+    script = f"""
+import functools, sys, time; sys.path[:] = {sys.path!r}
+from w4gemm.jit import Unit
+from w4gemm.jit.pool import CompilePool
+with CompilePool(workers=1) as pool:
+    (future,) = pool.submit([Unit("tiny", "slow", "sm_90a", functools.partial(time.sleep, 600))])
+    while not pool._children: time.sleep(0.01)
+    print(pool._children[0].pid, flush=True)
+    future.result()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with parent:
+        child = int(parent.stdout.readline())
+        time.sleep(1.0)
+        assert not has_ended(child)
+        parent.terminate()
+    until = time.monotonic() + 20
+    while not has_ended(child):
+        assert time.monotonic() < until, "still there, and would be for ten minutes"
+        time.sleep(0.01)
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_why_an_object_of_a_richer_processor_is_missing(folder, monkeypatch):

@@ -23,7 +23,7 @@ from w4gemm.console.options import DTYPES, named_path, parse_tokens, positive
 from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
-from w4gemm.core.errors import nearest
+from w4gemm.core.errors import UnsupportedError, nearest
 from w4gemm.core.gpu_rates import capability_of, known_names
 from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.vllm.models import read_model
@@ -245,7 +245,7 @@ def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> i
 
     Raises:
         OSError: if they cannot be stored, or if others could change what is in the folder.
-        RuntimeError: if the compiler fails.
+        UnsupportedError: if the compiler fails.
     """
     environment.set_cache_dir(folder)
     trust.make_folder(folder, 0o755)
@@ -253,7 +253,11 @@ def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> i
     with CompilePool(workers) as pool, progress_bar() as progress:
         for done, (unit, future) in enumerate(zip(units, pool.submit(units), strict=True)):
             progress(done, len(units), "compiling")
-            code, name = future.result(), disk.entry_name(unit)
+            name = disk.entry_name(unit)
+            try:
+                code = future.result()
+            except RuntimeError as e:
+                raise UnsupportedError(f"{name} cannot be compiled: {e}") from e
             size += len(code)
             # only this process logs why an object cannot be written
             missing += disk.read(name) is None and not disk.write(name, code)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -21,11 +22,14 @@ from w4gemm.core import environment
 from w4gemm.jit.compile import object_code
 from w4gemm.jit.unit import Unit
 
-# -c puts the current folder before the standard library: it is removed, so that nothing is imported from it
+# -c puts the current folder before the standard library: it is removed, so that nothing is imported from it.
+# prctl(1, 9): Linux kills the child when the thread that started it ends, so that none outlives a killed parent.
 _CHILD = (
-    "import sys; sys.path[:] = filter(None, sys.path); import pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from w4gemm.jit.pool import _serve; _serve()"
+    "import sys; sys.path[:] = filter(None, sys.path); import ctypes, pickle; "
+    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
+    "sys.path[:] = pickle.load(sys.stdin.buffer); from w4gemm.jit.pool import _serve; _serve()"
 )
+_END_S = 5.0  # a child that gave no answer has ended, or is about to
 
 
 class CompilePool:
@@ -93,12 +97,11 @@ class CompilePool:
                     self._children.append(child)
                 code, error = _ask(child, unit)
             except (OSError, EOFError, pickle.UnpicklingError) as e:  # the compiler took the child with it
-                if child is not None:
-                    child.kill()
-                child, code, error = None, b"", f"the compiling process ended ({e or 'no answer'})"
+                why = e if child is None else _ended(child)
+                child, code, error = None, b"", f"the compiling process ended ({why})"
             except Exception as e:  # whatever it is: a future without an answer would keep its owner waiting for ever
                 if child is not None:
-                    child.kill()
+                    _end(child)
                 child = None
                 future.set_exception(e)
                 continue
@@ -107,8 +110,7 @@ class CompilePool:
             else:
                 future.set_result(code)
         if child is not None:
-            child.kill()
-            child.wait()
+            _end(child)
 
 
 def _drop(future: Future[bytes]) -> None:
@@ -138,6 +140,23 @@ def _start() -> subprocess.Popen[bytes]:
     pickle.dump(sys.path, child.stdin)
     child.stdin.flush()
     return child
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child and close its pipes."""
+    child.kill()
+    child.communicate()
+
+
+def _ended(child: subprocess.Popen[bytes]) -> str:
+    """Return in words how a child that gave no answer came to its end."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_END_S)
+    code = child.poll()
+    _end(child)
+    if code == -signal.SIGKILL:
+        return "killed, as by a system without enough memory: fewer processes need less"
+    return "no answer" if code is None else f"by signal {-code}" if code < 0 else f"with exit status {code}"
 
 
 def _ask(child: subprocess.Popen[bytes], unit: Unit) -> tuple[bytes, str]:
