@@ -193,6 +193,19 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     assert "holds model.safetensors, which is damaged" in capsys.readouterr().err
 
 
+def test_a_tokenizer_that_cannot_be_written_is_no_fault_of_the_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
+    assert convert(source, out) == 0
+    (out / "config.json").unlink()  # the run was interrupted
+    (out / "tokenizer.json").unlink()
+    (out / "tokenizer.json").mkdir()
+    assert convert(source, out) == 1
+    assert f"w4gemm: error: {out}: the tokenizer cannot be written: " in capsys.readouterr().err
+    assert not (out / "config.json").exists()
+
+
 def test_layers_that_config_counts_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "in", *SOURCES["gptq"])
     file = tmp_path / "in/config.json"

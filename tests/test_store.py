@@ -300,3 +300,29 @@ def test_a_table_that_is_not_read_is_not_exported(folder, tmp_path, capsys):
     path.chmod(0o666)
     assert before and main(["cache", "export", str(exported)]) == 1
     assert exported.read_text() == before and "has mode 0666" in capsys.readouterr().err
+
+
+def test_an_export_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(folder, tmp_path):
+    exported = tmp_path / "exported"
+    exported.write_text("of an earlier export")
+    store.append(folder / store.USER_FILE, [replace(record(), us=float(i)) for i in range(20)])
+    store.append(folder / store.USER_FILE, [record(replace(PROBLEM, n=64 * i)) for i in range(1, 10)])
+    script = f"""
+import resource, signal, sys; sys.path[:] = {sys.path!r}
+from w4gemm.cli.__main__ import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # of one file, as a disk with that much left
+sys.exit(main(["cache", "export", {str(exported)!r}]))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr == f"w4gemm: error: {exported}: File too large\n"
+    assert exported.read_text() == "of an earlier export" and set(tmp_path.iterdir()) == {folder, exported}
+    assert main(["cache", "export", str(exported)]) == 0 and len(store.read(exported)) == 10
+
+
+def test_an_export_follows_links_and_names_its_file(tmp_path, capsys):
+    (tmp_path / "link").symlink_to("file")
+    for _ in range(2):
+        assert main(["cache", "export", str(tmp_path / "link")]) == 0
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == ""
+    assert main(["cache", "export", str(tmp_path / "none/file")]) == 1
+    assert f"w4gemm: error: {tmp_path}/none/file: No such file or directory\n" in capsys.readouterr().err

@@ -12,8 +12,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,13 +24,12 @@ from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
+from w4gemm.core.files import UNFINISHED, placed
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.file import save_tensors
 from w4gemm.weights.weight import QuantizedWeight
 
 _PLAN = "w4gemm_plan"
-_UNFINISHED = ".unfinished"
-"""End of the name of a file that is being written."""
 _INDEX, _LAST = "model.safetensors.index.json", "config.json"
 """The file of the shards' names, and the file that is written last."""
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -207,7 +205,7 @@ def _check_folder(folder: Path, plan: Plan) -> None:
     if len(ours) == len(expected):
         return
     for file in (*expected, *sorted(folder.iterdir())):
-        if file.exists() and file not in ours and not file.name.endswith(_UNFINISHED):
+        if file.exists() and file not in ours and not file.name.endswith(UNFINISHED):
             raise FileExistsError(
                 f"{folder} holds {file.name}, which is damaged, or not of an interrupted run of the same conversion; "
                 "wanted an empty folder"
@@ -243,7 +241,7 @@ def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
         t = t.cpu().contiguous()
         whole[name] = t.clone() if t.untyped_storage().data_ptr() in memory else t
         memory.add(whole[name].untyped_storage().data_ptr())
-    with _placed(file) as unfinished:
+    with placed(file) as unfinished:
         save_tensors(unfinished, whole, {"format": "pt", _PLAN: key})
 
 
@@ -254,16 +252,8 @@ def _names(file: Path) -> list[str]:
         return list(f.keys())
 
 
-@contextmanager
-def _placed(file: Path) -> Iterator[Path]:
-    """Give the path to write a file at, which gets its own name at the end: so a file that is there is whole."""
-    unfinished = file.with_name(f"{file.name}{_UNFINISHED}")
-    yield unfinished
-    unfinished.replace(file)
-
-
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    with _placed(file) as unfinished:
+    with placed(file) as unfinished:
         unfinished.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
 
@@ -275,7 +265,7 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
             for file in source.glob(pattern):
                 wanted = file.name not in _OF_THE_SOURCE and not file.name.endswith(".index.json")
                 if wanted and not (folder / file.name).exists():
-                    with _placed(folder / file.name) as unfinished:
+                    with placed(folder / file.name) as unfinished:
                         shutil.copy(file, unfinished)
     if (folder / _LAST).exists():
         return
@@ -284,7 +274,11 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
 
         with transformers_errors(checkpoint.path), quick_reader():
             config = AutoConfig.from_pretrained(source, **AS_IT_IS, **options).to_dict() | settings
-            tokenizer_of(source, {**AS_IT_IS, **options}).save_pretrained(folder)
+            tokenizer = tokenizer_of(source, {**AS_IT_IS, **options})
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as e:  # one of the library in Rust has no class of its own
+            raise OSError(f"{folder}: the tokenizer cannot be written: {e}") from e
         config["architectures"] = config.get("architectures") or _architecture(config)
     else:
         config = json.loads((source / "config.json").read_bytes())

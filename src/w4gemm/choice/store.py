@@ -13,13 +13,13 @@ import functools
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from w4gemm.choice.records import Key, Record, key_of, parse_lines
 from w4gemm.core import environment, trust
+from w4gemm.core.files import placed
 from w4gemm.core.problem import GemmProblem
 
 _log = logging.getLogger("w4gemm")
@@ -179,13 +179,9 @@ def append(path: Path, records: Iterable[Record]) -> None:
 
 
 def replace_table(path: Path, records: Iterable[Record]) -> None:
-    """Write a table anew, so that readers see either the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as f:
-        f.writelines(record.line() for record in records)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    """Write a table anew, so that readers see either the old one or the new one. Errors as :func:`placed`."""
+    with placed(path) as unfinished:
+        unfinished.write_text("".join(record.line() for record in records), encoding="utf-8")
 
 
 def clear() -> int:

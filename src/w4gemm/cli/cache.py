@@ -94,11 +94,14 @@ def _export(args: argparse.Namespace) -> None:
             pass
     records = effective(store.read(path)) if path else []
     text = "".join(record.line() for record in records)
-    if args.file:
-        args.file.write_text(text)
-        say(f"wrote {counted(len(records), 'tuned config')} to {args.file}")
-    else:
+    if args.file is None:
         sys.stdout.write(text)
+        return
+    if args.file.exists() and not args.file.is_file():  # a pipe
+        args.file.write_text(text)
+    else:
+        store.replace_table(args.file.resolve() if args.file.is_symlink() else args.file, records)
+    say(f"wrote {counted(len(records), 'tuned config')} to {args.file}")
 
 
 def _import(args: argparse.Namespace) -> None:
