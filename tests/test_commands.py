@@ -23,6 +23,7 @@ from w4gemm.cli.__main__ import main
 from w4gemm.console.errors import memory_for, sentence
 from w4gemm.console.options import parse_tokens
 from w4gemm.console.progress import counted
+from w4gemm.core import trust
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import GPUS
 from w4gemm.jit import is_ready
@@ -365,6 +366,19 @@ def test_nothing_is_kept(capsys, monkeypatch):
     monkeypatch.setattr(Path, "expanduser", lambda path: Path.home() / 1)
     monkeypatch.setattr(Path, "home", _no_home)
     assert "this user has no home folder: nothing is kept" in run(capsys, "cache", "path", code=1)[1]
+
+
+def test_a_cache_folder_that_is_a_file(capsys, caplog, monkeypatch, tmp_path):
+    """Nothing is listed as from an empty folder, and no earlier export is replaced by an empty one."""
+    file, exported = tmp_path / "file", tmp_path / "exported"
+    for each in (file, exported):
+        each.write_text("precious")
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(file))
+    trust.warn.cache_clear()
+    assert "0 compiled kernels" in run(capsys, "cache", "list")[0] and caplog.messages == [f"{file} is no folder"]
+    for arguments in (("clear",), ("export", str(exported)), ("import", str(exported))):
+        assert run(capsys, "cache", *arguments, code=1)[1] == f"w4gemm: error: {file} is no folder\n"
+    assert file.read_text() == exported.read_text() == "precious"
 
 
 def _no_home() -> Path:

@@ -371,6 +371,15 @@ def test_why_an_object_of_a_richer_processor_is_missing(folder, monkeypatch):
     assert f"{name}, which is damaged or was compiled on a machine whose CPU" in disk.why_missing(wanted)
 
 
+def test_why_a_whole_object_is_not_loaded(folder):
+    """As in a container without a folder for temporary files, where CuTe DSL cannot be imported."""
+    name = disk.entry_name(tiny())
+    assert disk.write(name, b"code")
+    assert disk.why_missing(name) == f"{folder / name} is whole, and CuTe DSL cannot load it"
+    (folder / name).write_bytes(b"code")
+    assert disk.why_missing(name) == f"{folder / name} is damaged"
+
+
 def test_a_pool_answers_whatever_keeps_a_child_from_starting(monkeypatch):
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "~nobody-has-this-name/kernels")
     with CompilePool(workers=1) as pool:

@@ -198,6 +198,15 @@ def test_a_table_that_is_cleared_while_it_is_looked_for_is_empty(folder, caplog)
     assert store._read(store.user_path(), changed + 1, size) == () and not caplog.records
 
 
+def test_a_byte_order_mark_costs_no_record(folder, tmp_path, monkeypatch):
+    """Editors of Windows put one at the begin of a file."""
+    marked = tmp_path / "marked"
+    marked.write_text(record().line(), encoding="utf-8-sig")
+    assert main(["cache", "import", str(marked)]) == 0 and store.read(store.user_path()) == (record(),)
+    store.user_path().write_bytes(marked.read_bytes())
+    assert store.read(store.user_path()) == (record(),)
+
+
 def in_processes_at_once(work: str) -> None:
     """Run ``work`` in four processes, as ``number`` 0 to 3, where ``one`` is a record. They are forked from a new one:
     PyTorch is imported once."""

@@ -324,13 +324,17 @@ assert disk.read("a-sm_90a-b-c.o") is None and disk.find("a-sm_90a-b-c.so") is N
 assert not disk.write("a-sm_90a-b-c.o", b"code")
 assert main(["info"]) == 0 and main(["cache", "list"]) == 0 and main(["cache", "path"]) == 0
 assert main(["tune", "--shapes", "64x64", "--m", "1", "--device", "cpu"]) == 0
+os.environ["W4GEMM_CACHE_DIR"] = os.environ["HOME"]
+assert main(["cache", "list"]) == 0 and main(["cache", "clear"]) == 1
 """
     with tempfile.TemporaryDirectory(dir="/tmp") as home:
-        environment = os.environ | {"W4GEMM_CACHE_DIR": f"{home}/.cache/w4gemm"}
+        environment = os.environ | {"W4GEMM_CACHE_DIR": f"{home}/.cache/w4gemm", "HOME": home}
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert "cannot keep tuned configs in" in run.stderr and "kept in" not in run.stderr
     assert f"{home}/.cache: Permission denied" in run.stdout, "info says what is in the way"
+    assert f"cannot read the tuned configs in {home}/.cache/w4gemm/tuned.jsonl (Permission denied)" in run.stderr
+    assert run.stderr.count(f"{home} is not used, because this user may not enter it") == 2, "list and clear say so"
 
 
 def may_write(path: Path) -> bool:

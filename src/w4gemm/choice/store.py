@@ -106,10 +106,13 @@ def _by_layer(path: Path, changed: int, size: int) -> dict[tuple[str, str], list
 
 def _state(path: Path) -> tuple[int, int] | None:
     """Return a file's time of change and its size, which tell whether it is still the file that was read; None if there
-    is no file."""
+    is no file, or none that this user may look at, of which the log tells once."""
     try:
         about = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as e:
+        trust.warn(f"cannot read the tuned configs in {path} ({e.strerror}): going without")
         return None
     return about.st_mtime_ns, about.st_size
 
@@ -127,7 +130,7 @@ def _read(path: Path, changed: int, size: int) -> tuple[Record, ...]:
     opener = None if path.parent == _TABLES else trust.opener
     try:
         with open(path, encoding="utf-8", errors="replace", opener=opener) as f:
-            lines = f.read().splitlines()
+            lines = f.read().removeprefix("\ufeff").splitlines()  # the mark that some editors begin a file with
     except FileNotFoundError:  # another process has cleared it since it was looked at
         return ()
     except trust.Untrusted as e:

@@ -42,6 +42,10 @@ def run(args: argparse.Namespace) -> int:
     folder = environment.cache_dir()
     if folder is None and args.action != "list":
         raise ValueError(f"{environment.why_nothing_is_kept()}: nothing is kept")
+    if folder is not None and args.action != "path" and (why := trust.refusal(folder)):
+        if args.action != "list":
+            raise OSError(why)
+        trust.warn(why)  # without which the list looks like an empty folder's
     actions = {"path": _path, "list": _list, "clear": _clear, "export": _export, "import": _import}
     actions[args.action](args)
     return 0

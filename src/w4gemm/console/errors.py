@@ -60,7 +60,7 @@ def read_text(name: str, path: str | Path) -> str:
         OSError, ValueError: if it cannot be read, or is not text.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")  # which some editors begin a file with
     except UnicodeDecodeError as e:
         raise ValueError(
             f"{name}: wanted a text file in UTF-8, got {str(path)!r}, which is none at byte {e.start}"

@@ -56,7 +56,7 @@ def refusal(folder: Path) -> str:
         return ""
     except OSError as e:
         return f"{e.filename}: {e.strerror}" if e.filename else str(e)
-    return ""
+    return "" if os.access(folder, os.X_OK) else f"{folder} is not used, because this user may not enter it"
 
 
 def opener(path: str, flags: int) -> int:

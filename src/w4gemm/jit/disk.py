@@ -167,7 +167,8 @@ def why_missing(name: str) -> str:
         return environment.why_nothing_is_kept()
     try:
         with open(folder / name, "rb", opener=trust.opener):
-            return f"{folder / name} is damaged"
+            whole = _read(folder / name) is not None
+        return f"{folder / name} is " + ("whole, and CuTe DSL cannot load it" if whole else "damaged")
     except FileNotFoundError:
         if others := [path.name for path in _candidates(name) if path.name != name]:
             return (

@@ -71,7 +71,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     if found.format not in FORMATS:
         raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in FORMATS)}, got {found.format.contents}")
     checkpoint = found.format.open(found.path, None)
-    config = json.loads((found.path / "config.json").read_text())
+    config = json.loads((found.path / "config.json").read_bytes())
     text = config.get("text_config") or config
     named = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
     model_dtype = dtype or {"float16": torch.float16}.get(named, torch.bfloat16)
