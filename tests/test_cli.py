@@ -51,6 +51,25 @@ def test_characters_that_the_terminal_does_not_have(tiny: Path) -> None:
         assert f"{shown}.gguf: gguf" in run.stdout.decode("ascii").splitlines()[0]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")
+def test_standard_output_that_takes_nothing() -> None:
+    """A full disk is told in a sentence; of a reader that has gone nothing is said."""
+
+    def stderr(stdout: int, code: int) -> bytes:
+        environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-m", "w4gemm", "cache", "list"]
+        run = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment)
+        assert run.returncode == code, run.stderr
+        return run.stderr
+
+    with open("/dev/full", "wb") as full:
+        assert stderr(full.fileno(), 1) == b"w4gemm: error: standard output: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert stderr(writer, 1) == b""
+    os.close(writer)
+
+
 def test_every_option_says_what_it_is() -> None:
     def undescribed(parser: argparse.ArgumentParser, name: str) -> list[str]:
         found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -44,11 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     format_of_others, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
         configure_logging()
-        return args.run(args)
+        try:
+            return args.run(args)
+        finally:
+            _flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has seen enough
-        sys.stderr.close()
         return 1
     except Exception as e:
         text = sentence(e)
@@ -65,6 +68,23 @@ def _print_anything() -> None:
     or a model's answer, may be any text."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _flush() -> None:
+    """Write what is left of standard output. If that fails, drop it: Python would try again at its end, and print the
+    error in its own words.
+
+    Raises:
+        OSError: if it cannot be written, as where the disk is full.
+    """
+    if sys.stdout is None:  # closed by whoever started this
+        return
+    try:
+        sys.stdout.flush()
+    except OSError as e:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise OSError(e.errno, e.strerror, "standard output") from e
 
 
 def _in_one_line(message: Warning | str, *where: Any, **line: Any) -> str:
