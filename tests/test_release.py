@@ -105,6 +105,21 @@ def test_metadata(built: tuple[Path, Path, Path]) -> None:
     assert f">={versions[0]}" in found["Requires-Python"] and versions == ["3.10", "3.11", "3.12", "3.13"]
 
 
+def test_from_a_zip_file_the_cpu_multiplies_and_gpu_kernels_say_what_they_lack(built: tuple[Path, Path, Path]) -> None:
+    pytest.importorskip("cutlass")
+    script = f"""
+import sys; sys.path[:] = {[str(built[1]), *(path for path in sys.path if path != str(ROOT / "src"))]!r}
+import torch, w4gemm
+from w4gemm.cli.__main__ import main
+assert w4gemm.__file__.startswith({str(built[1])!r})
+print(w4gemm.linear(torch.ones(3, 64), w4gemm.quantize(torch.ones(32, 64)).repack()).shape)
+sys.exit(main(["explain", "--m", "1", "--n", "64", "--k", "64", "--device", "h200"]))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout.startswith("torch.Size([3, 32])"), run.stderr
+    assert f"sm90_decode: needs w4gemm's sources in a folder, as pip installs them, and {built[1]}/" in run.stdout
+
+
 def test_the_changelog_has_this_version_first() -> None:
     heads = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert heads[0] == w4gemm.__version__

@@ -1,4 +1,4 @@
-"""Requirements of the kernels in CuTe DSL: the DSL itself and a driver that is new enough."""
+"""Requirements of the kernels in CuTe DSL: the DSL itself, our sources, and a driver that is new enough."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import logging
+from pathlib import Path
 
 from w4gemm.jit.toolchain import driver_cuda_version
 
@@ -20,10 +21,10 @@ _log = logging.getLogger("w4gemm.kernels")
 def missing_for_dsl(min_driver: tuple[int, int]) -> str:
     """Return why kernels in CuTe DSL cannot run here, or the empty string.
 
-    ``min_driver`` is the CUDA version that the driver must support. Without a GPU only the DSL is checked, so that
+    ``min_driver`` is the CUDA version that the driver must support. Without a GPU it is not looked at, so that
     choosing and compiling work anywhere.
     """
-    return _missing_dsl() or _old_driver(min_driver)
+    return _missing_dsl() or _missing_sources() or _old_driver(min_driver)
 
 
 def _missing_dsl() -> str:
@@ -49,6 +50,14 @@ def _warn_of_newer(version: str, help_text: str) -> None:
         "compile, or run more slowly; %s",
         *(version, DSL, help_text),
     )
+
+
+def _missing_sources() -> str:
+    """The DSL compiles sources, and their hash names what is compiled. Tables of measured times lie beside them."""
+    source = Path(__file__).with_suffix(".py")
+    if source.is_file():
+        return ""
+    return f"needs w4gemm's sources in a folder, as pip installs them, and {source} is no file; unpack a zip file"
 
 
 def _minor(version: str) -> tuple[int, ...]:
