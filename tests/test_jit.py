@@ -372,7 +372,7 @@ def test_why_an_object_of_a_richer_processor_is_missing(folder, monkeypatch):
 
 
 def test_why_a_whole_object_is_not_loaded(folder):
-    """As in a container without a folder for temporary files, where CuTe DSL cannot be imported."""
+    """A container without a folder for temporary files cannot import CuTe DSL."""
     name = disk.entry_name(tiny())
     assert disk.write(name, b"code")
     assert disk.why_missing(name) == f"{folder / name} is whole, and CuTe DSL cannot load it"

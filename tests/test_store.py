@@ -311,6 +311,22 @@ def test_a_table_that_is_not_read_is_not_exported(folder, tmp_path, capsys):
     assert exported.read_text() == before and "has mode 0666" in capsys.readouterr().err
 
 
+def test_versions_that_share_a_table_leave_each_others_records(folder, tmp_path, capsys):
+    """Each uses its own; a list shows both, and an export and its import lose none."""
+    mine, again = record(nth=3), record(nth=4)
+    newer = replace(record(nth=5), revision=mine.revision + 1)
+    store.add([mine, newer, again, replace(newer, us=8.0)])
+    assert chosen() == (again.choice, "tuned")
+    assert effective(store.read(store.user_path())) == [again, replace(newer, us=8.0)]
+    assert main(["cache", "list"]) == 0 and capsys.readouterr().out.count("(stale)") == 1
+    exported = tmp_path / "exported"
+    assert main(["cache", "export", str(exported)]) == main(["cache", "clear"]) == 0
+    for _ in range(2):
+        assert main(["cache", "import", str(exported)]) == 0
+        assert store.read(store.user_path()) == (again, replace(newer, us=8.0))
+    assert chosen() == (again.choice, "tuned")
+
+
 def test_an_export_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(folder, tmp_path):
     exported = tmp_path / "exported"
     exported.write_text("of an earlier export")

@@ -56,6 +56,12 @@ class Record:
         """The config with its kernel, ``"<kernel>/<config>"``."""
         return f"{self.kernel}/{self.config}"
 
+    @property
+    def place(self) -> tuple[Key, tuple[int, int | None], int]:
+        """The facts by which a later record replaces this one. Versions of w4gemm with other revisions of the kernels,
+        which may share a table, leave each other's records."""
+        return self.key, self.m, self.revision
+
     def holds_for(self, m: int) -> bool:
         """True if m is in the record's interval."""
         first, last = self.m
@@ -187,5 +193,9 @@ def parse_lines(lines: Iterable[str]) -> tuple[list[Record], list[tuple[int, str
 
 
 def effective(records: Iterable[Record]) -> list[Record]:
-    """Return the records that no later record of the same key and interval replaces."""
-    return list({(r.key, r.m): r for r in records}.values())
+    """Return the records that no later record replaces, in the order of their lines."""
+    found: dict[object, Record] = {}
+    for record in records:
+        found.pop(record.place, None)  # the place in the order changes as well
+        found[record.place] = record
+    return list(found.values())

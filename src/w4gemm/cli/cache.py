@@ -114,8 +114,8 @@ def _import(args: argparse.Namespace) -> None:
     if not args.file.exists():  # it may be a pipe
         raise FileNotFoundError(f"FILE: no file {str(args.file)!r}")
     records, bad = parse_lines(read_text("FILE", args.file).splitlines())
-    there = {(record.key, record.m): record for record in store.read(path)}  # the last line of a problem holds
-    new = [record for record in records if there.get((record.key, record.m)) != record]
+    there = set(effective(store.read(path)))
+    new = [record for record in records if record not in there]
     store.append(path, new)
     same = f" (there already: {len(records) - len(new)})" if len(new) < len(records) else ""
     say(f"added {counted(len(new), 'tuned config')} to {path}{same}")
