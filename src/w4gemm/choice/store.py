@@ -185,6 +185,7 @@ def replace_table(path: Path, records: Iterable[Record]) -> None:
     """Write a table anew, so that readers see either the old one or the new one. Errors as :func:`placed`."""
     with placed(path) as unfinished:
         unfinished.write_text("".join(record.line() for record in records), encoding="utf-8")
+        unfinished.chmod(0o644)  # whatever the umask: other users may read it
 
 
 def clear() -> int:
