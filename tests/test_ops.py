@@ -406,10 +406,12 @@ def test_out_and_gradients_do_not_mix(w, x):
         linear(x.requires_grad_(), w, out=x.new_empty(2, 3, N))
 
 
-def test_no_forward_derivatives_of_the_residual(w, x):
+def test_a_forward_derivative_by_the_residual(w, x):
     given = fused(x, w)
-    with pytest.raises(NotImplementedError, match="residual: forward-mode"):
-        torch.func.jvp(lambda r: linear(x, w, **(given | {"residual": r})), (given["residual"],), (given["residual"],))
+    residual, tangent = given["residual"], torch.randn_like(given["residual"])
+    d, got = torch.func.jvp(lambda r: linear(x, w, **(given | {"residual": r})), (residual,), (tangent,))
+    torch.testing.assert_close(d, linear(x, w, **given))
+    assert torch.equal(got, tangent.to(got.dtype))
 
 
 def test_inference_mode(w, x):

@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jacfwd, jacrev, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import w4gemm
 from w4gemm import W4Linear, quantize
 
 N, K = 48, 64
 X = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+R = torch.randn(K, N, generator=torch.Generator().manual_seed(2))
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -40,8 +42,16 @@ def pair(activation: str | None, act_order: bool) -> tuple[Layer, Layer]:
         lambda layer: vjp(layer, X)[1](torch.ones(5, N))[0],
         lambda layer: jacrev(layer)(X[0]),
         lambda layer: jacrev(jacrev(lambda x: layer(x).square().sum()))(X[0]),
+        lambda layer: jvp(layer, (X,), (X.flip(0),)),
+        lambda layer: jacfwd(layer)(X[0]),
+        lambda layer: hessian(lambda x: layer(x).square().sum())(X[0]),
+        lambda layer: jacfwd(jacfwd(lambda x: layer(x).square().sum()))(X[0]),
+        lambda layer: vmap(jvp, in_dims=(None, 0, 0))(layer, (X,), (X.flip(0),)),
     ],
-    ids=["vmap", "vmap of columns", "vmap of vmap", "grad", "grad of each", "vjp", "jacrev", "hessian"],
+    ids=[
+        *("vmap", "vmap of columns", "vmap of vmap", "grad", "grad of each", "vjp", "jacrev", "jacrev of jacrev"),
+        *("jvp", "jacfwd", "hessian", "jacfwd of jacfwd", "vmap of jvp"),
+    ],
 )
 def test_as_a_dense_layer(transformed, activation, act_order):
     layer, dense = pair(activation, act_order)
@@ -62,6 +72,25 @@ def test_half_precision():
     torch.testing.assert_close(got.float(), w.dequantize().sum(0).expand(5, K), rtol=2e-2, atol=2e-2)
 
 
-def test_forward_mode_is_refused():
-    with pytest.raises(NotImplementedError, match="x: forward-mode derivatives of a 4-bit linear"):
-        jacfwd(pair(None, False)[0])(X[0])
+def test_dual_numbers():
+    """Forward-mode derivatives without torch.func, by x, bias and residual at once."""
+    layer, _ = pair("gelu", False)
+    bias, tangent = layer.bias.detach(), torch.randn(N)
+
+    def derivative(product):
+        with forward_ad.dual_level():
+            x, b = forward_ad.make_dual(X, X.flip(0)), forward_ad.make_dual(bias, tangent)
+            return forward_ad.unpack_dual(product(x, b, forward_ad.make_dual(X @ R, X.flip(0) @ R))).tangent
+
+    w = layer.weight
+    got = derivative(lambda x, b, r: w4gemm.linear(x, w, b, activation="gelu", residual=r))
+    wanted = derivative(lambda x, b, r: torch.nn.functional.gelu(x @ w.dequantize().T + b) + r)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_forward_mode_beside_fp8_is_refused():
+    w = quantize(torch.randn(N, K), "int4_g32").repack(activations="fp8")
+    x, scale = w4gemm.quantize_activations(X)
+    bias = torch.randn(N)
+    with pytest.raises(NotImplementedError, match="bias: forward-mode derivatives of a product with fp8 activations"):
+        jvp(lambda b: w4gemm.linear(x, w, b, token_scale=scale, out_dtype=torch.float32), (bias,), (bias,))

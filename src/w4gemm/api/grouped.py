@@ -154,7 +154,7 @@ def masked_linear(
 
 def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     x, operands = call.x, call.operands
-    refuse_duals(x, operands)
+    refuse_duals(x, operands, "experts")
     if not needs_dispatcher(x, operands):
         return boundary.compute(call, out)
     if torch.is_grad_enabled() and requires_grad(x, operands):

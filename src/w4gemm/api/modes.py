@@ -85,15 +85,17 @@ def refuse_fp8_gradients(x: torch.Tensor, operands: EpilogueOperands) -> None:
     )
 
 
-def refuse_duals(x: torch.Tensor, operands: EpilogueOperands) -> None:
+def refuse_duals(x: torch.Tensor, operands: EpilogueOperands, of: str) -> None:
     """Raise NotImplementedError if forward-mode derivatives would silently be lost."""
+    if name := first_dual(x, operands):
+        raise NotImplementedError(f"{name}: forward-mode derivatives of {of} are not implemented; use backward")
+
+
+def first_dual(x: torch.Tensor, operands: EpilogueOperands) -> str | None:
+    """Return the first of the arguments that has a tangent of forward-mode differentiation, or None."""
     if is_compiling():
-        return
-    for name, t in (("x", x), *operands._asdict().items()):
-        if is_dual(t):
-            raise NotImplementedError(
-                f"{name}: forward-mode derivatives of a 4-bit linear are not implemented; use backward"
-            )
+        return None
+    return next((name for name, t in {"x": x, **operands._asdict()}.items() if is_dual(t)), None)
 
 
 def is_dual(t: object) -> bool:

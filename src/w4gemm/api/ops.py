@@ -13,7 +13,14 @@ import torch
 
 from w4gemm.api import arguments, bound, boundary, transforms
 from w4gemm.api.boundary import Call
-from w4gemm.api.modes import is_transformed, needs_dispatcher, refuse_duals, refuse_fp8_gradients, requires_grad
+from w4gemm.api.modes import (
+    first_dual,
+    is_transformed,
+    needs_dispatcher,
+    refuse_duals,
+    refuse_fp8_gradients,
+    requires_grad,
+)
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
     WEIGHT,
@@ -87,7 +94,7 @@ def linear(
     Raises:
         TypeError, ValueError: for a bad argument; the message names it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; the message has each kernel's reason.
-        NotImplementedError: if forward-mode derivatives, or gradients beside fp8 activations, would be needed.
+        NotImplementedError: if derivatives beside fp8 activations would be needed.
 
     Examples:
         >>> w = w4gemm.quantize(torch.randn(512, 1024)).repack()
@@ -112,13 +119,14 @@ def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     """Return the result of a call under a compiler, autograd, a mode or a transform, by the registered operator."""
     x, w, epilogue, operands = call.x, call.w, call.epilogue, call.operands
     differentiated = torch.is_grad_enabled() and requires_grad(x, operands)
-    refuse_duals(x, operands)
-    if differentiated and x.dtype == arguments.FP8:
-        refuse_fp8_gradients(x, operands)
+    if x.dtype == arguments.FP8:
+        refuse_duals(x, operands, "a product with fp8 activations")
+        if differentiated:
+            refuse_fp8_gradients(x, operands)
     rows = x.reshape(-1, w.k)
     if w.perm is not None:  # an operator that autograd undoes, and that a compiler may fuse with what made x
         rows = selected(rows, 1, w.perm)
-    transformed = x.dtype != arguments.FP8 and is_transformed()
+    transformed = x.dtype != arguments.FP8 and (is_transformed() or first_dual(x, operands) is not None)
     if transformed or (differentiated and not epilogue.linear):  # PyTorch's operators do what comes after the product
         if transformed:
             sums = transforms.product(rows, w, call.config, call.batch_invariant)

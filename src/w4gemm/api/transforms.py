@@ -1,7 +1,8 @@
-"""The transforms of ``torch.func`` (grad, vjp, jacrev, hessian, vmap) of :func:`w4gemm.linear`.
+"""The transforms of ``torch.func`` (grad, vjp, jvp, jacrev, jacfwd, hessian, vmap) and forward-mode derivatives of
+:func:`w4gemm.linear`.
 
-The gradients of a registered operator do not serve them. So the product is an autograd.Function with a rule for vmap,
-and PyTorch's operators compute what comes after it.
+The gradients of a registered operator do not serve them. So the product is an autograd.Function with rules for vmap and
+for tangents, and PyTorch's operators compute what comes after it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.dtype, ctx.w = inputs[0].dtype, inputs[1]
+        rows, *ctx.others = inputs
+        ctx.dtype, ctx.w = rows.dtype, inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _Transposed.apply(grad.to(ctx.dtype), ctx.w), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, rows: torch.Tensor, *others: None) -> torch.Tensor:
+        return _Product.apply(rows, *ctx.others)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], rows: torch.Tensor, *others: Any) -> tuple[torch.Tensor, int]:
@@ -53,6 +59,10 @@ class _Transposed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _Product.apply(grad, ctx.w, "", False).to(ctx.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, grad: torch.Tensor, w: None) -> torch.Tensor:
+        return _Transposed.apply(grad, ctx.w)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor, int]:
