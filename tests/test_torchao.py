@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quantized_model import Numbers, Writer, assert_loads, write_model
+from quantized_model import Numbers, Writer, assert_loads, configure, write_model
 from test_modelopt import mxfp4, nvfp4
 from tiny_model import LAYERS
 from w4gemm import FormatError, W4Linear, WeightFormat
@@ -145,6 +145,25 @@ def describe(folder: Path, weights: dict[str, dict[str, Any]], **more: torch.Ten
 def test_weights(tmp_path: Path, kind: str, attributes: Attributes, write: Writer, format: str) -> None:
     wanted = write_torchao(tmp_path, kind, attributes, write)
     assert_loads(tmp_path, wanted, {str(WeightFormat.parse(format)): 7 * LAYERS})
+
+
+def in_symmetric_bytes(name: str, n: int, k: int) -> Any:
+    numbers = Numbers.random(n, k, 32, dtype=torch.bfloat16)
+    qdata, zeros = (torch.from_numpy(t - 8).to(torch.int8) for t in (numbers.codes, numbers.zeros))
+    return {"_weight_qdata": qdata, "_weight_scale": numbers.scales, "_weight_zero_point": zeros}, numbers.weight
+
+
+def test_integers_in_bytes_without_zero_points(tmp_path: Path) -> None:
+    """If the config maps weights symmetrically they have none; a file that has some nevertheless is refused."""
+    wanted = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", int8, in_symmetric_bytes)
+    maps = {"weight_mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"}}
+    maps |= {"act_mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"}}
+    kind = "Int8DynamicActivationIntxWeightConfig"
+    configure(tmp_path, quant_type={"default": {"_type": kind, "_data": maps}})
+    assert_loads(tmp_path, wanted, {"int4_g32": 7 * LAYERS})
+    describe(tmp_path, {}, **{f"{DOWN}._weight_zero_point": torch.ones(64, 3, dtype=torch.int8)})
+    with pytest.raises(FormatError, match="it is symmetric, but its zero points are 9 to 9 instead of 8"):
+        open_checkpoint(tmp_path).weight(DOWN)
 
 
 def test_x_in_fp8_and_x_that_is_scaled(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ STEPS = (
         "tests-of-models",
         "python -m pytest -q -m gpu --record {rows} tests/test_step_kernels.py tests/test_decoding.py "
         "tests/test_from_pretrained.py tests/test_gptq.py tests/test_awq.py tests/test_compressed_tensors.py "
-        "tests/test_hqq.py tests/test_bitsandbytes.py",
+        "tests/test_hqq.py tests/test_bitsandbytes.py tests/test_torchao.py",
         300,
         "tests.jsonl",
         RELEASE,

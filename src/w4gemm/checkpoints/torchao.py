@@ -8,8 +8,8 @@ class and attributes under its name, as JSON:
   0, x is quantized to e4m3.
 - ``Int4TilePackedTo4dTensor``: ``qdata`` int32 (n / 8, k / 128, 32, 4) in the order of tensor cores, n filled up to a
   multiple of 8 and k to one of 1024; ``scale_and_zero`` (groups, n, 2). w = (u - 8) * scale + zero.
-- ``IntxUnpackedToInt8Tensor``: ``qdata`` int8 (n, k), -8 to 7; ``scale`` and int8 ``zero_point`` (n, groups).
-  w = (q - zero_point) * scale. x that is quantized to 8-bit integers there is multiplied as it comes.
+- ``IntxUnpackedToInt8Tensor``: ``qdata`` int8 (n, k), -8 to 7; ``scale`` and int8 ``zero_point`` (n, groups), 0 if the
+  config maps weights symmetrically. w = (q - zero_point) * scale. x that is quantized to 8-bit integers there is multiplied as it comes.
 - ``MXTensor`` of 4-bit floats and ``NVFP4Tensor``: ``qdata`` uint8 (n, k / 2), the even column in the low nibble,
   ``scale`` e8m0 (n, k / 32) or e4m3 (n, k / 16), maybe in the blocks that cuBLAS takes, and ``per_tensor_scale``
   float32 (), which multiplies. x that is quantized to 4-bit floats there is multiplied as it comes.
@@ -23,7 +23,7 @@ quantization/quantize_/workflows and prototype/safetensors; matrix_to_m16n8k16_B
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
     SYMMETRIC,
+    check_symmetric,
     check_tensor,
     of_bytes,
     unpack_int4,
@@ -76,6 +77,8 @@ class _Settings(NamedTuple):
 class TorchAoPacking:
     """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
 
+    symmetric: bool
+    """True if the config says that the zero points of integers in bytes are 0."""
     marks = (QDATA, SCALE, ZERO, SCALE_AND_ZERO, TENSOR_SCALE)
     others = ("_weight_act_per_tensor_scale",)
 
@@ -84,6 +87,8 @@ class TorchAoPacking:
         if settings.kind not in _KINDS:
             raise ValueError(f"its weight is of {settings.kind}, wanted {', '.join(_KINDS)}")
         found = _KINDS[settings.kind](stored, settings)
+        if self.symmetric and found.format.zero == "int":
+            found = replace(found, format=replace(found.format, zero="none"))
         return replace(found, bias="bias" in stored, pre_quant_scale="pre_quant_scale" in stored)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
@@ -97,9 +102,26 @@ class TorchAoPacking:
             return _offset(module, _untiled(qdata)[:n, :k], scales, zeros)
         if qdata.shape[1] == k:
             codes, zeros = (tensors[leaf].int() + SYMMETRIC for leaf in (QDATA, ZERO))
-            return QuantizedWeight.from_codes(format, codes, tensors[SCALE], zeros.to(format.zero_dtype))
+            if format.has_zero:
+                return QuantizedWeight.from_codes(format, codes, tensors[SCALE], zeros.to(format.zero_dtype))
+            check_symmetric(zeros)
+            return QuantizedWeight.from_codes(format, codes, tensors[SCALE])
         codes = unpack_pairs(qdata.view(torch.uint8)) ^ 8  # a two's complement q is the code q + 8
         return _offset(module, codes, tensors[SCALE].T, tensors[ZERO].T)
+
+
+def _mappings(config: Any) -> Iterator[Any]:
+    """Yield what a config, and those in it, say of how weights are mapped to integers."""
+    for key, value in config.items() if isinstance(config, Mapping) else ():
+        if key in ("mapping_type", "weight_mapping_type"):
+            yield value["_data"]
+        else:
+            yield from _mappings(value)
+
+
+def _is_symmetric(config: Mapping[str, Any]) -> bool:
+    found = {str(mapping) for mapping in _mappings(config.get("quant_type"))}
+    return bool(found) and all(mapping.startswith("SYMMETRIC") for mapping in found)
 
 
 def _settings(name: str, stored: Mapping[str, TensorInfo]) -> _Settings:
@@ -215,6 +237,6 @@ def _unswizzled(scales: torch.Tensor, n: int, groups: int) -> torch.Tensor:
 FORMAT = folder_format(
     "torchao",
     "a folder with a model quantized by torchao (int4, MXFP4, NVFP4)",
-    lambda config: TorchAoPacking(),
+    lambda config: TorchAoPacking(_is_symmetric(config)),
     renamed=lambda name: name.replace("._weight_act_pre_scale", ".pre_quant_scale"),
 )
