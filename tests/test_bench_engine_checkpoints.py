@@ -45,6 +45,9 @@ CHECKPOINTS = [
     ("qwen3-30b-a3b", "modelopt-nvfp4"),
     ("llama-3-8b", "ct-nvfp4-a16"),
     ("llama-3-8b", "modelopt-nvfp4-a16"),
+    ("llama-3-8b", "quark-int4-g128"),
+    ("qwen3-30b-a3b", "quark-nvfp4"),
+    ("qwen2.5-32b", "quark-mxfp4"),
 ]
 
 
@@ -56,6 +59,7 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
     checkpoint = open_checkpoint(tmp_path)
     assert ("lm_head" in checkpoint.modules) == (packing.option == "head") and checkpoint.modules
     wanted = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
+    wanted |= {"quark-mxfp4": "e2m1_g32_e8m0", "quark-int4-g128": "int4_g128"}
     if format in wanted:  # as the plugin packs it
         assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {wanted[format]}
     for module_name, module in checkpoint.modules.items():

@@ -112,11 +112,14 @@ def test_a_layer_that_cannot_be_packed_runs_on_vllms_kernel(
 
     kernel, layer, _ = made(format)
     kernel.possible.append(type("Refused", (Marlin,), {"is_supported": staticmethod(lambda: (False, "Blackwell"))}))
-    kernel.possible.append(Marlin)
     if format == "mxfp4":  # NaN
         layer.weight_scale.data.fill_(255)
+        kernel.config.activation_quant_key = "of 4 bits"  # as from vLLM 0.33 on
+        schemes = {"_supports_quant_scheme": staticmethod(lambda weight, activation: activation == "of 8 bits")}
+        kernel.possible.append(type("OtherActivations", (Marlin,), schemes))
     else:
         layer.weight_global_scale.data.fill_(float("inf"))
+    kernel.possible.append(Marlin)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         kernel.process_weights_after_loading(layer)
     assert type(kernel.vllm_kernel) is Marlin and loaded == [layer]

@@ -46,6 +46,9 @@ FORMATS = {
     "modelopt-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
     "ct-nvfp4-a16": ("W4GemmNvFp4LinearKernel", 0.004),
     "modelopt-nvfp4-a16": ("W4GemmNvFp4LinearKernel", 0.004),
+    "quark-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
+    "quark-mxfp4": ("W4GemmMxFp4LinearKernel", 0.004),
+    "quark-int4-g64": ("W4GemmLinearKernel", 0.004),
 }
 """The kernel that vLLM must choose, and the largest relative error: of rounding x and the result to bf16, and for fp8
 activations of rounding x and folding scales into weights."""
@@ -63,12 +66,15 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
+    from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear import MPLinearLayerConfig
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     if format.endswith("-act") and "has_g_idx" not in MPLinearLayerConfig.__dataclass_fields__:
         pytest.skip("this vLLM has no act-order")
+    if format in ("quark-int4-g64", "quark-mxfp4") and not hasattr(linear, "init_mxfp6_linear_kernel"):
+        pytest.skip("this vLLM has no kernels for such layers")
     model = tiny(model_named("llama-3-8b"))
     write(model, Packing.parse(format), tmp_path)
     c, given = model.config, {"bias": False, "quant_config": quantization(tmp_path)}
@@ -90,16 +96,20 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
     for name, make, shards in layers:
         prefix = f"model.layers.1.{name}"
         layer = loaded(make(prefix=prefix, **given), tmp_path, prefix.rpartition(".")[0], shards)
-        kernel = getattr(layer.quant_method, "kernel", None) or layer.scheme.kernel
-        check(
-            tmp_path, format, type(kernel).__name__, [f"{prefix.rpartition('.')[0]}.{shard}" for shard in shards], layer
-        )
+        check(tmp_path, format, kernel_of(layer), [f"{prefix.rpartition('.')[0]}.{shard}" for shard in shards], layer)
     if format.endswith("-head"):
         head = loaded(
             ParallelLMHead(c["vocab_size"], hidden, prefix="lm_head", **given), tmp_path, "", {"lm_head": None}
         )
         kernel = type(head.quant_method.kernel).__name__
         check(tmp_path, format, kernel, ["lm_head"], lambda x: [head.quant_method.apply(head, x)])
+
+
+def kernel_of(layer: Any) -> str:
+    """Name of the kernel that vLLM chose for a layer."""
+    holders = [getattr(layer, name, None) for name in ("quant_method", "scheme")]
+    found = (getattr(holder, name, None) for name in ("kernel", "ocp_mx_linear") for holder in holders)
+    return type(next(filter(None, found))).__name__
 
 
 def quantization(folder: Path) -> Any:
@@ -168,8 +178,7 @@ def test_vllm_reloads_the_weights_of_a_layer(format: str, tmp_path: Path) -> Non
     for i in (1, 0, 1):
         again(lambda i=i: fill(layer, tmp_path, f"model.layers.{i}.mlp", shards))
         assert {name: p.data_ptr() for name, p in layer.named_parameters()} == before
-        kernel = type(getattr(layer.quant_method, "kernel", None) or layer.scheme.kernel).__name__
-        check(tmp_path, format, kernel, [f"model.layers.{i}.mlp.{shard}" for shard in shards], layer)
+        check(tmp_path, format, kernel_of(layer), [f"model.layers.{i}.mlp.{shard}" for shard in shards], layer)
 
 
 def reloading(layer: Any) -> Callable[[Callable[[], Any]], None]:

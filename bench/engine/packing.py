@@ -15,8 +15,9 @@ DTYPE = torch.bfloat16
 """That of models."""
 SYMMETRIC_WORD = 0x77777777
 """GPTQ stores the zero point of symmetric codes, 8, as 7."""
-_RMS = {"symmetric": 4.18, "asymmetric": 6.52, "e2m1": 2.93}
-"""Root mean square of random codes: u - 8, where a u of 0 became 8; u - z; the 16 numbers of e2m1."""
+_RMS = {"symmetric": 4.18, "asymmetric": 6.52, "signed": 4.64, "e2m1": 2.93}
+"""Root mean square of random codes: u - 8, where a u of 0 became 8; u - z; two's complements; the 16 numbers of
+e2m1."""
 
 
 _NVFP4_SCALE = 64.0
@@ -52,6 +53,7 @@ _FLOATS = {
     for method, element, option in (
         *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", "")),
         *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16")),
+        *(("quark", "nvfp4", ""), ("quark", "mxfp4", "")),
     )
 }
 """Method, element and option of formats of 4-bit floats, by name."""
@@ -62,13 +64,13 @@ class Packing:
     """Format of a checkpoint.
 
     Attributes:
-        element: of the weights; 4-bit floats of compressed-tensors and ModelOpt have a group size of their own.
+        element: of the weights; 4-bit floats of compressed-tensors, ModelOpt and Quark have a group size of their own.
         option: "fp8" if the engine quantizes activations to e4m3 for each token, as compressed-tensors' W4AFP8 wants;
             "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits; "a16" for NVFP4 whose config
             wants 16-bit activations.
     """
 
-    method: Literal["gptq", "awq", "ct", "modelopt", "mxfp4", "bf16"]
+    method: Literal["gptq", "awq", "ct", "modelopt", "quark", "mxfp4", "bf16"]
     group_size: int = 0
     element: Literal["int4", "nvfp4", "mxfp4"] = "int4"
     option: Literal["", "fp8", "act", "head", "a16"] = ""
@@ -85,12 +87,12 @@ class Packing:
         if text in _FLOATS:
             method, element, option = _FLOATS[text]
             return cls(method, 16 if element == "nvfp4" else 32, element, option)  # type: ignore[arg-type]
-        found = re.fullmatch(rf"(gptq|awq|ct)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
+        found = re.fullmatch(rf"(gptq|awq|ct|quark)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
         if not found or (found[3] and found[1] != _OPTIONS[found[3]]):
             options = ", ".join(f"{method}-int4-g128-{option}" for option, method in _OPTIONS.items())
             raise ValueError(
-                f"format: wanted gptq-int4-g128, awq-int4-g128, ct-int4-g128, {options} (or g32, g64), "
-                f"{', '.join(_FLOATS)}, mxfp4 or bf16, got {text!r}"
+                f"format: wanted gptq-int4-g128, awq-int4-g128, ct-int4-g128, quark-int4-g128, {options} (or g32, "
+                f"g64), {', '.join(_FLOATS)}, mxfp4 or bf16, got {text!r}"
             )
         return cls(found[1], int(found[2]), option=found[3] or "")  # type: ignore[arg-type]
 
@@ -128,7 +130,27 @@ class Packing:
             algorithm = "W4A16_NVFP4" if self.option == "a16" else "NVFP4"
             config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": self.group_size}
             return {**config, "kv_cache_quant_algo": None, "ignore": ["lm_head", *(f"*{name}" for name in dense)]}
+        if self.method == "quark":
+            return self._quark([f"model.layers.{i}.{name}" for i in range(model.layers) for name in dense])
         return self._compressed_tensors(dense)
+
+    def _quark(self, dense: list[str]) -> dict[str, Any]:
+        group = {"qscheme": "per_group", "ch_axis": -1, "group_size": self.group_size, "is_dynamic": False}
+        weight: Any = {**group, "dtype": "fp4", "scale_format": "e8m0"}
+        activations: Any = {**weight, "is_dynamic": True}
+        if self.element == "int4":
+            weight, activations = {**group, "dtype": "int4", "symmetric": True}, None
+        elif self.element == "nvfp4":
+            tensor = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "is_scale_quant": True}
+            weight, activations = ([{**each, "scale_format": "float32"}, tensor] for each in (weight, activations))
+        return {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": weight, "input_tensors": activations, "output_tensors": None},
+            "layer_quant_config": {},
+            "layer_type_quant_config": {},
+            "exclude": ["lm_head", *dense],
+            "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+        }
 
     def _compressed_tensors(self, dense: list[str]) -> dict[str, Any]:
         format = "pack-quantized" if self.element == "int4" else f"{self.element}-pack-quantized"
@@ -170,6 +192,8 @@ class Packing:
             return _gptq(module, self.group_size, act_order=self.option == "act")
         if self.method == "awq":
             return _awq(module, self.group_size)
+        if self.method == "quark" and self.element == "int4":
+            return _quark_integers(module, self.group_size)
         return _compressed(module, self.group_size) if self.element == "int4" else _floats(module, self)
 
 
@@ -199,9 +223,17 @@ def _compressed(module: Matrix, group_size: int) -> Iterator[Tensor]:
     yield Tensor(f"{name}.weight_shape", torch.int64, (2,), Numbers("given", given=(n, k)))
 
 
+def _quark_integers(module: Matrix, group_size: int) -> Iterator[Tensor]:
+    """Two's complements, with zero points of 0."""
+    name, n, k = module.name, module.n, module.k
+    yield Tensor(f"{name}.weight", torch.int32, (k, n // 8), Numbers("codes"))
+    yield Tensor(f"{name}.weight_zero_point", torch.int32, (k // group_size, n // 8), Numbers("constant", 0))
+    yield Tensor(f"{name}.weight_scale", DTYPE, (k // group_size, n), _scale(module, "signed"))
+
+
 def _floats(module: Matrix, packing: Packing) -> Iterator[Tensor]:
-    """NVFP4, whose weights ModelOpt multiplies and compressed-tensors divides by a scale of the tensor, equal for
-    modules that an engine fuses; or compressed-tensors' MXFP4."""
+    """NVFP4, whose weights compressed-tensors divides and others multiply by a scale of the tensor, equal for modules
+    that an engine fuses; or MXFP4."""
     name, n, k = module.name, module.n, module.k
     groups, scale = (n, k // packing.group_size), module.gain * k**-0.5 / _RMS["e2m1"]
     divides = packing.method == "ct"
@@ -220,7 +252,8 @@ def _floats(module: Matrix, packing: Packing) -> Iterator[Tensor]:
     if divides:
         yield Tensor(f"{name}.input_global_scale", torch.float32, (1,), Numbers("constant", 256.0))
     else:
-        yield Tensor(f"{name}.input_scale", torch.float32, (), Numbers("constant", 1 / 256))
+        leaf = "input_scale_2" if packing.method == "quark" else "input_scale"
+        yield Tensor(f"{name}.{leaf}", torch.float32, (), Numbers("constant", 1 / 256))
 
 
 def _mxfp4(stack: Stack) -> Iterator[Tensor]:

@@ -9,7 +9,8 @@ class and attributes under its name, as JSON:
 - ``Int4TilePackedTo4dTensor``: ``qdata`` int32 (n / 8, k / 128, 32, 4) in the order of tensor cores, n filled up to a
   multiple of 8 and k to one of 1024; ``scale_and_zero`` (groups, n, 2). w = (u - 8) * scale + zero.
 - ``IntxUnpackedToInt8Tensor``: ``qdata`` int8 (n, k), -8 to 7; ``scale`` and int8 ``zero_point`` (n, groups), 0 if the
-  config maps weights symmetrically. w = (q - zero_point) * scale. x that is quantized to 8-bit integers there is multiplied as it comes.
+  config maps weights symmetrically. w = (q - zero_point) * scale. x that is quantized to 8-bit integers there is
+  multiplied as it comes.
 - ``MXTensor`` of 4-bit floats and ``NVFP4Tensor``: ``qdata`` uint8 (n, k / 2), the even column in the low nibble,
   ``scale`` e8m0 (n, k / 32) or e4m3 (n, k / 16), maybe in the blocks that cuBLAS takes, and ``per_tensor_scale``
   float32 (), which multiplies. x that is quantized to 4-bit floats there is multiplied as it comes.

@@ -142,9 +142,13 @@ class _Floats(Fallback):
             return self.named
         config: Any = self.config  # type: ignore[attr-defined]
         for cls in own_kernels(self.possible, envs.VLLM_DISABLED_KERNELS):
-            if cls.is_supported()[0] and cls.can_implement(config)[0]:
+            if cls.is_supported()[0] and self.takes_activations(cls) and cls.can_implement(config)[0]:
                 return cls(config)
         raise ValueError(f"no kernel of vLLM runs these {_KIND}")
+
+    def takes_activations(self, cls: Any) -> bool:
+        """True if one of vLLM's kernels is for activations as the layer's config wants them."""
+        return True
 
 
 class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):
@@ -168,3 +172,11 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
 
     def numbers(self, layer: Any) -> weights.Numbers:
         return weights.floats(layer.weight.data, layer.weight_scale.data.view(torch.float8_e8m0fnu))
+
+    def takes_activations(self, cls: Any) -> bool:
+        supports = getattr(cls, "_supports_quant_scheme", None)
+        if supports is None:  # of a vLLM in which all take the same
+            return True
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
+
+        return bool(supports(kMxfp4Static, self.config.activation_quant_key))

@@ -12,15 +12,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.checkpoints import Checkpoint, Module, awq, compressed_tensors, find_checkpoint, gptq, modelopt, mxfp4
+from w4gemm.checkpoints import (
+    Checkpoint,
+    Module,
+    awq,
+    compressed_tensors,
+    find_checkpoint,
+    gptq,
+    modelopt,
+    mxfp4,
+    quark,
+)
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.core.errors import FormatError
 from w4gemm.integrations.engines.weights import SCALES
 from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
 from w4gemm.integrations.vllm.takeover import VLLM
 
-FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT)
-"""Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4."""
+FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT, quark.FORMAT)
+"""Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4, of Quark's linear layers."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -80,6 +90,8 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         format, activations = module.format, module.activations
         if module.k % format.group_length(module.k):
             continue  # left to vLLM
+        if found.format == quark.FORMAT and (module.experts or activations):
+            continue  # for which vLLM has no list of kernels
         if format.element == "int4":
             if found.format == modelopt.FORMAT:
                 continue  # which vLLM does not load

@@ -1,0 +1,3 @@
+"""Keys of how tensors are quantized."""
+
+kMxfp4Static = "MXFP4"
