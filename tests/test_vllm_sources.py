@@ -66,14 +66,13 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
-    from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear import MPLinearLayerConfig
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     if format.endswith("-act") and "has_g_idx" not in MPLinearLayerConfig.__dataclass_fields__:
         pytest.skip("this vLLM has no act-order")
-    if format in ("quark-int4-g64", "quark-mxfp4") and not hasattr(linear, "init_mxfp6_linear_kernel"):
+    if format in ("quark-int4-g64", "quark-mxfp4") and not has_quark_integers():
         pytest.skip("this vLLM has no kernels for such layers")
     model = tiny(model_named("llama-3-8b"))
     write(model, Packing.parse(format), tmp_path)
@@ -207,6 +206,9 @@ EXPERTS = {
     "modelopt-nvfp4": 0.008,
     "ct-nvfp4-a16": 0.008,
     "modelopt-nvfp4-a16": 0.008,
+    "quark-nvfp4": 0.008,
+    "quark-mxfp4": 0.008,
+    "quark-int4-g64": 0.008,
 }
 """Largest relative error: of rounding x, what lies between the products, and the result."""
 _PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
@@ -215,6 +217,8 @@ _PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj
 
 @pytest.mark.parametrize("format", EXPERTS)
 def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
+    if format == "quark-int4-g64" and not has_quark_integers():
+        pytest.skip("this vLLM has no such experts")
     model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
     write(model, Packing.parse(format), tmp_path)
     layer = routed_experts(model.config, quantization(tmp_path), prefix)
@@ -222,6 +226,12 @@ def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, t
     layer.quant_method.process_weights_after_loading(layer)
     assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
     check_experts(layer, tmp_path, prefix, EXPERTS[format])
+
+
+def has_quark_integers() -> bool:
+    from vllm.model_executor.layers.quantization.quark import quark_moe
+
+    return hasattr(quark_moe, "QuarkW4A16Int4MoEMethod")
 
 
 def fill_experts(layer: Any, folder: Path, prefix: str) -> None:

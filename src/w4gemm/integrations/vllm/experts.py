@@ -34,7 +34,7 @@ from w4gemm.weights.weight import QuantizedWeight
 CONFIGS = (
     *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
     *("compressed-tensors", "moe_wna16", "inc", "mxfp4", "gpt_oss_mxfp4"),
-    *("modelopt_fp4", "modelopt_mixed"),
+    *("modelopt_fp4", "modelopt_mixed", "quark"),
 )
 """Names of vLLM's quantization configs whose experts may have 4 bits."""
 

@@ -172,6 +172,19 @@ def _floats(named: str, layer: Any) -> Settings:
     return Settings(group_size, refused=straddle, named=named)
 
 
+def _quark_mx(method: Any, layer: Any) -> Settings:
+    settings = _mxfp4(method, layer)
+    if method.weight_dtype != "mxfp4":
+        return settings._replace(refused=f"they are in {method.weight_dtype}")
+    if in_pairs(layer.moe_config):
+        return settings._replace(refused="the order of their gates and ups is not known")
+    return settings
+
+
+def _quark_integers(method: Any, layer: Any) -> Settings:
+    return Settings(getattr(layer, "group_size", method.group_size), not method.is_symmetric)  # as of _moe_wna16
+
+
 def _other_bits(bits: int) -> str:
     return "" if bits == 4 else f"they have {bits} bits"
 
@@ -192,5 +205,8 @@ FORMATS: Mapping[str, ExpertsFormat] = {
         _nvfp4, "weight_packed", "weight_scale", "", factors="weight_global_scale", divides=True
     ),
     "ModelOptNvFp4FusedMoE": ExpertsFormat(_nvfp4, "weight", "weight_scale", "", factors="weight_scale_2"),
+    "QuarkNvfp4MoEMethod": ExpertsFormat(_nvfp4, "weight", "weight_scale", "", factors="weight_scale_2"),
+    "QuarkOCP_MX_MoEMethod": ExpertsFormat(_quark_mx, "weight", "weight_scale", ""),
+    "QuarkW4A16Int4MoEMethod": ExpertsFormat(_quark_integers, "weight", "weight_scale", "weight_zero_point"),
 }
 """By the name of vLLM's method."""

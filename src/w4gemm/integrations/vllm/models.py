@@ -30,7 +30,7 @@ from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
 from w4gemm.integrations.vllm.takeover import VLLM
 
 FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT, quark.FORMAT)
-"""Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4, of Quark's linear layers."""
+"""Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -90,7 +90,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         format, activations = module.format, module.activations
         if module.k % format.group_length(module.k):
             continue  # left to vLLM
-        if found.format == quark.FORMAT and (module.experts or activations):
+        if found.format == quark.FORMAT and activations and not module.experts:
             continue  # for which vLLM has no list of kernels
         if format.element == "int4":
             if found.format == modelopt.FORMAT:
