@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-from fuzz import files, samples
+from fuzz import files, gguf_samples, samples
 from tiny_model import write_dense
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
@@ -99,7 +99,7 @@ def test_a_gguf_file_that_names_fewer_tensors_than_it_holds_is_refused(tmp_path:
     """The numbers would be looked for where the header's other entries are."""
     path = samples.FORMATS["gguf"](tmp_path)
     whole = path.read_bytes()
-    assert whole[8:16] == len(samples.GGUF_TYPES).to_bytes(8, "little")
+    assert whole[8:16] == len(gguf_samples.TYPES).to_bytes(8, "little")
     path.write_bytes(whole[:8] + (2).to_bytes(8, "little") + whole[16:])
     with pytest.raises(FormatError, match="the header does not name all"):
         open_checkpoint(path)

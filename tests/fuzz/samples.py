@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine_tensors import AWQ_ORDER, words
+from fuzz import gguf_samples
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.checkpoints.w4gemm import settings
 from w4gemm.weights.random import random_weight
@@ -287,43 +288,6 @@ def _own(folder: Path) -> Path:
     return _folder(folder, settings(made.items()), tensors)
 
 
-GGUF_TYPES = ("Q4_0", "Q4_1", "F16", "F32", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4", "Q4_K", "Q6_K", "IQ4_XS")
-"""Types of the tensors a, b, ... of the GGUF file."""
-
-
-def _gguf(folder: Path) -> Path:
-    import gguf
-    import numpy as np
-
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(folder / "small.gguf", "llama")
-    writer.add_block_count(2)
-    writer.add_array("test.words", ["one", "two"])
-    rng = np.random.default_rng(0)
-    for number, type in enumerate(GGUF_TYPES):
-        name, k = chr(ord("a") + number), 256 if type.endswith(("_K", "_XS")) else K
-        values = rng.standard_normal((N, k)).astype(np.float16 if type == "F16" else np.float32)
-        if type in ("F16", "F32"):
-            writer.add_tensor(name, values)
-            continue
-        kind = gguf.GGMLQuantizationType[type]
-        elements, size = gguf.GGML_QUANT_SIZES[kind]
-        blocks = rng.integers(0, 256, (N * k // elements, size), dtype=np.uint8)
-        if type in ("MXFP4", "NVFP4"):
-            blocks[:, : size - elements // 2] = rng.integers(64, 68, (len(blocks), size - elements // 2))
-        else:
-            at = size - 2 if type == "Q6_K" else 0
-            of = 2 if type in ("Q4_1", "Q4_K") else 1
-            factors = (rng.random((len(blocks), of)) / 50 + 0.01).astype(np.float16)
-            blocks[:, at : at + 2 * of] = factors.view(np.uint8)
-        writer.add_tensor(name, blocks.reshape(N, -1), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return folder / "small.gguf"
-
-
 def _weight_file(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _weights()["model.a"].save(folder / "weight.safetensors")
@@ -349,7 +313,8 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "torchao": _torchao,
     "bitsandbytes": _bitsandbytes,
     "w4gemm": _own,
-    "gguf": _gguf,
+    "gguf": gguf_samples.tensors,
+    "gguf-experts": gguf_samples.experts,
     "weight": _weight_file,
 }
 
