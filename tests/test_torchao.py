@@ -214,11 +214,13 @@ def test_tiles_are_those_of_pytorch() -> None:
         ("NVFP4Tensor", {"block_size": 32}, "its block_size is 32, wanted 16"),
         ("MXTensor", {}, "_weight_qdata is I8, wanted U8"),
         (None, {}, "the metadata of its file are no weight of torchao: KeyError"),
+        ("Int4TilePackedTo4dTensor", {"shape": None}, "the metadata of its file have no shape of its weight"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, kind: str | None, changed: dict[str, Any], message: str) -> None:
     write_torchao(tmp_path, "Int4Tensor", int4, in_pairs)
     attributes = {"MXTensor": floats(32), "NVFP4Tensor": floats(16)}.get(str(kind), int4)(64, 96) | changed
+    attributes = {key: value for key, value in attributes.items() if value is not None}
     describe(tmp_path, {DOWN: {"_type": kind, "_data": attributes} if kind else {}})
     with pytest.raises(FormatError, match=message):
         open_checkpoint(tmp_path).weight(DOWN)

@@ -61,8 +61,13 @@ class _Settings(NamedTuple):
     kind: str
     attributes: Mapping[str, Any]
 
+    def attribute(self, key: str) -> Any:
+        if key not in self.attributes:
+            raise ValueError(f"the metadata of its file have no {key} of its weight")
+        return self.attributes[key]
+
     def group_size(self) -> int:
-        block = self.attributes["block_size"]
+        block = self.attribute("block_size")
         *rows, columns = block if isinstance(block, list) else [1, block]
         if rows != [1] or type(columns) is not int:
             raise ValueError(f"its block_size is {block}, wanted [1, columns]: scales of groups of columns")
@@ -148,7 +153,7 @@ def _pairs(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
 
 
 def _tiles(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
-    n, k = settings.attributes["shape"]
+    n, k = settings.attribute("shape")
     format = WeightFormat(settings.group_size(), "float", "fp32")
     columns = -(-k // 1024) * 1024
     rows, groups = -(-n // _TILE_N) * _TILE_N, columns // format.group_size
@@ -173,24 +178,22 @@ def _bytes(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
 def _mx(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
     if (element := settings.name("elem_dtype")) != "float4_e2m1fn_x2":
         raise ValueError(f"its weight has elements of {element}, wanted float4_e2m1fn_x2")
-    return _floats(stored, settings, MXFP4, ("F8_E8M0", "U8"))
+    return _floats(stored, settings, MXFP4, "F8_E8M0")
 
 
 def _nvfp4(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
     if TENSOR_SCALE in stored:
         check_tensor(stored, TENSOR_SCALE, ("F32",), ())
-    return _floats(stored, settings, NVFP4, ("F8_E4M3",))
+    return _floats(stored, settings, NVFP4, "F8_E4M3")
 
 
-def _floats(
-    stored: Mapping[str, TensorInfo], settings: _Settings, format: WeightFormat, scales: tuple[str, ...]
-) -> Module:
+def _floats(stored: Mapping[str, TensorInfo], settings: _Settings, format: WeightFormat, scales: str) -> Module:
     if (group := settings.group_size()) != format.group_size:
         raise ValueError(f"its block_size is {group}, wanted {format.group_size}")
-    n, half = check_tensor(stored, QDATA, ("U8", "F4"))
+    n, half = check_tensor(stored, QDATA, ("U8",))
     groups = whole_groups(format, 2 * half)
     swizzled = -(-n // 128) * 32, -(-groups // 4) * 16
-    check_tensor(stored, SCALE, scales, swizzled if settings.attributes.get("is_swizzled_scales") else (n, groups))
+    check_tensor(stored, SCALE, (scales,), swizzled if settings.attributes.get("is_swizzled_scales") else (n, groups))
     return Module(n, 2 * half, format)
 
 
