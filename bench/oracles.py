@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.options import command
-from bench.producers import torch_ao
+from bench.producers import torchao
 from bench.producers.auto_round_floats import auto_round_floats
 from bench.producers.common import Pairs, Weights
 from bench.producers.compressed import awq, compressed_floats, compressed_integers, nibbles
@@ -24,7 +24,6 @@ from bench.producers.deepseek import deepseek_v4
 from bench.producers.gguf_types import gemma3, gguf_type, smollm2
 from bench.producers.others import auto_round, bitsandbytes, gpt_oss, gptqmodel, hqq, modelopt, modelopt_mxfp4
 from bench.producers.quark import quark
-from bench.producers.torch_ao import torchao
 
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.generation import default_model
@@ -88,12 +87,12 @@ CASES = (
             ("uint4 per channel", "uint4_wo_per_channel", "reorder"),
         )
     ),
-    Case("torchao Int4Tensor", "torchao", torchao(torch_ao.in_pairs)),
-    Case("torchao Int4TilePackedTo4dTensor", "torchao", torchao(torch_ao.in_tiles)),
-    Case("torchao IntxUnpackedToInt8Tensor", "torchao", torchao(torch_ao.in_bytes)),
+    Case("torchao Int4Tensor", "torchao", torchao.folder_of(torchao.in_pairs)),
+    Case("torchao Int4TilePackedTo4dTensor", "torchao", torchao.folder_of(torchao.in_tiles)),
+    Case("torchao IntxUnpackedToInt8Tensor", "torchao", torchao.folder_of(torchao.in_bytes)),
     *(
-        Case(f"torchao {name}{', swizzled scales' if swizzled else ''}", "torchao", torchao(make(swizzled)))
-        for name, make in (("MXTensor", torch_ao.mxfp4), ("NVFP4Tensor", torch_ao.nvfp4))
+        Case(f"torchao {name}{', swizzled scales' if swizzled else ''}", "torchao", torchao.folder_of(make(swizzled)))
+        for name, make in (("MXTensor", torchao.mxfp4), ("NVFP4Tensor", torchao.nvfp4))
         for swizzled in (False, True)
     ),
     Case("gpt-oss MXFP4", "transformers", gpt_oss),

@@ -77,13 +77,12 @@ class BlockExperts:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of biases, and of weights that are dense, beside which transformers has another name for a bias."""
         found: dict[str, tuple[int, ...]] = {}
-        for product, roles in _PRODUCTS.items():
-            experts, n, k = self.file.info(self._stored(roles[0])).shape
+        for product in _PRODUCTS:
+            experts, n, k = self._sizes(product)
             if not self.modules:
-                n_all = len(roles) * n
-                found[f"{self.owner}.{product}"] = (experts, k, n_all) if self.transposed else (experts, n_all, k)
-            if self._stored(roles[0], "bias") in self.file.tensors:
-                found[f"{self.owner}.{product}{'.' if self.modules else '_'}bias"] = (experts, len(roles) * n)
+                found[f"{self.owner}.{product}"] = (experts, k, n) if self.transposed else (experts, n, k)
+            if self._has_bias(product):
+                found[f"{self.owner}.{product}{'.' if self.modules else '_'}bias"] = (experts, n)
         return found
 
     def stored_type(self, name: str) -> str:
@@ -110,16 +109,22 @@ class BlockExperts:
         return rows if leaf == "bias" or not self.transposed else rows.transpose(1, 2).contiguous()
 
     def _module(self, product: str) -> Module | None:
-        formats = {self.file.format(self._stored(role), 3) for role in _PRODUCTS[product]}
-        if len(formats) > 1 or None in formats:
+        roles = _PRODUCTS[product]
+        format, *others = (self.file.format(self._stored(role), 3) for role in roles)
+        if format is None or any(other != format for other in others):
             return None
+        experts, n, k = self._sizes(product)
+        fused = tuple(f"{role}_proj" for role in roles) if others else ()
+        return Module(n, k, format, self._has_bias(product), experts, fused, interleaved=bool(fused))
+
+    def _sizes(self, product: str) -> tuple[int, ...]:
+        """Number of experts, n and k of a product."""
         roles = _PRODUCTS[product]
         experts, n, k = self.file.info(self._stored(roles[0])).shape
-        fused = tuple(f"{role}_proj" for role in roles) if len(roles) > 1 else ()
-        bias = self._stored(roles[0], "bias") in self.file.tensors
-        (format,) = formats
-        assert format is not None
-        return Module(n * len(roles), k, format, bias, experts, fused, interleaved=bool(fused))
+        return experts, len(roles) * n, k
+
+    def _has_bias(self, product: str) -> bool:
+        return self._stored(_PRODUCTS[product][0], "bias") in self.file.tensors
 
     def _parts(self, name: str) -> tuple[str, str]:
         """Product and leaf of the name of a module or tensor."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from w4gemm.choice.records import Key, Record, key_of, parse_lines
+from w4gemm.choice.records import Key, Record, effective, key_of, parse_lines
 from w4gemm.core import environment, trust
 from w4gemm.core.files import placed
 from w4gemm.core.problem import GemmProblem
@@ -179,6 +179,14 @@ def append(path: Path, records: Iterable[Record]) -> None:
             if f.read(1) != b"\n":  # a line that was cut short must not swallow ours
                 text = "\n" + text
         f.write(text.encode())
+
+
+def add_missing(path: Path, records: Iterable[Record]) -> int:
+    """Append the records that a table does not have; return how many. Errors as :func:`append`."""
+    there = set(effective(read(path)))
+    new = [record for record in records if record not in there]
+    append(path, new)
+    return len(new)
 
 
 def replace_table(path: Path, records: Iterable[Record]) -> None:

@@ -114,11 +114,9 @@ def _import(args: argparse.Namespace) -> None:
     if not args.file.exists():  # it may be a pipe
         raise FileNotFoundError(f"FILE: no file {str(args.file)!r}")
     records, bad = parse_lines(read_text("FILE", args.file).splitlines())
-    there = set(effective(store.read(path)))
-    new = [record for record in records if record not in there]
-    store.append(path, new)
-    same = f" (there already: {len(records) - len(new)})" if len(new) < len(records) else ""
-    say(f"added {counted(len(new), 'tuned config')} to {path}{same}")
+    added = store.add_missing(path, records)
+    same = f" (there already: {len(records) - added})" if added < len(records) else ""
+    say(f"added {counted(added, 'tuned config')} to {path}{same}")
     if bad:
         number, reason = bad[0]
         raise ValueError(f"{args.file}: skipped {counted(len(bad), 'unreadable line')}; line {number}: {reason}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.choice import store
-from w4gemm.choice.records import Record, effective
+from w4gemm.choice.records import Record
 from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
 from w4gemm.cli.problems import ALL_TOKENS, Layer, add_layer_arguments, layers_of, parse_layers
 from w4gemm.console.devices import SIMULATED, device_line
@@ -164,8 +164,7 @@ def run(args: argparse.Namespace) -> int:
 def _add_records(path: Path, records: list[Record]) -> None:
     """Add tuned configs to the folder's table. What it has of other layers stays: the folder may hold several models,
     or be the cache folder itself."""
-    there = set(effective(store.read(path)))
-    store.append(path, [record for record in records if record not in there])
+    store.add_missing(path, records)
     with contextlib.suppress(PermissionError):  # it was there before, and is root's
         path.chmod(0o644)
 

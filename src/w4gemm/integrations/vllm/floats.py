@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit floats, NVFP4 and MXFP4, of compressed-tensors and ModelOpt models: kernels in vLLM's lists.
+"""Linear layers with 4-bit floats, NVFP4 and MXFP4, of compressed-tensors, ModelOpt and Quark: kernels in vLLM's lists.
 
 They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 bits. vLLM
 chooses a kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights

@@ -13,7 +13,7 @@ Made = tuple[Any, torch.Tensor]
 """A tensor subclass, and its numbers in float32."""
 
 
-def torchao(make: Callable[[torch.Tensor], Made]) -> Callable[[Path, Weights], Pairs]:
+def folder_of(make: Callable[[torch.Tensor], Made]) -> Callable[[Path, Weights], Pairs]:
     def pairs(folder: Path, weights: Weights) -> Pairs:
         from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
