@@ -1,16 +1,18 @@
-"""How many tiles the rows of experts make: tokens choose experts at random, about evenly.
+"""How many tiles the rows of experts make.
 
-A plan is chosen for the average number of rows of an expert. Their numbers spread around it as a Poisson distribution
-does, and an expert with a row more than a tile has takes another tile, which decodes all weights once more. On an H200
-(2026-11-23) a layer of 128 experts took 91 us at 64 tokens, four rows of an expert in tiles of eight, and 128 us at 128
-tokens, eight rows of an expert in the same tiles. For hundreds of rows, tiles of 256 tokens lose more to uneven rows
-than tiles of 128.
+A plan is chosen for the average number of rows of an expert, but tokens choose some experts more often than others: by
+chance alone, so that rows spread around the average as a Poisson distribution does, and because some are preferred, up
+to a Zipf distribution. An expert with a row more than a tile has takes another tile, which decodes all weights once
+more. On an H200 (2026-11-23) a layer of 128 experts took 91 us at 64 tokens, four rows of an expert in tiles of eight,
+and 128 us at 128 tokens, eight rows of an expert in the same tiles. For hundreds of rows, tiles of 256 tokens lose more
+to uneven rows than tiles of 128.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
@@ -20,6 +22,10 @@ _MANY = 256
 """Most rows of an expert for which choices go by random rows. At 63 points of 16 to 192 rows (H200, 2026-11-26) the
 choice takes 1.02 of the fastest with random rows and 1.14 with even ones; by even rows from 33 on it would take 1.18
 and 1.03, and no routing is even."""
+_ZIPF = 0.4
+"""Weight of Zipf rows beside random ones. By the model, with the rows of 108 points of 1 to 128 an expert (H200,
+2026-11-26; docs/measured/experts.md), weights of 0.2 to 0.5 cost random rows 0 to 4 % and make Zipf ones 2 to 9 %
+faster; from 0.4 on no expert's second tile along m makes two waves of one."""
 _TWO_BLOCKS = 1.02
 """Time of tiles of 256 features beside those of 192 over what the rest of the model predicts, with many rows of experts
 in 4-bit floats and 16-bit x: two warpgroups decode two blocks of rows each, where of 192 three decode one each. On an
@@ -27,13 +33,24 @@ H200 (2026-11-24, bench/results/grouped_configs_2.jsonl) 0.97 to 1.05 with 512 r
 points. First choice over fastest there: 1.018 without this factor, 1.006 with it."""
 
 
-def m_tiles(problem: GemmProblem, tile_m: int) -> float:
-    """Return the m tiles of a problem. With experts, it is their number if all have equally many rows or, up to 256
-    rows of an expert, the expected number under random routing, if that is larger. A smaller expected number, because
-    some experts have no rows, is not used: how full the last wave of tiles is then depends on the routing."""
+def over_routings(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
+    """Return the microseconds of a launch of experts, whichever of them its rows choose: the weighted geometric mean of
+    its times with random and with Zipf rows, of up to 256 rows of an expert; of more, its time with even rows.
+
+    Args:
+        us: the microseconds of the launch by its number of m tiles.
+    """
+    if problem.m > _MANY * problem.experts:
+        return us(gpu.m_tiles(problem, tile_m))
+    random, zipf = us(random_m_tiles(problem, tile_m)), us(_zipf_m_tiles(problem.m, problem.experts, tile_m))
+    return float(random ** (1 - _ZIPF) * zipf**_ZIPF)
+
+
+def random_m_tiles(problem: GemmProblem, tile_m: int) -> float:
+    """Return the expected number of m tiles of a problem of experts under random routing, or their number if all have
+    equally many rows, if that is larger. A smaller expected number, because some experts have no rows, is not used:
+    how full the last wave of tiles is then depends on the routing."""
     even = gpu.m_tiles(problem, tile_m)
-    if not problem.experts or problem.m > _MANY * problem.experts:
-        return even
     return max(even, problem.experts * _tiles_of_one(problem.m / problem.experts, tile_m))
 
 
@@ -72,3 +89,10 @@ def _tiles_of_one(mean: float, tile_m: int) -> float:
         probability *= mean / rows
         tiles += probability * -(-rows // tile_m)
     return tiles
+
+
+@functools.cache
+def _zipf_m_tiles(m: int, experts: int, tile_m: int) -> int:
+    """Number of m tiles if the i-th expert has a part of the ``m`` rows proportional to 1 / i."""
+    all_parts = sum(1 / i for i in range(1, experts + 1))
+    return max(1, sum(-(-round(m / i / all_parts) // tile_m) for i in range(1, experts + 1)))

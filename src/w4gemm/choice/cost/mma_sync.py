@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import constants_for, scale_of
 from w4gemm.choice.cost.decoding import decode_overhead
-from w4gemm.choice.cost.experts import m_tiles
+from w4gemm.choice.cost.experts import over_routings
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
@@ -53,14 +53,15 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
         moved = moved_us(problem)
         stream, n_tiles, slices = v.stream, -(-problem.n // config.tile_n), -(-problem.k // config.tile_k)
 
-        def us(m: int) -> float:
-            along_m = m_tiles(replace(problem, m=m), config.tile_m) if problem.experts else -(-m // config.tile_m)
-            waves = along_m * n_tiles / sms
+        def of_tiles(m: int, m_tiles: float) -> float:
+            waves = m_tiles * n_tiles / sms
             waves, stored = (waves, max(1.0, 2 / waves)) if stream else (math.ceil(waves), math.ceil(waves))
             busy = us_of.launch + waves * slices * slice_us + us_of.sums * stored * tile / 8192 * clock
             return float((busy**SHARPNESS + moved(m) ** SHARPNESS) ** (1 / SHARPNESS))
 
-        return us
+        if not problem.experts:
+            return lambda m: of_tiles(m, -(-m // config.tile_m))
+        return lambda m: over_routings(replace(problem, m=m), config.tile_m, lambda m_tiles: of_tiles(m, m_tiles))
 
     return timer
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
 from w4gemm.choice.cost.decoding import decode_overhead, sums_overhead
-from w4gemm.choice.cost.experts import m_tiles, of_wide_tiles, unevenness
+from w4gemm.choice.cost.experts import of_wide_tiles, over_routings, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
@@ -179,9 +179,8 @@ def launch_timer(
         shared, tile = times.shared * slower * scale.contention, times.tile * scale.clock
         in_full_wave = max(alone + shared, least)
 
-        def us(m: int, operations: float) -> float:
-            given = replace(problem, m=m) if experts else problem
-            fill = (m_tiles(given, rows) if experts else -(-m // rows)) * n_tiles / held
+        def of_tiles(m: int, m_tiles: float, operations: float, uneven: float = 1.0) -> float:
+            fill = m_tiles * n_tiles / held
             full = int(fill)
             part = fill - full
             loading = m * row_us + (box - m) * past_us if m < box else 0.0
@@ -194,12 +193,18 @@ def launch_timer(
                     beside = math.ceil(part * ctas_per_sm)
                     part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * beside)
                     busy += slices * part_us + tile
-            if experts:
-                busy *= unevenness(given, rows) * of_wide_tiles(given, config)
-            busy *= 1 + heat * min(1, operations / hot)
+            busy *= uneven * (1 + heat * min(1, operations / hot))
             return float(fixed_us + (busy**SHARPNESS + moved(m) ** SHARPNESS) ** _ROOT)
 
-        return us
+        if not experts:
+            return lambda m, operations: of_tiles(m, -(-m // rows), operations)
+
+        def of_experts(m: int, operations: float) -> float:
+            given = replace(problem, m=m)
+            uneven = unevenness(given, rows) * of_wide_tiles(given, config)
+            return over_routings(given, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
+
+        return of_experts
 
     return of_times
 
@@ -252,10 +257,14 @@ def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> fl
 def _expert_tiles_us(facts: Facts, problem: GemmProblem, config: GemmConfig) -> float:
     """Additional time of sm90_decode with experts: it begins later, as each warp looks for its expert and rows by
     itself; and a CTA has tile after tile, and its pipelines drain while its warps add up."""
-    tiles = m_tiles(problem, config.tile_m) * -(-problem.n // config.tile_n)
-    model = facts.constants.models["waves"]
-    each = tiles * config.split_k / (problem.device.sms * facts.kernel.ctas_per_sm(config))
-    return float((model["expert_start_us"] + model["expert_tile_us"] * each) * facts.scale.clock)
+    n_tiles, model = -(-problem.n // config.tile_n), facts.constants.models["waves"]
+    ctas = problem.device.sms * facts.kernel.ctas_per_sm(config)
+
+    def us(m_tiles: float) -> float:
+        each = m_tiles * n_tiles * config.split_k / ctas
+        return float((model["expert_start_us"] + model["expert_tile_us"] * each) * facts.scale.clock)
+
+    return over_routings(problem, config.tile_m, us)
 
 
 def _contention(part: float, ctas_per_sm: int) -> float:
