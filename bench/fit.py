@@ -2,8 +2,7 @@
 
 ROWS are files of timings as bench.sweep writes them: all of fp8 or all of 16-bit activations, and all of one kind of
 GPU, an H200 if they do not say. Rows of experts have m tokens for each expert. A file is of one machine; only its own
-times are compared. Passed over are two launches, which are predicted as the sum of both, dequantize_gemm, and configs
-whose tiles are too small for random rows of experts.
+times are compared. Passed over are two launches, which are predicted as the sum of both, and dequantize_gemm.
 
 Writes the constants of that GPU, on which no compiled kernel depends, and prints how far the first choice is from the
 fastest config at each (n, k, m, experts). A GPU without a file gets the constants of the GPU most like it, scaled by
@@ -34,11 +33,10 @@ from bench.timings import rows_of
 
 from w4gemm.choice.cost import constants, waves
 from w4gemm.choice.cost.constants import SliceTimes
-from w4gemm.choice.cost.experts import m_tiles
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels import gpu, kernel_named
+from w4gemm.kernels import kernel_named
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.packing.layouts import FP8_LAYOUT
 
@@ -48,9 +46,6 @@ _MISLED, _UNKNOWN_MISLED = 1.03, 1.15
 timings that is far, because smaller differences are chance there."""
 _EXPERTS_WEIGHT = 4
 """How much a sample of experts weighs beside another: few stand for many layers."""
-_MORE_TILES = 1.03
-"""Tiles of random rows over those of even ones from which on a timing of experts is passed over: it was taken with even
-rows, and times are predicted for random ones."""
 _QUARTER_US = 3.0
 """Time of a sample that weighs a quarter of a long one: short launches say little of the time of k-slices."""
 
@@ -191,8 +186,6 @@ def collected(rows: list[dict[str, Any]]) -> Timings:
         sizes = row["m"] * max(1, experts), row["n"], row["k"]
         of = kernel.dtypes[-1], format, kernel.layout
         problem = GemmProblem(*sizes, *of, device=device, experts=experts)
-        if experts and m_tiles(problem, config.tile_m) > _MORE_TILES * gpu.m_tiles(problem, config.tile_m):
-            continue
         launch = Launch.of(kernel, problem, config)
         named = f"{waves.timed_as(kernel, problem)}/{config}"
         point = Point(row["n"], row["k"], row["m"], experts, row["format"], row["file"])

@@ -11,6 +11,7 @@ import numpy as np
 
 from w4gemm.choice.cost import waves
 from w4gemm.choice.cost.constants import SliceTimes
+from w4gemm.choice.cost.experts import even_rows
 from w4gemm.choice.cost.traffic import moved_us
 from w4gemm.choice.cost.waves import LaunchTimer
 from w4gemm.core.config import GemmConfig
@@ -33,7 +34,7 @@ would stay none."""
 
 
 class Launch(NamedTuple):
-    """One launch that was timed."""
+    """One launch that was timed, with experts that have equally many rows."""
 
     kernel: HopperKernel
     problem: GemmProblem
@@ -43,7 +44,7 @@ class Launch(NamedTuple):
     @classmethod
     def of(cls, kernel: HopperKernel, problem: GemmProblem, config: GemmConfig) -> Launch:
         facts = waves.Facts.of(kernel, problem)
-        return cls(kernel, problem, config, waves.launch_timer(facts, problem, config, moved_us(problem)))
+        return cls(kernel, problem, config, waves.launch_timer(facts, problem, config, moved_us(problem), even_rows))
 
     def us(self, times: SliceTimes) -> float:
         """Predicted microseconds."""

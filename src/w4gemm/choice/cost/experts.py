@@ -18,6 +18,9 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
 
+OverRouting = Callable[[GemmProblem, int, Callable[[float], float]], float]
+"""How the time of a launch of experts follows from its time by number of m tiles."""
+
 _MANY = 256
 """Most rows of an expert for which choices go by random rows. At 63 points of 16 to 192 rows (H200, 2026-11-26) the
 choice takes 1.02 of the fastest with random rows and 1.14 with even ones; by even rows from 33 on it would take 1.18
@@ -41,9 +44,15 @@ def over_routings(problem: GemmProblem, tile_m: int, us: Callable[[float], float
         us: the microseconds of the launch by its number of m tiles.
     """
     if problem.m > _MANY * problem.experts:
-        return us(gpu.m_tiles(problem, tile_m))
+        return even_rows(problem, tile_m, us)
     random, zipf = us(random_m_tiles(problem, tile_m)), us(_zipf_m_tiles(problem.m, problem.experts, tile_m))
     return float(random ** (1 - _ZIPF) * zipf**_ZIPF)
+
+
+def even_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
+    """Return the microseconds of a launch of experts that all have equally many rows, as timings of configs are taken.
+    Arguments are those of :func:`over_routings`."""
+    return us(gpu.m_tiles(problem, tile_m))
 
 
 def random_m_tiles(problem: GemmProblem, tile_m: int) -> float:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
 from w4gemm.choice.cost.decoding import decode_overhead, sums_overhead
-from w4gemm.choice.cost.experts import of_wide_tiles, over_routings, unevenness
+from w4gemm.choice.cost.experts import OverRouting, of_wide_tiles, over_routings, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
@@ -146,13 +146,14 @@ def _launch_timer(facts: Facts, problem: GemmProblem, config: GemmConfig, moved:
 
 
 def launch_timer(
-    facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer
+    facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer, over: OverRouting = over_routings
 ) -> Callable[[SliceTimes], LaunchTimer]:
     """Return what gives, for times of a config, the microseconds of one launch. The times are those of bf16 with int4
     weights and bf16 scales; other formats take longer to decode.
 
     Args:
         moved: :func:`moved_us` of the problem.
+        over: how the rows of experts are divided among them.
     """
     scale, model, ctas_per_sm = facts.scale, facts.constants.models["waves"], _resident(facts, config)
     gathered_us = 0.0
@@ -202,7 +203,7 @@ def launch_timer(
         def of_experts(m: int, operations: float) -> float:
             given = replace(problem, m=m)
             uneven = unevenness(given, rows) * of_wide_tiles(given, config)
-            return over_routings(given, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
+            return over(given, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
 
         return of_experts
 
