@@ -72,7 +72,7 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
 
     if format.endswith("-act") and "has_g_idx" not in MPLinearLayerConfig.__dataclass_fields__:
         pytest.skip("this vLLM has no act-order")
-    if format in ("quark-int4-g64", "quark-mxfp4") and not has_quark_integers():
+    if format == "quark-int4-g64" and not has_quark_integers():
         pytest.skip("this vLLM has no kernels for such layers")
     model = tiny(model_named("llama-3-8b"))
     write(model, Packing.parse(format), tmp_path)

@@ -4,8 +4,9 @@ They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a 
 chooses a kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights
 are loaded.
 
-For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) vLLM names Marlin without asking its list:
-:func:`replace_named_kernel` puts ours in its place.
+Two kinds of layers are of no list. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) vLLM names
+Marlin: :func:`replace_named_kernel` puts ours in its place. Layers in Quark's MXFP4 are only emulated by vLLM 0.26, with
+amd-quark: :func:`replace_emulation` has ours run them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.model_executor.kernels.linear import _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_NVFP4_KERNELS
-from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel
+from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel, MxFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.platforms import PlatformEnum, current_platform
@@ -32,6 +33,8 @@ from w4gemm.integrations.vllm.packed_layer import PackedLayer
 
 CONFIGS = ("compressed-tensors", "modelopt_fp4", "modelopt_mixed")
 """Names of vLLM's quantization configs for which it may name a kernel of NVFP4."""
+EMULATED = ("quark",)
+"""Of those for which it may emulate MXFP4."""
 
 _KIND = "linear layers of 4-bit floats"
 _WEIGHT_ONLY = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel")
@@ -47,6 +50,7 @@ def install() -> None:
         if ours not in possible:
             possible.insert(0, ours)
     add_hook(replace_named_kernel, CONFIGS)
+    add_hook(replace_emulation, EMULATED)
 
 
 def replace_named_kernel(method: Any, layer: Any) -> Any:
@@ -61,21 +65,42 @@ def replace_named_kernel(method: Any, layer: Any) -> Any:
         holder: Any
         for holder in (method, getattr(layer, "scheme", None)):
             named: Any = getattr(holder, "kernel", None)
-            if type(named).__name__ in _WEIGHT_ONLY and _may_replace(named):
+            if type(named).__name__ in _WEIGHT_ONLY and _may_run(W4GemmNvFp4LinearKernel, "nvfp4", named.config):
                 holder.kernel = W4GemmNvFp4LinearKernel(named.config, named)
 
     method.create_weights = create_weights
     return method
 
 
-def _may_replace(named: Any) -> bool:
-    ours = W4GemmNvFp4LinearKernel
+def replace_emulation(method: Any, layer: Any) -> Any:
+    """Return vLLM's method for a layer; one in MXFP4 that vLLM would emulate gets a scheme whose kernel is ours."""
+    scheme: Any = getattr(layer, "scheme", None)
+    if isinstance(method, LinearMethodBase) and type(scheme).__name__ == "QuarkOCP_MX":
+        emulated = getattr(scheme, "emulate", False) and not scheme.dynamic_mxfp4_quant
+        ours, config = scheme.weight_dtype == "mxfp4" and scheme.input_dtype != "fp8", MxFp4LinearLayerConfig()
+        if emulated and ours and _may_run(W4GemmMxFp4LinearKernel, "mxfp4", config):
+            layer.scheme = _PackedScheme(scheme, W4GemmMxFp4LinearKernel(config, scheme))
+    return method
+
+
+def _may_run(ours: Any, quantization: str, config: Any) -> bool:
+    """Whether a kernel of ours may run a layer whose kernels vLLM takes from no list."""
     if ours.__name__ in envs.VLLM_DISABLED_KERNELS:
         return False
-    if backend := takeover.linear_backend("nvfp4"):
+    if backend := takeover.linear_backend(quantization):
         takeover.refuse(_KIND, f"--linear-backend {backend} was asked for")
         return False
-    return ours.is_supported()[0] and ours.can_implement(named.config)[0]
+    return bool(ours.is_supported()[0] and ours.can_implement(config)[0])
+
+
+class _PackedScheme:
+    """A scheme of Quark's whose parameters vLLM makes and loads, and which a kernel of ours multiplies by."""
+
+    def __init__(self, scheme: Any, kernel: Any) -> None:
+        self.create_weights = scheme.create_weights
+        self.kernel = kernel
+        self.process_weights_after_loading = kernel.process_weights_after_loading
+        self.apply_weights = kernel.apply_weights
 
 
 class _Floats(Fallback):
