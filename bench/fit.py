@@ -136,6 +136,8 @@ def after(timings: Timings, known: dict[str, SliceTimes], how: How) -> dict[str,
         adjusted = {name: before.get(name) or estimated(name, timings.device) for name in timings.configs}
     kept = {name: times for name, times in adjusted.items() if name not in how.only} if how.only else how.kept
     times = fitted(timings, kept, adjusted, how.unknown)
+    if how.others_stay:
+        times = at_level(timings.points, times, adjusted, kept)
     if not adjusted and not kept:
         return times
     if how.only:
@@ -143,6 +145,20 @@ def after(timings: Timings, known: dict[str, SliceTimes], how: How) -> dict[str,
     if how.kept or how.others_stay:
         return before | times
     return plausible(carried(adjusted | before, times))
+
+
+def at_level(
+    points: Points, times: dict[str, SliceTimes], known: dict[str, SliceTimes], kept: dict[str, SliceTimes]
+) -> dict[str, SliceTimes]:
+    """The times, those that were fitted scaled alike, so that in the mean first choices are predicted to take as long
+    as with the known ones: what stays is compared with them, and one machine is some percent faster than another."""
+    logs = []
+    for configs in points.values():
+        first, before = ({c: launch.us(t[c]) for c, (launch, _) in configs.items()} for t in (times, known))
+        if (chosen := min(first, key=first.__getitem__)) not in kept:
+            logs.append(math.log(min(before.values()) / first[chosen]))
+    factor = math.exp(statistics.fmean(logs)) if logs else 1.0
+    return {c: t if c in kept else SliceTimes(*(factor * us for us in t)) for c, t in times.items()}
 
 
 def hold_out(rows: list[dict[str, Any]], known: dict[str, SliceTimes], how: How, parts: int) -> None:

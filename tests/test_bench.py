@@ -340,12 +340,15 @@ def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fit, "write", lambda target, times, *source, **how: written.update(times))
     known = {name: t for name, t in fit.constants.reference().configs.items() if "fp8" not in name}
     fit.main(["--adjust", "--others-stay", str(rows)])
-    assert written == known | {c: known[c]._replace(alone=known[c].alone * 2) for c in (one, two)}
+    assert {c: t for c, t in written.items() if t != known[c]}.keys() == {one, two}
+    for c in (one, two):  # the level stays, at which others are
+        assert written[c].alone / written[c].tile == pytest.approx(2 * known[c].alone / known[c].tile)
+        assert known[c].alone < written[c].alone < 1.3 * known[c].alone
     new = "sm90_mixed_gemm/136x128x128_1x1x1_coop"
     assert new not in known
     rows = rows_file(tmp_path / "more", {256: {one: 10.0, two: 11.0, new: 12.0}})
     fit.main(["--adjust", "--others-stay", str(rows), "--only", two])
-    assert written == known | {two: known[two]._replace(alone=known[two].alone * 2)}
+    assert written == known | {two: known[two]._replace(alone=known[two].alone * 2)}  # is no first choice
     for options, error in (
         (["--others-stay"], "--others-stay wants --adjust"),
         (["--adjust", "--only", two], "--only wants --adjust and --others-stay"),
