@@ -345,6 +345,26 @@ def test_with_one_set_of_sums_a_chunk_is_decoded_before_the_wait_for_the_one_bef
     assert sum(line.startswith("FFMA") for line in loop) == 2 * 160 // 2
 
 
+def test_no_epilogue_writes_over_sums_that_other_ctas_read():
+    """Sums of a split lie over the staging buffers if they fill more than x's stages. Two configs were wrong at times:
+    a CTA staged its results while another still read its sums. So all wait between reading and staging there, and at
+    the end elsewhere."""
+    kernel, p = kernel_named("sm90_fp8_gemm"), problem("int4_g128_e4m3", FP8, 512, epilogue=Epilogue(token_scale=True))
+    split = [config for config in kernel.configs(p) if config.split_k > 1 and config.tail is None]
+    reach = [config for config in split if kernel.any_variant(p).with_config(config).sums_reach_staging]
+    assert sorted(map(str, reach)) == ["168x192x128_1x1x1_coop_k2", "192x192x128_1x1x1_coop_k2"]
+    for config in (*reach, GemmConfig(160, 192, 128, split_k=2)):
+        text = disassemble(object_code(kernel.unit(p, config))).text
+        reads, waits, stages = (
+            [m.start() for m in re.finditer(name, text)] for name in ("LD.E.128 ", "UCGABAR_WAIT", "STSM")
+        )
+        assert max(reads) < min(stages)
+        if config in reach:
+            assert max(reads) < max(waits) < min(stages)
+        else:
+            assert max(waits) > max(stages)
+
+
 @pytest.mark.parametrize("kernel", ["sm90_mixed_gemm", "sm90_decode", "sm80_mixed_gemm", "sm90_fp8_gemm"])
 def test_more_experts_than_the_smaller_map(kernel):
     dtype, epilogue = (FP8, Epilogue(token_scale=True)) if kernel in FP8_KERNELS else (torch.bfloat16, PLAIN)

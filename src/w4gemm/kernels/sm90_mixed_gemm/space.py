@@ -71,8 +71,10 @@ def between(kept: dict[int, set[Beside]]) -> Iterator[Sizes]:
 
 
 def fits(v: Variant) -> bool:
-    """True if shared memory holds two stages, and the sums that lie over the drained pipeline."""
-    return v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes
+    """True if shared memory holds two stages, and the sums that lie over the drained pipeline. Those of several k sets
+    must not lie over the staging buffers, which the first warps of the first set write to while others read sums."""
+    over_staging = v.k_sets > 1 and v.sums_reach_staging
+    return v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes and not over_staging
 
 
 def experts_between(kept: dict[int, set[Beside]]) -> Rule:

@@ -250,6 +250,12 @@ class Variant(WarpsVariant):
             return 0
         return (self.k_sets - 1 + (self.config.split_k > 1)) * self.accumulator_bytes
 
+    @property
+    def sums_reach_staging(self) -> bool:
+        """True if these accumulators fill more than the drained pipeline's memory of x: they lie over the epilogue's
+        staging buffers too, which come next, and over weights behind them."""
+        return self.reduction_bytes > self.stages * self.x_bytes
+
     @functools.cached_property
     def stages(self) -> int:
         """Number of stages: as many as there is room for, at most eight."""

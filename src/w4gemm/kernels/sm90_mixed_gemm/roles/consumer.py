@@ -259,11 +259,14 @@ class Consumer:
             d, operands = first_rows(d, end), operands_until(operands, end)
         if k_set == 0:
             first, mine = reduction.sum(flat, partials, consumer.cta_rank)
+            if const_expr(variant.sums_reach_staging):
+                self.scheduler.cluster_barrier()  # no CTA reads what the epilogue writes over
             if mine:
                 share = cute.make_tensor(flat.iterator, cute.make_layout(variant.stored_tokens // 2))
                 tile = OutputTile(Output(d, operands), coord._replace(token=coord.token + first))
                 self.store_tile(share, tile, memory, consumer.warpgroup)
-        self.scheduler.cluster_barrier()  # the other CTAs have read this CTA's partials
+        if const_expr(not variant.sums_reach_staging):
+            self.scheduler.cluster_barrier()  # the other CTAs have read this CTA's partials
 
     @cute.jit
     def store_tile(
