@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.drawn.points import draw
+from bench.drawn.points import MOST_TOKENS, draw
 from bench.options import command, typed
 from bench.rows import FACTS, read
 from bench.shapes import parse_layers
@@ -67,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=1, help="of --drawn (default: %(default)s)")
     parser.add_argument(
+        "--drawn-m",
+        type=typed(token_range),
+        default=(1, MOST_TOKENS),
+        metavar="LEAST..MOST",
+        help=f"ragged m of --drawn, one in each quarter of this range's logarithm (default: 1..{MOST_TOKENS})",
+    )
+    parser.add_argument(
         "--configs", type=positive, default=8, help="of each product, best guess first (default: %(default)s)"
     )
     parser.add_argument(
@@ -106,12 +113,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{args.out}: {count} timings")
 
 
+def token_range(text: str) -> tuple[int, int]:
+    """Read a range of m like 17..333.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    least, dots, most = text.partition("..")
+    if not (dots and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ValueError(f"wanted a range of tokens like 17..333, got {text!r}")
+    return int(least), int(most)
+
+
 def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list[str]]:
     """The products to time, those of one weight in a row, with their configs as ``"<kernel>/<config>"``."""
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     rest = format, layout_for(device, format, dtype), Epilogue(token_scale=dtype == torch.float8_e4m3fn), device
     if args.drawn:
-        points = [(layer.n, layer.k, m) for layer in draw(args.seed, args.drawn) for m in layer.tokens]
+        points = [(layer.n, layer.k, m) for layer in draw(args.seed, args.drawn, *args.drawn_m) for m in layer.tokens]
     else:
         tokens = sorted({choice.representative(m) for m in parse_tokens(args.m)})
         points = [(n, k, m) for (n, k), m in itertools.product(args.shapes, tokens)]

@@ -287,6 +287,13 @@ def test_a_sweep_leaves_out_what_is_predicted_to_be_slow():
     assert 1 == len(names) < sum(time <= 1.1 * min(us.values()) for time in us.values()) < 16
 
 
+def test_a_range_of_drawn_tokens():
+    assert sweep.token_range("17..333") == (17, 333) and sweep.token_range("8..8") == (8, 8)
+    for wrong in ("17", "0..5", "9..8", "a..b", "1..2..3"):
+        with pytest.raises(ValueError, match=re.escape(f"wanted a range of tokens like 17..333, got {wrong!r}")):
+            sweep.token_range(wrong)
+
+
 def test_a_sweep_goes_on_without_what_cannot_be_compiled(capsys, monkeypatch):
     def refuse(*_):
         raise OSError("no more processes")

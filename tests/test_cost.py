@@ -268,7 +268,7 @@ def test_a_choice_for_experts_goes_by_random_and_by_zipf_rows():
 
 
 def test_an_expert_with_two_tiles_makes_no_second_wave():
-    """On an H200, tiles of 8 x 256: 112 us with Zipf rows, 62 with even ones, since 128 CTAs are one wave and 144 two."""
+    """On an H200, tiles of 8 x 256: 112 us with Zipf rows, 62 with even ones: 128 CTAs are one wave, 144 are two."""
     problem = problem_of("sm90_mixed_gemm", 4 * 8, n=4096, k=14336, experts=8)
     assert choice.decide(problem).config.tile_m == 16
 

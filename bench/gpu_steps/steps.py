@@ -80,18 +80,31 @@ STEPS = (
         gpus=2,
         needs=("transformers",),
     ),
-    # layers that nobody tuned
+    # layers that nobody tuned, and what their choices are fitted to
+    Step(
+        "unknown-h100",
+        "python -m bench.unknown --every 4 --configs 10 --seconds 150 --out {rows}",
+        500,
+        "unknown_h100.jsonl",
+        "docs/measured/choice.md#65-to-3000-tokens-of-48-more-layers-2026-11-26",
+        gpu="H100",
+        alone=True,
+    ),
     *(
         Step(
-            f"unknown-{gpu.lower()}",
-            "python -m bench.unknown --every 4 --configs 8 --seconds 150 --out {rows}",
-            500,
+            f"sweep-w4a8-{name}",
+            "python -m bench.sweep --drawn 30 --seed 41 --drawn-m 17..333 --configs 14 --within 1.16 --dtype float8_e4m3fn "
+            f"--format {format} --seconds 150 --out {{rows}}",
+            240,
             rows,
-            "docs/measured/choice.md#other-drawn-layers-2026-11-24",
-            gpu=gpu,
+            "docs/measured/choice.md#wider-tiles-long-slices-and-experts-tiles-2026-11-26",
+            cores=16,
             alone=True,
         )
-        for gpu, rows in (("H200", "unknown.jsonl"), ("H100", "unknown_h100.jsonl"))
+        for name, format, rows in (
+            ("exact", "int4_g128", "configs_fp8_21.jsonl"),
+            ("folded", "int4_g128_e4m3", "configs_fp8_22.jsonl"),
+        )
     ),
     # what bounds products of few tokens
     Step(
@@ -137,6 +150,11 @@ STEPS = (
                 500,
             ),
             (
+                "quark",
+                "--model llama-3-8b=quark-nvfp4 qwen3-30b-a3b=quark-mxfp4 --impl default w4gemm --at-once 2",
+                400,
+            ),
+            (
                 "formats",
                 "--layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --at-once 3 --model "
                 "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
@@ -165,15 +183,27 @@ STEPS = (
     ),
     # products, layers and models beside others
     Step(
-        "fp4-experts",
-        "python -m bench.grouped --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes fp4-moe "
-        "--tokens 1,16,64,128,512 --routing balanced,zipf --seconds 360 --out {rows}",
+        "fp4",
+        "python -m bench.run --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --out {rows}",
         400,
-        "grouped_fp4.jsonl",
-        "bench/results/README.md#benchmarks",
+        "fp4.jsonl",
+        "docs/measured/peers.md#mxfp4-and-nvfp4-four-layers",
         cores=16,
         needs=PEERS,
         alone=True,
+        gpu="H200",
+    ),
+    Step(
+        "fp4-experts-h100",
+        "python -m bench.grouped --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes fp4-moe "
+        "--tokens 1,16,64,128,512 --routing balanced,zipf --seconds 360 --out {rows}",
+        400,
+        "grouped_fp4_h100.jsonl",
+        "docs/measured/peers.md#experts-in-mxfp4-and-nvfp4",
+        cores=16,
+        needs=PEERS,
+        alone=True,
+        gpu="H100",
     ),
     Step(
         "fp4-h100",

@@ -5,7 +5,7 @@ chooses a kernel before it says a layer's sizes: a layer that none of ours runs 
 are loaded.
 
 Two kinds of layers are of no list. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) vLLM names
-Marlin: :func:`replace_named_kernel` puts ours in its place. Layers in Quark's MXFP4 are only emulated by vLLM 0.26, with
+Marlin: :func:`replace_named_kernel` puts ours in its place. Layers in Quark's MXFP4 vLLM 0.26 only emulates, by
 amd-quark: :func:`replace_emulation` has ours run them.
 """
 
