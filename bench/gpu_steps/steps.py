@@ -93,8 +93,8 @@ STEPS = (
     *(
         Step(
             f"sweep-w4a8-{name}",
-            "python -m bench.sweep --drawn 30 --seed 41 --drawn-m 17..333 --configs 14 --within 1.16 --dtype float8_e4m3fn "
-            f"--format {format} --seconds 150 --out {{rows}}",
+            "python -m bench.sweep --drawn 30 --seed 41 --drawn-m 17..333 --configs 14 --within 1.16 "
+            f"--dtype float8_e4m3fn --format {format} --seconds 150 --out {{rows}}",
             240,
             rows,
             "docs/measured/choice.md#wider-tiles-long-slices-and-experts-tiles-2026-11-26",
