@@ -509,6 +509,14 @@ FAULTS = (
         gpu=True,
     ),
     Fault(
+        "a CTA stages results over sums that another still reads",
+        _SM90 + "consumer.py",
+        "            if const_expr(variant.sums_reach_staging):\n"
+        "                self.scheduler.cluster_barrier()  # no CTA reads what the epilogue writes over\n",
+        "",
+        "tests/test_sass.py -k no_epilogue_writes_over",
+    ),
+    Fault(
         "k blocks that do not divide among the warps are lost",
         "src/w4gemm/kernels/sm90_decode/kernel.py",
         "k_blocks_per_warp = (end - first + variant.warps - 1) // variant.warps",
