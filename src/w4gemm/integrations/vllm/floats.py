@@ -34,7 +34,7 @@ from w4gemm.integrations.vllm.packed_layer import PackedLayer
 CONFIGS = ("compressed-tensors", "modelopt_fp4", "modelopt_mixed")
 """Names of vLLM's quantization configs for which it may name a kernel of NVFP4."""
 EMULATED = ("quark",)
-"""Of those for which it may emulate MXFP4."""
+"""Names of configs for which it may emulate MXFP4."""
 
 _KIND = "linear layers of 4-bit floats"
 _WEIGHT_ONLY = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel")
