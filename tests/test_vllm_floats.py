@@ -160,6 +160,62 @@ def test_a_layer_that_cannot_be_packed_runs_on_the_kernel_that_vllm_named(floats
     assert type(kernel.vllm_kernel).__name__ == "MarlinNvFp4LinearKernel" and layer.runs_on_vllm
 
 
+class QuarkOCP_MX:
+    """Quark's scheme as vLLM 0.26 has it where it emulates: no kernel runs its layers."""
+
+    def __init__(self, **changed: Any) -> None:
+        vars(self).update(
+            {"emulate": True, "dynamic_mxfp4_quant": False, "weight_dtype": "mxfp4", "input_dtype": "mxfp4"}
+        )
+        vars(self).update(changed)
+        self.made: list[Any] = []
+
+    def create_weights(self, layer: Any, **sizes: Any) -> None:
+        self.made.append((layer, sizes))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.is_emulated = True
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return x + 1
+
+
+def of_quark(floats: ModuleType, scheme: Any) -> tuple[Any, Any]:
+    """A layer in Quark's MXFP4 with the scheme that it gets for vLLM's, and the weight that it is."""
+    from vllm.model_executor.layers.linear import LinearMethodBase
+
+    layer, w = loaded("mxfp4")
+    layer.scheme, method = scheme, LinearMethodBase()
+    assert floats.replace_emulation(method, layer) is method
+    return layer, w
+
+
+def test_a_layer_that_vllm_emulates_gets_our_kernel(floats: ModuleType) -> None:
+    scheme = QuarkOCP_MX()
+    layer, w = of_quark(floats, scheme)
+    layer.scheme.create_weights(layer, input_size=K)
+    assert scheme.made == [(layer, {"input_size": K})]
+    layer.scheme.process_weights_after_loading(layer)
+    x, bias = torch.randn(3, K, dtype=torch.bfloat16), torch.randn(N, dtype=torch.bfloat16)
+    assert torch.equal(layer.scheme.apply_weights(layer, x, bias=bias), w4gemm.linear(x, w, bias=bias))
+
+
+def test_a_layer_that_vllm_emulates_and_we_cannot_pack_is_emulated(floats: ModuleType) -> None:
+    layer, _ = of_quark(floats, QuarkOCP_MX())
+    layer.weight_scale.data[0, 0] = 255  # NaN
+    layer.scheme.process_weights_after_loading(layer)
+    assert layer.is_emulated and torch.equal(layer.scheme.apply_weights(layer, torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"emulate": False}, {"dynamic_mxfp4_quant": True}, {"weight_dtype": "mxfp6_e3m2"}, {"input_dtype": "fp8"}],
+)
+def test_other_schemes_of_quark_stay(floats: ModuleType, changed: dict[str, Any]) -> None:
+    scheme = QuarkOCP_MX(**changed)
+    assert of_quark(floats, scheme)[0].scheme is scheme
+
+
 @pytest.mark.parametrize(
     ("backend", "own", "disabled", "said"),
     [
