@@ -48,6 +48,8 @@ CHECKPOINTS = [
     ("llama-3-8b", "quark-int4-g128"),
     ("qwen3-30b-a3b", "quark-nvfp4"),
     ("qwen2.5-32b", "quark-mxfp4"),
+    ("llama-3-8b", "auto-round-int4-g128"),
+    ("qwen3-30b-a3b", "auto-round-mxfp4"),
 ]
 
 
@@ -60,6 +62,7 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
     assert ("lm_head" in checkpoint.modules) == (packing.option == "head") and checkpoint.modules
     wanted = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
     wanted |= {"quark-mxfp4": "e2m1_g32_e8m0", "quark-int4-g128": "int4_g128"}
+    wanted |= {"auto-round-mxfp4": "e2m1_g32_e8m0", "auto-round-int4-g128": "int4_g128"}
     if format in wanted:  # as the plugin packs it
         assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {wanted[format]}
     for module_name, module in checkpoint.modules.items():

@@ -30,6 +30,7 @@ vllm_sources.install(os.environ["VLLM_SOURCES"].split(os.pathsep))
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 CONFIGS = {
     "gptq": "auto_gptq",
+    "auto-round": "inc",
     "awq": "auto_awq",
     "compressed-tensors": "compressed-tensors",
     "modelopt": "modelopt_fp4",
@@ -38,6 +39,7 @@ FORMATS = {
     "gptq-int4-g64": ("W4GemmLinearKernel", 0.004),
     "gptq-int4-g64-act": ("W4GemmLinearKernel", 0.004),
     "gptq-int4-g64-head": ("W4GemmLinearKernel", 0.004),
+    "auto-round-int4-g64": ("W4GemmLinearKernel", 0.004),
     "awq-int4-g64": ("W4GemmLinearKernel", 0.004),
     "ct-int4-g32": ("W4GemmLinearKernel", 0.004),
     "ct-int4-g128-fp8": ("W4GemmLinearKernel", 0.06),
@@ -49,9 +51,14 @@ FORMATS = {
     "quark-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
     "quark-mxfp4": ("W4GemmMxFp4LinearKernel", 0.004),
     "quark-int4-g64": ("W4GemmLinearKernel", 0.004),
+    "auto-round-mxfp4": ("W4GemmMxFp4LinearKernel", 0.004),
 }
 """The kernel that vLLM must choose, and the largest relative error: of rounding x and the result to bf16, and for fp8
 activations of rounding x and folding scales into weights."""
+
+
+SINCE_0_33 = ("quark-int4-g64", "auto-round-mxfp4")
+"""Formats that vLLM 0.26 does not load."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +79,7 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
 
     if format.endswith("-act") and "has_g_idx" not in MPLinearLayerConfig.__dataclass_fields__:
         pytest.skip("this vLLM has no act-order")
-    if format == "quark-int4-g64" and not has_quark_integers():
+    if format in SINCE_0_33 and not has_quark_integers():
         pytest.skip("this vLLM has no kernels for such layers")
     model = tiny(model_named("llama-3-8b"))
     write(model, Packing.parse(format), tmp_path)
@@ -107,6 +114,8 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
 def kernel_of(layer: Any) -> str:
     """Name of the kernel that vLLM chose for a layer."""
     holders = [getattr(layer, name, None) for name in ("quant_method", "scheme")]
+    scheme = getattr(holders[0], "scheme", None)  # of AutoRound, whose method of integers has another name in 0.33
+    holders += [scheme, *(getattr(scheme, name, None) for name in ("inner_method", "linear_method"))]
     found = (getattr(holder, name, None) for name in ("kernel", "ocp_mx_linear") for holder in holders)
     return type(next(filter(None, found))).__name__
 
@@ -198,6 +207,7 @@ def reloading(layer: Any) -> Callable[[Callable[[], Any]], None]:
 
 EXPERTS = {
     "gptq-int4-g64": 0.008,
+    "auto-round-int4-g64": 0.008,
     "awq-int4-g64": 0.008,
     "ct-int4-g64": 0.008,
     "ct-int4-g128-fp8": 0.1,
@@ -209,6 +219,7 @@ EXPERTS = {
     "quark-nvfp4": 0.008,
     "quark-mxfp4": 0.008,
     "quark-int4-g64": 0.008,
+    "auto-round-mxfp4": 0.008,
 }
 """Largest relative error: of rounding x, what lies between the products, and the result."""
 _PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
@@ -217,7 +228,7 @@ _PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj
 
 @pytest.mark.parametrize("format", EXPERTS)
 def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
-    if format == "quark-int4-g64" and not has_quark_integers():
+    if format in SINCE_0_33 and not has_quark_integers():
         pytest.skip("this vLLM has no such experts")
     model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
     write(model, Packing.parse(format), tmp_path)

@@ -53,7 +53,7 @@ _FLOATS = {
     for method, element, option in (
         *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", "")),
         *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16")),
-        *(("quark", "nvfp4", ""), ("quark", "mxfp4", "")),
+        *(("quark", "nvfp4", ""), ("quark", "mxfp4", ""), ("auto-round", "mxfp4", "")),
     )
 }
 """Method, element and option of formats of 4-bit floats, by name."""
@@ -70,7 +70,7 @@ class Packing:
             wants 16-bit activations.
     """
 
-    method: Literal["gptq", "awq", "ct", "modelopt", "quark", "mxfp4", "bf16"]
+    method: Literal["gptq", "auto-round", "awq", "ct", "modelopt", "quark", "mxfp4", "bf16"]
     group_size: int = 0
     element: Literal["int4", "nvfp4", "mxfp4"] = "int4"
     option: Literal["", "fp8", "act", "head", "a16"] = ""
@@ -87,12 +87,12 @@ class Packing:
         if text in _FLOATS:
             method, element, option = _FLOATS[text]
             return cls(method, 16 if element == "nvfp4" else 32, element, option)  # type: ignore[arg-type]
-        found = re.fullmatch(rf"(gptq|awq|ct|quark)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
+        found = re.fullmatch(rf"(gptq|auto-round|awq|ct|quark)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
         if not found or (found[3] and found[1] != _OPTIONS[found[3]]):
             options = ", ".join(f"{method}-int4-g128-{option}" for option, method in _OPTIONS.items())
             raise ValueError(
-                f"format: wanted gptq-int4-g128, awq-int4-g128, ct-int4-g128, quark-int4-g128, {options} (or g32, "
-                f"g64), {', '.join(_FLOATS)}, mxfp4 or bf16, got {text!r}"
+                "format: wanted gptq-int4-g128, auto-round-int4-g128, awq-int4-g128, ct-int4-g128, quark-int4-g128, "
+                f"{options} (or g32, g64), {', '.join(_FLOATS)}, mxfp4 or bf16, got {text!r}"
             )
         return cls(found[1], int(found[2]), option=found[3] or "")  # type: ignore[arg-type]
 
@@ -123,6 +123,15 @@ class Packing:
             config = {"quant_method": "gptq", "bits": 4, "group_size": self.group_size, "sym": True}
             config |= {"desc_act": self.option == "act", "lm_head": self.option == "head"}
             return {**config, "modules_in_block_to_quantize": [list(dict.fromkeys(quantized))]}
+        if self.method == "auto-round":
+            kind = {"packing_format": "auto_round:auto_gptq", "data_type": "int"}
+            if self.element == "mxfp4":
+                kind = {"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp", "act_bits": 4}
+                kind |= {"act_data_type": "mx_fp", "act_group_size": 32, "act_dynamic": True}
+            config = {"quant_method": "auto-round", **kind, "bits": 4, "group_size": self.group_size, "sym": True}
+            config |= {"block_name_to_quantize": "model.layers"}
+            names = [f"model.layers.{i}.{name}" for i in range(model.layers) for name in dense]
+            return {**config, "extra_config": {name: {"bits": 16, "data_type": "float"} for name in names}}
         if self.method == "awq":
             config = {"quant_method": "awq", "bits": 4, "group_size": self.group_size, "zero_point": True}
             return {**config, "version": "gemm", "modules_to_not_convert": ["lm_head", *dense]}
@@ -188,7 +197,7 @@ class Packing:
             yield Tensor(module.name, dtype, module.shape, numbers)
 
     def _quantized(self, module: Matrix) -> Iterator[Tensor]:
-        if self.method == "gptq":
+        if self.method == "gptq" or (self.method == "auto-round" and self.element == "int4"):
             return _gptq(module, self.group_size, act_order=self.option == "act")
         if self.method == "awq":
             return _awq(module, self.group_size)
@@ -236,8 +245,8 @@ def _floats(module: Matrix, packing: Packing) -> Iterator[Tensor]:
     that an engine fuses; or MXFP4."""
     name, n, k = module.name, module.n, module.k
     groups, scale = (n, k // packing.group_size), module.gain * k**-0.5 / _RMS["e2m1"]
-    divides = packing.method == "ct"
-    yield Tensor(f"{name}.weight{'_packed' * divides}", torch.uint8, (n, k // 2), Numbers("codes"))
+    divides, packed = packing.method == "ct", packing.method in ("ct", "auto-round")
+    yield Tensor(f"{name}.weight{'_packed' * packed}", torch.uint8, (n, k // 2), Numbers("codes"))
     if packing.element == "mxfp4":
         exponent = 127 + round(math.log2(scale))
         yield Tensor(f"{name}.weight_scale", torch.uint8, groups, Numbers("exponents", exponent))

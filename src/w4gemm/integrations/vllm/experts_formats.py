@@ -172,12 +172,17 @@ def _floats(named: str, layer: Any) -> Settings:
     return Settings(group_size, refused=straddle, named=named)
 
 
-def _quark_mx(method: Any, layer: Any) -> Settings:
+def _mxfp4_in_halves(method: Any, layer: Any) -> Settings:
     settings = _mxfp4(method, layer)
-    if method.weight_dtype != "mxfp4":
-        return settings._replace(refused=f"they are in {method.weight_dtype}")
     if in_pairs(layer.moe_config):
         return settings._replace(refused="the order of their gates and ups is not known")
+    return settings
+
+
+def _quark_mx(method: Any, layer: Any) -> Settings:
+    settings = _mxfp4_in_halves(method, layer)
+    if method.weight_dtype != "mxfp4":
+        return settings._replace(refused=f"they are in {method.weight_dtype}")
     return settings
 
 
@@ -201,6 +206,7 @@ FORMATS: Mapping[str, ExpertsFormat] = {
     "CompressedTensorsW4A8Fp8MoEMethod": ExpertsFormat(_compressed_tensors_fp8, *_COMPRESSED),
     "GptOssMxfp4MoEMethod": ExpertsFormat(_mxfp4, "weight", "weight_scale", "", biases=True),
     "CompressedTensorsW4A4Mxfp4MoEMethod": ExpertsFormat(_mxfp4, "weight_packed", "weight_scale", ""),
+    "INCMxfp4MoEMethod": ExpertsFormat(_mxfp4_in_halves, "weight_packed", "weight_scale", ""),  # of AutoRound
     "CompressedTensorsW4A4Nvfp4MoEMethod": ExpertsFormat(
         _nvfp4, "weight_packed", "weight_scale", "", factors="weight_global_scale", divides=True
     ),

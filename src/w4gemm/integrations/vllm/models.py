@@ -15,6 +15,7 @@ import torch
 from w4gemm.checkpoints import (
     Checkpoint,
     Module,
+    auto_round,
     awq,
     compressed_tensors,
     find_checkpoint,
@@ -29,8 +30,11 @@ from w4gemm.integrations.engines.weights import SCALES
 from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
 from w4gemm.integrations.vllm.takeover import VLLM
 
-FORMATS = (gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT, quark.FORMAT)
-"""Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4."""
+FORMATS = (
+    *(gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT, quark.FORMAT),
+    auto_round.FORMAT,
+)
+"""Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4, of AutoRound's floats those in MXFP4."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -92,6 +96,8 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
             continue  # left to vLLM
         if found.format == quark.FORMAT and activations and not module.experts:
             continue  # for which vLLM has no list of kernels
+        if found.format == auto_round.FORMAT and format.scale != "e8m0":
+            continue  # which vLLM does not load
         if format.element == "int4":
             if found.format == modelopt.FORMAT:
                 continue  # which vLLM does not load
