@@ -65,11 +65,23 @@ def test_parameters_of_a_functional_call():
     torch.testing.assert_close(got, wanted)
 
 
-def test_half_precision():
-    w = quantize(torch.randn(N, K), "int4_g32").repack()
-    got = grad(lambda x: w4gemm.linear(x, w).float().sum())(X.bfloat16())
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda layer, x: grad(lambda x: layer(x).float().sum())(x),
+        lambda layer, x: vmap(layer)(x),
+        lambda layer, x: jvp(layer, (x,), (x.flip(0),))[1],
+        lambda layer, x: vmap(jvp, in_dims=(None, 0, 0))(layer, (x,), (x.flip(0),))[1],
+    ],
+    ids=["grad", "vmap", "jvp", "vmap of jvp"],
+)
+def test_half_precision(transformed, device):
+    w, x = quantize(torch.randn(N, K), "int4_g32").to(device).repack(), X.bfloat16().to(device)
+    dense = w.dequantize().to(device)
+    got = transformed(lambda x: w4gemm.linear(x, w), x)
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), w.dequantize().sum(0).expand(5, K), rtol=2e-2, atol=2e-2)
+    wanted = transformed(lambda x: torch.nn.functional.linear(x, dense), x.float())
+    torch.testing.assert_close(got.float(), wanted, rtol=2e-2, atol=6e-2)
 
 
 def test_dual_numbers():
