@@ -19,7 +19,7 @@ from w4gemm.choice import cost, explain
 from w4gemm.choice.choose import resolve_gather
 from w4gemm.choice.cost import constants, predicted_us, ranked
 from w4gemm.choice.cost.constants import Scale
-from w4gemm.choice.cost.experts import of_wide_tiles, over_routings, random_m_tiles, unevenness
+from w4gemm.choice.cost.experts import of_wide_tiles, random_and_zipf_rows, random_m_tiles, unevenness
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -261,10 +261,10 @@ def test_a_choice_for_experts_goes_by_random_and_by_zipf_rows():
     """12, 6, 4, 3, 2, 2, 2 and 1 rows make nine tiles of eight, where even rows make eight."""
     problem = problem_of("sm90_mixed_gemm", 4 * 8, experts=8)
     asked: list[float] = []
-    mean = over_routings(problem, 8, lambda m_tiles: asked.append(m_tiles) or 10.0 * len(asked))
+    mean = random_and_zipf_rows(problem, 8, lambda m_tiles: asked.append(m_tiles) or 10.0 * len(asked))
     assert asked == [pytest.approx(8.1, abs=0.2), 9]
     assert mean == pytest.approx(10**0.6 * 20**0.4)
-    assert over_routings(replace(problem, m=257 * 8), 256, lambda m_tiles: m_tiles) == 16  # even rows, of many
+    assert random_and_zipf_rows(replace(problem, m=257 * 8), 256, lambda m_tiles: m_tiles) == 16  # even rows, of many
 
 
 def test_an_expert_with_two_tiles_makes_no_second_wave():

@@ -79,7 +79,7 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
 
     if format.endswith("-act") and "has_g_idx" not in MPLinearLayerConfig.__dataclass_fields__:
         pytest.skip("this vLLM has no act-order")
-    if format in SINCE_0_33 and not has_quark_integers():
+    if not loads(format):
         pytest.skip("this vLLM has no kernels for such layers")
     model = tiny(model_named("llama-3-8b"))
     write(model, Packing.parse(format), tmp_path)
@@ -228,7 +228,7 @@ _PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj
 
 @pytest.mark.parametrize("format", EXPERTS)
 def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
-    if format in SINCE_0_33 and not has_quark_integers():
+    if not loads(format):
         pytest.skip("this vLLM has no such experts")
     model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
     write(model, Packing.parse(format), tmp_path)
@@ -239,10 +239,11 @@ def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, t
     check_experts(layer, tmp_path, prefix, EXPERTS[format])
 
 
-def has_quark_integers() -> bool:
+def loads(format: str) -> bool:
+    """True if this vLLM loads checkpoints of a format."""
     from vllm.model_executor.layers.quantization.quark import quark_moe
 
-    return hasattr(quark_moe, "QuarkW4A16Int4MoEMethod")
+    return format not in SINCE_0_33 or hasattr(quark_moe, "QuarkW4A16Int4MoEMethod")
 
 
 def fill_experts(layer: Any, folder: Path, prefix: str) -> None:

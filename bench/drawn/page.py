@@ -33,7 +33,7 @@ _WHAT = (
 )
 _TERMS = (
     "Ratio: best peer's time / w4gemm's time; above 1 w4gemm is faster. Means are geometric.",
-    "Regret: time of the first choice / time of the fastest of w4gemm's {configs} best guesses.",
+    "Regret: time of the first choice / time of the fastest of up to {configs} of w4gemm's best guesses.",
 )
 _METHOD = (
     "Layers were drawn at random from the sizes of real models and of their shards, each at four ragged m, one in each "

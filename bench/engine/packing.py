@@ -64,7 +64,7 @@ class Packing:
     """Format of a checkpoint.
 
     Attributes:
-        element: of the weights; 4-bit floats of compressed-tensors, ModelOpt and Quark have a group size of their own.
+        element: of the weights; 4-bit floats have a group size of their own.
         option: "fp8" if the engine quantizes activations to e4m3 for each token, as compressed-tensors' W4AFP8 wants;
             "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits; "a16" for NVFP4 whose config
             wants 16-bit activations.
@@ -123,15 +123,6 @@ class Packing:
             config = {"quant_method": "gptq", "bits": 4, "group_size": self.group_size, "sym": True}
             config |= {"desc_act": self.option == "act", "lm_head": self.option == "head"}
             return {**config, "modules_in_block_to_quantize": [list(dict.fromkeys(quantized))]}
-        if self.method == "auto-round":
-            kind = {"packing_format": "auto_round:auto_gptq", "data_type": "int"}
-            if self.element == "mxfp4":
-                kind = {"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp", "act_bits": 4}
-                kind |= {"act_data_type": "mx_fp", "act_group_size": 32, "act_dynamic": True}
-            config = {"quant_method": "auto-round", **kind, "bits": 4, "group_size": self.group_size, "sym": True}
-            config |= {"block_name_to_quantize": "model.layers"}
-            names = [f"model.layers.{i}.{name}" for i in range(model.layers) for name in dense]
-            return {**config, "extra_config": {name: {"bits": 16, "data_type": "float"} for name in names}}
         if self.method == "awq":
             config = {"quant_method": "awq", "bits": 4, "group_size": self.group_size, "zero_point": True}
             return {**config, "version": "gemm", "modules_to_not_convert": ["lm_head", *dense]}
@@ -139,9 +130,19 @@ class Packing:
             algorithm = "W4A16_NVFP4" if self.option == "a16" else "NVFP4"
             config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": self.group_size}
             return {**config, "kv_cache_quant_algo": None, "ignore": ["lm_head", *(f"*{name}" for name in dense)]}
-        if self.method == "quark":
-            return self._quark([f"model.layers.{i}.{name}" for i in range(model.layers) for name in dense])
+        if self.method in ("auto-round", "quark"):
+            names = [f"model.layers.{i}.{name}" for i in range(model.layers) for name in dense]
+            return self._quark(names) if self.method == "quark" else self._auto_round(names)
         return self._compressed_tensors(dense)
+
+    def _auto_round(self, dense: list[str]) -> dict[str, Any]:
+        kind = {"packing_format": "auto_round:auto_gptq", "data_type": "int"}
+        if self.element == "mxfp4":
+            kind = {"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp", "act_bits": 4}
+            kind |= {"act_data_type": "mx_fp", "act_group_size": 32, "act_dynamic": True}
+        config = {"quant_method": "auto-round", **kind, "bits": 4, "group_size": self.group_size, "sym": True}
+        config |= {"block_name_to_quantize": "model.layers"}
+        return {**config, "extra_config": {name: {"bits": 16, "data_type": "float"} for name in dense}}
 
     def _quark(self, dense: list[str]) -> dict[str, Any]:
         group = {"qscheme": "per_group", "ch_axis": -1, "group_size": self.group_size, "is_dynamic": False}

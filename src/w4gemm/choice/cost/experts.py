@@ -18,8 +18,8 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
 
-OverRouting = Callable[[GemmProblem, int, Callable[[float], float]], float]
-"""How the time of a launch of experts follows from its time by number of m tiles."""
+Division = Callable[[GemmProblem, int, Callable[[float], float]], float]
+"""How rows are divided among experts: gives the microseconds of a launch, from those by its number of m tiles."""
 
 _MANY = 256
 """Most rows of an expert for which choices go by random rows. At 63 points of 16 to 192 rows (H200, 2026-11-26) the
@@ -36,9 +36,9 @@ H200 (2026-11-24, bench/results/grouped_configs_2.jsonl) 0.97 to 1.05 with 512 r
 points. First choice over fastest there: 1.018 without this factor, 1.006 with it."""
 
 
-def over_routings(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
-    """Return the microseconds of a launch of experts, whichever of them its rows choose: the weighted geometric mean of
-    its times with random and with Zipf rows, of up to 256 rows of an expert; of more, its time with even rows.
+def random_and_zipf_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
+    """Return the microseconds of a launch of experts: up to 256 rows of an expert the weighted geometric mean of its
+    times with random and with Zipf rows, beyond its time with even ones.
 
     Args:
         us: the microseconds of the launch by its number of m tiles.
@@ -51,7 +51,7 @@ def over_routings(problem: GemmProblem, tile_m: int, us: Callable[[float], float
 
 def even_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
     """Return the microseconds of a launch of experts that all have equally many rows, as timings of configs are taken.
-    Arguments are those of :func:`over_routings`."""
+    Arguments are those of :func:`random_and_zipf_rows`."""
     return us(gpu.m_tiles(problem, tile_m))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import constants_for, scale_of
 from w4gemm.choice.cost.decoding import decode_overhead
-from w4gemm.choice.cost.experts import over_routings
+from w4gemm.choice.cost.experts import random_and_zipf_rows
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
@@ -61,7 +61,9 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
 
         if not problem.experts:
             return lambda m: of_tiles(m, -(-m // config.tile_m))
-        return lambda m: over_routings(replace(problem, m=m), config.tile_m, lambda m_tiles: of_tiles(m, m_tiles))
+        return lambda m: random_and_zipf_rows(
+            replace(problem, m=m), config.tile_m, lambda m_tiles: of_tiles(m, m_tiles)
+        )
 
     return timer
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
 from w4gemm.choice.cost.decoding import decode_overhead, sums_overhead
-from w4gemm.choice.cost.experts import OverRouting, of_wide_tiles, over_routings, unevenness
+from w4gemm.choice.cost.experts import Division, of_wide_tiles, random_and_zipf_rows, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
@@ -146,14 +146,14 @@ def _launch_timer(facts: Facts, problem: GemmProblem, config: GemmConfig, moved:
 
 
 def launch_timer(
-    facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer, over: OverRouting = over_routings
+    facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer, divided: Division = random_and_zipf_rows
 ) -> Callable[[SliceTimes], LaunchTimer]:
     """Return what gives, for times of a config, the microseconds of one launch. The times are those of bf16 with int4
     weights and bf16 scales; other formats take longer to decode.
 
     Args:
         moved: :func:`moved_us` of the problem.
-        over: how the rows of experts are divided among them.
+        divided: how rows are divided among experts.
     """
     scale, model, ctas_per_sm = facts.scale, facts.constants.models["waves"], _resident(facts, config)
     gathered_us = 0.0
@@ -203,7 +203,7 @@ def launch_timer(
         def of_experts(m: int, operations: float) -> float:
             given = replace(problem, m=m)
             uneven = unevenness(given, rows) * of_wide_tiles(given, config)
-            return over(given, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
+            return divided(given, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
 
         return of_experts
 
@@ -265,7 +265,7 @@ def _expert_tiles_us(facts: Facts, problem: GemmProblem, config: GemmConfig) -> 
         each = m_tiles * n_tiles * config.split_k / ctas
         return float((model["expert_start_us"] + model["expert_tile_us"] * each) * facts.scale.clock)
 
-    return over_routings(problem, config.tile_m, us)
+    return random_and_zipf_rows(problem, config.tile_m, us)
 
 
 def _contention(part: float, ctas_per_sm: int) -> float:

@@ -1,12 +1,12 @@
-"""Linear layers with 4-bit floats, NVFP4 and MXFP4, of compressed-tensors, ModelOpt and Quark: kernels in vLLM's lists.
+"""Linear layers with 4-bit floats, NVFP4 and MXFP4, whichever producer packed them: kernels in vLLM's lists.
 
 They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 bits. vLLM
 chooses a kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights
 are loaded.
 
-Two kinds of layers are of no list. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) vLLM names
-Marlin: :func:`replace_named_kernel` puts ours in its place. Layers in Quark's MXFP4 vLLM 0.26 only emulates, by
-amd-quark: :func:`replace_emulation` has ours run them.
+vLLM asks no list for two kinds of layers. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) it names
+Marlin, in whose place :func:`replace_named_kernel` puts ours. vLLM 0.26 emulates Quark's MXFP4 with amd-quark, where
+:func:`replace_emulation` gives layers our kernel.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def replace_emulation(method: Any, layer: Any) -> Any:
 
 
 def _may_run(ours: Any, quantization: str, config: Any) -> bool:
-    """Whether a kernel of ours may run a layer whose kernels vLLM takes from no list."""
+    """Return whether a kernel of ours may run a layer for which vLLM asks no list."""
     if ours.__name__ in envs.VLLM_DISABLED_KERNELS:
         return False
     if backend := takeover.linear_backend(quantization):
