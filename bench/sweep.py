@@ -27,7 +27,7 @@ from bench.shapes import parse_layers
 from bench.timings import by_problem
 
 from w4gemm import choice
-from w4gemm.console.devices import SIMULATED, chosen_device
+from w4gemm.console.devices import SIMULATED, chosen_device, described_device
 from w4gemm.console.options import DTYPES, chosen_dtype, parse_tokens, positive
 from w4gemm.console.progress import progress_bar
 from w4gemm.core.config import GemmConfig
@@ -85,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further product after so long")
     parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="compile the kernels and measure nothing; --device may be h100 or h200, which need not be there",
+    )
+    parser.add_argument(
         "--grouped", type=Path, metavar="FILE", help="measure nothing: copy the timings of configs from FILE"
     )
     parser.add_argument("--out", type=Path, required=True, help="file for the timings")
@@ -93,6 +98,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = list(rows_of_experts(args.grouped))
         record.append(args.out, *by_problem(rows))
         print(f"{args.out}: {len(rows)} timings of experts' products")
+        return
+    if args.compile_only:
+        found = prepared(products(args, described_device(args.device)))
+        print(f"{len({unit_of(p, name) for p, names in found.items() for name in names} - {None})} kernels")
         return
     device, where = chosen_device(args.device)
     facts = {name: fact for name, fact in record.facts().items() if name in FACTS}

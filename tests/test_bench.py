@@ -277,6 +277,16 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsy
     assert kept["experts"] == 8 and kept["us"] == 3.5 and "impl" not in kept
 
 
+def test_a_sweep_may_compile_alone_and_for_a_gpu_that_is_not_there(tmp_path, monkeypatch, capsys):
+    wanted = []
+    monkeypatch.setattr(sweep, "prepared", lambda found: wanted.append(found) or found)
+    arguments = ["--shapes", "4096x4096", "--m", "16", "--configs", "2", "--compile-only", "--device", "h200"]
+    sweep.main([*arguments, "--out", str(tmp_path / "rows.jsonl")])
+    ((problem,),) = wanted
+    assert problem.device == H200 and capsys.readouterr().out == "2 kernels\n"
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
 def test_a_sweep_leaves_out_what_is_predicted_to_be_slow():
     problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
     what = {"format": "int4_g128", "dtype": "bfloat16", "drawn": 0, "shapes": [(8192, 8192)], "m": "64", "configs": 16}
