@@ -69,6 +69,7 @@ Points = dict[Point, dict[str, tuple[Launch, float]]]
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.fit", __doc__)
     parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="files of timings")
+    parser.add_argument("--format", nargs="+", metavar="FORMAT", help="only rows of weights in these formats")
     known_stay = parser.add_mutually_exclusive_group()
     known_stay.add_argument("--keep", action="store_true", help="fit only configs that have no constants")
     known_stay.add_argument("--adjust", action="store_true", help="scale the constants that configs have")
@@ -96,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.only and not args.others_stay:
         parser.error("--only wants --adjust and --others-stay")
     rows = [row | {"file": str(path)} for path in args.rows for row in rows_of(path)]
+    if unknown_formats := set(args.format or ()) - {row["format"] for row in rows}:
+        parser.error(f"--format: no row is of {', '.join(sorted(unknown_formats))}")
+    rows = [row for row in rows if args.format is None or row["format"] in args.format]
     device = gpu_of(rows)
     begin(device)
     known = constants.constants_for(device).configs
@@ -108,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     timings = collected(rows)
     times = after(timings, known, how)
     day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    files = ", ".join(path.name for path in args.rows)
+    files = ", ".join(path.name for path in args.rows if any(row["file"] == str(path) for row in rows))
     only = f", {len(args.only)} configs only" if args.only else ""
     source = f"{device.name}, fitted {day}, {len(rows)} timings of {files}{only}."
     word = "Adjusted to" if args.adjust else "Added:" if args.keep else ""

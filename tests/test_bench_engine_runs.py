@@ -101,6 +101,21 @@ def test_engines_start_side_by_side_and_are_measured_one_at_a_time(tmp_path, mon
     assert [row["impl"] for row in found if row["phase"] == "failed"] == ["marlin"]  # its layers got Machete
 
 
+def test_engines_that_have_no_room_beside_each_other_start_one_after_the_other(tmp_path, monkeypatch, capsys):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text(VLLM_THAT_STARTS_SLOWLY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("EVENTS", str(tmp_path / "events"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (16e9, 16e9))
+    out = tmp_path / "rows.jsonl"
+    options = ["--tiny", "--fresh", "--batch", "2", "--tokens-out", "8", "--prefill", "0", "--at-once", "2"]
+    program.main([*options, "--work", str(tmp_path / "work"), "--out", str(out), "--impl", "default", "machete"])
+    wanted = "2 engines side by side: memory: 7 GB for each engine are too few for 0 GB of weights; 1 instead"
+    assert wanted in capsys.readouterr().err
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["at_once"] for row in found} == {1} and "failed" not in {row["phase"] for row in found}
+
+
 VLLM_THAT_ENDS_EARLY = """
 import os, time
 __version__ = '0.26.0'

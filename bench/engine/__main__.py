@@ -66,14 +66,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     with place_of(args, implementations) as place:
         cases = [case_of(args, model, packing, place, facts) for model, packing in pairs]
         jobs = [(case, implementation) for case in cases for implementation in implementations]
-        for first in range(0, len(jobs), args.at_once):
+        while jobs:
             if time.monotonic() > end:
-                say(f"{', '.join(f'{case} {i.name}' for case, i in jobs[first:])}: not run, the budget is spent")
+                say(f"{', '.join(f'{case} {i.name}' for case, i in jobs)}: not run, the budget is spent")
                 break
-            now, later = jobs[first : first + args.at_once], jobs[first + args.at_once :]
-            measure(now, place)
+            count = side_by_side(jobs[: args.at_once])
+            now, jobs = jobs[:count], jobs[count:]
+            measure([(case.beside(count), implementation) for case, implementation in now], place)
             for case in dict.fromkeys(case for case, _ in now):
-                if case not in [other for other, _ in later]:
+                if case not in [other for other, _ in jobs]:
                     say(f"\n{case.model.name}, {case.packing}, {facts['gpu'] or 'no GPU'}\n{table(case.shown)}")
                     case.end(kept=args.work is not None)
 
@@ -124,11 +125,22 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Pla
     return Case(model, packing, options, task, args.serve, args.starts, args.seconds, place, common, facts)
 
 
+def side_by_side(jobs: Sequence[Job]) -> int:
+    """Write the checkpoints, and return how many of the engines have room in the GPU's memory together: the first of
+    them, and at least one."""
+    for case, _ in jobs:
+        case.write()
+    for count in range(len(jobs), 1, -1):
+        if reason := next((lack for case, _ in jobs[:count] if (lack := case.beside(count).lack())), ""):
+            say(f"{count} engines side by side: {reason}; {count - 1} instead")
+        else:
+            return count
+    return 1
+
+
 def measure(jobs: Sequence[Job], place: Place) -> None:
     """Serve checkpoints, all at the same time. Each engine's rows are stored when it is done, also if the command is
     interrupted."""
-    for case, _ in jobs:
-        case.write()
     turns = Turns(place.work / f"turns-{time.monotonic_ns()}" if len(jobs) > 1 else None)
     preloaded, interrupted = place.preloaded or (None,) * len(jobs), threading.Event()
     futures: list[Future[None]] = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.engine.checkpoint import tensors_of, write
 from bench.engine.implementations import Implementation
-from bench.engine.launch import Caches, EngineOptions
+from bench.engine.launch import Caches, EngineError, EngineOptions
 from bench.engine.models import Model
 from bench.engine.offline import Result, Task
 from bench.engine.packing import Packing
@@ -124,6 +124,18 @@ class Case:
         """Return the implementation's folders of compiled code for this checkpoint."""
         caches = self.place.work / "caches"
         return Caches(caches / f"{self}-{implementation.name}", caches / "shared")
+
+    def beside(self, count: int) -> Case:
+        """Return the same case, with what it has so far, for one of ``count`` engines that share the memory."""
+        return replace(self, options=replace(self.options, at_once=count), common=self.common | {"at_once": count})
+
+    def lack(self) -> str:
+        """Return why the engine has too little memory beside the others; the empty string if it has enough."""
+        try:
+            self.options.cache_bytes(self.folder, self.model)
+        except EngineError as e:
+            return str(e)
+        return ""
 
     def write(self) -> None:
         """Write the checkpoint, if it is not there."""

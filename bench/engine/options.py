@@ -112,8 +112,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="engines that start side by side and share --memory; each is measured while the others do nothing "
-        "(%(default)s)",
+        help="engines that start side by side and share --memory, or as many of them as have room there; each is "
+        "measured while the others do nothing (%(default)s)",
     )
     group.add_argument("--fresh", action="store_true", help="each engine imports vLLM anew, instead of being forked")
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="tensor parallel size (%(default)s)")
