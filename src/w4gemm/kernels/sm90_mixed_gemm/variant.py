@@ -265,7 +265,10 @@ class Variant(WarpsVariant):
     def early_stages(self) -> int:
         """Stages whose weights a dense product requests before x may be read. The first copy of x queues up behind
         them, so one is enough, except in streams, and where a stage has little x beside its weights and is small: there
-        a second one gains 1 to 5 %, elsewhere it costs as much. A third gains nothing (H200, 2026-11-26)."""
+        a second one gains 1 to 5 %, elsewhere it costs as much. A third gains nothing (H200, 2026-11-26). Beside a
+        table of float32 numbers ptxas orders the main loop worse then, which costs q4_k 13 % (2026-11-27)."""
+        if self.pairs is Pairs.FLOATS:
+            return 1
         little_x = self.x_bytes <= self.weight_bytes
         small = self.x_bytes <= _SMALL_X or self.weight_bytes <= _SMALL_WEIGHTS
         return 2 if self.stream_k or (little_x and small) else 1
