@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from bench.peers.base import fp4_name
@@ -14,7 +14,7 @@ from w4gemm.tuning import roofline
 GROUPS = {"1 to 16": (1, 16), "32, 64": (32, 64), "128, 256": (128, 256), "512 to 8192": (512, 8192)}
 GROUPED = {"1 to 64": (1, 64), "128 and more": (128, 1024)}
 """Ranges of tokens per expert."""
-RATES = roofline.RATES["NVIDIA H200"]
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
 class Layer(NamedTuple):
@@ -50,8 +50,6 @@ class Page:
     """Sentences on how it was measured; ``{file}`` is the file of the rows, ``{script}`` what made them."""
     file: str
     activation_bytes: int
-    rate: float
-    """Operations per microsecond that large matmuls reach."""
     not_peers: tuple[str, ...] = ()
     """Implementations that are shown, but do not count as peers in a ratio."""
     ours: str = "w4gemm"
@@ -60,14 +58,30 @@ class Page:
     """Ranges of tokens to take means over: (first, last) by name."""
     weight_bits: float = 4 + 16 / 128
     """Bits of a weight and its part of a scale."""
+    gpu: str = H200
+
+    @property
+    def rates(self) -> roofline.Rates:
+        """The rates that large library calls reach on the GPU."""
+        return roofline.RATES[self.gpu]
+
+    @property
+    def rate(self) -> float:
+        """Operations per microsecond that large matmuls reach."""
+        return self.rates.fp8_operations if self.activation_bytes == 1 else self.rates.operations
+
+    def on_h100(self, file: str) -> Page:
+        """Return the page of the same work on an H100, whose rows are in another file."""
+        names = {"name": f"{self.name}-h100", "plot": f"{self.plot}-h100", "title": f"{self.title}, on an H100"}
+        return replace(self, **names, file=file, gpu=H100)
 
     def roofline_us(self, point: Point) -> float:
-        """max(bytes / 4.5 TB/s, operations / rate)."""
+        """max(bytes / bandwidth, operations / rate)."""
         (n, k, experts, routing), m = point
         counts = divide(routing, m, experts) if experts else [m]
         weights = sum(count > 0 for count in counts) * n * k * self.weight_bits / 8
         size = weights + sum(counts) * (2 * n + self.activation_bytes * k)
-        return max(size / RATES.bytes, 2 * sum(counts) * n * k / self.rate)
+        return max(size / self.rates.bytes, 2 * sum(counts) * n * k / self.rate)
 
     def ratio(self, us: dict[str, float]) -> float:
         """The best peer's time over ours."""
@@ -99,7 +113,6 @@ W4A16 = Page(
     (*_METHOD, f"{_CHOICE} machete and marlin are vLLM's, torch_int4 is PyTorch's. {_CUBLAS}"),
     "times.jsonl",
     2,
-    RATES.operations,
 )
 W4A8 = Page(
     "benchmarks-w4a8",
@@ -116,7 +129,6 @@ W4A8 = Page(
     ),
     "w4a8.jsonl",
     1,
-    RATES.fp8_operations,
     ("cublas",),
 )
 SM80 = Page(
@@ -130,7 +142,6 @@ SM80 = Page(
     ),
     "sm80.jsonl",
     2,
-    RATES.operations,
     ours="sm80_mixed_gemm",
 )
 GROUPED_W4A16 = Page(
@@ -141,7 +152,6 @@ GROUPED_W4A16 = Page(
     (*_METHOD, f"{_CHOICE} vLLM's CUTLASS kernel and Quack have no W4A16 for experts.", _EXPERTS),
     "grouped.jsonl",
     2,
-    RATES.operations,
     groups=GROUPED,
 )
 GROUPED_W4A8 = Page(
@@ -158,7 +168,6 @@ GROUPED_W4A8 = Page(
     ),
     "grouped.jsonl",
     1,
-    RATES.fp8_operations,
     groups=GROUPED,
 )
 
@@ -174,7 +183,6 @@ MXFP4 = Page(
     ),
     "fp4.jsonl",
     2,
-    RATES.operations,
     weight_bits=4 + 8 / 32,
 )
 NVFP4 = Page(
@@ -188,7 +196,6 @@ NVFP4 = Page(
     ),
     "fp4.jsonl",
     2,
-    RATES.operations,
     weight_bits=4 + 8 / 16,
 )
 MXFP4_W4A8 = Page(
@@ -202,7 +209,6 @@ MXFP4_W4A8 = Page(
     ),
     "fp4.jsonl",
     1,
-    RATES.fp8_operations,
     weight_bits=4 + 8 / 32,
 )
 _PADDED = (
@@ -216,7 +222,6 @@ GROUPED_MXFP4 = Page(
     (*_METHOD, f"{_CHOICE} {_PADDED}", _EXPERTS),
     "grouped_fp4.jsonl",
     2,
-    RATES.operations,
     groups=GROUPED,
     weight_bits=4 + 8 / 32,
 )
@@ -228,7 +233,6 @@ GROUPED_NVFP4 = Page(
     (*_METHOD, f"{_CHOICE} {_PADDED}", _EXPERTS),
     "grouped_fp4.jsonl",
     2,
-    RATES.operations,
     groups=GROUPED,
     weight_bits=4 + 8 / 16,
 )
@@ -240,7 +244,6 @@ GROUPED_MXFP4_W4A8 = Page(
     (*_METHOD, f"{_CHOICE} {_QUANTIZES}.", _EXPERTS),
     "grouped_fp4.jsonl",
     1,
-    RATES.fp8_operations,
     groups=GROUPED,
     weight_bits=4 + 8 / 32,
 )
@@ -264,8 +267,9 @@ def kind_of_work(row: dict[str, Any]) -> tuple[str, str]:
     return row["work"], fp4_name(WeightFormat.parse(row["format"]))
 
 
-def page_of(rows: list[dict[str, Any]]) -> Page | None:
-    """Return the page that rows of one kind of work are for; None if there is none."""
+def page_of(rows: list[dict[str, Any]], file: str) -> Page | None:
+    """Return the page that a file's rows of one kind of work are for; None if there is none."""
     if any(row["impl"] == SM80.ours for row in rows):
         return SM80
-    return PAGES.get(kind_of_work(rows[0]))
+    page = PAGES.get(kind_of_work(rows[0]))
+    return page.on_h100(file) if page and rows[0]["gpu"] == H100 else page

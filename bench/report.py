@@ -18,7 +18,7 @@ from bench.drawn import page as unknown_page
 from bench.engine import page as engine_page
 from bench.engine.plot import plot as plot_engines
 from bench.options import command
-from bench.pages import RATES, W4A16, Layer, Page, Times, kind_of_work, page_of
+from bench.pages import W4A16, Layer, Page, Times, kind_of_work, page_of
 from bench.plots import pyplot
 from bench.rows import read
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         unknown_page.plot(stored, plotted)
         return
     for rows in last_of_each_work(path):
-        page = page_of(rows)
+        page = page_of(rows, path.name)
         if page is None:
             print(f"{rows[0]['work']} of {rows[0]['format']}: no page shows it")
             continue
@@ -78,7 +78,9 @@ def _point(row: dict[str, Any]) -> tuple[Layer, int]:
 def html_page(times: Times, row: dict[str, Any], versions: dict[str, str]) -> str:
     """Return the W4A16 page as HTML."""
     by_sizes = {(layer.n, layer.k, m): us for (layer, m), us in times.items()}
-    return html.page(by_sizes, row, versions, RATES, lambda p: W4A16.roofline_us((Layer(*p[:2]), p[2])), W4A16.ratio)
+    return html.page(
+        by_sizes, row, versions, W4A16.rates, lambda p: W4A16.roofline_us((Layer(*p[:2]), p[2])), W4A16.ratio
+    )
 
 
 def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
@@ -131,8 +133,8 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
     script = "grouped" if grouped else "run"
     method = [
         *(sentence.format(file=page.file, script=script) for sentence in page.method),
-        f"Roofline: max(bytes / 4.5 TB/s, operations / {page.rate / 1e6:,.0f} TFLOP/s), the rates that large library "
-        "matmuls reach on this GPU.",
+        f"Roofline: max(bytes / {page.rates.bytes / 1e6:g} TB/s, operations / {page.rate / 1e6:,.0f} TFLOP/s), the "
+        "rates that large library matmuls reach on this GPU.",
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
         f"Driver {row['driver']}, torch {row['torch']}; run `{runs}`.",
     ]

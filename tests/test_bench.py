@@ -46,6 +46,7 @@ from w4gemm.kernels import KERNELS  # noqa: E402
 from w4gemm.packing.layouts import native_layout  # noqa: E402
 
 GROUPED_FP4 = pages.GROUPED_MXFP4, pages.GROUPED_NVFP4, pages.GROUPED_MXFP4_W4A8
+FP4_H100, GROUPED_H100 = "fp4_h100.jsonl", "grouped_fp4_h100.jsonl"
 
 
 def test_shapes_by_name_and_by_size():
@@ -123,6 +124,7 @@ def test_roofline_is_bytes_then_operations():
     assert pages.W4A16.roofline_us((layer, 1)) == pytest.approx(7.7, abs=0.1)
     assert pages.W4A16.roofline_us((layer, 4096)) == pytest.approx(695.9, abs=0.5)
     assert pages.W4A8.roofline_us((layer, 4096)) == pytest.approx(354.7, abs=0.5)
+    assert pages.W4A16.on_h100("").roofline_us((layer, 1)) == pytest.approx(7.7 * 4.5 / 3.07, abs=0.1)
 
 
 def test_the_roofline_of_experts_counts_those_that_have_tokens():
@@ -167,11 +169,13 @@ def tables(markdown: str) -> list[list[list[str]]]:
         ("fp4.jsonl", pages.NVFP4),
         ("fp4.jsonl", pages.MXFP4_W4A8),
         *(("grouped_fp4.jsonl", page) for page in GROUPED_FP4),
+        *((FP4_H100, page.on_h100(FP4_H100)) for page in (pages.W4A16, pages.MXFP4, pages.NVFP4)),
+        *((GROUPED_H100, page.on_h100(GROUPED_H100)) for page in GROUPED_FP4),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_the_stored_run_is_whole_and_its_page_has_its_numbers(file, work):
-    (rows,) = [rows for rows in report.last_of_each_work(RESULTS / file) if pages.page_of(rows) is work]
+    (rows,) = [rows for rows in report.last_of_each_work(RESULTS / file) if pages.page_of(rows, file) == work]
     assert all(row["us_p20"] <= row["us_p50"] <= row["us_p80"] for row in rows)
     # Humming's W4A8 quantizes x within the call
     quantizes = [(row["impl"], row["dtype"]) == ("humming", "float8_e4m3fn") for row in rows]

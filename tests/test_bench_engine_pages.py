@@ -183,6 +183,13 @@ def test_the_page_leaves_out_engines_that_ended_early():
     assert page.text([*whole, *early], "engine.jsonl") == page.text(whole, "engine.jsonl")
 
 
+def test_the_page_shows_an_engine_that_ended_early_if_no_run_measured_all():
+    early = [row for row in engine_rows("machete", 1.0, partial=True) if row.get("batch") == 1]
+    text = page.text([*engine_rows("w4gemm", 1.5), *early], "engine.jsonl")
+    assert "| decode, batch 1: tokens/s (ms a step) | 375 (2.67) | 250 (4.00) | 1.50 | - |" in text
+    assert "Ended before all was measured: machete." in text
+
+
 def test_models_that_ran_alone_share_a_table():
     alone = engine_rows("w4gemm", 1.0, model="llama-3-8b-2-layers", kernels={"W4GemmLinearKernel": 8})
     text = page.text([*engine_rows("w4gemm", 1.2), *engine_rows("machete", 1.0), *alone], "engine.jsonl")

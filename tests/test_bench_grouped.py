@@ -276,7 +276,8 @@ def test_a_page_is_listed_once_it_has_rows():
     listed = (ROOT / "mkdocs.yml").read_text()
     for page in pages.PAGES.values():
         there = (ROOT / f"bench/results/{page.file}").is_file()
-        assert (ROOT / f"docs/{page.name}.md").is_file() == there == (f"{page.name}.md" in listed), page.name
+        assert (ROOT / f"docs/{page.name}.md").is_file() == there == (f" {page.name}.md" in listed), page.name
+    assert all(f" {path.name}\n" in listed for path in ROOT.glob("docs/benchmarks*.md"))
 
 
 def test_a_run_on_the_cpu_goes_from_the_command_to_rows(cpu_weights, tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ while the others do nothing. ``LLM.generate`` is timed at several batch sizes, f
 token; with ``--serve``, ``vllm serve`` under load instead. All answers are greedy. An implementation whose layers got
 another kernel than asked for is refused. What fails is a row of phase "failed" with its reason. If the engine had
 measured something before, as one that is stopped by ``--seconds`` or an interrupt, the rows of that are kept, with
-``"partial": true``; the page leaves them out.
+``"partial": true``; the page leaves them out if there is a run in which nothing failed.
 
 ``default`` is vLLM's own choice: its rows have the name of the kernel that it chose and ``"chosen": true``. Needs vLLM
 and a GPU. Rows go to bench/results/engine.jsonl.

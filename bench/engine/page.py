@@ -85,13 +85,18 @@ _KINDS = {"serve": "serve", "profile": "profile", "prefill_profile": "profile"}
 def cases_of(rows: Iterable[Row]) -> dict[Case, list[Row]]:
     """Return the rows of each table: of the last run that measured its model, offline, under load and profiled; and,
     offline, of the last one before it that measured more. Where rows stand decides the order of tables alone. Rows of
-    engines that ended early are left out: they would hide a run that measured all."""
+    engines that ended early are left out if there is a run without such engines, which they would hide."""
+    measured = [
+        row for row in rows if row["kind"] == "engine" and row["phase"] not in ("failed", "agreement", "experts")
+    ]
+    ended_early = {(Case.of(row), row["run"]) for row in measured if row.get("partial")}
+    whole = {case for case, run in ((Case.of(row), row["run"]) for row in measured) if (case, run) not in ended_early}
     found: dict[Case, dict[str, dict[str, list[Row]]]] = {}
     starts: dict[tuple[Case, str], list[Row]] = {}
-    for row in rows:
-        if row["kind"] != "engine" or row["phase"] in ("failed", "agreement", "experts") or row.get("partial"):
-            continue
+    for row in measured:
         case = Case.of(row)
+        if row.get("partial") and case in whole:
+            continue
         if row["phase"] == "start":
             starts.setdefault((case, row["run"]), []).append(row)
             continue
@@ -145,7 +150,7 @@ def text(rows: Sequence[Row], file: str) -> str:
         lines += notes(kept, f"{case}: ")
     lines += ["", f"![Tokens/s over vLLM's choice](plots/{PLOT.name})"]
     for case, kept in cases.items():
-        lines += ["", f"## {case}", "", *speeds(kept), *notes(kept)]
+        lines += ["", f"## {case}", "", *speeds(kept), *notes(kept), *ends(kept)]
         for more in (latencies(kept), steps(kept), agreement(kept)):
             lines += ["", *more] if more else []
     lines += formats_that_ran(ours)
@@ -164,6 +169,12 @@ def notes(rows: Sequence[Row], start: str = "") -> list[str]:
         if "note" in row:
             lines += ["", *textwrap.wrap(f"{start}{row['phase']}, batch {row['batch']}: {row['note']}", WIDTH)]
     return lines
+
+
+def ends(rows: Sequence[Row]) -> list[str]:
+    """Return a paragraph that names the implementations whose engine ended early."""
+    names = dict.fromkeys(row["impl"] for row in rows if row.get("partial"))
+    return ["", f"Ended before all was measured: {', '.join(names)}."] if names else []
 
 
 def summary(case: Case, rows: Sequence[Row]) -> list[str]:
