@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ class Page:
     what: str
     """Weights and activations, in a sentence."""
     method: tuple[str, ...]
-    """Sentences on how it was measured; ``{file}`` is the file of the rows, ``{script}`` what made them."""
+    """Sentences on how it was measured; ``{file}`` is the file of the rows, ``{script}`` what made them,
+    ``{peers}`` what ``peers`` says of those that ran."""
     file: str
     activation_bytes: int
     not_peers: tuple[str, ...] = ()
@@ -59,6 +61,12 @@ class Page:
     weight_bits: float = 4 + 16 / 128
     """Bits of a weight and its part of a scale."""
     gpu: str = H200
+    peers: dict[str, str] = field(default_factory=dict)
+    """A sentence about each peer that needs one."""
+
+    def about(self, names: Sequence[str]) -> str:
+        """Return the sentences about the peers that ran."""
+        return " ".join(sentence for name, sentence in self.peers.items() if name in names)
 
     @property
     def rates(self) -> roofline.Rates:
@@ -94,7 +102,12 @@ _METHOD = (
     "Times are medians in microseconds per call, in a CUDA graph over copies of the weight that together exceed L2.",
 )
 _CHOICE = "w4gemm runs the config that it chooses by default."
-_CUBLAS = "cublas multiplies bf16 weights."
+_DENSE_PEERS = {
+    "machete": "machete is vLLM's.",
+    "marlin": "marlin is vLLM's.",
+    "torch_int4": "torch_int4 is PyTorch's.",
+    "cublas": "cublas multiplies bf16 weights.",
+}
 _SCALES = (
     "w4gemm, quack and humming multiply the float32 sums by bf16 group scales. With `e4m3` behind its name a library "
     "puts group scales in e4m3 into the weight instead. cutlass_w4a8 is vLLM's."
@@ -110,9 +123,10 @@ W4A16 = Page(
     "roofline",
     "W4A16 beside other libraries",
     "int4 g128 symmetric weights, bf16 x.",
-    (*_METHOD, f"{_CHOICE} machete and marlin are vLLM's, torch_int4 is PyTorch's. {_CUBLAS}"),
+    (*_METHOD, f"{_CHOICE} {{peers}}"),
     "times.jsonl",
     2,
+    peers=_DENSE_PEERS,
 )
 W4A8 = Page(
     "benchmarks-w4a8",
@@ -138,10 +152,11 @@ SM80 = Page(
     "`sm80_mixed_gemm`, forced: W4A16, int4 g128 symmetric weights, bf16 x.",
     (
         *_METHOD,
-        "sm80_mixed_gemm runs the config that its cost model ranks first. marlin is vLLM's, torch_int4 is PyTorch's.",
+        "sm80_mixed_gemm runs the config that its cost model ranks first. {peers}",
     ),
     "sm80.jsonl",
     2,
+    peers=_DENSE_PEERS,
     ours="sm80_mixed_gemm",
 )
 GROUPED_W4A16 = Page(
@@ -177,12 +192,10 @@ MXFP4 = Page(
     "roofline-mxfp4",
     "MXFP4 beside other libraries",
     f"{_MXFP4}, bf16 x.",
-    (
-        *_METHOD,
-        f"{_CHOICE} marlin is vLLM's. {_CUBLAS}",
-    ),
+    (*_METHOD, f"{_CHOICE} {{peers}}"),
     "fp4.jsonl",
     2,
+    peers=_DENSE_PEERS,
     weight_bits=4 + 8 / 32,
 )
 NVFP4 = Page(
@@ -190,12 +203,10 @@ NVFP4 = Page(
     "roofline-nvfp4",
     "NVFP4 beside other libraries",
     "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x.",
-    (
-        *_METHOD,
-        f"{_CHOICE} marlin is vLLM's.",
-    ),
+    (*_METHOD, f"{_CHOICE} {{peers}}"),
     "fp4.jsonl",
     2,
+    peers=_DENSE_PEERS,
     weight_bits=4 + 8 / 16,
 )
 MXFP4_W4A8 = Page(
@@ -211,17 +222,19 @@ MXFP4_W4A8 = Page(
     1,
     weight_bits=4 + 8 / 32,
 )
-_PADDED = (
-    "marlin is vLLM's. It pads n to a multiple of 128 where k is none, humming wherever n is none: 2880 becomes 2944."
-)
+_FP4_PEERS = {
+    "humming": "humming pads n to a multiple of 128: 2880 becomes 2944.",
+    "marlin": "marlin is vLLM's. It pads n so where k is no multiple of 128 either.",
+}
 GROUPED_MXFP4 = Page(
     "benchmarks-grouped-mxfp4",
     "roofline-grouped-mxfp4",
     "Mixtures of experts in MXFP4 beside other libraries",
     f"{_MXFP4}, bf16 x.",
-    (*_METHOD, f"{_CHOICE} {_PADDED}", _EXPERTS),
+    (*_METHOD, f"{_CHOICE} {{peers}}", _EXPERTS),
     "grouped_fp4.jsonl",
     2,
+    peers=_FP4_PEERS,
     groups=GROUPED,
     weight_bits=4 + 8 / 32,
 )
@@ -230,9 +243,10 @@ GROUPED_NVFP4 = Page(
     "roofline-grouped-nvfp4",
     "Mixtures of experts in NVFP4 beside other libraries",
     "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x.",
-    (*_METHOD, f"{_CHOICE} {_PADDED}", _EXPERTS),
+    (*_METHOD, f"{_CHOICE} {{peers}}", _EXPERTS),
     "grouped_fp4.jsonl",
     2,
+    peers=_FP4_PEERS,
     groups=GROUPED,
     weight_bits=4 + 8 / 16,
 )
@@ -241,9 +255,10 @@ GROUPED_MXFP4_W4A8 = Page(
     "roofline-grouped-mxfp4-w4a8",
     "Mixtures of experts in MXFP4 with e4m3 activations, beside other libraries",
     f"{_MXFP4}, e4m3 x with one scale per token.",
-    (*_METHOD, f"{_CHOICE} {_QUANTIZES}.", _EXPERTS),
+    (*_METHOD, f"{_CHOICE} {_QUANTIZES}. {{peers}}", _EXPERTS),
     "grouped_fp4.jsonl",
     1,
+    peers=_FP4_PEERS,
     groups=GROUPED,
     weight_bits=4 + 8 / 32,
 )

@@ -132,7 +132,7 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
         lines.append(f"| {layer} | {m} | {page.roofline_us(point):.1f} | {' | '.join(cells)} | {over:.2f} |")
     script = "grouped" if grouped else "run"
     method = [
-        *(sentence.format(file=page.file, script=script) for sentence in page.method),
+        *(sentence.format(file=page.file, script=script, peers=page.about(names)).strip() for sentence in page.method),
         f"Roofline: max(bytes / {page.rates.bytes / 1e6:g} TB/s, operations / {page.rate / 1e6:,.0f} TFLOP/s), the "
         "rates that large library matmuls reach on this GPU.",
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
