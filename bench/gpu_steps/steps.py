@@ -91,22 +91,6 @@ STEPS = (
         gpu="H100",
         alone=True,
     ),
-    *(
-        Step(
-            f"sweep-w4a8-{name}",
-            "python -m bench.sweep --drawn 30 --seed 41 --drawn-m 17..333 --configs 14 --within 1.16 "
-            f"--dtype float8_e4m3fn --format {format} --seconds 150 --out {{rows}}",
-            240,
-            rows,
-            "docs/measured/choice.md#wider-tiles-long-slices-and-experts-tiles-2026-11-26",
-            cores=16,
-            alone=True,
-        )
-        for name, format, rows in (
-            ("exact", "int4_g128", "configs_fp8_21.jsonl"),
-            ("folded", "int4_g128_e4m3", "configs_fp8_22.jsonl"),
-        )
-    ),
     # what bounds products of few tokens
     Step(
         "counters",
@@ -121,13 +105,24 @@ STEPS = (
     # models inside vLLM
     Step(
         "engine-h100",
-        f"{ENGINE} --model llama-3-8b=gptq-int4-g128 llama-3-8b=ct-int4-g128-fp8 --impl default w4gemm --at-once 2",
+        f"{ENGINE} --model deepseek-v3-5-layers=awq-int4-g128 --impl default w4gemm",
         420,
         "engine.jsonl",
         TO_RUN,
         needs=("vllm",),
         alone=True,
         gpu="H100",
+    ),
+    Step(
+        "engine-two-h200s",
+        f"{ENGINE} --model llama-3-70b=gptq-int4-g128 --impl default w4gemm --gpus 2 --at-once 2",
+        560,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        alone=True,
+        gpus=2,
+        gpu="H200",
     ),
     *(
         Step(
@@ -184,9 +179,19 @@ STEPS = (
     ),
     # products, layers and models beside others
     Step(
+        "q4-k",
+        "python -m bench.run --impl w4gemm --format int4_g128,q4_k,nf4_g64_fp32 --shapes 8192x8192,28672x4096 "
+        "--m 16,32,48,64 --out {rows}",
+        60,
+        "codebooks.jsonl",
+        "docs/measured/sm90_mixed_gemm.md#codebooks-and-scales-of-another-dtype-or-of-two-levels",
+        alone=True,
+        gpu="H200",
+    ),
+    Step(
         "fp4",
         "python -m bench.run --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --out {rows}",
-        400,
+        560,
         "fp4.jsonl",
         "docs/measured/peers.md#mxfp4-and-nvfp4-four-layers",
         cores=16,
@@ -197,8 +202,8 @@ STEPS = (
     Step(
         "fp4-experts-h100",
         "python -m bench.grouped --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --shapes fp4-moe "
-        "--tokens 1,16,64,128,512 --routing balanced,zipf --seconds 360 --out {rows}",
-        400,
+        "--tokens 512,128 --routing zipf --seconds 150 --out {rows}",
+        240,
         "grouped_fp4_h100.jsonl",
         "docs/measured/peers.md#experts-in-mxfp4-and-nvfp4",
         cores=16,
