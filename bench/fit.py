@@ -97,9 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.only and not args.others_stay:
         parser.error("--only wants --adjust and --others-stay")
     rows = [row | {"file": str(path)} for path in args.rows for row in rows_of(path)]
-    if unknown_formats := set(args.format or ()) - {row["format"] for row in rows}:
-        parser.error(f"--format: no row is of {', '.join(sorted(unknown_formats))}")
-    rows = [row for row in rows if args.format is None or row["format"] in args.format]
+    wanted = {str(WeightFormat.parse(format)) for format in args.format or ()}
+    if absent := wanted - {row["format"] for row in rows}:
+        parser.error(f"--format: no row is of {', '.join(sorted(absent))}")
+    rows = [row for row in rows if not wanted or row["format"] in wanted]
     device = gpu_of(rows)
     begin(device)
     known = constants.constants_for(device).configs

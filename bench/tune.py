@@ -107,7 +107,7 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -
     """A record for each measured interval of the layers."""
     layers = {layer for name in args.shapes for layer in SETS[name]}
     format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device), []
-    for (n, k, m), configs in sorted(measured(paths, args.format).items()):
+    for (n, k, m), configs in sorted(measured(paths, str(format)).items()):
         if (n, k) not in layers or m != choice.representative(m):
             continue
         if other := next((c for c in configs if dtype not in kernel_named(c.partition("/")[0]).dtypes), None):
