@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     timings = collected(rows)
     times = after(timings, known, how)
     day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    files = ", ".join(path.name for path in args.rows if any(row["file"] == str(path) for row in rows))
+    used = {row["file"] for row in rows}
+    files = ", ".join(path.name for path in args.rows if str(path) in used)
     only = f", {len(args.only)} configs only" if args.only else ""
     source = f"{device.name}, fitted {day}, {len(rows)} timings of {files}{only}."
     word = "Adjusted to" if args.adjust else "Added:" if args.keep else ""

@@ -49,7 +49,7 @@ class Page:
     """Weights and activations, in a sentence."""
     method: tuple[str, ...]
     """Sentences on how it was measured; ``{file}`` is the file of the rows, ``{script}`` what made them,
-    ``{peers}`` what ``peers`` says of those that ran."""
+    ``{peers}`` what ``peer_notes`` says of those that ran."""
     file: str
     activation_bytes: int
     not_peers: tuple[str, ...] = ()
@@ -61,12 +61,12 @@ class Page:
     weight_bits: float = 4 + 16 / 128
     """Bits of a weight and its part of a scale."""
     gpu: str = H200
-    peers: dict[str, str] = field(default_factory=dict)
+    peer_notes: dict[str, str] = field(default_factory=dict)
     """A sentence about each peer that needs one."""
 
-    def about(self, names: Sequence[str]) -> str:
+    def notes_on(self, names: Sequence[str]) -> str:
         """Return the sentences about the peers that ran."""
-        return " ".join(sentence for name, sentence in self.peers.items() if name in names)
+        return " ".join(note for name, note in self.peer_notes.items() if name in names)
 
     @property
     def rates(self) -> roofline.Rates:
@@ -80,8 +80,8 @@ class Page:
 
     def on_h100(self, file: str) -> Page:
         """Return the page of the same work on an H100, whose rows are in another file."""
-        names = {"name": f"{self.name}-h100", "plot": f"{self.plot}-h100", "title": f"{self.title}, on an H100"}
-        return replace(self, **names, file=file, gpu=H100)
+        name, plot, title = f"{self.name}-h100", f"{self.plot}-h100", f"{self.title}, on an H100"
+        return replace(self, name=name, plot=plot, title=title, file=file, gpu=H100)
 
     def roofline_us(self, point: Point) -> float:
         """max(bytes / bandwidth, operations / rate)."""
@@ -102,7 +102,7 @@ _METHOD = (
     "Times are medians in microseconds per call, in a CUDA graph over copies of the weight that together exceed L2.",
 )
 _CHOICE = "w4gemm runs the config that it chooses by default."
-_DENSE_PEERS = {
+_DENSE_NOTES = {
     "machete": "machete is vLLM's.",
     "marlin": "marlin is vLLM's.",
     "torch_int4": "torch_int4 is PyTorch's.",
@@ -126,7 +126,7 @@ W4A16 = Page(
     (*_METHOD, f"{_CHOICE} {{peers}}"),
     "times.jsonl",
     2,
-    peers=_DENSE_PEERS,
+    peer_notes=_DENSE_NOTES,
 )
 W4A8 = Page(
     "benchmarks-w4a8",
@@ -156,7 +156,7 @@ SM80 = Page(
     ),
     "sm80.jsonl",
     2,
-    peers=_DENSE_PEERS,
+    peer_notes=_DENSE_NOTES,
     ours="sm80_mixed_gemm",
 )
 GROUPED_W4A16 = Page(
@@ -195,7 +195,7 @@ MXFP4 = Page(
     (*_METHOD, f"{_CHOICE} {{peers}}"),
     "fp4.jsonl",
     2,
-    peers=_DENSE_PEERS,
+    peer_notes=_DENSE_NOTES,
     weight_bits=4 + 8 / 32,
 )
 NVFP4 = Page(
@@ -206,7 +206,7 @@ NVFP4 = Page(
     (*_METHOD, f"{_CHOICE} {{peers}}"),
     "fp4.jsonl",
     2,
-    peers=_DENSE_PEERS,
+    peer_notes=_DENSE_NOTES,
     weight_bits=4 + 8 / 16,
 )
 MXFP4_W4A8 = Page(
@@ -222,7 +222,7 @@ MXFP4_W4A8 = Page(
     1,
     weight_bits=4 + 8 / 32,
 )
-_FP4_PEERS = {
+_PADDING_NOTES = {
     "humming": "humming pads n to a multiple of 128: 2880 becomes 2944.",
     "marlin": "marlin is vLLM's. It pads n so where k is no multiple of 128 either.",
 }
@@ -234,7 +234,7 @@ GROUPED_MXFP4 = Page(
     (*_METHOD, f"{_CHOICE} {{peers}}", _EXPERTS),
     "grouped_fp4.jsonl",
     2,
-    peers=_FP4_PEERS,
+    peer_notes=_PADDING_NOTES,
     groups=GROUPED,
     weight_bits=4 + 8 / 32,
 )
@@ -246,7 +246,7 @@ GROUPED_NVFP4 = Page(
     (*_METHOD, f"{_CHOICE} {{peers}}", _EXPERTS),
     "grouped_fp4.jsonl",
     2,
-    peers=_FP4_PEERS,
+    peer_notes=_PADDING_NOTES,
     groups=GROUPED,
     weight_bits=4 + 8 / 16,
 )
@@ -258,7 +258,7 @@ GROUPED_MXFP4_W4A8 = Page(
     (*_METHOD, f"{_CHOICE} {_QUANTIZES}. {{peers}}", _EXPERTS),
     "grouped_fp4.jsonl",
     1,
-    peers=_FP4_PEERS,
+    peer_notes=_PADDING_NOTES,
     groups=GROUPED,
     weight_bits=4 + 8 / 32,
 )

@@ -130,9 +130,9 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
         cells = [f"{times[point][name]:.1f}" if name in times[point] else "-" for name in names]
         over = page.ratio(times[point])
         lines.append(f"| {layer} | {m} | {page.roofline_us(point):.1f} | {' | '.join(cells)} | {over:.2f} |")
-    script = "grouped" if grouped else "run"
+    script, peers = "grouped" if grouped else "run", page.notes_on(names)
     method = [
-        *(sentence.format(file=page.file, script=script, peers=page.about(names)).strip() for sentence in page.method),
+        *(sentence.format(file=page.file, script=script, peers=peers).strip() for sentence in page.method),
         f"Roofline: max(bytes / {page.rates.bytes / 1e6:g} TB/s, operations / {page.rate / 1e6:,.0f} TFLOP/s), the "
         "rates that large library matmuls reach on this GPU.",
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",

@@ -80,39 +80,35 @@ class LLM:
 """
 
 
-def test_engines_start_side_by_side_and_are_measured_one_at_a_time(tmp_path, monkeypatch):
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm/__init__.py").write_text(VLLM_THAT_STARTS_SLOWLY)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setenv("EVENTS", str(tmp_path / "events"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (80e9, 80e9))
-    out = tmp_path / "rows.jsonl"
-    options = ["--tiny", "--fresh", "--batch", "2", "--tokens-out", "8", "--prefill", "0", "--at-once", "3"]
-    options += ["--work", str(tmp_path / "work"), "--out", str(out), "--impl", "default", "machete", "marlin"]
+def side_by_side(folder: Path, monkeypatch, memory: float, at_once: int, *implementations: str) -> list[dict]:
+    """Rows of engines that start slowly, on a GPU with so much memory; ``folder`` gets a file of their events."""
+    (folder / "vllm").mkdir()
+    (folder / "vllm/__init__.py").write_text(VLLM_THAT_STARTS_SLOWLY)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
+    monkeypatch.setenv("EVENTS", str(folder / "events"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (memory, memory))
+    options = ["--tiny", "--fresh", "--batch", "2", "--tokens-out", "8", "--prefill", "0", "--at-once", str(at_once)]
+    options += ["--work", str(folder / "work"), "--out", str(folder / "rows.jsonl"), "--impl", *implementations]
     program.main(options)
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def test_engines_start_side_by_side_and_are_measured_one_at_a_time(tmp_path, monkeypatch):
+    found = side_by_side(tmp_path, monkeypatch, 80e9, 3, "default", "machete", "marlin")
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     names = [name for name, *_ in events]
     assert names[:6].count("start") == names[:6].count("up") == 3, "one was measured before all had started"
     processes = [process for name, process, _ in events if name == "measure"]
     assert sorted(processes, key=processes.index) == processes, "two were measured at a time"
-    found = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["at_once"] for row in found} == {3}
     assert {row["impl"] for row in found if row["phase"] == "decode"} == {"machete"}
     assert [row["impl"] for row in found if row["phase"] == "failed"] == ["marlin"]  # its layers got Machete
 
 
 def test_engines_that_have_no_room_beside_each_other_start_one_after_the_other(tmp_path, monkeypatch, capsys):
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm/__init__.py").write_text(VLLM_THAT_STARTS_SLOWLY)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setenv("EVENTS", str(tmp_path / "events"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (16e9, 16e9))
-    out = tmp_path / "rows.jsonl"
-    options = ["--tiny", "--fresh", "--batch", "2", "--tokens-out", "8", "--prefill", "0", "--at-once", "2"]
-    program.main([*options, "--work", str(tmp_path / "work"), "--out", str(out), "--impl", "default", "machete"])
+    found = side_by_side(tmp_path, monkeypatch, 16e9, 2, "default", "machete")
     wanted = "2 engines side by side: memory: 7 GB for each engine are too few for 0 GB of weights; 1 instead"
     assert wanted in capsys.readouterr().err
-    found = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["at_once"] for row in found} == {1} and "failed" not in {row["phase"] for row in found}
 
 

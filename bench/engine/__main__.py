@@ -131,7 +131,7 @@ def side_by_side(jobs: Sequence[Job]) -> int:
     for case, _ in jobs:
         case.write()
     for count in range(len(jobs), 1, -1):
-        if reason := next((lack for case, _ in jobs[:count] if (lack := case.beside(count).lack())), ""):
+        if reason := next((lack for case, _ in jobs[:count] if (lack := case.beside(count).memory_lack())), ""):
             say(f"{count} engines side by side: {reason}; {count - 1} instead")
         else:
             return count

@@ -129,7 +129,7 @@ class Case:
         """Return the same case, with what it has so far, for one of ``count`` engines that share the memory."""
         return replace(self, options=replace(self.options, at_once=count), common=self.common | {"at_once": count})
 
-    def lack(self) -> str:
+    def memory_lack(self) -> str:
         """Return why the engine has too little memory beside the others; the empty string if it has enough."""
         try:
             self.options.cache_bytes(self.folder, self.model)

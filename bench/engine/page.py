@@ -150,7 +150,7 @@ def text(rows: Sequence[Row], file: str) -> str:
         lines += notes(kept, f"{case}: ")
     lines += ["", f"![Tokens/s over vLLM's choice](plots/{PLOT.name})"]
     for case, kept in cases.items():
-        lines += ["", f"## {case}", "", *speeds(kept), *notes(kept), *ends(kept)]
+        lines += ["", f"## {case}", "", *speeds(kept), *notes(kept), *incomplete(kept)]
         for more in (latencies(kept), steps(kept), agreement(kept)):
             lines += ["", *more] if more else []
     lines += formats_that_ran(ours)
@@ -171,7 +171,7 @@ def notes(rows: Sequence[Row], start: str = "") -> list[str]:
     return lines
 
 
-def ends(rows: Sequence[Row]) -> list[str]:
+def incomplete(rows: Sequence[Row]) -> list[str]:
     """Return a paragraph that names the implementations whose engine ended early."""
     names = dict.fromkeys(row["impl"] for row in rows if row.get("partial"))
     return ["", f"Ended before all was measured: {', '.join(names)}."] if names else []

@@ -104,7 +104,7 @@ STEPS = (
     ),
     # models inside vLLM
     Step(
-        "engine-h100",
+        "engine-deepseek-h100",
         f"{ENGINE} --model deepseek-v3-5-layers=awq-int4-g128 --impl default w4gemm",
         420,
         "engine.jsonl",
