@@ -495,7 +495,7 @@ FAULTS = (
     Fault(
         "flags of stream-k stay set",
         _DEVICE + "stream_k.py",
-        "            store_release(flag, Int32(0))\n",
+        "        store_relaxed(flag, Int32(0))\n",
         "",
         "fuzz --config _stream",
         gpu=True,

@@ -26,8 +26,9 @@ def test_sizes_that_follow_from_a_config(format, experts, gathered):
     problem = replace(PROBLEM, format=WeightFormat.parse(format), experts=experts, gathered=gathered)
     for config in KERNEL.configs(problem):
         v = Variant.of(problem, config)
-        assert v.box_tokens % 8 == 0 and v.box_tokens <= 64 and v.boxes * v.box_tokens == config.tile_m
-        assert v.stored_tokens % v.staging_tokens == 0
+        most = 64 if config.tile_m <= 256 else config.tile_m // 2
+        assert v.box_tokens % 8 == 0 and v.box_tokens <= most and v.boxes * v.box_tokens == config.tile_m
+        assert v.stored_tokens % v.staging_tokens == 0 or (config.tile_m > 256 and not v.boxed)
         shares = v.stored_tokens * config.split_k
         assert config.tile_m <= shares < config.tile_m + 8 * config.split_k, "all tokens are stored"
         assert v.shared_bytes <= HOPPER_SHARED_MEMORY

@@ -34,7 +34,7 @@ def fresh_scheduler() -> ModuleType:
 def test_every_block_is_multiplied_once_and_every_partial_is_added(
     monkeypatch: pytest.MonkeyPatch, tiles: int, blocks: int, ctas: int
 ) -> None:
-    """The traced functions, run on Python's integers; the owner's loop is that of ``Consumer.stream_k_fixup``."""
+    """The traced functions, run on Python's integers; the owner's loop is that of ``Consumer.run``."""
     scheduler = fresh_scheduler()
     monkeypatch.setattr(scheduler, "cutlass", SimpleNamespace(min=min, max=max))
     share_of, tile_of = (inspect.unwrap(f) for f in (scheduler.stream_share, scheduler.stream_tile))
@@ -53,7 +53,7 @@ def test_every_block_is_multiplied_once_and_every_partial_is_added(
                 storing[tile].add(cta)
             elif stop < blocks:
                 other, adding[tile] = cta + 1, set()
-                while other * share.cut * blocks // ctas < (tile + 1) * blocks:
+                while other < share.end_of_sharers(tile, ctas, blocks):
                     adding[tile].add(other)
                     other += 1
                 assert other <= ctas

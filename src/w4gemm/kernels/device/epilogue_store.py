@@ -86,9 +86,9 @@ class EpilogueStore:
         math: the arithmetic.
         float32_staging: True for the second way.
         tokens: of the accumulators, a multiple of eight.
-        tokens_per_round: of a round through the staging buffer, a divisor of ``tokens``. A packed16 round fills the
-            buffer, or half of it if ``boxed``, while TMA stores the other half. A round of float32 staging is eight
-            tokens.
+        tokens_per_round: of a round through the staging buffer; the last one may have fewer, unless ``boxed``. A
+            packed16 round fills the buffer, or half of it if ``boxed``, while TMA stores the other half. A round of
+            float32 staging is eight tokens.
         residuals_ahead: rounds of float32 staging by which residual loads run ahead.
         boxed: True if TMA stores boxes of d.
         grouped: True if rows past a tile's last token belong to another expert; threads then store what a box would
@@ -143,9 +143,10 @@ class EpilogueStore:
     ):
         for first in cutlass.range_constexpr(0, self.tokens, self.tokens_per_round):
             cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=128)  # the buffer is read out
-            self.stage(acc, first, coord.thread, loaded, staging.address)
+            count = min(self.tokens_per_round, self.tokens - first)
+            self.stage(acc, first, count, coord.thread, loaded, staging.address)
             cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=128)  # the buffer is filled
-            self.store_staged(out, first, coord, staging.address)
+            self.store_staged(out, first, count, coord, staging.address)
 
     @cute.jit
     def store_boxes(
@@ -163,7 +164,7 @@ class EpilogueStore:
         for first in cutlass.range_constexpr(0, self.tokens, self.tokens_per_round):
             box = first // self.tokens_per_round
             half = staging.address + box % 2 * (self.tokens_per_round * TOKEN_BYTES)
-            self.stage(acc, first, coord.thread, loaded, half)
+            self.stage(acc, first, self.tokens_per_round, coord.thread, loaded, half)
             fence_proxy_async()
             if warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -174,22 +175,24 @@ class EpilogueStore:
                     cute.copy(atom, source[(None, staging.half + box % 2)], target[(None, box, 0)])
                     cute.arch.cp_async_bulk_commit_group()
             elif const_expr(self.grouped):
-                self.store_staged(out, first, coord, half)
+                self.store_staged(out, first, self.tokens_per_round, coord, half)
 
     def drain(self) -> None:
         """Wait until TMA has read all that this thread asked it to store: a CTA's memory ends with it."""
         if self.boxed:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def stage(self, acc: cute.Tensor, first: int, thread: Int32, loaded: LoadedOperands, staging: Int32) -> None:
-        """Write ``tokens_per_round`` tokens from ``first`` on into the staging buffer."""
+    def stage(
+        self, acc: cute.Tensor, first: int, tokens: int, thread: Int32, loaded: LoadedOperands, staging: Int32
+    ) -> None:
+        """Write ``tokens`` tokens from ``first`` on into the staging buffer."""
         lane, (biases, channel_scales) = thread % 32, loaded.features
         vector = (thread // 32 * 2 + lane // 8 % 2) ^ (lane % 8)
-        for row in range(0, self.tokens_per_round, 16):
-            count = min(16, self.tokens_per_round - row) // 2
+        for row in range(0, tokens, 16):
+            count = min(16, tokens - row) // 2
             sums = [acc[(first + row) // 2 + i] for i in range(count)]
-            tokens = [(first + row + 8 * (i // 2), lane % 4 * 2 + i % 2) for i in range(count // 2)]
-            scales = [token_scale(loaded.token_scales, *token) for token in tokens]
+            places = [(first + row + 8 * (i // 2), lane % 4 * 2 + i % 2) for i in range(count // 2)]
+            scales = [token_scale(loaded.token_scales, *place) for place in places]
             sums = [scaled(sums[i], scales[i // 4 * 2 + i % 2], channel_scales[i // 2 % 2]) for i in range(count)]
             values = [self.math.feature_value(sums[i], loaded.alpha, biases[i // 2 % 2]) for i in range(count)]
             registers = [pack_half2(self.math.out_kind, values[i], values[i + 1]) for i in range(0, count, 2)]
@@ -197,11 +200,11 @@ class EpilogueStore:
             store_matrix_transposed(staging + token * TOKEN_BYTES + vector * 16, registers)
 
     @cute.jit
-    def store_staged(self, out: cute.Tensor, first: int, coord: OutputCoord, staging: Int32):
-        """Store the round that ``stage`` wrote, as far as its rows and columns exist."""
-        for index in cutlass.range_constexpr(0, self.tokens_per_round * 8, 128):
+    def store_staged(self, out: cute.Tensor, first: int, tokens: cutlass.Constexpr, coord: OutputCoord, staging: Int32):
+        """Store the round of ``tokens`` that ``stage`` wrote, as far as its rows and columns exist."""
+        for index in cutlass.range_constexpr(0, tokens * 8, 128):
             row, vector = (index + coord.thread) // 8, coord.thread % 8
-            if row < self.tokens_per_round:
+            if row < tokens:
                 words = load_shared(staging + row * TOKEN_BYTES + (vector ^ (row % 8)) * 16, 4)
                 self.math.store(words, out, coord.token + first + row, coord.feature + vector * 8)
 

@@ -152,7 +152,12 @@ def load_acquire(address: Int64) -> Int32:
 
 def store_release(address: Int64, value: Int32) -> None:
     """Store a word after all writes of this thread, and of the threads that it met at a barrier."""
-    asm("fence.acq_rel.gpu; st.release.gpu.global.b32 [$0], $1;", [], [address, value])
+    asm("st.release.gpu.global.b32 [$0], $1;", [], [address, value])
+
+
+def store_relaxed(address: Int64, value: Int32) -> None:
+    """Store a word that other CTAs read, in no order with other words."""
+    asm("st.relaxed.gpu.global.b32 [$0], $1;", [], [address, value])
 
 
 def prefetch_global(address: Int64, exists: Boolean) -> None:

@@ -1,9 +1,13 @@
 """Stream-k fixup: the sum over CTAs that each multiplied a k-range of one output tile, through global memory.
 
 The CTA with a tile's first block along k owns the tile. Every other CTA of that tile, in the order of k and of CTA
-numbers, stores its float32 partials and sets a flag. The owner waits for each flag, adds the partials in k order, so
-that the result does not depend on timing, and clears the flag: flags are 0 before and after a launch. A CTA stores its
-own partials, of the end of a tile, before it owns the start of another, and waits for no flag before that.
+numbers, stores its float32 partials and raises a flag. The owner waits for each flag, lowers it, and adds the partials
+in k order, so that the result does not depend on timing: flags are 0 before and after a launch. A CTA stores its own
+partials, of the end of a tile, before it owns the start of another, and waits for no flag before that. In a launch each
+flag is raised once and waited for by one CTA, so lowering it needs no order: no CTA raises it before the next launch.
+
+A thread that raises a flag waits until all partials are in L2, and one that waits for a flag reads L2 at least once, a
+microsecond each if memory is busy. The Hopper kernel leaves both to warps that do nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +20,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.kernels.device.memory import load_acquire, load_global_f32x4, store_global_f32x4, store_release
+from w4gemm.kernels.device.memory import (
+    load_acquire,
+    load_global_f32x4,
+    store_global_f32x4,
+    store_relaxed,
+    store_release,
+)
 
 _LOADS_IN_FLIGHT = 8
 """Loads of 16 bytes that a thread issues before it adds."""
@@ -28,8 +38,6 @@ class WarpgroupThread(NamedTuple):
     warpgroup: Int32 | int
     thread: Int32
     """0 .. 127."""
-    barrier: Int32 | int
-    """Named barrier of the warpgroup's 128 threads."""
 
 
 @dataclass(frozen=True)
@@ -44,30 +52,33 @@ class StreamSum:
 
     @cute.jit
     def store_partials(self, acc: cute.Tensor, workspace: StreamWorkspace, cta: Int32, own: WarpgroupThread):
-        """Store the accumulators as CTA ``cta``'s partials and set its flag."""
+        """Store the accumulators as CTA ``cta``'s partials."""
         address = self.address(workspace, cta, own)
         for i in cutlass.range_constexpr(self.tokens // 8):
             store_global_f32x4(address + i * 2048, [acc[4 * i + j] for j in range(4)])
-        cute.arch.barrier(barrier_id=own.barrier, number_of_threads=128)
-        if own.thread == 0:
-            store_release(self.flag(workspace, cta, own), Int32(1))
+
+    def raise_flag(self, workspace: StreamWorkspace, cta: Int32, warpgroup: Int32 | int) -> None:
+        """Say that ``cta``'s partials are there, behind a barrier that all threads met which stored them; by one
+        thread."""
+        store_release(self.flag(workspace, cta, warpgroup), Int32(1))
 
     @cute.jit
-    def add_partials(self, acc: cute.Tensor, workspace: StreamWorkspace, cta: Int32, own: WarpgroupThread):
-        """Wait for the flag of ``cta``, clear it and add its partials to acc."""
-        if own.thread == 0:
-            flag = self.flag(workspace, cta, own)
+    def await_flag(self, workspace: StreamWorkspace, cta: Int32, warpgroup: Int32 | int):
+        """Wait for ``cta``'s partials, in front of a barrier that all threads meet which add them; by one thread."""
+        flag = self.flag(workspace, cta, warpgroup)
+        raised = load_acquire(flag)
+        while raised == 0:
             raised = load_acquire(flag)
-            while raised == 0:
-                raised = load_acquire(flag)
-            store_release(flag, Int32(0))
-        cute.arch.barrier(barrier_id=own.barrier, number_of_threads=128)
+        store_relaxed(flag, Int32(0))
+
+    def add_partials(self, acc: cute.Tensor, workspace: StreamWorkspace, cta: Int32, own: WarpgroupThread) -> None:
+        """Add ``cta``'s partials to acc."""
         other = self.address(workspace, cta, own)
-        for first in cutlass.range_constexpr(0, self.tokens // 8, _LOADS_IN_FLIGHT):
+        for first in range(0, self.tokens // 8, _LOADS_IN_FLIGHT):
             count = min(_LOADS_IN_FLIGHT, self.tokens // 8 - first)
             values = [load_global_f32x4(other + (first + i) * 2048) for i in range(count)]
-            for i in cutlass.range_constexpr(count):
-                for j in cutlass.range_constexpr(4):
+            for i in range(count):
+                for j in range(4):
                     at = 4 * (first + i) + j
                     acc[at] = acc[at] + values[i][j]
 
@@ -77,6 +88,6 @@ class StreamSum:
         offset = (cta * self.warpgroups + own.warpgroup) * size + own.thread * 16
         return workspace.partials.iterator.toint() + Int64(offset)
 
-    def flag(self, workspace: StreamWorkspace, cta: Int32, own: WarpgroupThread) -> Int64:
+    def flag(self, workspace: StreamWorkspace, cta: Int32, warpgroup: Int32 | int) -> Int64:
         """The address of a warpgroup's flag."""
-        return workspace.flags.iterator.toint() + Int64((cta * self.warpgroups + own.warpgroup) * 4)
+        return workspace.flags.iterator.toint() + Int64((cta * self.warpgroups + warpgroup) * 4)

@@ -85,7 +85,6 @@ from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.packing.block import BLOCK_K, HALF_K, LANE_BYTES, STRIP_BYTES
 
-_STREAM_BARRIER = 1
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
 _QUADS_TOGETHER = 4  # per thread, whose biases and residuals are loaded before the first is stored
 
@@ -216,7 +215,7 @@ class Sm80MixedGemmKernel:
         """Run the work tiles of this CTA: first its k-ranges of shared tiles, then its own tiles."""
         variant, workspace = self.variant, args.workspace
         ctas = cute.arch.grid_dim()[0]
-        own = WarpgroupThread(0, cute.arch.thread_idx()[0], _STREAM_BARRIER)
+        own = WarpgroupThread(0, cute.arch.thread_idx()[0])
         # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
         cta = ctas - 1 - cute.arch.block_idx()[0]
         share = stream_share(cta, ctas, grid.m_tiles * grid.n_tiles, grid.k_slices)
@@ -228,10 +227,16 @@ class Sm80MixedGemmKernel:
             flat = cute.make_tensor(acc.iterator, cute.make_layout(variant.accumulators))
             if own_range.first > 0:
                 self.stream_sum.store_partials(flat, workspace, cta, own)
+                cute.arch.sync_threads()
+                if own.thread == 0:
+                    self.stream_sum.raise_flag(workspace, cta, 0)
             else:
                 other = cta + 1
                 if own_range.stop < grid.k_slices:  # add what the next CTAs multiplied of this tile
-                    while other * (share.cut * grid.k_slices) // ctas < (own_range.tile + 1) * grid.k_slices:
+                    while other < share.end_of_sharers(own_range.tile, ctas, grid.k_slices):
+                        if own.thread == 0:
+                            self.stream_sum.await_flag(workspace, other, 0)
+                        cute.arch.sync_threads()
                         self.stream_sum.add_partials(flat, workspace, other, own)
                         other += 1
                 self.store(acc, args.out, args.epilogue, pipeline, tile)

@@ -8,7 +8,8 @@ Warp roles, in warpgroups of 128 threads:
 
     0 .. W - 1   consumers, W = variant.warpgroups_n * variant.k_sets * variant.pingpong_warpgroups; each owns
                  variant.m64_atoms blocks of 64 features and all tile_m tokens of a tile
-    W            producer: one warp issues all copies, three are idle; if gathered, all four copy
+    W            producer: one warp issues all copies, three are idle; if gathered, all four copy; under stream-k two
+                 of the three handle flags (roles/stream_flags.py)
 
 variant.m64_atoms is 2 if tile_n is 256 and tile_m > 64, because four consumers would have 112 registers per thread.
 
@@ -307,6 +308,10 @@ class Sm90MixedGemmKernel:
                 self.producer.run(inputs, pipeline, params, rank)
             elif warp == 4 * variant.warpgroups:
                 self.producer.run(inputs, pipeline, params, rank)
+            elif const_expr(variant.stream_k):
+                warpgroup = warp - 4 * variant.warpgroups - 1
+                if warpgroup < variant.warpgroups:
+                    self.consumer.stream_flags.run(args.workspace, params, warpgroup)
             if const_expr(config.split_k > 1):  # every thread of the cluster takes part in its barriers
                 self.scheduler.cluster_barrier()
                 self.scheduler.cluster_barrier()

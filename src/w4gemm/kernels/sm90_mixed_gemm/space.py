@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, WGMMA_TOKENS, Variant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -52,7 +52,10 @@ _BETWEEN = {
 (2026-11-24). Tokens past m cost time, so a tile of 48 is better for 48 tokens than one of 64, and four of 112 better
 for 400 than four of 128. The box of x that divides tile_m should be large (``Variant.box_tokens``): no 88, 104 or
 136."""
-_MAX_TILE_M = {"coop": {64: 256, 128: 256, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
+_OVER_WGMMA = (272,)
+"""tile_m of two WGMMAs: for a few tokens more than tiles of 256 hold in a wave. 288 and 304 were the fastest at two of
+44 points, by 0.2 %, and 320 spills (H200, 2026-11-27)."""
+_MAX_TILE_M = {"coop": {64: 256, 128: 272, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
 
 
@@ -61,6 +64,8 @@ def _candidates() -> Iterator[Sizes]:
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
     yield from between(_BETWEEN)
+    for tile_m, cluster_n in itertools.product(_OVER_WGMMA, (1, 2)):
+        yield Sizes(tile_m, 128, 64, 1, cluster_n, "coop", 1)
 
 
 def between(kept: dict[int, set[Beside]]) -> Iterator[Sizes]:
@@ -177,7 +182,7 @@ def _large(v: Variant) -> bool:
 SPACE = Space(
     _candidates,
     f"tile_m {listed(TILE_M)}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; (cluster_m, cluster_n, split_k) "
-    f"{listed(_CLUSTER_SPLIT_K)}; and some of these with tile_m {listed(_BETWEEN)}",
+    f"{listed(_CLUSTER_SPLIT_K)}; and some of these with tile_m {listed((*_BETWEEN, *_OVER_WGMMA))}",
     impossible=(
         Rule(
             "experts and stream-k",
@@ -279,6 +284,11 @@ SPACE = Space(
         ),
         GROUPED_WIDE,
         GROUPED_RESIDUAL,
+        Rule(
+            "experts and more than 256 tokens",
+            "looking for an expert's rows takes registers, which the accumulators of so many tokens leave to none",
+            lambda v: v.grouped and v.config.tile_m > WGMMA_TOKENS,
+        ),
         Rule(
             "pingpong, many groups, two k sets",
             "the scales of several groups spill where two sets share half a multiprocessor",

@@ -15,6 +15,9 @@ from w4gemm.packing.codecs.pairs import Pairs
 ONE_GROUP = Block().bytes
 """Bytes of a block with a single group of scales and no zero points."""
 
+WGMMA_TOKENS = 256
+"""The most tokens of a WGMMA."""
+
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
 """Registers besides the accumulators: fragments, packed words, addresses."""
@@ -91,9 +94,12 @@ class Variant(WarpsVariant):
 
     @property
     def token_splits(self) -> int:
-        """Number of ranges of tokens, of a multiple of eight each, that are multiplied one after the other if sums are
-        promoted and have two sets of registers: both of one range must fit in beside the accumulators."""
-        return 1 if not self.promotes or self.one_set_of_sums else self._ranges_of_sums
+        """Number of ranges of tokens, of a multiple of eight each, that are multiplied one after the other: two of a
+        tile with more tokens than a WGMMA; and as many as leave room for both sets of sums of one range beside the
+        accumulators, if sums are promoted and have two sets."""
+        if self.promotes and not self.one_set_of_sums:
+            return self._ranges_of_sums
+        return 2 if self.config.tile_m > WGMMA_TOKENS else 1
 
     @property
     def _ranges_of_sums(self) -> int:
@@ -126,7 +132,7 @@ class Variant(WarpsVariant):
 
     @property
     def box_tokens(self) -> int:
-        """Tokens of one TMA box: at most 64, a divisor of tile_m.
+        """Tokens of one TMA box: at most 64, a divisor of tile_m; if tile_m is over 256, half of it.
 
         Rows past m are slow: 31 of them in a box of 64 make a launch 59 % longer, eight cost nothing (H200,
         2026-11-21). So the producer skips boxes wholly past m and moves the last box back; it cannot move a tile's
@@ -134,6 +140,8 @@ class Variant(WarpsVariant):
         """
         if self.config.tile_m == 128:
             return 32
+        if self.config.tile_m > WGMMA_TOKENS:
+            return self.config.tile_m // 2
         return next(box for box in range(min(self.config.tile_m, 64), 0, -8) if self.config.tile_m % box == 0)
 
     @property
@@ -183,10 +191,13 @@ class Variant(WarpsVariant):
         """Tokens that the staging buffer holds, 16 to 128: as many as do not cost a stage.
 
         Stages of half a block do better with five of them and a large buffer than with six and a small one. With four
-        warpgroups, long rounds spill. Boxes of eight tokens are worth a third stage, but not a fourth.
+        warpgroups, long rounds spill. Boxes of eight tokens are worth a third stage, but not a fourth. Tiles of more
+        than 256 tokens take three rounds, the last of which may be short.
         """
         most = 128 if self.warpgroups < 4 else 56
         step = 32 if self.boxed else 8
+        if self.config.tile_m > WGMMA_TOKENS:
+            return -(-self.config.tile_m // (3 * 16)) * 16
         sizes = [size for size in range(max(16, step), most + 1, step) if self.stored_tokens % size == 0] or [8]
         if self.boxed and self._stages_beside(sizes[0]) < _WANTED_STAGES:
             sizes.insert(0, 16)

@@ -16,11 +16,12 @@ from w4gemm.kernels.device.epilogue_store import EpilogueStore, LoadedOperands, 
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
 from w4gemm.kernels.device.memory import load_shared_cluster, shared_address, store_shared_f32x4
 from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.scheduler import StreamShare, TileCoord
+from w4gemm.kernels.device.scheduler import TileCoord
 from w4gemm.kernels.device.split_k import Reduction
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import Mainloop, MmaOperands, StageState
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline
+from w4gemm.kernels.sm90_mixed_gemm.roles.stream_flags import StreamFlags
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.roles.weight_fragments import ConsumerCoord
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
@@ -65,6 +66,7 @@ class Consumer:
         self.variant, self.scheduler = variant, scheduler
         self.mainloop, self.epilogue = mainloop, epilogue
         self.stream_sum = StreamSum(variant.config.tile_m * variant.m64_atoms, variant.warpgroups_n)
+        self.stream_flags = StreamFlags(variant, scheduler, self.stream_sum)
 
     @cute.jit
     def run(
@@ -97,7 +99,7 @@ class Consumer:
         cute.arch.griddepcontrol_wait()
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
-        accumulators = flat if variant.promotes else self.mainloop.by_m64_atom(acc, flat)
+        accumulators = flat if variant.promotes else self.mainloop.by_wgmma(acc, flat)
         table = memory.decode_table
         if const_expr(variant.pairs is not None):
             table = own_pairs(table, t, variant.pairs)
@@ -163,12 +165,17 @@ class Consumer:
             if const_expr(config.split_k > 1):
                 self.reduce_split_k(flat, own, pipeline, consumer, thread, memory)
             elif const_expr(variant.stream_k):
-                warpgroup_thread = WarpgroupThread(wg, t, _EPILOGUE_BARRIER + wg)
+                warpgroup_thread = WarpgroupThread(wg, t)
                 if work_tile.first_k_slice > 0:
                     self.stream_sum.store_partials(flat, memory.workspace, params.cluster, warpgroup_thread)
+                    self.stream_flags.partials_stored(wg)
                 else:
                     if k_slices < params.k_slices:
-                        self.stream_k_fixup(flat, work_tile.tile, params, work_tiles.share, memory, warpgroup_thread)
+                        other = params.cluster + 1
+                        while other < self.scheduler.end_of_sharers(work_tile, params, work_tiles.share):
+                            self.stream_flags.meet(wg)
+                            self.stream_sum.add_partials(flat, memory.workspace, other, warpgroup_thread)
+                            other += 1
                     self.store_tile(flat, own, memory, wg)
             elif const_expr(variant.k_sets == 1):
                 self.store_tile(flat, own, memory, wg + pingpong, loaded)
@@ -177,6 +184,8 @@ class Consumer:
             else:
                 if k_set == 0:
                     self.store_tile(flat, own, memory, wg, loaded)
+        if const_expr(variant.stream_k):
+            self.stream_flags.meet(wg)
         self.epilogue.drain()
 
     def output_tile(
@@ -195,23 +204,6 @@ class Consumer:
     def m64_coords(self, coord: OutputCoord) -> list[OutputCoord]:
         """The coordinates of each of a warpgroup's 64-row blocks."""
         return [coord._replace(feature=coord.feature + 64 * r) for r in range(self.variant.m64_atoms)]
-
-    @cute.jit
-    def stream_k_fixup(
-        self,
-        flat: cute.Tensor,
-        tile: Int32,
-        params: SchedulerParams,
-        share: StreamShare,
-        memory: ConsumerMemory,
-        own: WarpgroupThread,
-    ):
-        """Add the partials that the next CTAs stored for this tile."""
-        blocks = params.k_slices // self.variant.stages_per_iteration
-        other, cut = params.cluster + 1, share.cut * blocks
-        while other * cut // params.clusters < (tile + 1) * blocks:
-            self.stream_sum.add_partials(flat, memory.workspace, other, own)
-            other += 1
 
     @cute.jit
     def reduce_k_sets(self, flat: cute.Tensor, s_k_sets: Int32, k_set: Int32, thread: Int32):

@@ -34,7 +34,7 @@ class MmaOperands(NamedTuple):
     """Registers and shared memory of a consumer thread that the main loop works on."""
 
     accumulators: Any
-    """One operand per 64-row block or, if scales are applied to sums, flat."""
+    """One operand per 64-row block or range of tokens or, if scales are applied to sums, flat."""
     fragment: cute.Tensor
     """Two buffers of decoded weights, operand A."""
     x: list[cute.Tensor]
@@ -86,9 +86,10 @@ class Mainloop:
         tiles = [cute.local_tile(s_x, shape, (i, 0, None)) for i in range(variant.token_splits)]
         return [mma.make_fragment_B(thr.partition_B(t)) for t in tiles]
 
-    def by_m64_atom(self, acc: cute.Tensor, flat: cute.Tensor) -> list[cute.Tensor]:
-        """The accumulators of each 64-row block as one operand: ranges of ``flat``, one after the other."""
-        count = self.variant.m64_atoms
+    def by_wgmma(self, acc: cute.Tensor, flat: cute.Tensor) -> list[cute.Tensor]:
+        """The accumulators of each 64-row block, or of each range of tokens, as one operand: ranges of ``flat``, one
+        after the other."""
+        count = self.variant.m64_atoms * self.variant.token_splits
         if count == 1:
             return [acc]
         layout = cute.make_layout((*acc.shape[:1], 1, 1))
@@ -141,19 +142,20 @@ class Mainloop:
             buffer = (stage_in_iteration * batches + batch) % 2
             packed_block, chunk = divmod(batch, self.chunks_per_block)
             block, atom = divmod(packed_block, variant.m64_atoms)
-            acc = operands.accumulators[atom]
             self.weights.decode(operands.packed, operands.fragment, chunk, buffer, operands.decode_table)
             if const_expr(chunk == self.chunks_per_block - 1 and batch < batches - 1):
                 self.weights.load(operands.packed, pipeline, state.stage, packed_block + 1, consumer)
             warpgroup.fence()
             for step in cutlass.range_constexpr(4):
-                cute.gemm(
-                    mma,
-                    acc,
-                    operands.fragment[(None, None, buffer * 4 + step)],
-                    operands.x[0][(None, None, step, x_chunk + block * self.chunks_per_block + chunk)],
-                    acc,
-                )
+                for tokens in cutlass.range_constexpr(variant.token_splits):
+                    acc = operands.accumulators[atom * variant.token_splits + tokens]
+                    cute.gemm(
+                        mma,
+                        acc,
+                        operands.fragment[(None, None, buffer * 4 + step)],
+                        operands.x[tokens][(None, None, step, x_chunk + block * self.chunks_per_block + chunk)],
+                        acc,
+                    )
             warpgroup.commit_group()
             if const_expr(batch == batches - 1):
                 if state.has_next:  # its latency passes while the tensor cores work

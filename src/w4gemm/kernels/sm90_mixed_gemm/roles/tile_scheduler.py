@@ -115,6 +115,11 @@ class TileScheduler:
             first_k_slice, k_slices = first * stages, (stop - first) * stages
         return WorkTile(tile, first_k_slice, k_slices)
 
+    def end_of_sharers(self, work_tile: WorkTile, params: SchedulerParams, share: StreamShare) -> Int32:
+        """The CTAs behind this one, up to here, store partials of a tile that this one owns."""
+        blocks = params.k_slices // self.variant.stages_per_iteration
+        return share.end_of_sharers(work_tile.tile, params.clusters, blocks)
+
     @cute.jit
     def cluster_barrier(self):
         cute.arch.cluster_arrive()

@@ -1,0 +1,56 @@
+"""The flags of stream-k: a warp for each consumer warpgroup raises its flag and waits for those of other CTAs."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from w4gemm.kernels.arguments import StreamWorkspace
+from w4gemm.kernels.device.stream_k import StreamSum
+from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+
+_STORED_BARRIER = 8  # and 9: named barriers of a warpgroup and its warp here
+_MEET_BARRIER = 10  # and 11
+_THREADS = 128 + 32
+
+
+class StreamFlags:
+    """Flags of one CTA's partials. A consumer warpgroup meets its warp at a barrier behind its stores, without waiting,
+    and in front of its loads, where the warp is already waiting if the other CTA was in time. So the tensor cores go on
+    while the stores reach L2, and no consumer waits for a flag to arrive from there."""
+
+    def __init__(self, variant: Variant, scheduler: TileScheduler, stream_sum: StreamSum):
+        self.variant, self.scheduler, self.stream_sum = variant, scheduler, stream_sum
+
+    @cute.jit
+    def run(self, workspace: StreamWorkspace, params: SchedulerParams, warpgroup: Int32):
+        """Serve all work tiles of a consumer warpgroup. Run by one warp."""
+        lane = cute.arch.lane_idx()
+        cute.arch.griddepcontrol_wait()  # the launch before may still use the workspace
+        work_tiles = self.scheduler.work_tiles(params)
+        for index in cutlass.range(work_tiles.count, unroll=1):
+            work_tile = self.scheduler.work_tile(index, params, work_tiles.share)
+            if work_tile.first_k_slice > 0:
+                cute.arch.barrier(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_THREADS)
+                if lane == 0:
+                    self.stream_sum.raise_flag(workspace, params.cluster, warpgroup)
+            elif work_tile.k_slices < params.k_slices:
+                other = params.cluster + 1
+                while other < self.scheduler.end_of_sharers(work_tile, params, work_tiles.share):
+                    if lane == 0:
+                        self.stream_sum.await_flag(workspace, other, warpgroup)
+                    cute.arch.sync_warp()
+                    self.meet(warpgroup)
+                    other += 1
+        self.meet(warpgroup)
+
+    def partials_stored(self, warpgroup: Int32) -> None:
+        """Tell the warp that this consumer thread has stored its partials."""
+        cute.arch.barrier_arrive(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_THREADS)
+
+    def meet(self, warpgroup: Int32) -> None:
+        """Wait for the other side: in front of a CTA's partials, which may be read then; and once at the end, because
+        threads must not exit while another one waits at a barrier that they have told of their stores."""
+        cute.arch.barrier(barrier_id=_MEET_BARRIER + warpgroup, number_of_threads=_THREADS)
