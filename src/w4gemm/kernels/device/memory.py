@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cutlass import Boolean, Float32, Int16, Int32, Int64
+from cutlass._mlir.dialects import nvvm
 
 from w4gemm.kernels.device.asm import asm
 
@@ -158,6 +159,12 @@ def store_release(address: Int64, value: Int32) -> None:
 def store_relaxed(address: Int64, value: Int32) -> None:
     """Store a word that other CTAs read, in no order with other words."""
     asm("st.relaxed.gpu.global.b32 [$0], $1;", [], [address, value])
+
+
+def barrier_of_roles(barrier: Int32, threads: int) -> None:
+    """Wait at a named barrier whose ``threads`` come from several places of the code. ``bar.sync`` promises that all
+    that wait execute the same instruction; this is ``barrier.sync``, which does not."""
+    nvvm.barrier_cta_sync(barrier.ir_value(), thread_count=Int32(threads).ir_value(), aligned=False)
 
 
 def prefetch_global(address: Int64, exists: Boolean) -> None:

@@ -184,8 +184,6 @@ class Consumer:
             else:
                 if k_set == 0:
                     self.store_tile(flat, own, memory, wg, loaded)
-        if const_expr(variant.stream_k):
-            self.stream_flags.meet(wg)
         self.epilogue.drain()
 
     def output_tile(

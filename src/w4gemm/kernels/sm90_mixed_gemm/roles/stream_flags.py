@@ -7,12 +7,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from w4gemm.kernels.arguments import StreamWorkspace
+from w4gemm.kernels.device.memory import barrier_of_roles
 from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 
 _STORED_BARRIER = 8  # and 9: named barriers of a warpgroup and its warp here
-_MEET_BARRIER = 10  # and 11
+_READY_BARRIER = 10  # and 11
 _THREADS = 128 + 32
 
 
@@ -44,13 +45,11 @@ class StreamFlags:
                     cute.arch.sync_warp()
                     self.meet(warpgroup)
                     other += 1
-        self.meet(warpgroup)
 
     def partials_stored(self, warpgroup: Int32) -> None:
         """Tell the warp that this consumer thread has stored its partials."""
         cute.arch.barrier_arrive(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_THREADS)
 
     def meet(self, warpgroup: Int32) -> None:
-        """Wait for the other side: in front of a CTA's partials, which may be read then; and once at the end, because
-        threads must not exit while another one waits at a barrier that they have told of their stores."""
-        cute.arch.barrier(barrier_id=_MEET_BARRIER + warpgroup, number_of_threads=_THREADS)
+        """Wait for the other side, in front of a CTA's partials, which may be read then."""
+        barrier_of_roles(_READY_BARRIER + warpgroup, _THREADS)
