@@ -493,6 +493,14 @@ FAULTS = (
         gpu=True,
     ),
     Fault(
+        "the owner of a tile waits for no flag",
+        _DEVICE + "stream_k.py",
+        "        while raised == 0:\n",
+        "        while raised == 2:\n",
+        "fuzz --config _stream",
+        gpu=True,
+    ),
+    Fault(
         "flags of stream-k stay set",
         _DEVICE + "stream_k.py",
         "        store_relaxed(flag, Int32(0))\n",

@@ -382,6 +382,18 @@ def test_no_epilogue_writes_over_sums_that_other_ctas_read():
             assert max(waits) > max(stages)
 
 
+def test_in_streams_no_consumer_waits_for_memory_to_raise_or_see_a_flag():
+    """A fence waits until all partials are in L2, and a flag's way from there takes as long: about a microsecond each.
+    Behind the consumers' allocation of registers there is neither, and the flag's fence is one."""
+    kernel, p = kernel_named("sm90_mixed_gemm"), problem("int4_g128", torch.bfloat16, 512)
+    text = disassemble(object_code(kernel.unit(p, GemmConfig.parse("120x128x128_1x1x1_stream")))).text
+    others, consumers = text.split("USETMAXREG.TRY_ALLOC")
+    fence, flag = "MEMBAR.ALL.GPU", r"LDG\.E\.STRONG\.GPU|STG\.E\.STRONG\.GPU"
+    assert (others.count(fence), consumers.count(fence)) == (1, 0)
+    assert len(re.findall(flag, others)) >= 3 and not re.findall(flag, consumers)
+    assert consumers.count("STG.E.128.STRONG.GPU") == consumers.count("LDG.E.128.STRONG.GPU") == 120 // 8
+
+
 @pytest.mark.parametrize("kernel", ["sm90_mixed_gemm", "sm90_decode", "sm80_mixed_gemm", "sm90_fp8_gemm"])
 def test_more_experts_than_the_smaller_map(kernel):
     dtype, epilogue = (FP8, Epilogue(token_scale=True)) if kernel in FP8_KERNELS else (torch.bfloat16, PLAIN)

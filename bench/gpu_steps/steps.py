@@ -113,17 +113,6 @@ STEPS = (
         alone=True,
         gpu="H100",
     ),
-    Step(
-        "engine-two-h200s",
-        f"{ENGINE} --model llama-3-70b=gptq-int4-g128 --impl default w4gemm --gpus 2 --at-once 2",
-        560,
-        "engine.jsonl",
-        TO_RUN,
-        needs=("vllm",),
-        alone=True,
-        gpus=2,
-        gpu="H200",
-    ),
     *(
         Step(
             f"engine-{name}",
@@ -178,16 +167,6 @@ STEPS = (
         alone=True,
     ),
     # products, layers and models beside others
-    Step(
-        "q4-k",
-        "python -m bench.run --impl w4gemm --format int4_g128,q4_k,nf4_g64_fp32 --shapes 8192x8192,28672x4096 "
-        "--m 16,32,48,64 --out {rows}",
-        60,
-        "codebooks.jsonl",
-        "docs/measured/sm90_mixed_gemm.md#codebooks-and-scales-of-another-dtype-or-of-two-levels",
-        alone=True,
-        gpu="H200",
-    ),
     Step(
         "fp4",
         "python -m bench.run --format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn --out {rows}",
