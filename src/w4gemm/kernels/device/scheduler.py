@@ -34,8 +34,8 @@ class StreamShare(NamedTuple):
         return self.whole + self.cut_work_tiles(blocks)
 
     def end_of_sharers(self, tile: Int32, ctas: Int32, blocks: Int32) -> Int32:
-        """One more than the last CTA whose range begins in a cut tile or before: the CTAs behind the tile's owner, up
-        to here, store partials of it."""
+        """One more than the number of the last CTA with blocks of a cut tile. Its owner and this number bound the CTAs
+        that store partials of it."""
         cut_blocks = self.cut * blocks
         return ((tile + 1) * blocks * ctas + cut_blocks - 1) // cut_blocks
 

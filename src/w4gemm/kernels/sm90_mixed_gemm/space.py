@@ -53,8 +53,8 @@ _BETWEEN = {
 for 400 than four of 128. The box of x that divides tile_m should be large (``Variant.box_tokens``): no 88, 104 or
 136."""
 _OVER_WGMMA = (272,)
-"""tile_m of two WGMMAs: for a few tokens more than tiles of 256 hold in a wave. 288 and 304 were the fastest at two of
-44 points, by 0.2 %, and 320 spills (H200, 2026-11-27)."""
+"""tile_m of two WGMMAs: for a few tokens more than tiles of 256 hold in a wave. 304 was the fastest at one of 44
+points, by 0.2 %, 288 at none, and 320 spills (H200, 2026-11-27)."""
 _MAX_TILE_M = {"coop": {64: 256, 128: 272, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
 """Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
 
@@ -286,7 +286,7 @@ SPACE = Space(
         GROUPED_RESIDUAL,
         Rule(
             "experts and more than 256 tokens",
-            "looking for an expert's rows takes registers, which the accumulators of so many tokens leave to none",
+            "looking for an expert's rows takes registers: beside so many accumulators a residual would spill",
             lambda v: v.grouped and v.config.tile_m > WGMMA_TOKENS,
         ),
         Rule(

@@ -194,10 +194,10 @@ class Variant(WarpsVariant):
         warpgroups, long rounds spill. Boxes of eight tokens are worth a third stage, but not a fourth. Tiles of more
         than 256 tokens take three rounds, the last of which may be short.
         """
-        most = 128 if self.warpgroups < 4 else 56
-        step = 32 if self.boxed else 8
         if self.config.tile_m > WGMMA_TOKENS:
             return -(-self.config.tile_m // (3 * 16)) * 16
+        most = 128 if self.warpgroups < 4 else 56
+        step = 32 if self.boxed else 8
         sizes = [size for size in range(max(16, step), most + 1, step) if self.stored_tokens % size == 0] or [8]
         if self.boxed and self._stages_beside(sizes[0]) < _WANTED_STAGES:
             sizes.insert(0, 16)

@@ -66,7 +66,7 @@ class Consumer:
         self.variant, self.scheduler = variant, scheduler
         self.mainloop, self.epilogue = mainloop, epilogue
         self.stream_sum = StreamSum(variant.config.tile_m * variant.m64_atoms, variant.warpgroups_n)
-        self.stream_flags = StreamFlags(variant, scheduler, self.stream_sum)
+        self.stream_flags = StreamFlags(scheduler, self.stream_sum)
 
     @cute.jit
     def run(
@@ -173,7 +173,7 @@ class Consumer:
                     if k_slices < params.k_slices:
                         other = params.cluster + 1
                         while other < self.scheduler.end_of_sharers(work_tile, params, work_tiles.share):
-                            self.stream_flags.meet(wg)
+                            self.stream_flags.partials_ready(wg)
                             self.stream_sum.add_partials(flat, memory.workspace, other, warpgroup_thread)
                             other += 1
                     self.store_tile(flat, own, memory, wg)

@@ -10,7 +10,6 @@ from w4gemm.kernels.arguments import StreamWorkspace
 from w4gemm.kernels.device.memory import barrier_of_roles
 from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 
 _STORED_BARRIER = 8  # and 9: named barriers of a warpgroup and its warp here
 _READY_BARRIER = 10  # and 11
@@ -18,12 +17,12 @@ _THREADS = 128 + 32
 
 
 class StreamFlags:
-    """Flags of one CTA's partials. A consumer warpgroup meets its warp at a barrier behind its stores, without waiting,
-    and in front of its loads, where the warp is already waiting if the other CTA was in time. So the tensor cores go on
-    while the stores reach L2, and no consumer waits for a flag to arrive from there."""
+    """Handles the flags for the consumers of one CTA. A consumer warpgroup arrives at a barrier behind its stores, and
+    goes on while they reach L2. It meets its warp at another barrier in front of its loads; the warp is there first if
+    the other CTA was in time, so no consumer waits for a flag to arrive from L2."""
 
-    def __init__(self, variant: Variant, scheduler: TileScheduler, stream_sum: StreamSum):
-        self.variant, self.scheduler, self.stream_sum = variant, scheduler, stream_sum
+    def __init__(self, scheduler: TileScheduler, stream_sum: StreamSum):
+        self.scheduler, self.stream_sum = scheduler, stream_sum
 
     @cute.jit
     def run(self, workspace: StreamWorkspace, params: SchedulerParams, warpgroup: Int32):
@@ -43,13 +42,14 @@ class StreamFlags:
                     if lane == 0:
                         self.stream_sum.await_flag(workspace, other, warpgroup)
                     cute.arch.sync_warp()
-                    self.meet(warpgroup)
+                    self.partials_ready(warpgroup)
                     other += 1
 
     def partials_stored(self, warpgroup: Int32) -> None:
         """Tell the warp that this consumer thread has stored its partials."""
         cute.arch.barrier_arrive(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_THREADS)
 
-    def meet(self, warpgroup: Int32) -> None:
-        """Wait for the other side, in front of a CTA's partials, which may be read then."""
+    def partials_ready(self, warpgroup: Int32) -> None:
+        """Meet the other side, behind which the next CTA's partials may be read: called by the warp when their flag is
+        up, and by the consumers in front of their loads."""
         barrier_of_roles(_READY_BARRIER + warpgroup, _THREADS)

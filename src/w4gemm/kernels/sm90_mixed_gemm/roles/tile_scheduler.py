@@ -116,7 +116,7 @@ class TileScheduler:
         return WorkTile(tile, first_k_slice, k_slices)
 
     def end_of_sharers(self, work_tile: WorkTile, params: SchedulerParams, share: StreamShare) -> Int32:
-        """The CTAs behind this one, up to here, store partials of a tile that this one owns."""
+        """:meth:`StreamShare.end_of_sharers` of a tile that this CTA owns."""
         blocks = params.k_slices // self.variant.stages_per_iteration
         return share.end_of_sharers(work_tile.tile, params.clusters, blocks)
 
