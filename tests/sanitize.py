@@ -73,6 +73,7 @@ FP8 = {
     "sm89_fp8_gemm/64x128x128_1x1x1_pingpong": (260, 1000, 1152),
     "sm89_fp8_gemm/128x128x128_1x1x1_coop": (260, 1000, 640),
     "sm90_fp8_gemm/8x64x512_1x1x1_coop": (5, 200, 4096),
+    "sm90_fp8_gemm/96x128x256_1x1x1_stream": (100, 5000, 2048),
     "sm90_fp8_gemm/16x64x512_1x1x1_pingpong_k2": (13, 130, 4200),
     "sm90_fp8_gemm/64x128x256_1x1x1_coop": (100, 20000, 384),
     "sm90_fp8_gemm/64x64x256_1x2x1_coop": (64, 9000, 640),

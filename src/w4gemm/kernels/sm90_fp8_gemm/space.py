@@ -18,15 +18,17 @@ _FEATURES_192, _FEATURES_256 = beside("coop", 192, 256), beside("coop", 256, 128
 _SHORT_192 = beside("coop", 192, 128)
 _MANY = beside("coop", 128, 128) | beside("coop", 128, 256)
 _PINGPONG = beside("pingpong", 64, 128) | beside("pingpong", 64, 256)
+_STREAM = beside("stream", 128, 256)
 _BETWEEN = {
-    **dict.fromkeys((24, 40, 48), _FEW | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 256)),
-    56: _FEW | beside("coop", 256, 256),
+    24: _FEW | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 256),
+    **dict.fromkeys((40, 48), _FEW | _STREAM | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 256)),
+    56: _FEW | _STREAM | beside("coop", 256, 256),
     72: beside("coop", 64, 256) | beside("coop", 128, 256) | _FEATURES_192 | _SHORT_192 | _FEATURES_256,
-    80: _LONG | _FEATURES_192 | _FEATURES_256,
-    **dict.fromkeys((96, 112), _LONG | beside("coop", 192, 256, 1, 2) | _SHORT_192 | _FEATURES_256),
-    120: beside("coop", 128, 256) | _FEATURES_192,
+    80: _LONG | _STREAM | _FEATURES_192 | _FEATURES_256,
+    **dict.fromkeys((96, 112), _LONG | _STREAM | beside("coop", 192, 256, 1, 2) | _SHORT_192 | _FEATURES_256),
+    120: beside("coop", 128, 256) | _STREAM | _FEATURES_192,
     **dict.fromkeys((144, 160), _MANY | beside("coop", 192, 256, 1, 2) | _FEATURES_256),
-    168: _MANY | _FEATURES_192 | beside("coop", 192, 128, 2) | _FEATURES_256,
+    168: _MANY | _STREAM | _FEATURES_192 | beside("coop", 192, 128, 2) | _FEATURES_256,
     200: _MANY | _PINGPONG,
     224: _MANY | beside("coop", 64, 128) | _PINGPONG,
     240: beside("coop", 64, 128) | beside("coop", 128, 128) | _PINGPONG,
@@ -35,16 +37,16 @@ _BETWEEN = {
 _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
 """(cluster_m, cluster_n, split_k)."""
 _MAX_TILE_M = {
-    0: {"coop": {64: 256, 128: 256, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 32}},
-    1: {"coop": {64: 128, 128: 192, 192: 112, 256: 32}, "pingpong": {64: 32, 128: 16}},
-    2: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}},
+    0: {"coop": {64: 256, 128: 256, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 32}, "stream": {128: 168}},
+    1: {"coop": {64: 128, 128: 192, 192: 112, 256: 32}, "pingpong": {64: 32, 128: 16}, "stream": {128: 128}},
+    2: {"coop": {64: 128, 128: 128, 192: 64, 256: 32}, "pingpong": {64: 32, 128: 16}, "stream": {128: 128}},
 }
 """Largest tile_m by the sets of registers for sums beside the accumulators, which scales on sums take, by schedule and
 by tile_n, which fix the number of threads: what the registers have room for."""
 
 
 def _candidates() -> Iterator[Sizes]:
-    sizes = itertools.product(("coop", "pingpong"), TILE_N, TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
+    sizes = itertools.product(("coop", "pingpong", "stream"), TILE_N, TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
     for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
         yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
     yield from mixed.between(_BETWEEN)
@@ -80,14 +82,16 @@ def _spills_with_activation(v: Variant) -> bool:
 SPACE = Space(
     _candidates,
     f"tile_m {listed(TILE_M)}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; (cluster_m, cluster_n, split_k) "
-    f"{listed(_CLUSTER_SPLIT_K)}; coop and pingpong; and some of these with tile_m {listed(_BETWEEN)}",
+    f"{listed(_CLUSTER_SPLIT_K)}; and some of these with tile_m {listed(_BETWEEN)}",
     impossible=(
+        mixed.GROUPED_STREAM,
         mixed.GROUPED_CLUSTER,
         mixed.GATHERED_CLUSTER,
         mixed.GATHERED_WARPS,
         mixed.MULTICAST_BLOCKS,
         mixed.SPLIT_ROW_BLOCKS,
         mixed.SPLIT_PINGPONG,
+        mixed.stream_sums(256),
         Rule(
             "one chunk for two sets of sums",
             "with scales on sums tile_k 128 leaves a warpgroup one set of registers for sums: of one row block, one "
@@ -228,6 +232,12 @@ SPACE = Space(
             lambda v: (v.config.tile_k, v.config.tile_n) == (128, 192) and v.config.tile_m < 128 and not v.promotes,
         ),
         mixed.WIDE_FEW_CLUSTER,
+        Rule(
+            "sizes of stream-k",
+            "stream-k with tile_k 128 or fewer than 40 tokens was not looked at",
+            lambda c: c.schedule == "stream" and (c.tile_k == 128 or c.tile_m < 40),
+            of="sizes",
+        ),
         Rule(
             "one set of sums",
             "with scales on sums, one set of registers for sums is slower than two for 128 tokens",

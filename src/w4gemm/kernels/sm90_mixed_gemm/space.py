@@ -88,6 +88,22 @@ def experts_between(kept: dict[int, set[Beside]]) -> Rule:
     return Rule("experts between", reason, lambda v: v.grouped and v.config.tile_m in kept and v.config.tile_n == 64)
 
 
+def stream_sums(largest_tile_k: int) -> Rule:
+    """Return the rule for what stream-k sums up besides, where longer k-slices take a second set of warpgroups."""
+    return Rule(
+        "stream-k and other sums",
+        "a CTA of stream-k goes from tile to tile, so that its pipeline is never drained, as the sums of several k "
+        f"sets or CTAs need it: tile_k {largest_tile_k} at most, no split_k, no cluster along n",
+        lambda c: c.schedule == "stream" and (c.tile_k > largest_tile_k or c.cluster_n * c.split_k > 1),
+        of="sizes",
+    )
+
+
+GROUPED_STREAM = Rule(
+    "experts and stream-k",
+    "stream-k wants to know the number of tiles beforehand",
+    lambda v: v.grouped and v.stream_k,
+)
 GROUPED_CLUSTER = Rule(
     "experts and clusters along m",
     "neighbouring tiles along m may be of two experts, and split_k wants to know the number of tiles beforehand",
@@ -184,24 +200,14 @@ SPACE = Space(
     f"tile_m {listed(TILE_M)}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; (cluster_m, cluster_n, split_k) "
     f"{listed(_CLUSTER_SPLIT_K)}; and some of these with tile_m {listed((*_BETWEEN, *_OVER_WGMMA))}",
     impossible=(
-        Rule(
-            "experts and stream-k",
-            "stream-k wants to know the number of tiles beforehand",
-            lambda v: v.grouped and v.stream_k,
-        ),
+        GROUPED_STREAM,
         GROUPED_CLUSTER,
         GATHERED_CLUSTER,
         GATHERED_WARPS,
         MULTICAST_BLOCKS,
         SPLIT_ROW_BLOCKS,
         SPLIT_PINGPONG,
-        Rule(
-            "stream-k and other sums",
-            "a CTA of stream-k goes from tile to tile, so that its pipeline is never drained, as the sums of several k "
-            "sets or CTAs need it: tile_k 128 at most, no split_k, no cluster along n",
-            lambda c: c.schedule == "stream" and (c.tile_k > 128 or c.cluster_n * c.split_k > 1),
-            of="sizes",
-        ),
+        stream_sums(128),
         SHARED_MEMORY,
     ),
     slow=(
