@@ -15,6 +15,8 @@ import torch
 
 from w4gemm import choice
 from w4gemm.choice import store
+from w4gemm.choice.cost import constants
+from w4gemm.choice.intervals import interval_of
 from w4gemm.choice.records import Record, device_facts, effective, key_of, parse_lines
 from w4gemm.cli.__main__ import main
 from w4gemm.core.epilogue import Epilogue
@@ -24,6 +26,9 @@ from w4gemm.kernels import kernel_named
 from w4gemm.packing.layouts import RENAMED
 
 PROBLEM = GemmProblem(64, 6144, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
+MISLEADS = 0.9
+"""A record misleads if another config is predicted to take less than this part of its config's predicted time, and of
+its own."""
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +220,8 @@ import os, sys; sys.path[:] = {sys.path!r}
 from dataclasses import replace
 from test_store import record
 from w4gemm.choice import store
+from w4gemm.choice.cost import constants
+from w4gemm.choice.intervals import interval_of
 one = record()
 children = []
 for number in range(4):
@@ -283,6 +290,24 @@ def test_the_shipped_tables_can_be_read(monkeypatch):
         assert records and not bad
         assert {store.shipped_path(r.key.device) for r in records} == {path}
         assert len(effective(records)) == len(records)
+
+
+def problem_of(found: Record) -> GemmProblem:
+    """The problem at the last m of a shipped record."""
+    dtype, sizes = getattr(torch, found.key.dtype), (found.m[1], found.key.n, found.key.k)
+    epilogue = Epilogue(token_scale=dtype == torch.float8_e4m3fn)
+    device = constants.measured()[found.key.device]
+    return GemmProblem(*sizes, dtype, WeightFormat.parse(found.key.format), found.key.layout, epilogue, device)
+
+
+@pytest.mark.parametrize("path", store.shipped_tables(), ids=lambda path: path.stem)
+def test_no_shipped_record_is_older_than_an_interval_or_a_much_faster_config(path):
+    """After new tiles: measure such records again, or take them out, and the model chooses."""
+    for found in store.read(path):
+        assert found.m == interval_of(found.m[1]), f"measured at m {found.m[1]} alone: {found.line()}"
+        ranking = {str(c): c.us for c in choice.explain(problem_of(found)).candidates}
+        best = min(ranking.values())
+        assert best > MISLEADS * min(found.us, ranking[found.choice]), found.line()
 
 
 def test_compile_keeps_what_the_folder_has_of_other_layers(folder, monkeypatch):

@@ -105,7 +105,7 @@ STEPS = (
     # models inside vLLM
     Step(
         "engine-deepseek-h100",
-        f"{ENGINE} --model deepseek-v3-5-layers=awq-int4-g128 --impl default w4gemm",
+        f"{ENGINE} --model deepseek-v3-5-layers=awq-int4-g128 --impl default w4gemm --batch 1 8 --prefill 0 --profile",
         420,
         "engine.jsonl",
         TO_RUN,
@@ -124,10 +124,18 @@ STEPS = (
             alone=True,
         )
         for name, options, seconds in (
-            (
-                "serve",
-                "--serve --model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 256 --at-once 2",
-                200,
+            *(
+                (
+                    f"serve-{model}",
+                    f"--serve --model {model}={format} --impl default w4gemm --batch 8 64 256 "
+                    "--at-once 2 --seconds 420",
+                    seconds,
+                )
+                for model, format, seconds in (
+                    ("qwen3-30b-a3b", "ct-int4-g128", 200),
+                    ("gpt-oss-20b", "mxfp4", 450),
+                    ("qwen2.5-32b", "gptq-int4-g128", 450),
+                )
             ),
             (
                 "qwen25",
