@@ -382,11 +382,15 @@ def test_no_epilogue_writes_over_sums_that_other_ctas_read():
             assert max(waits) > max(stages)
 
 
-def test_in_streams_no_consumer_waits_for_memory_to_raise_or_see_a_flag():
+@pytest.mark.parametrize(
+    "name, format, tile_k", [("sm90_mixed_gemm", "int4_g128", 128), ("sm90_fp8_gemm", "int4_g128_e4m3", 256)]
+)
+def test_in_streams_no_consumer_waits_for_memory_to_raise_or_see_a_flag(name, format, tile_k):
     """A fence waits until all partials are in L2, and a flag's way from there takes as long: about a microsecond each.
     Behind the consumers' allocation of registers there is neither, and the flag's fence is one."""
-    kernel, p = kernel_named("sm90_mixed_gemm"), problem("int4_g128", torch.bfloat16, 512)
-    text = disassemble(object_code(kernel.unit(p, GemmConfig.parse("120x128x128_1x1x1_stream")))).text
+    kernel = kernel_named(name)
+    p = problem(format, kernel.dtypes[-1], 512, epilogue=Epilogue(token_scale=name in FP8_KERNELS))
+    text = disassemble(object_code(kernel.unit(p, GemmConfig(120, 128, tile_k, schedule="stream")))).text
     others, consumers = text.split("USETMAXREG.TRY_ALLOC")
     fence, flag = "MEMBAR.ALL.GPU", r"LDG\.E\.STRONG\.GPU|STG\.E\.STRONG\.GPU"
     assert (others.count(fence), consumers.count(fence)) == (1, 0)
