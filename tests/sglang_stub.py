@@ -302,6 +302,11 @@ class CompressedTensorsConfig:
         raise NotImplementedError("No compressed-tensors compatible scheme was found.")
 
 
+@at("runtime_context")
+def get_exec():
+    return types.SimpleNamespace(deterministic=types.SimpleNamespace(enable_deterministic_inference=False))
+
+
 # --- mixtures of experts ---------------------------------------------------------------------------------------------
 
 

@@ -78,6 +78,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     named = SimpleNamespace(value="none", is_none=lambda: True, is_deepep_v2=lambda: False)
     auto = SimpleNamespace(value="auto", is_auto=lambda: True, is_hpc_ops=lambda: False)
     everywhere(monkeypatch, "get_moe_a2a_backend", lambda: named)
+    wants_determinism(monkeypatch, False)
     if SOURCES:
         everywhere(monkeypatch, "get_moe_runner_backend", lambda: auto)
         for name in ("verify_marlin_supported", "verify_marlin_supports_shape"):
@@ -92,6 +93,12 @@ def everywhere(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
         at = getattr(module, "__name__", "")
         if (at.startswith("sglang.") or at == experts.__name__) and name in vars(module):
             monkeypatch.setattr(module, name, value)
+
+
+def wants_determinism(monkeypatch: pytest.MonkeyPatch, yes: bool) -> None:
+    """Answer whether SGLang was started with --enable-deterministic-inference."""
+    bag = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=yes))
+    monkeypatch.setattr(resolved("sglang.srt.runtime_context"), "get_exec", lambda: bag)
 
 
 def config(**facts: Any) -> SimpleNamespace:
@@ -218,6 +225,26 @@ def test_linear_layers(name: str) -> None:
     torch.testing.assert_close(scheme.apply_weights(layer, x, bias).double(), wanted, rtol=2e-2, atol=2e-2)
 
 
+def test_where_answers_must_not_depend_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Linear layers are batch-invariant, experts are SGLang's."""
+    wants_determinism(monkeypatch, True)
+    called: list[bool] = []
+    monkeypatch.setattr(dense, "linear", lambda *given, batch_invariant: called.append(batch_invariant))
+    make, drawn, stored = DENSE["awq"]
+    scheme = make()
+    layer = created(scheme)
+    fill(layer, stored(drawn))
+    scheme.process_weights_after_loading(layer)
+    scheme.apply_weights(layer, torch.randn(2, K).bfloat16(), None)
+    assert called == [True]
+    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
+        method, layer, _ = loaded("awq")
+    assert "--enable-deterministic-inference is on" in caplog.text
+    refused(method, layer, caplog, experts)
+
+
 def test_a_taken_layer_is_traced_without_a_break() -> None:
     make, drawn, stored = DENSE["awq"]
     scheme = make()
@@ -297,7 +324,7 @@ def test_a_model_is_prepared_when_all_its_layers_are_loaded(
     for part in (takeover, dense, experts):
         monkeypatch.setattr(part, "WARMUP", fresh)
     ran: list[int] = []
-    monkeypatch.setattr(warmup, "linear", lambda x, w, bias: ran.append(len(x)))
+    monkeypatch.setattr(warmup, "linear", lambda x, w, bias, batch_invariant: ran.append(len(x)))
     runner_class = resolved("sglang.srt.model_executor.model_runner.ModelRunner")
     runner = runner_class.__new__(runner_class)
 

@@ -1,4 +1,4 @@
-"""How stream-k divides tiles among CTAs, without a GPU."""
+"""How stream-k divides tiles among CTAs, and where its flags come from, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from collections import defaultdict
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+
+from w4gemm.kernels import workspace
 
 SHAPES = [
     (tiles, blocks, ctas)
@@ -60,3 +63,31 @@ def test_every_block_is_multiplied_once_and_every_partial_is_added(
         assert abs(own - tiles * blocks / ctas) < 1, "shares are equal"
     assert {tile: sorted(found) for tile, found in done.items()} == {t: list(range(blocks)) for t in range(tiles)}
     assert storing == adding
+
+
+def test_an_engine_s_graphs_find_flags_that_no_replay_has_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM captures a model of 80 layers: for each of 51 batch sizes a launch outside, then a graph for each piece;
+    then one graph of all layers for each size."""
+    state = SimpleNamespace(cuda_stream=1, capture=0, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capture > 0)
+    monkeypatch.setattr(workspace, "_capture", lambda stream: state.capture)
+    for held in ("_flags", "_pools", "_allocations"):
+        monkeypatch.setattr(workspace, held, type(getattr(workspace, held))())
+    given: dict[int, int] = {}
+    captures = itertools.count(1)
+
+    def launch(capture: int) -> None:
+        state.capture = capture
+        flags = workspace.allocated(torch.device("cpu"), workspace.FLAG_BYTES + 4).flags
+        assert any(flags.untyped_storage().data_ptr() == a.untyped_storage().data_ptr() for a in workspace._allocations)
+        assert given.setdefault(flags.data_ptr(), capture) == capture, "two graphs that may overlap share flags"
+
+    for pieces, layers in ((80, 1), (1, 80)):
+        for _ in range(51):
+            launch(0)
+            for _ in range(pieces):
+                graph = next(captures)
+                for _ in range(layers):
+                    launch(graph)
+    assert len(given) == 1 + 51 * 81

@@ -325,6 +325,19 @@ def test_the_engine_runs_the_pass_and_a_user_s_own_stays(dense: ModuleType, monk
     assert passes[key] is mine
 
 
+def test_nothing_is_fused_where_results_must_not_depend_on_the_batch(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's norm would be another kernel's in a step of 64 tokens than in one of 65."""
+    config = SimpleNamespace(inductor_compile_config={}, compile_ranges_endpoints=[8192])
+    engine = SimpleNamespace(compilation_config=config)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
+    monkeypatch.setattr(takeover, "most_tokens", lambda: 8)
+    make(Case("gptq"))
+    assert config == SimpleNamespace(inductor_compile_config={}, compile_ranges_endpoints=[8192])
+
+
 def test_a_layer_s_tensors_are_parameters_of_its_own(dense: ModuleType) -> None:
     """vLLM moves, frees and reloads parameters; it finds the packed weight under the name of the codes."""
     kernel, layer, _ = make(Case("gptq", act_order=True))

@@ -307,6 +307,25 @@ def test_experts_of_other_ranks_add_nothing(experts: ModuleType, case: Case) -> 
     assert_near(got, made.expected(x, weights, torch.where(ids >= here, ids, -1)), case)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=str)
+def test_tokens_from_receivers_that_would_give_them_one_scale(
+    experts: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    """They come in 16 bits. DeepEP v2 may send a token once for each of its experts, which are then its only one."""
+    from w4gemm.integrations.vllm import experts_kernel
+
+    calls, need = [], experts_kernel.experts_need
+    monkeypatch.setattr(experts_kernel, "experts_need", lambda *given: calls.append(given[3]) or need(*given))
+    made = mixture(case, use_ep=True, dp_size=2, all2all_backend="deepep_v2")
+    x, weights, ids = inputs(case.dtype)
+    kernel = made.layer.quant_method.moe_kernel.fused_experts
+    assert kernel.expects_unquantized_inputs == case.fp8
+    assert_near(made.layer.forward_modular(x, weights, ids), made.expected(x, weights, ids), case)
+    assert [call.top_k for call in calls] == [[TOP_K, 1]]
+    kernel.moe_config.moe_parallel_config.all2all_backend = "deepep_high_throughput"  # it would pad so few features
+    assert kernel.expects_unquantized_inputs == case.fp8
+
+
 @pytest.mark.parametrize(
     ("settings", "activation"),
     [

@@ -39,6 +39,16 @@ class NoDPEP:
         )
 
 
+class Received(NoDPEP):
+    """DeepEP's receivers of many tokens: what comes in 16 bits gets one scale in all, whatever was asked for."""
+
+    def prepare(self, a1, topk_weights, topk_ids, on_input, quant_config, defer_input_quant):
+        if quant_config.quant_dtype is None or defer_input_quant:
+            return a1, None, None
+        x, scale = _quantized(a1.view(1, -1), quant_config, False)
+        return x.view(a1.shape), scale.view(1), None
+
+
 class Batched(NoDPEP):
     """Tokens in rows of their experts, of which each has room for more."""
 

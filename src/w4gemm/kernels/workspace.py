@@ -4,7 +4,8 @@ Flags are 0 before and after each launch, so they are zeroed once. Launches that
 stream has its own, and each CUDA graph, because its replays may overlap other work on any stream. Partials are
 allocated per launch, in the order of its stream or in its graph's own pool. Flags, 2 KiB each, are never freed, because
 neither a stream nor a graph says when it is gone. A graph that is captured when the pool of flags is used up allocates
-flags of its own and zeroes them in every replay.
+flags for each of its launches and zeroes them in every replay. So the pool is filled up before, by launches outside of
+captures, which engines make before they capture the graphs of a step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ FLAG_BYTES = 2048
 """Bytes of a launch's flags: two for each of 256 SMs."""
 _POOL = 2048
 """Number of overlapping launches that one allocation serves."""
+_LEAST = _POOL // 2
+"""Flags left below which a launch outside of a capture fills the pool up: for so many graphs in a row. An engine
+captures one for each piece of a model, some hundred at most."""
 
 _flags: dict[tuple[int, int, int], torch.Tensor] = {}
 _pools: dict[int, list[torch.Tensor]] = {}
@@ -42,6 +46,9 @@ def allocated(device: torch.device, size: int) -> StreamWorkspace:
     flags = _flags.get(key)
     if flags is None:
         flags = _take(device, key)
+    if not capture and len(_pools[key[0]]) < _LEAST:
+        with _lock:
+            _fill(device, _pools[key[0]])
     return StreamWorkspace(torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags)
 
 
@@ -63,10 +70,15 @@ def _take(device: torch.device, key: tuple[int, int, int]) -> torch.Tensor:
         if not pool and capture:
             return torch.zeros(FLAG_BYTES // 4, dtype=torch.int32, device=device)
         if not pool:
-            _allocations.append(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device))
-            pool.extend(_allocations[-1].split(FLAG_BYTES // 4))
-            torch.cuda.current_stream(device).synchronize()  # other streams take from it too
+            _fill(device, pool)
         return _flags.setdefault(key, pool.pop())
+
+
+def _fill(device: torch.device, pool: list[torch.Tensor]) -> None:
+    """Add the flags of one allocation, outside of a capture."""
+    _allocations.append(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device))
+    pool.extend(_allocations[-1].split(FLAG_BYTES // 4))
+    torch.cuda.current_stream(device).synchronize()  # other streams take from it too
 
 
 def _capture(stream: int) -> int:

@@ -45,7 +45,8 @@ class ExpertsCall(NamedTuple):
 
     dtype: torch.dtype
     """That of the model's activations."""
-    top_k: int
+    top_k: Sequence[int]
+    """Numbers of experts that a token may have."""
     rows: Sequence[int]
     """Numbers of rows of all experts, one of each interval."""
     gathered: bool = True
@@ -158,7 +159,7 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
     helpers = [helper for kind in HELPERS for helper in kind.needed(described, facts)]
     if use.fused:
         helpers += filter(None, between_products(described, use.dtype, w.k, fp8))
-    call = use.call or functools.partial(_linear, w)
+    call = use.call or functools.partial(_linear, w, use.batch_invariant)
 
     @torch.inference_mode()
     def run() -> None:
@@ -170,8 +171,8 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
     return Need(what, keys, tuple(helper.unit() for helper in helpers), run)
 
 
-def _linear(w: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return linear(x, w, bias)
+def _linear(w: QuantizedWeight, batch_invariant: bool, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return linear(x, w, bias, batch_invariant=batch_invariant)
 
 
 def experts_need(
@@ -192,8 +193,9 @@ def experts_need(
             epilogue = epilogue._replace(token_scale=False, block_scale=True)
         x, gathered = torch.float8_e4m3fn if fp8 else call.dtype, call.gathered and w is gate_up
         keys += [PlanKey.of(w, rows, x, epilogue, gathered=gathered, device=w.device) for rows in call.rows]
-        facts = LayerFacts(w.k, call.dtype, fp8, top_k=call.top_k, experts=w.experts)
-        helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
+        for top_k in call.top_k:
+            facts = LayerFacts(w.k, call.dtype, fp8, top_k=top_k, experts=w.experts)
+            helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
     return Need("layers of 4-bit experts", tuple(keys), tuple(helpers), run)
 
 

@@ -25,12 +25,15 @@ from w4gemm.integrations.sglang.takeover import (
     WARMUP,
     Hook,
     capability,
+    deterministic,
     exchange,
     hook,
 )
 
 _WEIGHT = "w4gemm_weight"
 """Attribute of a layer that was taken over."""
+_INVARIANT = "w4gemm_batch_invariant"
+"""Attribute of such a layer: whether a row's result must not depend on the other rows."""
 _MODELS = {rule: dtype for dtype, rule in weights.SCALES.items()}
 """dtype of a model's activations, by the scale rule of a weight that is loaded with scales in it."""
 _FP8 = "w4gemm_fp8"
@@ -117,8 +120,10 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     if reason := why_no_kernel(product(device, format, numbers.n, numbers.k, dtype, fp8)):
         return reason
     w = exchange(layer, scheme.parameters, _WEIGHT, weights.packed(numbers, activations, format))
+    use = LinearUse(dtype, batch_invariant=deterministic())
     setattr(layer, _WEIGHT, w)
-    WARMUP.loaded(layer, linear_need("4-bit linear layers", w, getattr(layer, "bias", None), LinearUse(dtype)))
+    setattr(layer, _INVARIANT, use.batch_invariant)
+    WARMUP.loaded(layer, linear_need("4-bit linear layers", w, getattr(layer, "bias", None), use))
     return ""
 
 
@@ -127,7 +132,9 @@ def apply(
 ) -> torch.Tensor:
     """Return x (..., k) @ w.T + bias of a layer that was taken over; else what SGLang's own method does."""
     w = getattr(layer, _WEIGHT, None)
-    return own(self, layer, x, bias) if w is None else linear(x, w, bias)
+    if w is None:
+        return own(self, layer, x, bias)
+    return linear(x, w, bias, batch_invariant=getattr(layer, _INVARIANT))
 
 
 def fp8_scheme(

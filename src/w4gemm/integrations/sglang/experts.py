@@ -24,7 +24,7 @@ from w4gemm.choice import BOUNDS
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.integrations.sglang.experts_formats import METHODS, Facts, Method
-from w4gemm.integrations.sglang.takeover import SGLANG, WARMUP, Hook, capability, exchange, hook
+from w4gemm.integrations.sglang.takeover import SGLANG, WARMUP, Hook, capability, deterministic, exchange, hook
 
 RUNNER = "w4gemm"
 """Our name among SGLang's runners."""
@@ -107,6 +107,8 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return f"they have {facts.bits} bits"
     if facts.refused:
         return facts.refused
+    if deterministic():
+        return "--enable-deterministic-inference is on"
     if not get_moe_a2a_backend().is_none():
         return f"tokens come in the form of {get_moe_a2a_backend().value}"
     if not fused_activation(config):
@@ -204,7 +206,7 @@ def _need(experts: W4Experts, activation: str, config: Any) -> Need:
             experts(x, ids % count, torch.zeros(tokens, top_k, dtype=torch.float32, device=gate_up.device))
 
     rows = [tokens * top_k for tokens in each]
-    call = ExpertsCall(config.params_dtype, top_k, rows, bias=experts.gate_up.bias is not None)
+    call = ExpertsCall(config.params_dtype, [top_k], rows, bias=experts.gate_up.bias is not None)
     return experts_need(gate_up, down, activation, call, run)
 
 

@@ -67,6 +67,13 @@ def capability(device: torch.device | None = None) -> Capability | None:
     return torch.cuda.get_device_capability(device)
 
 
+def deterministic() -> bool:
+    """True if answers must not depend on the batch (``--enable-deterministic-inference``)."""
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
 def load_model(own: Callable[..., Any], self: Any) -> Any:
     """Load a model as SGLang does; then prepare what its layers launch, before SGLang measures its memory and captures
     graphs.

@@ -41,10 +41,12 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """True if no other rank sends tokens here: then the first product quantizes them itself."""
+        """True if tokens come in 16 bits, for the first product to quantize: if no other rank sends them, and from
+        DeepEP's receivers that would give all that they received one scale."""
         parallel = self.moe_config.moe_parallel_config
         alone = parallel.dp_size == 1 and not parallel.use_all2all_kernels
-        return alone and self.products[0].epilogue.token_scale
+        one_scale = parallel.use_deepep_ht_kernels or parallel.use_deepep_v2_kernels
+        return (alone or one_scale) and self.products[0].epilogue.token_scale
 
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
@@ -55,8 +57,10 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
     def _need(self, rows: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
         """Return what is launched for numbers of rows of all experts."""
         fused = self.products[0].epilogue
-        facts = self.moe_config.in_dtype, self.moe_config.experts_per_token
-        call = ExpertsCall(*facts, rows, gathered, fused.bias, fused.block_scale)
+        top_k = [self.moe_config.experts_per_token]
+        if self.moe_config.moe_parallel_config.use_deepep_v2_kernels:
+            top_k.append(1)  # it may send a token once for each of its experts
+        call = ExpertsCall(self.moe_config.in_dtype, top_k, rows, gathered, fused.bias, fused.block_scale)
         return experts_need(self.gate_up, self.down, fused.activation, call, run)
 
     # The plugin chooses these classes itself, having checked the layer, and vLLM's lists of kernels do not have them.

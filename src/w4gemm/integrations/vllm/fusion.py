@@ -46,14 +46,15 @@ _ROWS, _COLUMNS = 6, 64
 
 def install() -> None:
     """Let vLLM run the pass on every graph that it compiles for the model that is being built, unless the user has
-    given it a pass."""
+    given it a pass, or wants results that do not depend on the batch: graphs for few tokens have other kernels."""
     try:
+        from vllm import envs
         from vllm.compilation.passes.inductor_pass import CallableInductorPass
         from vllm.config import get_current_vllm_config_or_none
         from vllm.platforms import current_platform
 
         engine = get_current_vllm_config_or_none()
-        if engine is None:
+        if engine is None or envs.VLLM_BATCH_INVARIANT:
             return
         passes = engine.compilation_config.inductor_compile_config
         ends = engine.compilation_config.compile_ranges_endpoints

@@ -89,7 +89,7 @@ def experts_between(kept: dict[int, set[Beside]]) -> Rule:
 
 
 def stream_sums(largest_tile_k: int) -> Rule:
-    """Return the rule that stream-k has no other sums; for longer k-slices a kernel takes a second set of warpgroups."""
+    """Return the rule that stream-k has no other sums; longer k-slices take a second set of warpgroups."""
     return Rule(
         "stream-k and other sums",
         "a CTA of stream-k goes from tile to tile, so that its pipeline is never drained, as the sums of several k "

@@ -26,6 +26,14 @@ class FusedMoEParallelConfig:
         return self.all2all_backend == "deepep_low_latency"
 
     @property
+    def use_deepep_ht_kernels(self):
+        return self.all2all_backend == "deepep_high_throughput"
+
+    @property
+    def use_deepep_v2_kernels(self):
+        return self.all2all_backend == "deepep_v2"
+
+    @property
     def use_fi_nvl_two_sided_kernels(self):
         return self.all2all_backend == "flashinfer_nvlink_two_sided"
 
