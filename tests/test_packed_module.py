@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from two_processes import in_two_processes
-from w4gemm import QuantizedWeight, W4Linear, quantize
+from w4gemm import QuantizedWeight, W4Experts, W4Linear, quantize
 from w4gemm.api.experts import W4GroupedLinear
 from w4gemm.integrations.data_parallel import leave_out_packed
 
@@ -195,3 +195,58 @@ def test_a_checkpoint_is_loaded_and_then_dispatched(tmp_path: Path) -> None:
     empty.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
     dispatched = accelerate.dispatch_model(empty, device_map={"0": "cpu", "1": "cpu"}, force_hooks=True)
     assert torch.equal(dispatched(X), model(X))
+
+
+def test_scales_that_come_as_parameters_stay_buffers() -> None:
+    scale = torch.rand(64) + 0.5
+    layer = W4Linear.from_linear(torch.nn.Linear(64, 32))
+    layer.pre_quant_scale = scale
+    wanted = layer(X)
+    layer.pre_quant_scale = torch.nn.Parameter(scale)
+    assert "pre_quant_scale" in dict(layer.named_buffers()) and torch.equal(layer(X), wanted)
+    state = {name: torch.nn.Parameter(t) if name == "pre_quant_scale" else t for name, t in layer.state_dict().items()}
+    other = W4Linear.from_linear(torch.nn.Linear(64, 32))
+    other.load_state_dict(state, assign=True)
+    assert torch.equal(other(X), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_scale_of_experts_is_not_converted(dtype: torch.dtype) -> None:
+    scale = torch.tensor([1.0, 2.0, 3.0])
+    stack = QuantizedWeight.stack([quantize(torch.randn(32, 64)) for _ in range(3)])
+    layer = W4GroupedLinear.from_weight(stack, expert_scale=scale)
+    layer.type(dtype)
+    assert layer.expert_scale is not None and torch.equal(layer.expert_scale, scale) and layer.dtype == dtype
+
+
+def test_a_memory_format_changes_no_packed_tensor() -> None:
+    stack = QuantizedWeight.stack([quantize(torch.randn(32, 64)) for _ in range(4)])
+    layer = W4GroupedLinear.from_weight(stack)
+    offsets = torch.tensor([0, 1, 1, 2, 3], dtype=torch.int32)
+    wanted = layer(X, offsets)
+    assert torch.equal(layer.to(memory_format=torch.channels_last)(X, offsets), wanted)
+
+
+@pytest.mark.parametrize("x", [torch.randn(3, 1), torch.randn(()), torch.randn(3, 63)], ids=lambda x: str(x.shape))
+def test_a_scale_of_x_broadcasts_nothing(x: torch.Tensor) -> None:
+    layer = W4Linear.from_linear(torch.nn.Linear(64, 32))
+    layer.pre_quant_scale = torch.rand(64)
+    with pytest.raises(ValueError, match=r"x: wanted shape \(\.\.\., k\) with k 64 like w, got"):
+        layer(x)
+    layer.weight = quantize(torch.randn(32, 128))
+    with pytest.raises(ValueError, match=r"pre_quant_scale: wanted shape \(128,\), k of the weight, got \(64,\)"):
+        layer(torch.randn(3, 128))
+
+
+def test_settings_of_experts_do_something_or_are_refused() -> None:
+    stack = QuantizedWeight.stack([quantize(torch.randn(64, 64)) for _ in range(3)])
+    layer = W4GroupedLinear.from_weight(stack)
+    with pytest.raises(ValueError, match="batch_invariant: wanted False for experts"):
+        layer.batch_invariant = True
+    mixture = W4Experts(stack, QuantizedWeight.stack([quantize(torch.randn(64, 32)) for _ in range(3)]))
+    assert mixture.activations is None
+    mixture.activations = "fp8"
+    assert (mixture.gate_up.activations, mixture.down.activations, mixture.activations) == ("fp8",) * 3
+    mixture.down.activations = None
+    with pytest.raises(ValueError, match="activations: wanted one for both products, got 'fp8' of gate_up, None of"):
+        _ = mixture.activations

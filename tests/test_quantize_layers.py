@@ -152,3 +152,11 @@ def test_the_router_of_a_mixture_stays_dense(tmp_path):
     kinds = {name.split(".")[-1]: type(m).__name__ for name, m in loaded.named_modules() if hasattr(m, "weight")}
     assert kinds["q_proj"] == "W4Linear" != kinds.get("router")
     assert loaded(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_a_layer_with_an_activation_is_not_made_dense_without_it() -> None:
+    model = nn.Sequential(W4Linear.from_linear(nn.Linear(64, 64)), W4Linear.from_linear(nn.Linear(64, 64)))
+    model[1].activation = "relu"
+    with pytest.raises(ValueError, match=r"1\.activation: wanted None, since a torch\.nn\.Linear has none, got 'relu'"):
+        dequantize_layers(model, torch.float32)
+    assert all(isinstance(layer, W4Linear) for layer in model)

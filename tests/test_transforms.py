@@ -106,3 +106,22 @@ def test_forward_mode_beside_fp8_is_refused():
     bias = torch.randn(N)
     with pytest.raises(NotImplementedError, match="bias: forward-mode derivatives of a product with fp8 activations"):
         jvp(lambda b: w4gemm.linear(x, w, b, token_scale=scale, out_dtype=torch.float32), (bias,), (bias,))
+
+
+def test_a_batch_of_backward_passes() -> None:
+    w, x = quantize(torch.randn(N, K)).repack(), X.clone().requires_grad_()
+    d, gradients = w4gemm.linear(x, w), torch.randn(4, len(X), N)
+    (found,) = vmap(lambda g: torch.autograd.grad(d, x, g, retain_graph=True))(gradients)
+    torch.testing.assert_close(found, gradients @ w.dequantize(), rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_rule_is_refused_by_name() -> None:
+    w = quantize(torch.randn(N, K)).repack()
+    several, offsets = w4gemm.QuantizedWeight.stack([w, w]), torch.tensor([0, 2, 5], dtype=torch.int32)
+    batch = torch.stack((X, X))
+    with pytest.raises(NotImplementedError, match="grad and vmap, of experts"):
+        vmap(lambda x: w4gemm.grouped_linear(x, several, offsets))(batch)
+    with pytest.raises(NotImplementedError, match="grad and vmap, of a product with fp8 activations"):
+        vmap(lambda x: w4gemm.linear(x, w.repack(activations="fp8")))(batch)
+    with pytest.raises(ValueError, match="out: wanted None inside a transform"):
+        vmap(lambda x: w4gemm.linear(x, w, out=torch.zeros(len(X), N)))(batch)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import w4gemm
 from conformance.cases import random_weight
 from test_formats import ALL, FOLDED
 from test_layouts import assert_same, random_parts
@@ -456,3 +457,17 @@ def test_the_check_of_scales_unpacks_no_codes(monkeypatch):
         row = 127 if bad.experts else 63
         with pytest.raises(ValueError, match=f"first in row {row}, group 0: scale nan, zero point"):
             replace(bad, tensors=(bad.tensors[0], scales, *bad.tensors[2:])).check_range()
+
+
+def test_a_weight_of_parameters_is_frozen() -> None:
+    scales = torch.nn.Parameter((torch.rand(32, 2) + 0.5).bfloat16())
+    w = QuantizedWeight.from_codes("int4_g32", torch.randint(16, (32, 64)), scales)
+    assert not any(t.requires_grad for t in (*w.tensors, *w.repack().tensors))
+    assert not w4gemm.linear(torch.randn(3, 64), w.repack()).requires_grad
+    copy.deepcopy(W4Linear.from_weight(w))
+
+
+def test_gates_and_ups_of_two_layouts_interleave() -> None:
+    gate, up = (quantize(torch.randn(64, 64)) for _ in range(2))
+    found, wanted = QuantizedWeight.interleave(gate, up.repack()), QuantizedWeight.interleave(gate, up)
+    assert found.layout == "canonical" and all(map(torch.equal, found.tensors, wanted.tensors))

@@ -11,6 +11,7 @@ from w4gemm.api.arguments import checked_activation
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast
 from w4gemm.api.nn import W4Linear
+from w4gemm.api.packed_module import moved_only
 from w4gemm.api.routing import combine, route
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import kind_of
@@ -84,9 +85,7 @@ class W4GroupedLinear(W4Linear):
     ) -> torch.Tensor:
         """Return :func:`w4gemm.grouped_linear` of these: x (total_m, k), or any rows of which ``indices`` (total_m,)
         take some, and m_offsets int32 (experts + 1,), to (total_m, n)."""
-        if (scale := self._buffers.get("pre_quant_scale")) is not None:
-            x = x * scale.to(x.dtype)
-        x, bias = autocast(x, self._parameters["bias"])
+        x, bias = autocast(self._scaled(x), self._parameters["bias"])
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
         return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, **fused)
 
@@ -94,14 +93,13 @@ class W4GroupedLinear(W4Linear):
         return super().extra_repr() + ("" if self.expert_scale is None else ", expert_scale=True")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4GroupedLinear:
-        scale = self.expert_scale
-        if scale is not None:  # view it as integers, because a conversion of the module's dtype leaves those alone
-            self.expert_scale = scale.view(torch.int32)
+        scale, self._buffers["expert_scale"] = self._buffers["expert_scale"], None
         try:
             super()._apply(fn, recurse)
+            if scale is not None:  # as integers, because a conversion of the module's dtype leaves those alone
+                scale = moved_only(scale.view(torch.int32), fn).view(torch.float32)
         finally:
-            if self.expert_scale is not None:
-                self.expert_scale = self.expert_scale.view(torch.float32)
+            self._buffers["expert_scale"] = scale
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -179,7 +177,24 @@ class W4Experts(torch.nn.Module):
             )
         self.activation = activation
         if activations != "same":
-            self.gate_up.activations = self.down.activations = activations
+            self.activations = activations
+
+    @property
+    def activations(self) -> str | None:
+        """Whether both products quantize their input: "fp8" or None. Setting it sets both.
+
+        Raises:
+            ValueError: if one does: ``gate_up.activations`` and ``down.activations`` say which.
+        """
+        first, second = self.gate_up.activations, self.down.activations
+        if first != second:
+            raise ValueError(f"activations: wanted one for both products, got {first!r} of gate_up, {second!r} of down")
+        return first
+
+    @activations.setter
+    def activations(self, activations: str | None) -> None:
+        self.gate_up.activations = activations
+        self.down.activations = activations
 
     @property
     def activation(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from w4gemm.api import arguments, boundary
 from w4gemm.api.boundary import Call
 from w4gemm.api.grouped_operators import differentiable, owned_rows, product
-from w4gemm.api.modes import needs_dispatcher, refuse_duals, requires_grad
+from w4gemm.api.modes import needs_dispatcher, refuse_duals, refuse_transforms, requires_grad
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.core.errors import require_bool
@@ -157,6 +157,7 @@ def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     refuse_duals(x, operands, "experts")
     if not needs_dispatcher(x, operands):
         return boundary.compute(call, out)
+    refuse_transforms("experts")
     if torch.is_grad_enabled() and requires_grad(x, operands):
         if out is not None:
             raise ValueError("out: wanted None where a gradient is needed; call without out, or under no_grad")

@@ -17,6 +17,7 @@ import torch
 from w4gemm.api import boundary
 from w4gemm.api.arguments import FP8
 from w4gemm.api.boundary import Call
+from w4gemm.api.gradients import multiplied, narrowed
 from w4gemm.api.modes import refuse_fp8_gradients
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
@@ -131,12 +132,18 @@ def _grouped_dx_op(*flat: Any) -> torch.Tensor:
     packed, grad = nested_weight(given, len(given.starts)), given.grad
     w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(given.weight), experts=packed.experts)
     bounds = torch.stack((given.starts, given.ends), 1).tolist()
-    dx = grad.new_zeros((grad.shape[0], given.k))
-    for first, dense in _dequantized(w, [e for e, (start, end) in enumerate(bounds) if end > start], grad.dtype):
-        for weight, (start, end) in zip(dense, bounds[first:], strict=False):
-            if end > start:
-                torch.mm(whole_columns(grad[start:end], -1), whole_columns(weight, -2), out=dx[start:end])
-    return dx
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        dx = grad.new_zeros((grad.shape[0], given.k))
+        for first, dense in _dequantized(w, [e for e, (start, end) in enumerate(bounds) if end > start], rows.dtype):
+            for weight, (start, end) in zip(dense, bounds[first:], strict=False):
+                if end > start and rows.dtype != grad.dtype:
+                    dx[start:end] = torch.mm(rows[start:end], weight, out_dtype=torch.float32)
+                elif end > start:
+                    torch.mm(whole_columns(rows[start:end], -1), whole_columns(weight, -2), out=dx[start:end])
+        return dx
+
+    return multiplied(grad, product)
 
 
 def _dequantized(w: QuantizedWeight, needed: list[int], dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
@@ -185,11 +192,11 @@ def _grouped_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if not ctx.plain:
         raise NotImplementedError("torch.ops.w4gemm.grouped_linear has gradients without an epilogue only")
     (given, indices), (x_rows, dtype) = _kept(ctx), ctx.x
-    dx = torch.ops.w4gemm.grouped_linear_dx(*_GroupedDx(grad.to(dtype), **given))
+    dx = torch.ops.w4gemm.grouped_linear_dx(*_GroupedDx(narrowed(grad, dtype), **given))
     if indices is not None:  # in the order of the rows, where index_add_ would be in any order
         sums = torch.zeros((x_rows, dx.shape[1]), dtype=torch.float32, device=dx.device)
-        dx = sums.index_put((indices,), dx.float(), accumulate=True).to(dtype)
-    return _Grouped(x=dx, weight=[None] * len(given["weight"]))
+        dx = sums.index_put((indices,), dx.float(), accumulate=True)
+    return _Grouped(x=dx.to(dtype), weight=[None] * len(given["weight"]))
 
 
 def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -198,9 +205,14 @@ def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     given, _ = _kept(ctx)
-    flat = _Grouped(grad, **given, settled=0, **flat_epilogue(PLAIN, NO_OPERANDS), config="", expected=0)
     _, owned = _owners(given["starts"], given["ends"], grad.shape[0])
-    d = torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        epilogue = PLAIN if rows.dtype == grad.dtype else _FLOAT32
+        flat = _Grouped(rows, **given, settled=0, **flat_epilogue(epilogue, NO_OPERANDS), config="", expected=0)
+        return torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
+
+    d = multiplied(grad, product)
     return _GroupedDx(d, weight=[None] * len(given["weight"]))
 
 

@@ -65,6 +65,12 @@ def is_transformed() -> bool:
     return not is_compiling() and peek_interpreter_stack() is not None
 
 
+def refuse_transforms(of: str) -> None:
+    """Raise NotImplementedError inside a transform of ``torch.func``."""
+    if is_transformed():
+        raise NotImplementedError(f"transforms of torch.func, such as grad and vmap, of {of} are not implemented")
+
+
 def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
     """True if x or an operand of the epilogue requires a gradient."""
     if x.requires_grad:

@@ -180,8 +180,8 @@ class W4Linear(PackedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y (..., out_features) for x (..., in_features), in x's dtype; with a gated activation (...,
         out_features / 2)."""
-        if (scale := self._buffers.get("pre_quant_scale")) is not None:
-            x = x * scale.to(x.dtype)
+        if self._buffers.get("pre_quant_scale") is not None:
+            x = self._scaled(x)
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
         w, activation, batch_invariant = self.weight, self.activation, self.batch_invariant
         if not is_eager(x, bias):
@@ -193,6 +193,21 @@ class W4Linear(PackedModule):
             _check_beside(bias, x)
             bound = self._bound = bind(w, x.dtype, bias, activation, batch_invariant)
         return bound(x, w, bias)
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x * pre_quant_scale, or x if there is none.
+
+        Raises:
+            TypeError, ValueError: if they do not fit; the product would check what they were broadcast to.
+        """
+        scale = self._buffers.get("pre_quant_scale")
+        if scale is None:
+            return x
+        w = self.weight
+        check(x, w, grouped=self.grouped)
+        if len(scale) != w.k:
+            raise ValueError(f"pre_quant_scale: wanted shape ({w.k},), k of the weight, got {tuple(scale.shape)}")
+        return x * scale.to(x.dtype)
 
     def extra_repr(self) -> str:
         w = self.weight

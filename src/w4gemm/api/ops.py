@@ -13,12 +13,14 @@ import torch
 
 from w4gemm.api import arguments, bound, boundary, transforms
 from w4gemm.api.boundary import Call
+from w4gemm.api.gradients import multiplied, narrowed
 from w4gemm.api.modes import (
     first_dual,
     is_transformed,
     needs_dispatcher,
     refuse_duals,
     refuse_fp8_gradients,
+    refuse_transforms,
     requires_grad,
 )
 from w4gemm.api.operator_arguments import (
@@ -121,12 +123,15 @@ def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     differentiated = torch.is_grad_enabled() and requires_grad(x, operands)
     if x.dtype == arguments.FP8:
         refuse_duals(x, operands, "a product with fp8 activations")
+        refuse_transforms("a product with fp8 activations")
         if differentiated:
             refuse_fp8_gradients(x, operands)
     rows = x.reshape(-1, w.k)
     if w.perm is not None:  # an operator that autograd undoes, and that a compiler may fuse with what made x
         rows = selected(rows, 1, w.perm)
     transformed = x.dtype != arguments.FP8 and (is_transformed() or first_dual(x, operands) is not None)
+    if transformed and out is not None:
+        raise ValueError("out: wanted None inside a transform of torch.func; call linear without out")
     if transformed or (differentiated and not epilogue.linear):  # PyTorch's operators do what comes after the product
         if transformed:
             sums = transforms.product(rows, w, call.config, call.batch_invariant)
@@ -190,7 +195,14 @@ def _linear_dx_op(*flat: Any) -> torch.Tensor:
     given = _LinearDx(*flat)
     packed = nested_weight(given)
     w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(given.weight))
-    return whole_columns(given.grad, -1) @ whole_columns(w.dequantize(given.grad.dtype), -2)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        dense = w.dequantize(rows.dtype)
+        if rows.dtype != given.grad.dtype:
+            return torch.mm(rows, dense, out_dtype=torch.float32)
+        return whole_columns(rows, -1) @ whole_columns(dense, -2)
+
+    return multiplied(given.grad, product)
 
 
 @torch.library.register_fake("w4gemm::linear_dx")
@@ -219,9 +231,9 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if not ctx.linear:
         raise NotImplementedError("torch.ops.w4gemm.linear has gradients with a bias only; call w4gemm.linear")
-    weight, grad, needed = _kept_weight(ctx), grad.to(ctx.dtype), _Linear(*ctx.needs_input_grad)
+    weight, grad, needed = _kept_weight(ctx), narrowed(grad, ctx.dtype), _Linear(*ctx.needs_input_grad)
     return _Linear(
-        x=torch.ops.w4gemm.linear_dx(*_LinearDx(grad, **weight)) if needed.x else None,
+        x=torch.ops.w4gemm.linear_dx(*_LinearDx(grad, **weight)).to(ctx.dtype) if needed.x else None,
         weight=[None] * len(weight["weight"]),
         bias=grad.sum(0) if needed.bias else None,
     )
@@ -233,9 +245,24 @@ def _save_linear_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 
 def _linear_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     weight = _kept_weight(ctx)
-    flat = _Linear(grad, **weight, **flat_epilogue(PLAIN, NO_OPERANDS), config="", batch_invariant=False)
-    return _LinearDx(torch.ops.w4gemm.linear(*flat), [None] * len(weight["weight"]))
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        epilogue = PLAIN if rows.dtype == grad.dtype else _FLOAT32
+        flat = _Linear(rows, **weight, **flat_epilogue(epilogue, NO_OPERANDS), config="", batch_invariant=False)
+        d: torch.Tensor = torch.ops.w4gemm.linear(*flat)
+        return d
+
+    return _LinearDx(multiplied(grad, product), [None] * len(weight["weight"]))
+
+
+def _linear_dx_vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[torch.Tensor, int]:
+    """Return the gradients of a batch, as ``is_grads_batched`` makes one, by one call with all rows of it."""
+    given = _LinearDx(*flat)
+    rows = given.grad.movedim(in_dims[0], 0)
+    dx = torch.ops.w4gemm.linear_dx(*replaced(given, grad=rows.flatten(0, 1)))
+    return dx.unflatten(0, rows.shape[:2]), 0
 
 
 torch.library.register_autograd("w4gemm::linear", _linear_backward, setup_context=_save_linear)
 torch.library.register_autograd("w4gemm::linear_dx", _linear_dx_backward, setup_context=_save_linear_dx)
+torch.library.register_vmap("w4gemm::linear_dx", _linear_dx_vmap)

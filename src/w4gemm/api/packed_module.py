@@ -35,11 +35,16 @@ class PackedModule(torch.nn.Module):
     _bound: BoundLinear | None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, unless it is one that would say another thing than the weight does."""
+        """Set an attribute, unless it is one that would say another thing than the weight does, or do nothing. Scales
+        stay buffers, also if they come as parameters."""
         if name == "dtype":
             check_dtype(value)
+        elif name == "batch_invariant" and self.grouped and value:
+            raise ValueError("batch_invariant: wanted False for experts, whose products depend on the batch, got True")
         elif name in _OF_WEIGHT and (w := self.__dict__.get("_weight")) is not None:
             _check_attribute(name, value, w)
+        if name in _SCALES and isinstance(value, torch.nn.Parameter):
+            value = value.detach()
         super().__setattr__(name, value)
 
     @property
@@ -107,16 +112,17 @@ class PackedModule(torch.nn.Module):
         w = self.weight
         dtype = fn(torch.empty(0, dtype=self.dtype, device=w.device)).dtype
         check_dtype(dtype)
-        moved = {name: _moved(t, fn) for name, t in self._packed}
+        # flat, because fn would give another memory format to what has four dimensions
+        moved = {name: moved_only(t.view(-1), fn).view(t.shape) for name, t in self._packed}
         for name in moved:
             del self._buffers[name]
         try:
             super()._apply(fn, recurse)
+            self._set_weight(self._with(moved))
         except BaseException:
             self._set_weight(w)
             raise
         self.dtype = dtype
-        self._set_weight(self._with(moved))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,6 +140,7 @@ class PackedModule(torch.nn.Module):
 
 _OF_WEIGHT = ("format", "in_features", "out_features", "pre_quant_scale")
 """The attributes that have to fit the weight."""
+_SCALES = ("pre_quant_scale", "expert_scale")
 
 
 def _check_attribute(name: str, value: Any, w: QuantizedWeight) -> None:
@@ -163,7 +170,7 @@ def check_dtype(dtype: object) -> None:
         raise TypeError(f"dtype: wanted {' or '.join(map(str, _DTYPES))}, got {dtype!r:.40}{close}")
 
 
-def _moved(t: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def moved_only(t: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return fn(t). If that is a conversion to another dtype, as ``module.type`` makes of every tensor, only move t to
     the device of the result."""
     new = fn(t)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from w4gemm.api.gradients import multiplied, narrowed
 from w4gemm.api.operator_arguments import flat_epilogue, flat_weight
 from w4gemm.core.epilogue import NO_OPERANDS, Epilogue
 from w4gemm.weights.weight import QuantizedWeight
@@ -25,7 +26,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant: bool) -> torch.Tensor:
         given = flat_weight(w) | flat_epilogue(Epilogue(out_dtype=torch.float32), NO_OPERANDS)
-        return torch.ops.w4gemm.linear(rows, **given, config=config, batch_invariant=batch_invariant)
+        given |= {"config": config, "batch_invariant": batch_invariant}
+        return multiplied(rows, lambda rows: torch.ops.w4gemm.linear(rows, **given))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -34,7 +36,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Transposed.apply(grad.to(ctx.dtype), ctx.w), None, None, None
+        return _Transposed.apply(narrowed(grad, ctx.dtype), ctx.w).to(ctx.dtype), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, rows: torch.Tensor, *others: None) -> torch.Tensor:

@@ -92,6 +92,7 @@ def interleave(cls: type[QuantizedWeight], gate: QuantizedWeight, up: QuantizedW
             raise ValueError(f"up: wanted {gate.experts} experts like gate, got {up.experts}")
         each = (interleave(cls, gate.expert(e), up.expert(e)) for e in range(gate.experts))
         return stack(cls, each, gate.experts, gate.layout)
+    up = up.repack(gate.layout)
     if gate.layout == "canonical":  # every tensor has a row for each of w's
         rows = zip(gate.tensors, up.tensors, strict=True)
         return replace(gate, n=2 * gate.n, tensors=tuple(torch.stack(both, 1).flatten(0, 1) for both in rows))

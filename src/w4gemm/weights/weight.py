@@ -77,6 +77,8 @@ class QuantizedWeight:
         packed = packed_shape(self.format, self.layout, self.n, self.k, self.experts)
         object.__setattr__(self, "packed", packed)
         packed.check(self.tensors)
+        if any(t.requires_grad for t in self.tensors):  # scales may be parameters; a weight is frozen
+            object.__setattr__(self, "tensors", tuple(t.detach() for t in self.tensors))
         if (
             self.activations is not None and not isinstance(self.activations, str)
         ) or self.activations not in ACTIVATIONS:

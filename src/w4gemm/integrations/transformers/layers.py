@@ -147,8 +147,19 @@ def _hand_over(layer: nn.Module, made: nn.Module) -> None:
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Replace the 4-bit linear layers and experts of a model by dense ones with the same numbers, in place; for
-    comparing."""
-    for layer, names in _names(model).items():
+    comparing.
+
+    Raises:
+        ValueError: for a linear layer with an activation, which a dense one has not; nothing is replaced then.
+    """
+    layers = _names(model)
+    for layer, names in layers.items():
+        if isinstance(layer, W4Linear) and not layer.grouped and layer.activation is not None:
+            raise ValueError(
+                f"{names[0]}.activation: wanted None, since a torch.nn.Linear has none, got {layer.activation!r}; set "
+                "it to None and let the model apply it"
+            )
+    for layer, names in layers.items():
         dense: nn.Module
         if isinstance(layer, W4Experts):
             dense = _DenseExperts(layer, dtype)
