@@ -66,8 +66,8 @@ def test_every_block_is_multiplied_once_and_every_partial_is_added(
 
 
 def test_an_engine_s_graphs_find_flags_that_no_replay_has_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM captures a model of 80 layers: for each of 51 batch sizes a launch outside, then a graph for each piece;
-    then one graph of all layers for each size."""
+    """vLLM with 80 layers: for each of 51 batch sizes a launch outside of captures, then a graph for each piece; then
+    one graph of all layers for each size."""
     state = SimpleNamespace(cuda_stream=1, capture=0, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capture > 0)
