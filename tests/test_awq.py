@@ -39,12 +39,13 @@ def writer(group_size: int = 32, **numbers: Any) -> Writer:
     [
         (CONFIG, writer(zeros=(0, 15)), "int4_g32_zint_fp16"),
         (CONFIG, writer(zeros=(0, 15), dtype=torch.bfloat16), "int4_g32_zint"),
+        (CONFIG | {"sym": True}, writer(zeros=(0, 15)), "int4_g32_zint_fp16"),  # as transformers 5 writes it again
         (CONFIG | {"zero_point": False, "version": "GEMM"}, writer(), "int4_g32_fp16"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": -1}, writer(-1, zeros=(0, 15)), "int4_col_zint_fp16"),
         (AUTO_ROUND | {"sym": True}, writer(), "int4_g32_fp16"),
         (AUTO_ROUND | {"sym": False}, writer(zeros=(0, 15)), "int4_g32_zint_fp16"),
     ],
-    ids=["asym", "bf16", "sym", "col", "auto-round", "auto-round-asym"],
+    ids=["asym", "bf16", "rewritten", "sym", "col", "auto-round", "auto-round-asym"],
 )
 def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Writer, format: str) -> None:
     assert_loads(tmp_path, write_model(tmp_path, config, write), {format: 7 * LAYERS})

@@ -129,7 +129,7 @@ def test_activations_of_other_kinds(tmp_path: Path, activations: dict[str, Any],
 
 
 def test_exponents_of_older_mxfp4(tmp_path: Path) -> None:
-    """compressed-tensors 0.13.0 stored floor(log2(scale)) + 125."""
+    """compressed-tensors 0.13.0 stored floor(log2(scale)) + 125, and so did nightly builds before 2026-01-09."""
     codes, exponents = torch.randint(0, 16, (8, 64)), torch.randint(-9, 2, (8, 2))
     stored = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
     stored["weight_scale"] = (exponents + 125).to(torch.uint8)
@@ -137,7 +137,9 @@ def test_exponents_of_older_mxfp4(tmp_path: Path) -> None:
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * (1 - codes // 8 * 2)
     wanted = numbers * (2.0**exponents).repeat_interleave(32, 1)
-    for version, factor in (("0.12.3.a20251114", 1), ("0.13.0", 1), ("0.14.0", 1 / 4), (None, 1 / 4)):
+    older = ("0.12.3.a20251114", "0.13.0", "0.13.0.post1", "0.13.1.a20251218", "0.13.1a20260108")
+    newer = ("0.13.1.a20260109", "0.13.1", "0.14.0.a20251231", "0.14.0", None)
+    for version, factor in (*((v, 1) for v in older), *((v, 1 / 4) for v in newer)):
         settings = config(weights, "mxfp4-pack-quantized") | {"version": version}
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
         assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted * factor), version

@@ -62,8 +62,21 @@ def writer(added: int, group_size: int = 32, g_idx: bool = True, **numbers: Any)
             writer(0, zeros=(0, 15), g_idx=False),
             "int4_g32_zint_fp16",
         ),
+        (  # before 0.5 there was no packing_format
+            {"quant_method": "intel/auto-round", "backend": "auto_round:exllamav2", "sym": False},
+            writer(0, zeros=(0, 15), g_idx=False),
+            "int4_g32_zint_fp16",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:gptq:tritonv2", "sym": False},
+            writer(-1, zeros=(1, 15), g_idx=False),
+            "int4_g32_zint_fp16",
+        ),
     ],
-    ids=["v1", "v2", "mislabelled", "v1-asym", "v2-asym", "act-order", "col-bf16", "auto-round", "auto-round-v2"],
+    ids=[
+        *("v1", "v2", "mislabelled", "v1-asym", "v2-asym", "act-order", "col-bf16"),
+        *("auto-round", "auto-round-v2", "auto-round-0.4", "auto-round-gptq-kernel"),
+    ],
 )
 def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Writer, format: str) -> None:
     wanted = write_model(tmp_path, CONFIG | config, write)

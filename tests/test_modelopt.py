@@ -99,6 +99,34 @@ def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: 
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("lost", ["group_size", "quantized_layers"])
+def test_settings_that_are_in_modelopts_own_file_alone(tmp_path: Path, lost: str) -> None:
+    """ModelOpt's config.json lacks the group size of AWQ, and lacked the layers of a mix."""
+    wanted = write_model(tmp_path, INT4, int4()) if lost == "group_size" else write_mix(tmp_path)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    quantization = dict(whole["quantization_config"])
+    del whole["quantization_config"][lost]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    checkpoint = open_checkpoint(tmp_path)
+    for name in checkpoint.modules:
+        assert torch.equal(checkpoint.weight(name).dequantize(), wanted[name])
+    assert checkpoint.modules.keys() == {name for name in wanted if lost == "group_size" or "mlp" in name}
+
+
+@pytest.mark.parametrize("dense", [(), ("q_proj", "k_proj", "v_proj", "o_proj")], ids=["4-bit", "dense"])
+@pytest.mark.parametrize("leaf", ["k_proj.k_scale", "v_proj.v_scale", "k_proj.k_bias", "v_proj.output_scale"])
+def test_scales_of_a_quantized_cache_are_left_out(tmp_path: Path, leaf: str, dense: tuple[str, ...]) -> None:
+    config = NVFP4 | {"exclude_modules": ["lm_head", *(["*self_attn*"] if dense else [])]}
+    write_model(tmp_path, config, nvfp4, ("lm_head", *dense))
+    ids = torch.arange(1, 8)[None]
+    with torch.inference_mode():
+        wanted = load(tmp_path)[0](ids).logits
+        scales = {f"model.layers.{i}.self_attn.{leaf}": torch.tensor(1.0) for i in range(LAYERS)}
+        change(tmp_path, lambda tensors: tensors.update(scales))
+        assert torch.equal(load(tmp_path)[0](ids).logits, wanted)
+
+
 def test_x_is_scaled_before_the_product(tmp_path: Path) -> None:
     wanted = write_model(tmp_path, INT4, int4(("o_proj", "down_proj")))
     model, _ = load(tmp_path)

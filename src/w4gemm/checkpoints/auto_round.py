@@ -17,7 +17,7 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override, check_not_rotated
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override, auto_round_packing, check_not_rotated
 from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, unpack_pairs, whole_groups
 from w4gemm.checkpoints.named_modules import in_extra_config
 from w4gemm.checkpoints.quantized_folder import folder_format
@@ -35,9 +35,10 @@ class AutoRoundPacking(CompressedTensors):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AutoRoundPacking:
-        if (packing := config.get("packing_format")) not in ("auto_round:llm_compressor", "auto_round"):
+        if auto_round_packing(config) not in ("auto_round:llm_compressor", "auto_round"):
+            key = "packing_format" if config.get("packing_format") else "backend"
             wanted = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor"))
-            raise ValueError(f"packing_format is {packing!r}, wanted one of {wanted}: export the model again in one")
+            raise ValueError(f"{key} is {config.get(key)!r}, wanted one of {wanted}: export the model again in one")
         check_not_rotated(config)
         return cls(config)
 

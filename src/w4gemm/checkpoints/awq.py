@@ -52,11 +52,13 @@ class AWQPacking:
         return cls(config)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
-        settings = {**self.config, **auto_round_override(self.config, name)}
+        override = auto_round_override(self.config, name)
+        settings = {**self.config, **override}
         check_bits(settings.get("bits", settings.get("w_bit")))
         k, words = check_tensor(stored, "qweight", ("I32",))
         check_tensor(stored, "scales", SCALES)
-        n, symmetric = 8 * words, settings.get("sym", not settings.get("zero_point", True))
+        zero_point = settings.get("zero_point")  # decides, because transformers 5 writes "sym" beside it, always true
+        n, symmetric = 8 * words, override.get("sym", settings.get("sym") if zero_point is None else not zero_point)
         group_size = settings.get("group_size", settings.get("q_group_size", 128))
         format = WeightFormat(group_size, "none" if symmetric else "int", SCALES[stored["scales"].dtype])
         groups = whole_groups(format, k)

@@ -24,7 +24,7 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override, check_not_rotated
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override, auto_round_packing, check_not_rotated
 from w4gemm.checkpoints.module_tensors import SCALES, SYMMETRIC, check_bits, check_symmetric, check_tensor, unpack_int4
 from w4gemm.checkpoints.named_modules import Named, compiled, in_extra_config
 from w4gemm.checkpoints.quantized_folder import folder_format
@@ -57,7 +57,7 @@ class GPTQPacking:
         if (of_15 := config.get(_OF_15)) not in (None, 0, 16):
             raise ValueError(f"{_OF_15} is {of_15!r}, wanted 0 or 16")
         check_not_rotated(config)
-        if (added := GPTQ_ZEROS.get(config.get("packing_format", ""))) is not None:
+        if (added := GPTQ_ZEROS.get(auto_round_packing(config) or "")) is not None:
             return cls(config, added)
         version = config.get("checkpoint_format", config.get("format")) or "gptq"
         if version not in _STORED_ZERO:

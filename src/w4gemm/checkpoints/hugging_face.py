@@ -23,8 +23,8 @@ AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
     """Return ``quantization_config`` of a folder's config.json, or of its text_config (Kimi-K2.5), by which a quantized
-    model's format is recognized, or what ModelOpt writes into hf_quant_config.json; None if there are no such files or
-    the model is dense. ``expert_dtype``, which DeepSeek-V4 has beside it, is added.
+    model's format is recognized, with what ModelOpt writes into hf_quant_config.json alone; None if there are no such
+    files or the model is dense. ``expert_dtype``, which DeepSeek-V4 has beside it, is added.
 
     Raises:
         FormatError: if config.json cannot be read.
@@ -37,9 +37,10 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
         return None
     except (ValueError, AttributeError, RecursionError) as e:
         raise FormatError(f"path: {str(folder / 'config.json')!r} is no JSON object: {e}") from e
-    if found is None and (modelopt := folder / "hf_quant_config.json").is_file():
-        try:
-            found = {"quant_method": "modelopt", **json.loads(modelopt.read_bytes())["quantization"]}
+    by_modelopt = found is None or (isinstance(found, dict) and found.get("quant_method") == "modelopt")
+    if by_modelopt and (modelopt := folder / "hf_quant_config.json").is_file():
+        try:  # config.json may lack settings that are there
+            found = {"quant_method": "modelopt", **json.loads(modelopt.read_bytes())["quantization"], **(found or {})}
         except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise FormatError(f"path: {str(modelopt)!r} says no quantization: {type(e).__name__}: {e}") from e
     if found is not None and not isinstance(found, dict):

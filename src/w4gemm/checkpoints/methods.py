@@ -15,9 +15,8 @@ def method_of(config: Mapping[str, Any]) -> str | None:
         return "deepseek-v4"
     if method == "modelopt" and config.get("quant_algo") == "MIXED_PRECISION" and not config.get("quantized_layers"):
         return "w4afp8"
-    if method not in ("auto-round", "auto_round", "intel/auto-round"):
+    if (packing := auto_round_packing(config)) is None:
         return method
-    packing = str(config.get("packing_format", "auto_round:auto_gptq"))  # what is no name has no packing
     if packing in ("auto_round:auto_awq", "auto_round:awq"):
         return "awq"
     integers = packing in GPTQ_ZEROS and not str(config.get("data_type")).startswith("mx_")
@@ -26,6 +25,19 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 GPTQ_ZEROS = {"auto_round:auto_gptq": -1, "auto_round:gptq": -1, "auto": -1, "auto_round": 0, "auto_round:gptqmodel": 0}
 """The number that AutoRound's GPTQ packings add to a zero point before they store it."""
+
+
+_KERNEL = re.compile(r":(exllama|triton|marlin)\w*$")
+"""End of a packing's name that says which kernel it was meant for."""
+
+
+def auto_round_packing(config: Mapping[str, Any]) -> str | None:
+    """Return AutoRound's name of a packing: ``packing_format``, or ``backend`` from before there was one; None if the
+    config is another method's."""
+    if config.get("quant_method", config.get("method")) not in ("auto-round", "auto_round", "intel/auto-round"):
+        return None
+    name = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
+    return _KERNEL.sub("", str(name))  # what is no name has no packing
 
 
 def auto_round_override(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

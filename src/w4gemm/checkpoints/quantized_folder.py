@@ -28,9 +28,14 @@ _CODES = ("I8", "U8")
 """safetensors' names of the dtypes of packed weights."""
 _FLOATS = ("F16", "BF16", "F32", "F64")
 """safetensors' names of the dtypes of the dense tensors of a module in 4 bits."""
-_IGNORED = (".rotary_emb.inv_freq", "attn.q_scale", "attn.k_scale", "attn.v_scale")
+_IGNORED = (
+    ".rotary_emb.inv_freq",
+    *("attn.q_scale", "attn.k_scale", "attn.v_scale", "attn.k_zero_point", "attn.v_zero_point"),
+    *("k_proj.k_scale", "v_proj.v_scale", "k_proj.k_bias", "v_proj.v_bias"),
+    *("k_proj.output_scale", "v_proj.output_scale"),
+)
 """Ends of the names of tensors that hold nothing of the model: what models computed and saved before 2023, and scales
-of a quantized cache."""
+of a quantized cache, as compressed-tensors, ModelOpt and Quark call them."""
 
 BESIDE = ("bias", "pre_quant_scale")
 """Last parts of the names of a module's dense tensors, which are the checkpoint's, too."""
