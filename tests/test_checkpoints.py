@@ -138,3 +138,14 @@ def test_what_no_format_knows_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": 4}')
     with pytest.raises(FormatError, match="quantization_config is 4, no object"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")], ids=len)
+def test_a_folder_of_mlx_is_refused_by_its_name(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """MLX names no method, and its older folders have a key of their own, so that the folder looked like a dense one."""
+    folder = write_dense(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config |= dict.fromkeys(keys, {"group_size": 64, "bits": 4})
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="is a model quantized by 'MLX', which cannot be loaded yet; what can be"):
+        open_checkpoint(folder)

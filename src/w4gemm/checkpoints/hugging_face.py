@@ -33,6 +33,8 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
         config = json.loads((folder / "config.json").read_bytes())
         text = config.get("text_config") or {}
         found, experts = (config.get(key, text.get(key)) for key in ("quantization_config", "expert_dtype"))
+        if isinstance(mlx := config.get("quantization"), dict):
+            found = {"quant_method": "MLX", **mlx} if found is None or found == mlx else found
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, AttributeError, RecursionError) as e:
