@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import toy_checkpoint
 from tiny_model import LAYERS, write_dense
-from w4gemm import FormatError, checkpoints
-from w4gemm.checkpoints import find_checkpoint, open_checkpoint
+from w4gemm import FormatError, WeightFormat, checkpoints
+from w4gemm.checkpoints import experts, find_checkpoint, open_checkpoint
+from w4gemm.checkpoints.base import Module
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import dequantize_layers, load, summarize
@@ -142,10 +143,20 @@ def test_what_no_format_knows_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")], ids=len)
 def test_a_folder_of_mlx_is_refused_by_its_name(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    """MLX names no method, and its older folders have a key of their own, so that the folder looked like a dense one."""
+    """MLX names no method, and some of its folders have a key of their own alone, as no dense folder has."""
     folder = write_dense(tmp_path, "llama")
     config = json.loads((folder / "config.json").read_text())
-    config |= dict.fromkeys(keys, {"group_size": 64, "bits": 4})
+    config |= {key: {"group_size": 64, "bits": 4} for key in keys}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(FormatError, match="is a model quantized by 'MLX', which cannot be loaded yet; what can be"):
         open_checkpoint(folder)
+
+
+def test_experts_without_a_gate_stay_modules_of_their_own() -> None:
+    module = Module(64, 64, WeightFormat())
+    names = [f"mixer.experts.{e}.{part}" for e in range(3) for part in ("up_proj", "down_proj")]
+    assert experts.stacks(dict.fromkeys(names, module)) == {}
+    names += [f"mlp.experts.{e}.{part}" for e in range(3) for part in ("gate_proj", "up_proj", "down_proj")]
+    assert experts.stacks(dict.fromkeys(names, module)).keys() == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    with pytest.raises(ValueError, match="expert 1 of 3 lacks a 4-bit module"):
+        experts.stacks(dict.fromkeys([name for name in names if name != "mlp.experts.1.gate_proj"], module))

@@ -72,7 +72,8 @@ class Stack:
 
 
 def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
-    """Return the modules of all experts that a checkpoint's modules make, by name.
+    """Return the modules of all experts that a checkpoint's modules make, by name. Experts without a gate (NemotronH)
+    make none.
 
     Raises:
         ValueError: if an expert is missing, or experts of a layer are not alike.
@@ -82,6 +83,10 @@ def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
         if match := _NAME.fullmatch(name):
             product, position = _ROLES[match["role"]]
             found.setdefault(f"{match['owner']}.{product}", {})[int(match["index"]), position] = name
+    for name in [name for name, sources in found.items() if name.endswith(GATE_UP)]:
+        if all(position == 1 for _, position in found[name]):
+            del found[name]
+            found.pop(f"{name.rpartition('.')[0]}.{DOWN}", None)
     made = {name: _stack(name, sources, modules) for name, sources in found.items()}
     for name, stack in made.items():
         owner = name.rpartition(".")[0]
