@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,59 @@ import torch
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from tiny_model import EXPERTS, LAYERS, add_metadata, write_dense  # noqa: E402
+import tiny_model  # noqa: E402
+from tiny_model import EXPERTS, LAYERS, add_metadata, write_dense, write_gguf  # noqa: E402
 from w4gemm import FormatError, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.experts import GATE_UP  # noqa: E402
+from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES as KNOWN  # noqa: E402
 from w4gemm.checkpoints.w4gemm import OwnWriter  # noqa: E402
 from w4gemm.checkpoints.writing import write_folder  # noqa: E402
 from w4gemm.integrations.transformers import load, summarize  # noqa: E402
 
-ARCHITECTURES = {"gemma2": "gemma2", "phi3": "phi3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+ARCHITECTURES = {
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}
 """llama.cpp's name of each, by transformers'."""
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.5,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+}
+CHANGED = {
+    "gemma2": {"query_pre_attn_scalar": 16, "head_dim": 16},
+    "gemma3_text": {
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "final_logit_softcapping": 2.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "qwen3_moe": {"norm_topk_prob": True, "rope_parameters": YARN},
+}
+"""Settings that files of a kind have, and that are not transformers' own."""
 IDS = torch.tensor([[1, 5, 9, 2, 7, 7, 3, 8, 11, 4, 20, 30]])
 
 
 def original(folder: Path, kind: str) -> Any:
     """A tiny model of transformers', with settings that files of its kind have."""
     model = AutoModelForCausalLM.from_pretrained(write_dense(folder, kind), dtype=torch.float32).eval()
-    changed = {"gemma2": {"query_pre_attn_scalar": 16, "head_dim": 16}, "qwen3_moe": {"norm_topk_prob": True}}
-    if kind not in changed:
+    if kind not in CHANGED:
         return model
-    for key, value in changed[kind].items():
+    for key, value in CHANGED[kind].items():
         setattr(model.config, key, value)
     again = type(model)(model.config).eval()
     for name, parameter in again.named_parameters():
@@ -66,7 +97,8 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
     """
     config, architecture = model.config, ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(path, architecture)
-    add_metadata(writer, getattr(config, "head_dim", 16), config.rope_parameters["rope_theta"], config.rms_norm_eps)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    add_metadata(writer, getattr(config, "head_dim", 16), rope["rope_theta"], config.rms_norm_eps)
     writer.add_add_bos_token(False)
     writer.add_pad_token_id(0)
     if hasattr(config, "num_experts_per_tok"):
@@ -75,10 +107,10 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-    if kind == "gpt_oss":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    if kind == "gemma3_text":
+        writer.add_sliding_window_pattern(2)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    add_scaling(writer, rope)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, LAYERS)
     for name, parameter in model.state_dict().items():
@@ -90,7 +122,7 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
             assert stored is not None, part
             linear = stored.startswith("blk.") and part.endswith("weight") and values.dim() > 1 and "_inp" not in stored
             type = next((t for each, t in types.items() if each in stored), "Q4_0") if linear else "F32"
-            added = 1 if kind == "gemma2" and "norm" in stored else 0
+            added = 1 if kind.startswith("gemma") and "norm" in stored else 0
             code = gguf.GGMLQuantizationType[type]
             raw = gguf.quants.quantize((values + added).numpy(), code)
             writer.add_tensor(stored, raw, raw_dtype=code)
@@ -102,10 +134,36 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
     return path
 
 
+def add_scaling(writer: Any, rope: dict[str, Any]) -> None:
+    """Add what llama.cpp writes for transformers' parameters of the rotary embedding."""
+    if rope["rope_type"] == "default":
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+    writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "linear":
+        return
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "attention_factor" in rope:
+        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
+def also(monkeypatch: pytest.MonkeyPatch, add: Callable[[Any], None]) -> None:
+    """Let ``add`` add metadata to files of ``write_gguf``."""
+
+    def added(writer: Any, *args: Any, **options: Any) -> None:
+        add_metadata(writer, *args, **options)
+        add(writer)
+
+    monkeypatch.setattr(tiny_model, "add_metadata", added)
+
+
 @pytest.mark.parametrize(
     ("kind", "types", "formats"),
     [
         ("gemma2", {}, {"int4_g32_fp16": 7}),
+        ("gemma3_text", {}, {"int4_g32_fp16": 7}),
         ("phi3", {"ffn_up": "Q4_1"}, {"int4_g32_fp16": 3, "int4_g32_zfloat_fp16": 1}),
         ("qwen3_moe", {"exps": "Q4_1"}, {"int4_g32_fp16": 4, "int4_g32_zfloat_fp16": 2}),
         ("qwen3_moe", {"ffn_down_exps": "Q8_0"}, {"int4_g32_fp16": 4}),
@@ -115,7 +173,7 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
     ],
 )
 def test_answers(tmp_path: Path, kind: str, types: dict[str, str], formats: dict[str, int]) -> None:
-    if kind == "gemma2" and transformers.__version__.startswith("5.17."):
+    if kind.startswith("gemma") and transformers.__version__.startswith("5.17."):
         pytest.skip("it splits text into other tokens than a file of Gemma says")
     model = original(tmp_path, kind)
     with torch.inference_mode():
@@ -153,3 +211,93 @@ def test_a_setting_that_is_no_number_is_refused(tmp_path: Path) -> None:
     checkpoint.file.metadata["phi3.rope.dimension_count"] = "many"
     with pytest.raises(FormatError, match="a setting of phi3 is no number"):
         checkpoint.pretrained()
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+
+
+@pytest.mark.parametrize("rope", [LINEAR, YARN], ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_scaled_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, rope: dict[str, Any]
+) -> None:
+    """The keys rope.scaling.* were dropped, and the model had other positions than llama.cpp's."""
+    also(monkeypatch, lambda writer: add_scaling(writer, rope))
+    model, _ = load(write_gguf(tmp_path / "tiny.gguf", architecture))
+    assert model.config.rope_parameters == rope
+    assert model.model.rotary_emb.attention_scaling == rope.get("attention_factor", 1)
+    model.save_pretrained(tmp_path / "saved")
+    assert AutoConfig.from_pretrained(tmp_path / "saved").rope_parameters == rope
+
+
+@pytest.mark.parametrize(
+    ("metadata", "wanted"),
+    [
+        ({}, "default"),
+        ({"rope.scaling.factor": 4.0}, "linear"),
+        ({"rope.scale_linear": 4.0}, "linear"),
+        ({"rope.scaling.factor": 0.0}, "default"),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, "default"),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "default"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "yarn"),
+    ],
+)
+def test_what_llama_cpp_takes_for_scaling(metadata: dict[str, Any], wanted: str) -> None:
+    rope = KNOWN["llama"].settings({"context_length": 128, **metadata}.get)["rope_parameters"]
+    assert (rope["rope_type"], rope["rope_theta"], rope.get("factor", 4.0)) == (wanted, 10000.0, 4.0)
+    assert rope.get("original_max_position_embeddings", 128) == 128
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("type", "longrope", "none, linear, yarn or no such key, got 'longrope'"),
+        ("factor", float("nan"), "a positive number, got nan"),
+        ("factor", "eight", "a positive number, got 'eight'"),
+        ("yarn_ext_factor", 0.0, "1 or no such key, got 0.0"),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_other_scaling_is_refused(tmp_path: Path, architecture: str, key: str, value: Any, wanted: str) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", architecture))
+    checkpoint.file.metadata[f"{architecture}.rope.scaling.{key}"] = value
+    with pytest.raises(FormatError, match=rf"tiny\.gguf: {architecture}\.rope\.scaling\.{key}: wanted {wanted}"):
+        checkpoint.pretrained()
+
+
+def test_settings_of_gemma_3() -> None:
+    """Files of 1B (no scaling), 27B (queries scaled by hidden size / heads), and one without a window."""
+    small = {
+        "block_count": 26,
+        "embedding_length": 1152,
+        "attention.head_count": 4,
+        "attention.key_length": 256,
+        "attention.sliding_window": 512,
+        "rope.freq_base": 1e6,
+    }
+    large = {
+        "block_count": 62,
+        "embedding_length": 5376,
+        "attention.head_count": 32,
+        "attention.key_length": 128,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    }
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    found = KNOWN["gemma3"].settings(small.get)
+    assert found["query_pre_attn_scalar"] is found["final_logit_softcapping"] is None
+    assert found["rope_parameters"] == {
+        "full_attention": plain | {"rope_theta": 1e6},
+        "sliding_attention": plain,
+    }
+    assert [i for i, type in enumerate(found["layer_types"]) if type == "full_attention"] == [5, 11, 17, 23]
+    found = KNOWN["gemma3"].settings((small | large).get)
+    assert found["query_pre_attn_scalar"] == 168
+    assert found["rope_parameters"] == {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": plain,
+    }
+    del small["attention.sliding_window"]
+    assert set(KNOWN["gemma3"].settings(small.get)["layer_types"]) == {"full_attention"}
+    with pytest.raises(ValueError, match=r"attention\.sliding_window_pattern: wanted a number from 1, got 0"):
+        KNOWN["gemma3"].settings((small | {"attention.sliding_window_pattern": 0}).get)

@@ -126,6 +126,8 @@ class GGUFCheckpoint:
             settings = {key: value for key, value in self._known.settings(self._value).items() if value is not None}
         except TypeError as e:
             raise FormatError(f"{self.path}: a setting of {self.architecture} is no number: {e}") from e
+        except ValueError as e:
+            raise FormatError(f"{self.path}: {self.architecture}.{e}") from e
         return Pretrained(self.path.parent, {"gguf_file": self.path.name}, settings)
 
     def _model_name(self, stored: str) -> str:
