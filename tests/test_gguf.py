@@ -131,14 +131,58 @@ def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: st
     assert torch.equal(file.weight("a", rows).dequantize(), wanted[rows])
 
 
-def write_blocks(path: Path, number: int, blocks: np.ndarray) -> GGUFFile:
+def write_blocks(path: Path, number: int, blocks: np.ndarray, **beside: np.ndarray) -> GGUFFile:
+    """A file with one tensor, ``a``, and dense ones beside it by the last part of their names."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("a", blocks.reshape(len(blocks), -1), raw_dtype=number)
+    writer.add_tensor("a.weight" if beside else "a", blocks.reshape(*blocks.shape[:-2], -1), raw_dtype=number)
+    for name, values in beside.items():
+        writer.add_tensor(f"a.{name}", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return GGUFFile(path)
+
+
+def nvfp4_blocks(*shape: int) -> np.ndarray:
+    """Blocks of matrices (..., n, blocks), whose scales are no NaN."""
+    return np.random.default_rng(0).integers(0, 0x7F, (*shape, 36), np.uint8)
+
+
+def test_factors_of_nvfp4(tmp_path: Path) -> None:
+    """One number of each matrix, which was ignored: ModelOpt's weight_scale_2. Dense, and packed for each expert."""
+    number, blocks = gguf.GGMLQuantizationType.NVFP4, nvfp4_blocks(3, 8, 2)
+    factors = np.float32([0.001, 3, 7])
+    wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(24, -1), number).copy()).view(3, 8, 128)
+    wanted = wanted * torch.from_numpy(factors)[:, None, None]
+    file = write_blocks(tmp_path / "cube.gguf", number, blocks, scale=factors, input_scale=factors)
+    assert torch.equal(file.dense("a.weight"), wanted)
+    for e in range(3):
+        assert torch.equal(file.weight("a.weight", expert=e).dequantize(), wanted[e])
+    file = write_blocks(tmp_path / "one.gguf", number, blocks[0], scale=factors[:1])
+    assert torch.equal(file.weight("a.weight").dequantize(), wanted[0])
+    assert torch.equal(file.weight("a.weight", torch.tensor([3, 1])).dequantize(), wanted[0][[3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (np.float32([1, 2]), r"is F32 of shape \(2,\); wanted F32 of shape \(1,\)"),
+        (np.float16([1]), r"is F16 of shape \(1,\); wanted F32"),
+        (np.float32([np.nan]), r"tensor 'a\.weight'.*finite"),
+    ],
+)
+def test_factors_that_do_not_fit(tmp_path: Path, scale: np.ndarray, message: str) -> None:
+    file = write_blocks(tmp_path / "a.gguf", gguf.GGMLQuantizationType.NVFP4, nvfp4_blocks(8, 2), scale=scale)
+    with pytest.raises(FormatError, match=message):
+        file.weight("a.weight")
+
+
+def test_a_factor_of_another_type_stays_a_tensor(tmp_path: Path) -> None:
+    """Nothing is known of it, so that a model is refused which has no place for it."""
+    ones = np.ones((32, 32), np.float32)
+    path = write_file(tmp_path / "a.gguf", {"b.weight": (ones, "Q4_0"), "b.scale": (ones[0, :1], "F32")})
+    assert "b.scale" in open_checkpoint(path).tensors
 
 
 @pytest.mark.parametrize("type", ["Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "BF16"])

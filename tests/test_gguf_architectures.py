@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,14 +125,29 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
             type = next((t for each, t in types.items() if each in stored), "Q4_0") if linear else "F32"
             added = 1 if kind.startswith("gemma") and "norm" in stored else 0
             code = gguf.GGMLQuantizationType[type]
-            raw = gguf.quants.quantize((values + added).numpy(), code)
+            raw = quantized((values + added).numpy(), code)
             writer.add_tensor(stored, raw, raw_dtype=code)
             values.copy_(torch.from_numpy(gguf.quants.dequantize(raw, code)).view(values.shape) - added)
+            if type == "NVFP4":
+                factors = torch.linspace(0.02, 0.01, values.shape[:-2].numel())
+                values *= factors.view(*values.shape[:-2], 1, 1)
+                for end in ("scale", "input_scale"):
+                    writer.add_tensor(f"{stored.removesuffix('weight')}{end}", factors.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def quantized(values: np.ndarray, code: Any) -> np.ndarray:
+    """Bytes of a type; of NVFP4, which gguf does not make, random ones with scales from 0.25 to 3.5."""
+    if code.name != "NVFP4":
+        return gguf.quants.quantize(values, code)
+    rng = np.random.default_rng(values.size)
+    blocks = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // 64, 36), np.uint8)
+    blocks[..., :4] = rng.integers(40, 70, blocks[..., :4].shape)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def add_scaling(writer: Any, rope: dict[str, Any]) -> None:
@@ -168,6 +184,9 @@ def also(monkeypatch: pytest.MonkeyPatch, add: Callable[[Any], None]) -> None:
         ("qwen3_moe", {"exps": "Q4_1"}, {"int4_g32_fp16": 4, "int4_g32_zfloat_fp16": 2}),
         ("qwen3_moe", {"ffn_down_exps": "Q8_0"}, {"int4_g32_fp16": 4}),
         ("qwen3_moe", {"ffn_up_exps": "Q4_1"}, {"int4_g32_fp16": 4}),
+        ("qwen3_moe", {"attn_v": "NVFP4", "gate_exps": "NVFP4", "up_exps": "NVFP4"}, {"int4_g32_fp16": 4, "nvfp4": 2}),
+        ("qwen3_moe", {"gate_exps": "NVFP4", "up_exps": "NVFP4", "down_exps": "F16"}, {"int4_g32_fp16": 4}),
+        ("gpt_oss", {"attn_output": "Q4_0", "attn": "NVFP4", "exps": "F16"}, {"int4_g32_fp16": 1, "nvfp4": 3}),
         ("gpt_oss", {"exps": "MXFP4", "attn": "F16"}, {"mxfp4": 2}),
         ("gpt_oss", {"exps": "F16", "attn_q": "Q4_1", "attn": "Q8_0"}, {"int4_g32_zfloat_fp16": 1}),
     ],

@@ -57,9 +57,10 @@ class GGUFCheckpoint:
         self.architecture = str(self.file.metadata.get("general.architecture", ""))
         self._known = ARCHITECTURES.get(self.architecture)
         self._experts = BlockExperts.of(self.file, self._known)
-        of_experts = {stored for experts in self._experts.values() for stored in experts.stored}
+        elsewhere = {stored for experts in self._experts.values() for stored in experts.stored}
+        elsewhere |= {name for stored in self.file.tensors for name in self.file.beside(stored)}
         self._stored: dict[str, str] = {}
-        for stored in (stored for stored in self.file.tensors if stored not in of_experts):
+        for stored in (stored for stored in self.file.tensors if stored not in elsewhere):
             name = self._model_name(stored)
             if (other := self._stored.setdefault(name, stored)) != stored:
                 raise FormatError(f"{self.path}: {other!r} and {stored!r} are both {name!r}, wanted one of them")

@@ -9,11 +9,12 @@ Q4_K    256: fp16 d, e, 8 times 6-bit s and m, 4 x 32 bytes    (d * s) * q - e *
 IQ4_NL  32: fp16 d, 16 bytes                                   d * v(q), 16 fixed numbers    iq4_g32_fp16
 IQ4_XS  256: fp16 d, 8 times 6-bit s, 8 x 16 bytes             (d * (s - 32)) * v(q)         iq4_g32_fp32
 MXFP4   32: e8m0 d, 16 bytes                                   d * e2m1(q)                   mxfp4
-NVFP4   64: four e4m3 d without sign, of 16 each; 4 x 8 bytes  d * e2m1(q)                   nvfp4, channels of 1
+NVFP4   64: four e4m3 d without sign, of 16 each; 4 x 8 bytes  d * e2m1(q) * f               nvfp4
 ======  =====================================================  ============================  ====================
 
 The codes of 32 (of 16, in Q4_K of 64) elements are in 16 (8, 32) bytes: element j in the low nibble of byte j, the
-second half of the elements in the high nibbles. Other types stay dense, 16 bits or more.
+second half of the elements in the high nibbles. Other types stay dense, 16 bits or more. f is one number of a matrix in
+NVFP4, in a tensor beside it whose name ends in ``.scale``, or 1.
 
 The header is read by gguf_header.py. The ``gguf`` package dequantizes the types that stay dense.
 """
@@ -43,6 +44,10 @@ INT4_FORMATS = {
     "NVFP4": WeightFormat.parse("nvfp4"),
 }
 """Format by 4-bit tensor type."""
+
+_BESIDE = (".scale", ".input_scale")
+"""Ends of the names of what lies beside a tensor in NVFP4: the factor of each of its matrices, and that of x for
+products in 4 bits on both sides, which are not computed here."""
 
 _ELEMENTS = 2**22
 """Elements dequantized at a time, so that temporary memory stays small beside a dense tensor."""
@@ -107,7 +112,9 @@ class GGUFFile:
         blocks = torch.from_numpy(matrices[expert or 0].copy())
         blocks = (blocks if rows is None else blocks[rows]).to(device)
         codes, scales, zeros, factors = _parts(blocks, info.type, k)
-        channels = torch.ones(len(codes), dtype=torch.float32, device=device) if format.has_channels else None
+        channels = None
+        if format.has_channels:
+            channels = self._factors(info)[expert or 0].repeat(len(codes)).to(device)
         try:
             return QuantizedWeight.from_codes(format, codes, scales, zeros, channels=channels, factors=factors)
         except ValueError as e:
@@ -125,13 +132,38 @@ class GGUFFile:
         info = self.info(name)
         raw, k = self._raw(info), info.shape[-1]
         raw = raw.reshape(math.prod(info.shape[:-1]), -1)
+        factors = None
+        if info.type == "NVFP4":
+            of_matrices = self._factors(info)
+            factors = of_matrices.repeat_interleave(len(raw) // len(of_matrices))[:, None]
         tensor = torch.empty(len(raw), k, dtype=dtype, device="cpu")
         step = max(1, _ELEMENTS // k)
         for first in range(0, len(raw), step):
             part = slice(first, first + step)
-            tensor[part] = torch.from_numpy(self._dequantized(info, raw[part]))
+            found = torch.from_numpy(self._dequantized(info, raw[part]))
+            tensor[part] = found if factors is None else found * factors[part]
         tensor = tensor.view(info.shape)
         return tensor if rows is None else tensor[rows]
+
+    def beside(self, name: str) -> list[str]:
+        """Names of the tensors that belong to one in NVFP4, and are no tensors of the model."""
+        if self.info(name).type != "NVFP4":
+            return []
+        return [found for end in _BESIDE if (found := name.removesuffix(".weight") + end) in self.tensors]
+
+    def _factors(self, info: TensorInfo) -> torch.Tensor:
+        """float32 (matrices,): the factor of each matrix of a tensor in NVFP4."""
+        count = math.prod(info.shape[:-2])
+        scale = next((name for name in self.beside(info.name) if name.endswith(_BESIDE[0])), None)
+        if scale is None:
+            return torch.ones(count, dtype=torch.float32, device="cpu")
+        found = self.info(scale)
+        if found.type != "F32" or found.shape != (count,):
+            raise FormatError(
+                f"{self.path}: tensor {scale!r} is {found.type} of shape {found.shape}; wanted F32 of shape "
+                f"{(count,)}, a factor for each matrix of {info.name!r}"
+            )
+        return self.dense(scale)
 
     def _dequantized(self, info: TensorInfo, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, Any]:
         """float32 numbers of rows of a tensor."""
