@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 import tiny_model  # noqa: E402
 from tiny_model import EXPERTS, LAYERS, add_metadata, write_dense, write_gguf  # noqa: E402
@@ -21,6 +22,7 @@ from w4gemm import FormatError, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.experts import GATE_UP  # noqa: E402
 from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES as KNOWN  # noqa: E402
+from w4gemm.checkpoints.gguf_architectures import llama3_parameters  # noqa: E402
 from w4gemm.checkpoints.w4gemm import OwnWriter  # noqa: E402
 from w4gemm.checkpoints.writing import write_folder  # noqa: E402
 from w4gemm.integrations.transformers import load, summarize  # noqa: E402
@@ -320,3 +322,57 @@ def test_settings_of_gemma_3() -> None:
     assert set(KNOWN["gemma3"].settings(small.get)["layer_types"]) == {"full_attention"}
     with pytest.raises(ValueError, match=r"attention\.sliding_window_pattern: wanted a number from 1, got 0"):
         KNOWN["gemma3"].settings((small | {"attention.sliding_window_pattern": 0}).get)
+
+
+def llama3_factors(base: float, factor: float, head_size: int = 16) -> np.ndarray:
+    """The table that llama.cpp writes for a Llama 3: what transformers divides its frequencies by."""
+    rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(head_dim=head_size, rope_parameters=rope)
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+    return (1.0 / base ** (torch.arange(0, head_size, 2) / head_size) / stretched).numpy()
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_a_llama_3_is_saved_with_its_positions(tmp_path: Path, factor: float) -> None:
+    """A saved folder had other logits, because its config said nothing of the file's factors; none was converted."""
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_0", rope_freqs=llama3_factors(10000.0, factor))
+    model, tokenizer = load(path)
+    assert model.config.rope_parameters["rope_type"] == "llama3" and model.config.rope_parameters["factor"] == factor
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    wanted = plain / torch.from_numpy(llama3_factors(10000.0, factor))
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, wanted, rtol=1e-6, atol=0)
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    write_folder(open_checkpoint(path), tmp_path / "converted", OwnWriter(), dtype=torch.float32)
+    with torch.inference_mode():
+        for folder in ("saved", "converted"):
+            assert torch.equal(load(tmp_path / folder)[0](IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(("factor", "head_size"), [(8.0, 128), (32.0, 64), (32.0, 128)])
+def test_tables_of_llama_3(factor: float, head_size: int) -> None:
+    """The tables of 3.1 8B, 3.2 1B and 3.2 3B; with another base they are none."""
+    factors = torch.from_numpy(llama3_factors(500000.0, factor, head_size))
+    found = llama3_parameters(factors, 500000.0)
+    assert found is not None and (found["factor"], found["original_max_position_embeddings"]) == (factor, 8192)
+    assert llama3_parameters(factors, 400000.0) is None
+
+
+def test_another_rotary_table_is_loaded_but_not_saved(tmp_path: Path) -> None:
+    """A table for which no config has parameters: one factor of Llama 3's is another."""
+    factors = llama3_factors(10000.0, 8.0)
+    factors[3] = 2
+    model, _ = load(write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_0", rope_freqs=factors))
+    assert model.config.rope_parameters["rope_type"] == "default"
+    with pytest.raises(ValueError, match=r"model\.rotary_emb\.inv_freq of the model is its file's own, and a saved"):
+        model.save_pretrained(tmp_path / "saved")
+
+
+def test_a_rotary_table_beside_scaling_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    also(monkeypatch, lambda writer: add_scaling(writer, LINEAR))
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", rope_freqs=llama3_factors(10000.0, 8.0))
+    with pytest.raises(
+        FormatError, match=r"llama\.rope\.scaling\.factor: wanted no such key beside rope_freqs\.weight"
+    ):
+        load(path)

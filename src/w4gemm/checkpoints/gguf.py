@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,13 @@ from typing import Any
 import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
-from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES, BLOCK_NAMES, NAMES
+from w4gemm.checkpoints.gguf_architectures import (
+    ARCHITECTURES,
+    BLOCK_NAMES,
+    NAMES,
+    llama3_parameters,
+    rope_base,
+)
 from w4gemm.checkpoints.gguf_experts import BlockExperts
 from w4gemm.checkpoints.gguf_file import GGUFFile
 from w4gemm.checkpoints.gguf_header import MAGIC
@@ -29,9 +37,10 @@ from w4gemm.weights.weight import QuantizedWeight
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
 _EMBEDDING = "token_embd.weight"
+_KEYS = "blk.0.attn_k.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_TABLES = ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
-"""Buffers of the model that a file with factors (Llama 3.1) changes."""
+"""Buffers of the model that a file with factors changes, unless they are Llama 3's, which a config can say."""
 
 
 class GGUFCheckpoint:
@@ -80,7 +89,8 @@ class GGUFCheckpoint:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: self.file.info(stored).shape for name, stored in self._stored.items()}
         if _ROPE_FACTORS in self._stored:
-            shapes |= dict.fromkeys(_ROPE_TABLES, shapes.pop(_ROPE_FACTORS))
+            factors = shapes.pop(_ROPE_FACTORS)
+            shapes |= {} if self._llama3 else dict.fromkeys(_ROPE_TABLES, factors)
         dense = {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") not in self.modules}
         return dense | {name: shape for experts in self._experts.values() for name, shape in experts.tensors.items()}
 
@@ -123,12 +133,15 @@ class GGUFCheckpoint:
                 f"{self.path}: transformers {version('transformers')} splits text into other tokens than a GGUF file "
                 "of Gemma says; wanted 5.18 or newer"
             )
-        try:
+        with self._setting_errors():
             settings = {key: value for key, value in self._known.settings(self._value).items() if value is not None}
-        except TypeError as e:
-            raise FormatError(f"{self.path}: a setting of {self.architecture} is no number: {e}") from e
-        except ValueError as e:
-            raise FormatError(f"{self.path}: {self.architecture}.{e}") from e
+        if _ROPE_FACTORS in self._stored and settings["rope_parameters"].get("rope_type", "default") != "default":
+            raise FormatError(
+                f"{self.path}: {self.architecture}.rope.scaling.factor: wanted no such key beside {_ROPE_FACTORS}, got "
+                f"{settings['rope_parameters']['factor']}"
+            )
+        if self._llama3:
+            settings["rope_parameters"] = self._llama3
         return Pretrained(self.path.parent, {"gguf_file": self.path.name}, settings)
 
     def _model_name(self, stored: str) -> str:
@@ -160,13 +173,36 @@ class GGUFCheckpoint:
             raise FormatError(f"{self.path}: tensor {stored!r} has {n} rows, which are not {heads} heads of even size")
         return torch.arange(n, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(n)
 
+    @functools.cached_property
+    def _llama3(self) -> dict[str, Any] | None:
+        """Parameters of the rotary embedding of Llama 3, if the file's factors are made of them."""
+        if self.architecture != "llama" or _ROPE_FACTORS not in self._stored:
+            return None
+        factors = self.file.dense(_ROPE_FACTORS)
+        head_size = self.file.info(_KEYS).shape[0] // self._count("head_count_kv")
+        if factors.shape != (head_size // 2,):
+            return None  # a table that does not fit, which is refused where it is placed
+        with self._setting_errors():
+            return llama3_parameters(factors, rope_base(self._value))
+
     def _rope_table(self) -> torch.Tensor:
         """float32 (head size / 2,): the inverse frequencies of the rotary embedding, divided by the file's factors."""
         factors = self.file.dense(_ROPE_FACTORS)
-        base = self.file.metadata.get(f"{self.architecture}.rope.freq_base", 10000.0)
+        with self._setting_errors():
+            base = rope_base(self._value)
         size = 2 * len(factors)
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=factors.device) / size
         return 1.0 / base**exponents / factors
+
+    @contextmanager
+    def _setting_errors(self) -> Iterator[None]:
+        """Turn errors of what reads settings into FormatErrors that name the file."""
+        try:
+            yield
+        except TypeError as e:
+            raise FormatError(f"{self.path}: a setting of {self.architecture} is no number: {e}") from e
+        except ValueError as e:
+            raise FormatError(f"{self.path}: {self.architecture}.{e}") from e
 
     def _value(self, key: str) -> Any:
         return self.file.metadata.get(f"{self.architecture}.{key}")

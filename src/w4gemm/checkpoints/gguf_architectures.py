@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 Value = Callable[[str], Any]
 """Gives a value of a file's metadata by its key without the architecture, or None."""
 
@@ -63,6 +65,21 @@ def rope_parameters(value: Value) -> dict[str, Any]:
     yarn = {"rope_type": "yarn", "rope_theta": base, "factor": factor, "original_max_position_embeddings": length}
     stated = {name: positive(value, f"rope.scaling.{key}") for name, key in _YARN.items()}
     return yarn | {name: number for name, number in stated.items() if number is not None}
+
+
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def llama3_parameters(factors: torch.Tensor, base: float) -> dict[str, Any] | None:
+    """Return transformers' parameters of Llama 3.1 to 3.3, if a table of factors that frequencies are divided by is
+    what llama.cpp makes of them; else None."""
+    exponents = torch.arange(len(factors), dtype=torch.float64, device=factors.device) / len(factors)
+    turns = _LLAMA_3["original_max_position_embeddings"] / (2 * math.pi * base**exponents)
+    low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
+    kept, factor = ((turns - low) / (high - low)).clamp(0, 1), factors.max().item()
+    if not torch.allclose(1 / ((1 - kept) / factor + kept), factors.double(), rtol=1e-5):
+        return None
+    return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **_LLAMA_3}
 
 
 class Architecture(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,7 +56,7 @@ def load(
 
     Returns:
         The model, in evaluation mode, and the tokenizer. ``model.save_pretrained`` writes a folder that this function
-        and ``from_pretrained`` read.
+        and ``from_pretrained`` read; it raises ValueError if a GGUF file has a rotary table that no config makes.
 
     Raises:
         FileNotFoundError: if nothing is at ``path``.
@@ -73,8 +73,9 @@ def load(
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
     if not alone:
         checkpoint = TextPart(checkpoint)
-    _Filling(model, checkpoint, device, dtype, activations).run(progress)
-    describe(model)
+    filling = _Filling(model, checkpoint, device, dtype, activations)
+    filling.run(progress)
+    describe(model).unsaved = tuple(filling.unsaved)
     return decode_by_graph(model.to(device).eval()), tokenizer
 
 
@@ -138,6 +139,8 @@ class _Filling:
     dtype: torch.dtype
     activations: str | None = None
     """"fp8", or None for those of each weight."""
+    unsaved: list[str] = field(default_factory=list)
+    """Buffers with numbers of the checkpoint that the model does not make by itself, and does not save."""
 
     def run(self, progress: Progress | None) -> None:
         """Place every tensor: 4-bit weights as W4Linear, the others dense.
@@ -225,6 +228,8 @@ class _Filling:
                 f"{self.checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
             )
         tensor = self.checkpoint.dense(name, self._dtype_of(renamed, target)).to(self.device)
+        if leaf in module._non_persistent_buffers_set and not torch.equal(tensor, target.to(tensor.device)):
+            self.unsaved.append(renamed)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
         return {renamed}
 

@@ -93,6 +93,8 @@ class W4GemmQuantizer(HfQuantizer):
         self._checkpoint: Checkpoint | None = None
         self._places: dict[str, list[Place]] = {}
         self._sharded = False
+        self.unsaved: tuple[str, ...] = ()
+        """Buffers of the loaded model that no folder has a place for, so that it cannot be saved."""
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         devices = {str(d) for d in device_map.values()} if isinstance(device_map, dict) else set()
@@ -230,6 +232,11 @@ class W4GemmQuantizer(HfQuantizer):
         return not self._sharded
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
+        if self.unsaved:
+            raise ValueError(
+                f"{self.unsaved[0]} of the model is its file's own, and a saved folder has no place for it: "
+                "wanted a model whose config makes it"
+            )
         config, now = self.quantization_config, settings(_own_layers(model))
         if (config.format, config.modules) != (now["format"], now["modules"]):
             raise ValueError(
@@ -251,9 +258,10 @@ class W4GemmQuantizer(HfQuantizer):
         return dequantize_layers(model, dtype or model.dtype)
 
 
-def describe(model: PreTrainedModel) -> None:
+def describe(model: PreTrainedModel) -> W4GemmQuantizer:
     """Let a model know of its W4Linear layers: its config names their formats, so that ``save_pretrained`` writes a
-    folder that ``from_pretrained`` and :func:`load` read, and adapters may be trained beside them."""
+    folder that ``from_pretrained`` and :func:`load` read, and adapters may be trained beside them. Return the model's
+    ``hf_quantizer``."""
     found = settings(_own_layers(model))
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, W4GemmQuantizer):
@@ -262,6 +270,7 @@ def describe(model: PreTrainedModel) -> None:
     config.format, config.modules, config.activations = found["format"], found["modules"], None
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
     model.config.quantization_config = config
+    return quantizer
 
 
 def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
