@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import test_awq
@@ -228,6 +230,29 @@ def test_dequantize(tmp_path: Path) -> None:
     assert torch.equal(logits(dense), logits(wanted))
     dense.save_pretrained(tmp_path / "dense")
     assert torch.equal(logits(from_pretrained(tmp_path / "dense")), logits(wanted))
+
+
+def test_models_that_initialize_weights_of_layers_by_name(tmp_path: Path) -> None:
+    """SigLIP names its attention's and MLP's layers, also those whose numbers are still to come."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    SiglipVisionModel(SiglipVisionConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    wanted = {}
+    for key in [key for key in tensors if re.search(r"encoder.*(proj|fc\d)\.weight", key)]:
+        name = key.removesuffix(".weight")
+        parts, wanted[name] = test_bitsandbytes.writer(block=32)(name, *tensors.pop(key).shape)
+        tensors |= {f"{name}.{leaf}": t.contiguous() for leaf, t in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": test_bitsandbytes.CONFIG}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = SiglipVisionModel.from_pretrained(tmp_path, quantization_config=W4GemmConfig(), dtype=torch.float32)
+    found = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
+    assert len(found) == len(wanted) == 6
+    for name, weight in found.items():
+        (same,) = (w for stored, w in wanted.items() if stored.endswith(name) or name.endswith(stored))
+        assert torch.equal(weight.dequantize(), same), name
 
 
 def test_a_variant_is_not_mixed_with_another(tmp_path: Path, enabled: None) -> None:

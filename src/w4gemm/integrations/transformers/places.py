@@ -51,6 +51,11 @@ class AwaitedLinear(nn.Module):
         scale = torch.empty(self.in_features, dtype=self.dtype, device="meta") if pre_quant_scale else None
         self.register_buffer("pre_quant_scale", scale)
         self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
+        # neither parameter nor buffer: for code that initializes the weights of a layer's parts by name (SigLIP's), to
+        # which transformers says that this one is
+        weight: Any = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+        weight._is_hf_initialized = True
+        self.weight = weight
 
     @property
     def has_bias(self) -> bool:
@@ -73,6 +78,7 @@ class AwaitedLinear(nn.Module):
         features that it had, because tensor parallelism asks for those of all shards."""
         features = self.in_features, self.out_features
         self._buffers.pop("place")
+        self.__dict__.pop("weight", None)
         self.__class__ = self.filled  # type: ignore[assignment]
         assert isinstance(self, W4Linear)
         self.adopt(w, self.dtype)
