@@ -35,6 +35,7 @@ from w4gemm.integrations.transformers import (
     summarize,
 )
 from w4gemm.integrations.transformers.places import AwaitedLinear
+from w4gemm.weights.state import as_tensor
 
 ASYMMETRIC: dict[str, Any] = {"zeros": (1, 15)}
 FOLDERS = {
@@ -210,6 +211,28 @@ def test_a_loaded_model_is_saved_whatever_it_came_from(tmp_path: Path) -> None:
     model, _ = load(write_gguf(tmp_path / "tiny.gguf"))
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+
+
+def test_a_model_whose_layers_are_saved_by_other_names(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """transformers writes a Mixtral's old names; config.json has the model's, and each layer's own state its format."""
+    model, tokenizer = load(write_dense(tmp_path / "in", "mixtral"))
+    assert len(summarize(model).formats) == 2
+    for name, options in (("old", {}), ("own", {"save_original_format": False})):
+        model.save_pretrained(tmp_path / name, **options)
+        tokenizer.save_pretrained(tmp_path / name)
+        assert any("block_sparse_moe" in key for key in load_file(tmp_path / name / "model.safetensors")) == (
+            not options
+        )
+        for saved in (load(tmp_path / name)[0], from_pretrained(tmp_path / name, quantization_config=W4GemmConfig())):
+            assert summarize(saved) == summarize(model)
+            assert torch.equal(logits(saved), logits(model))
+    assert not [w for w in recwarn if "quantization_config names" in str(w.message)]
+    change(
+        tmp_path / "old",
+        lambda t: t.update({"model.layers.0.block_sparse_moe.experts.down._extra_state": as_tensor("int4_g64")}),
+    )
+    with pytest.raises(FormatError, match="experts.down: scales has shape"):  # a format that config.json does not know
+        load(tmp_path / "old")
 
 
 def test_a_model_is_saved_in_one_file_where_it_was_in_shards(tmp_path: Path, enabled: None) -> None:

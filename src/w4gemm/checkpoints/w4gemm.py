@@ -3,12 +3,14 @@
 A module is ``codes``, ``scales``, and if there are any ``zeros``, ``channels``, ``factors`` and ``perm``, as
 :meth:`w4gemm.QuantizedWeight.named_tensors` gives them, with the state that a :class:`w4gemm.W4Linear` keeps beside
 them. config.json's quantization_config says which format a module has: ``modules`` by name, ``format`` for the others,
-each with " fp8" behind it if x is quantized.
+each with " fp8" behind it if x is quantized. ``modules`` has the names in the model. transformers
+saves some models by other names (Mixtral); a module that is not named there then has the one of these formats that its
+own state says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +64,10 @@ class OwnPacking:
     others = ()
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
-        text = (self.config.get("modules") or {}).get(name, self.config.get("format"))
+        others = self.config.get("modules") or {}
+        text = others.get(name, self.config.get("format"))
+        if name not in others and STATE in stored and (own := of_tensor(stored[STATE].read())) in others.values():
+            text = own
         if not isinstance(text, str):
             raise ValueError(f"config.json names no format for it: {text!r}")
         format, activations = of_words(text)
@@ -108,7 +113,12 @@ class OwnWriter:
 
 
 def _named(config: Mapping[str, Any]) -> list[Named]:
-    return [Named("modules", name) for name in config.get("modules") or {}]
+    """The modules that ``modules`` names, maybe in another place than in the folder."""
+
+    def alike(name: str) -> Callable[[str], bool]:
+        return lambda other: name.rpartition(".")[2] == other.rpartition(".")[2]
+
+    return [Named("modules", name, alike(name)) for name in config.get("modules") or {}]
 
 
 FORMAT = folder_format(METHOD, "a folder with a model that w4gemm wrote", OwnPacking, named=_named)
