@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -15,14 +16,14 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config
 
 import test_awq
 import test_bitsandbytes
 import test_compressed_tensors
 import test_gptq
-from quantized_model import Writer, change, configure, write_model
-from tiny_model import LAYERS, write_dense
+from quantized_model import VOCABULARY, Writer, change, configure, convert, write_model
+from tiny_model import HIDDEN, LAYERS, MIXTURES, write_dense
 from w4gemm import FormatError, W4Linear, WeightFormat, quantize
 from w4gemm.integrations.transformers import (
     W4GemmConfig,
@@ -60,6 +61,7 @@ FOLDERS = {
     ),
 }
 IDS = torch.arange(1, 8)[None]
+EMBEDDING = "model.embed_tokens"
 
 
 @pytest.fixture
@@ -211,6 +213,90 @@ def test_a_loaded_model_is_saved_whatever_it_came_from(tmp_path: Path) -> None:
     model, _ = load(write_gguf(tmp_path / "tiny.gguf"))
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+
+
+def both_ways(folder: Path, dtype: torch.dtype = torch.float32) -> list[torch.nn.Module]:
+    return [from_pretrained(folder, quantization_config=W4GemmConfig(), dtype=dtype), load(folder, dtype=dtype)[0]]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "mixtral", "qwen2"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_routers_and_embeddings_in_4_bits(
+    tmp_path: Path, architecture: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own code reads a dense weight, which has the folder's numbers, rounded once to the model's dtype."""
+    for settings in MIXTURES.values():  # GPTQ packs 8 rows in a word
+        for key in {"num_experts", "num_local_experts", "n_routed_experts"} & settings.keys():
+            monkeypatch.setitem(settings, key, 8)
+    folder = write_dense(tmp_path, architecture)
+    wanted = convert(folder, *FOLDERS["gptq"])
+    parts, wanted[EMBEDDING] = FOLDERS["gptq"][1](EMBEDDING, VOCABULARY, HIDDEN)
+    change(folder, lambda t: t.pop(f"{EMBEDDING}.weight"))
+    change(folder, lambda t: t.update({f"{EMBEDDING}.{leaf}": part.contiguous() for leaf, part in parts.items()}))
+    if tied:
+        change(folder, lambda t: t.pop("lm_head.weight"))
+        config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+        (folder / "config.json").write_text(json.dumps(config))
+    for dtype in (torch.float32, torch.bfloat16):
+        models = both_ways(folder, dtype)
+        for model in models:
+            unpacked = {n: w for n, w in wanted.items() if n == EMBEDDING or n.endswith(".gate")}
+            assert len(unpacked) == {"qwen2": 1, "deepseek_v3": 2}.get(architecture, 3)
+            for name, weight in unpacked.items():
+                found = model.get_submodule(name.replace("block_sparse_moe", "mlp")).weight
+                kept = architecture == "deepseek_v3" and name != EMBEDDING
+                assert torch.equal(found, weight.to(torch.float32 if kept else dtype)), name
+            assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+        assert torch.equal(*map(logits, models))
+    models[0].save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)), logits(models[0]))
+
+
+def test_a_router_of_bitsandbytes(tmp_path: Path) -> None:
+    """Its bytes have the name that the dense weight has in the model."""
+    wanted = convert(write_dense(tmp_path, "qwen3_moe"), *FOLDERS["bitsandbytes"])
+    models = both_ways(tmp_path)
+    for model, name in itertools.product(models, [name for name in wanted if name.endswith(".gate")]):
+        assert torch.equal(model.get_submodule(name).weight, wanted[name]), name
+    assert torch.equal(*map(logits, models))
+
+
+def test_a_gpt2(tmp_path: Path) -> None:
+    """Its layers are no nn.Linear, and keep their weights transposed."""
+    sizes = {"n_embd": HIDDEN, "n_layer": 1, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(write_dense(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    wanted = {}
+    for name in [key.removesuffix(".weight") for key in tensors if re.search(r"\.c_\w+\.weight$", key)]:
+        parts, wanted[name] = FOLDERS["gptq"][1](name, *reversed(tensors.pop(f"{name}.weight").shape))
+        tensors |= {f"{name}.{leaf}": t.contiguous() for leaf, t in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": FOLDERS["gptq"][0]}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    models = both_ways(tmp_path)
+    for model, name in itertools.product(models, wanted):
+        assert torch.equal(model.get_submodule(name).weight, wanted[name].T), name
+    assert len(wanted) == 4 and torch.equal(*map(logits, models))
+
+
+def test_routers_and_embeddings_that_are_refused(tmp_path: Path) -> None:
+    """A router of another shape, and a 4-bit embedding beside a dense head that the config ties to it."""
+    wanted = convert(write_dense(tmp_path, "qwen3_moe"), *FOLDERS["bitsandbytes"])
+    gate = next(name for name in wanted if name.endswith(".gate"))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for name, n, message in (
+        (gate, 16, rf"the weight of {gate} has shape \(16, 64\), its config wants \(4, 64\)"),
+        (EMBEDDING, VOCABULARY, f"{EMBEDDING} is in 4 bits, but its config ties it to lm_head.weight"),
+    ):
+        (tmp_path / "model.safetensors").write_bytes(whole)
+        parts = {f"{name}.{leaf}": t for leaf, t in FOLDERS["bitsandbytes"][1](name, n, HIDDEN)[0].items()}
+        change(tmp_path, lambda t, parts=parts: t.update({key: part.contiguous() for key, part in parts.items()}))
+        config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": name == EMBEDDING}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for way in (load, lambda folder: both_ways(folder)):
+            with pytest.raises(FormatError, match=message):
+                way(tmp_path)
 
 
 def test_a_model_whose_layers_are_saved_by_other_names(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

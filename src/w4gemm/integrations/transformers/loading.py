@@ -7,7 +7,6 @@ GGUF files' own weights. ``tests/test_transformers.py`` holds both ways to equal
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,8 +25,8 @@ from w4gemm.core.errors import FormatError, device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import Progress
-from w4gemm.integrations.transformers.names import Renaming, of_modules, unneeded
-from w4gemm.integrations.transformers.places import AwaitedLinear, Place, finish, listed, reserve, submodule
+from w4gemm.integrations.transformers.names import Renaming, dtype_of, of_modules, unneeded
+from w4gemm.integrations.transformers.places import AwaitedLinear, Place, finish, listed, reserve, submodule, unpacked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -203,9 +202,12 @@ class _Filling:
             if self.activations is not None:
                 w = w.repack(activations=self.activations)
             layer = self.model.get_submodule(place.layer)
-            assert isinstance(layer, AwaitedLinear)
-            has_bias = layer.has_bias
-            layer.fill(w)
+            has_bias = layer.has_bias if isinstance(layer, AwaitedLinear) else getattr(layer, "bias", None) is not None
+            if isinstance(layer, AwaitedLinear):
+                layer.fill(w)
+            else:
+                dtype = dtype_of(self.model, place.weight_name, layer.get_parameter("weight"))
+                layer.weight = nn.Parameter(unpacked(layer, w, dtype), requires_grad=False)
             if bias is not None and has_bias:
                 rows = slice(None) if place.rows is None else place.rows
                 layer.bias = nn.Parameter(bias[rows].to(self.device), requires_grad=False)
@@ -227,13 +229,8 @@ class _Filling:
             raise FormatError(
                 f"{self.checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
             )
-        tensor = self.checkpoint.dense(name, self._dtype_of(renamed, target)).to(self.device)
+        tensor = self.checkpoint.dense(name, dtype_of(self.model, renamed, target)).to(self.device)
         if leaf in module._non_persistent_buffers_set and not torch.equal(tensor, target.to(tensor.device)):
             self.unsaved.append(renamed)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
         return {renamed}
-
-    def _dtype_of(self, name: str, target: torch.Tensor) -> torch.dtype:
-        """Dtype of a dense tensor: float32 where the model says that it needs it, such as a router's bias."""
-        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
-        return torch.float32 if target.is_floating_point() and any(re.search(k, name) for k in kept) else target.dtype

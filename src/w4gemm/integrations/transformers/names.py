@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from w4gemm.checkpoints import Checkpoint
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
@@ -96,6 +98,7 @@ def check_whole(
         if checkpoint.modules[name].experts or _numbered(f"{called(name)}.weight") in placed:
             raise FormatError(f"{checkpoint.path}: no place for {name} in the model of its config")
     given = {renamed(name) for name in checkpoint.tensors}
+    given |= {place.weight_name for own in places.values() for place in own if place.unpacked}
     missing = [name for name in model.state_dict() if _numbered(name) in placed and name not in given]
     if missing:
         raise FormatError(f"{checkpoint.path}: no tensor for {listed(missing)}")
@@ -110,6 +113,17 @@ def packed_names(checkpoint: Checkpoint, places: Mapping[str, Sequence[Place]], 
         for name in checkpoint.stored_names(module) if own else ():
             names |= {name, *(f"{place.layer}.{name.rpartition('.')[2]}" for place in own)}
     return {f"{_numbered(name)}$" for name in names | {renamed(name) for name in names}}
+
+
+def unpacked_names(places: Mapping[str, Sequence[Place]]) -> set[str]:
+    """Patterns for the names of dense weights that are in 4 bits in the folder, so that transformers finds none."""
+    return {f"^{re.escape(place.weight_name)}$" for own in places.values() for place in own if place.unpacked}
+
+
+def dtype_of(model: PreTrainedModel, name: str, target: torch.Tensor) -> torch.dtype:
+    """Dtype of a dense tensor: float32 where the model says that it needs it, such as a router's bias."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return torch.float32 if target.is_floating_point() and any(re.search(k, name) for k in kept) else target.dtype
 
 
 def _numbered(name: str) -> str:

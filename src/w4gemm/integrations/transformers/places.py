@@ -6,7 +6,7 @@ parallelism, stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from torch import nn
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, Module
+from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.gates import activation_of
 from w4gemm.core.errors import FormatError
@@ -171,6 +172,8 @@ class Place:
     """Rows of the module that are this layer's; None for all."""
     dense: str = ""
     """Name of the experts' dense parameter that was here; empty for that of a linear layer."""
+    unpacked: bool = False
+    """True if the layer stays, because its own code reads a dense weight: a router, an embedding or a Conv1D."""
 
     @property
     def weight_name(self) -> str:
@@ -190,12 +193,19 @@ class Place:
         return replace(w, n=len(tensors[0]), tensors=tensors)
 
 
+def unpacked(layer: nn.Module, w: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The dense weight of a layer that stays, as its own code reads it."""
+    dense = w.dequantize(dtype)
+    return dense.T.contiguous() if _is_transposed(layer) else dense
+
+
 Places = Mapping[str, tuple[Place, ...]]
 """Places of the modules of a checkpoint, by their names there."""
 
 
 def reserve(model: nn.Module, checkpoint: Checkpoint, renamed: Callable[[str], str] = str) -> dict[str, list[Place]]:
-    """Replace the dense layers of a model that are in 4 bits in a checkpoint by :class:`AwaitedLinear`.
+    """Replace the dense layers of a model that are in 4 bits in a checkpoint by :class:`AwaitedLinear`. Layers that are
+    no plain linear ones stay as they are.
 
     Args:
         renamed: gives the name in the model of a module of the checkpoint.
@@ -207,11 +217,17 @@ def reserve(model: nn.Module, checkpoint: Checkpoint, renamed: Callable[[str], s
         FormatError: if a layer has another shape or bias than the module, or is tied to the embedding.
     """
     found: dict[str, list[Place]] = {}
+    plain = linear_layers(model, ())
     for name, module in checkpoint.modules.items():
         if (place := _place_of_experts(model, checkpoint, renamed(name), module)) is not None:
             found[name] = [place]
             continue
-        layers = _layers_of(model, checkpoint, renamed(name), module)
+        layers = _layers_of(model, checkpoint, renamed(name), module, plain)
+        if not layers and (place := _unpacked_place(model, checkpoint, renamed(name), module)) is not None:
+            layer = model.get_submodule(place.layer)
+            _check_bias(checkpoint, name, module, {place.layer: getattr(layer, "bias", None) is not None})
+            found[name] = [place]
+            continue
         _check_bias(checkpoint, name, module, {n: layer.bias is not None for n, layer in layers.items()})
         found[name] = [] if len(layers) > 1 else [Place(layer) for layer in layers]
         start = 0
@@ -224,12 +240,14 @@ def reserve(model: nn.Module, checkpoint: Checkpoint, renamed: Callable[[str], s
     return found
 
 
-def _layers_of(model: nn.Module, checkpoint: Checkpoint, name: str, module: Module) -> dict[str, nn.Linear]:
+def _layers_of(
+    model: nn.Module, checkpoint: Checkpoint, name: str, module: Module, plain: Collection[str]
+) -> dict[str, nn.Linear]:
     """Linear layers of the model that a module is the weight of, by name: one, or those that are fused in it; none if
-    the model has no such layers."""
+    the model has no such layers among the ``plain`` ones."""
     owner = name.rpartition(".")[0]
     names = [name] if submodule(model, name) is not None else [f"{owner}.{part}" for part in module.fused]
-    layers = {n: layer for n in names if isinstance(layer := submodule(model, n), nn.Linear)}
+    layers = {n: layer for n in names if n in plain and isinstance(layer := submodule(model, n), nn.Linear)}
     if module.experts or not layers or len(layers) < len(names):
         return {}
     sizes = [layer.out_features for layer in layers.values()]
@@ -243,6 +261,35 @@ def _layers_of(model: nn.Module, checkpoint: Checkpoint, name: str, module: Modu
     if any(layer.weight is embedding for layer in layers.values()):
         raise FormatError(f"{checkpoint.path}: {name} is in 4 bits, but its config ties it to the embedding")
     return layers
+
+
+def _unpacked_place(model: nn.Module, checkpoint: Checkpoint, name: str, module: Module) -> Place | None:
+    """The place of a module in a layer of the model that is no plain linear one; None if there is no such layer."""
+    layer, own = submodule(model, name), f"{name}.weight"
+    weight = None if layer is None else layer._parameters.get("weight")
+    if module.experts or layer is None or weight is None:
+        return None
+    wanted = tuple(weight.T.shape if _is_transposed(layer) else weight.shape)
+    if (module.n, module.k) != wanted:
+        raise FormatError(
+            f"{checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants {wanted}"
+        )
+    if module.pre_quant_scale:
+        raise FormatError(
+            f"{checkpoint.path}: {name} has a pre_quant_scale, wanted none: a {type(layer).__name__} would not "
+            "multiply its input by it"
+        )
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter is weight and other != own and other in checkpoint.tensors:
+            raise FormatError(f"{checkpoint.path}: {name} is in 4 bits, but its config ties it to {other}")
+    return Place(name, unpacked=True)
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """True for a layer of GPT-2's, which keeps a linear layer's weight as (k, n)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(layer, Conv1D)
 
 
 _PRODUCTS = {GATE_UP: "gate_up", DOWN: "down", "gate_up": "gate_up", "down": "down"}

@@ -40,10 +40,12 @@ from w4gemm.integrations.transformers.names import (
     check_files,
     check_shapes,
     check_whole,
+    dtype_of,
     of_modules,
     packed_names,
+    unpacked_names,
 )
-from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, reserve
+from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, reserve, unpacked
 from w4gemm.integrations.transformers.sharding import Local, Split, add_up, fill, local_experts, local_shard
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import of_words
@@ -75,6 +77,8 @@ class _Quantize(ConversionOps):
     def convert(self, input_dict: dict[str, Any], **facts: Any) -> dict[str, torch.Tensor]:
         for name, found in input_dict.items():
             layer = facts["model"].get_submodule(name.rpartition(".")[0])
+            if not isinstance(layer, _AwaitedDense):  # bytes of bitsandbytes, under the name of the weight to unpack
+                continue
             layer.quantized = quantize(found[0] if isinstance(found, list) else found, layer.format)
             facts["missing_keys"].discard(name)
         return {}
@@ -120,6 +124,11 @@ class W4GemmQuantizer(HfQuantizer):
         check_whole(model, checkpoint, self._places, renamed)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | packed_names(checkpoint, self._places, renamed)
+        not_missing = set(model._keys_to_ignore_on_load_missing or ())
+        model._keys_to_ignore_on_load_missing = not_missing | unpacked_names(self._places)
+        for _, place in self._unpacked():  # transformers minds the dtype of what it loads alone
+            weight = model.get_parameter(place.weight_name)
+            weight.data = weight.data.to(dtype_of(model, place.weight_name, weight))
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Leave out the rules of experts' dense parameters, which are not there: what their module's rule says holds
@@ -141,6 +150,8 @@ class W4GemmQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         owner, _, leaf = param_name.rpartition(".")
+        if any(place.weight_name == param_name for _, place in self._unpacked()):
+            return True
         return leaf == "weight" and isinstance(model.get_submodule(owner), _AwaitedDense)
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -157,6 +168,7 @@ class W4GemmQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
         self._fill_fp8(model)
+        self._fill_unpacked(model)
         for layer, local in self._weights(model):
             w = local.weight
             if self.quantization_config.activations is not None:
@@ -185,6 +197,17 @@ class W4GemmQuantizer(HfQuantizer):
             if (parameter := parameters.get(renamed(name))) is not None:
                 fill(parameter, self._checkpoint.dense(name, parameter.dtype))
 
+    def _fill_unpacked(self, model: PreTrainedModel) -> None:
+        """Give layers that read a dense weight their numbers, which the folder has in 4 bits."""
+        for name, place in self._unpacked():
+            assert self._checkpoint is not None
+            layer = model.get_submodule(place.layer)
+            weight = layer.get_parameter("weight")
+            fill(weight, unpacked(layer, self._checkpoint.weight(name, weight.device), weight.dtype))
+
+    def _unpacked(self) -> Iterator[tuple[str, Place]]:
+        return ((name, place) for name, places in self._places.items() for place in places if place.unpacked)
+
     def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, Local]]:
         """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; of experts
         also what transformers does not load."""
@@ -196,7 +219,7 @@ class W4GemmQuantizer(HfQuantizer):
         for name, places in self._places.items():
             assert self._checkpoint is not None
             w = None
-            for place in places:
+            for place in (place for place in places if not place.unpacked):
                 layer = model.get_submodule(place.layer)
                 assert isinstance(layer, AwaitedLinear)
                 w = self._checkpoint.weight(name, layer.place.device) if w is None else w
