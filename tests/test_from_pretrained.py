@@ -446,6 +446,14 @@ def test_a_dense_folder_without_a_weight_is_refused(tmp_path: Path) -> None:
         from_pretrained(folder, quantization_config=W4GemmConfig())
 
 
+def test_a_dense_weight_of_another_size(tmp_path: Path) -> None:
+    folder, name = write_dense(tmp_path, "llama"), "model.layers.1.mlp.up_proj.weight"
+    change(folder, lambda tensors: tensors.update({name: tensors[name][:, :32].contiguous()}))
+    with pytest.raises(FormatError, match=rf"tensor {name} has shape \(96, 32\), its config wants \(96, 64\)"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig())
+
+
+
 def test_bad_configs() -> None:
     with pytest.raises(ValueError, match="format: wanted int4_g"):
         W4GemmConfig("int5")

@@ -213,9 +213,13 @@ class W4GemmQuantizer(HfQuantizer):
         also what transformers does not load."""
         for name, layer in list(model.named_modules()):
             if isinstance(layer, _AwaitedDense):
-                if layer.quantized is None:
+                if (w := layer.quantized) is None:
                     raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
-                yield layer, Local(layer.quantized)
+                wanted = layer.out_features, layer.in_features
+                if (w.n, w.k) != wanted and not self._sharded:
+                    came = f"tensor {name}.weight has shape {(w.n, w.k)}"
+                    raise FormatError(f"{model.name_or_path}: {came}, its config wants {wanted}")
+                yield layer, Local(w)
         for name, places in self._places.items():
             assert self._checkpoint is not None
             w = None
