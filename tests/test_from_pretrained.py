@@ -453,7 +453,6 @@ def test_a_dense_weight_of_another_size(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig())
 
 
-
 def test_bad_configs() -> None:
     with pytest.raises(ValueError, match="format: wanted int4_g"):
         W4GemmConfig("int5")
