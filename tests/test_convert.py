@@ -333,3 +333,24 @@ def test_an_error_names_file_and_module_once(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="model.a: g_idx: wanted groups 0..1") as error:
         main(["--traceback", "convert", str(folder), str(tmp_path / "out")])
     assert str(error.value).count(str(folder)) == str(error.value).count("model.a") == 1
+
+
+def test_numbers_that_float16_cannot_hold_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_dense(tmp_path / "dense", "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    message = r"tensor 'model\.norm\.weight' holds 1e\+06, which float16 cannot hold; wanted bfloat16 or float32"
+    with pytest.raises(FormatError, match=message):
+        load(folder, dtype=torch.float16)
+    load(folder, dtype=torch.bfloat16)
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--dtype", "float16"]) == 1
+    assert "which float16 cannot hold" in capsys.readouterr().err
+
+
+def test_dense_matrices_are_listed_with_their_type_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(write_dense(tmp_path, "qwen2")), "--device", "h100"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("model.embed_tokens.weight"))
+    assert line.split()[1] == "F32"

@@ -227,3 +227,50 @@ def test_a_model_that_has_adapters_is_not_quantized() -> None:
     with pytest.raises(ValueError, match=r"model: wanted one without adapters, got PEFT's at .*0'; quantize first"):
         quantize_layers(wrapped, "int4_g32")
     assert quantize_layers(wrapped.merge_and_unload(), "int4_g32") is model and isinstance(model[0], W4Linear)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.OSFConfig(target_modules=["q_proj"]),
+        peft.TinyLoraConfig(target_modules=["down_proj"]),
+        peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_other_methods_beside_4_bit_layers_are_refused(base: Callable[[], torch.nn.Module], config: Any) -> None:
+    """Some of them would pass the layer over, and train nothing."""
+    with pytest.raises(
+        ValueError, match=rf"wanted LoRA beside the 4-bit layer model\.\S+, got {config.peft_type.value}"
+    ):
+        peft.get_peft_model(base(), config)
+    assert peft.get_peft_model(base(), peft.OSFConfig(target_modules=["lm_head"])).lm_head is not None
+
+
+def test_an_adapter_is_merged_into_a_layer_that_scales_x(base: Callable[[], torch.nn.Module]) -> None:
+    """The weight meets x * scale, the adapter x itself."""
+    model, scale = base(), torch.rand(96, generator=torch.Generator().manual_seed(2)) + 0.5
+    model.model.layers[1].mlp.down_proj.pre_quant_scale = scale
+    adapted = with_lora(model, init_lora_weights=False).eval()
+    layer = adapted.base_model.model.model.layers[1].mlp.down_proj
+    before, apart = layer.base_layer.weight.dequantize(), logits(adapted)
+    with pytest.warns(UserWarning, match="merging rounds the adapter"):
+        adapted.merge_adapter()
+    wanted = quantize(before + layer.get_delta_weight("default") / scale, "int4_g32").dequantize()
+    assert torch.equal(layer.base_layer.weight.dequantize(), wanted)
+    adapted.unmerge_adapter()
+    assert torch.equal(logits(adapted), apart)
+    scale[3] = 0
+    with pytest.raises(ValueError, match="pre_quant_scale: an adapter cannot be merged into a layer that ignores"):
+        layer.merge()
+
+
+def test_adapters_of_a_model_that_was_dequantized_are_merged_exactly(base: Callable[[], torch.nn.Module]) -> None:
+    model = base()
+    adapted = with_lora(model, init_lora_weights=False).eval()
+    apart = logits(adapted)
+    model.dequantize()
+    adapted.merge_adapter()
+    torch.testing.assert_close(logits(adapted), apart, rtol=1e-4, atol=1e-4)
+    adapted.unmerge_adapter()
+    torch.testing.assert_close(logits(adapted), apart, rtol=1e-4, atol=1e-4)

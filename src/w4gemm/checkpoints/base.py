@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -102,6 +103,23 @@ class Checkpoint(Protocol):
             FormatError: if the checkpoint holds none, or one that contradicts its tensors.
         """
         ...
+
+
+def finite_dense(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a checkpoint's dense tensor in ``dtype``.
+
+    Raises:
+        FormatError: if float16 cannot hold its numbers, or as from ``dense``.
+    """
+    t = checkpoint.dense(name, dtype)
+    if dtype == torch.float16 and not t.isfinite().all():
+        whole = checkpoint.dense(name)
+        if whole.isfinite().all():
+            raise FormatError(
+                f"{checkpoint.path}: tensor {name!r} holds {float(whole.abs().max()):g}, which float16 cannot hold; "
+                "wanted bfloat16 or float32 as dtype"
+            )
+    return t
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from w4gemm.checkpoints.hugging_face import (
     AS_IT_IS,
     FILES,
     SafetensorsFolder,
+    TensorInfo,
     quantization_config,
     read_header,
     transformers_errors,
@@ -129,7 +130,12 @@ class DenseCheckpoint:
     def stored_type(self, name: str) -> str:
         if name not in self.tensors:
             raise not_among(self.path, "tensor", name, self.tensors)
-        return ""
+        return self._stored[name].dtype if name in self._stored else ""  # "": transformers reads it by another name
+
+    @functools.cached_property
+    def _stored(self) -> Mapping[str, TensorInfo]:
+        """Headers of the folder's safetensors."""
+        return SafetensorsFolder(self.path).tensors if any((self.path / file).is_file() for file in FILES) else {}
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:

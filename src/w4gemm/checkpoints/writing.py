@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from w4gemm.checkpoints.base import Checkpoint, Module
+from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
@@ -225,7 +225,7 @@ def _key_of(file: Path) -> str | None:
 
 def _stored(checkpoint: Checkpoint, name: str, writer: WeightWriter, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     if name not in checkpoint.modules:
-        return {name: checkpoint.dense(name, dtype)}
+        return {name: finite_dense(checkpoint, name, dtype)}
     try:
         return dict(writer.tensors(checkpoint, name, checkpoint.weight(name)))
     except FormatError:

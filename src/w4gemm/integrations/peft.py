@@ -15,7 +15,7 @@ import torch
 from peft.tuners import tuners_utils
 from peft.tuners.lora import LoraConfig, LoraModel
 from peft.tuners.lora.layer import Linear, LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.utils.other import ModulesToSaveWrapper
 
 from w4gemm.api.nn import W4Linear
@@ -63,16 +63,22 @@ class W4LoraLinear(Linear):
         return {(): None}
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        layer: W4Linear = self.get_base_layer()
+        layer = self.get_base_layer()
+        if not isinstance(layer, W4Linear):  # it was dequantized since
+            super().merge(safe_merge, adapter_names)
+            return
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not names:
             return
         if any(self.lora_bias[name] for name in names):
             raise ValueError("lora_bias: an adapter with a bias cannot be merged into a 4-bit layer")
-        if layer.pre_quant_scale is not None:
-            raise ValueError("an adapter cannot be merged into a layer that scales x (pre_quant_scale)")
         before = layer.weight
-        merged = before.dequantize() + sum(self.get_delta_weight(name).float() for name in names)
+        delta = sum(self.get_delta_weight(name).float() for name in names)
+        if (scale := layer.pre_quant_scale) is not None:  # the weight meets x * scale, the adapter x
+            if not scale.all():
+                raise ValueError("pre_quant_scale: an adapter cannot be merged into a layer that ignores columns of x")
+            delta = delta / scale.float()
+        merged = before.dequantize() + delta
         if safe_merge and not torch.isfinite(merged).all():
             raise ValueError(f"adapters {names} make a weight that is not finite")
         warnings.warn(f"merging rounds the adapter to {before.format}; apart it stays exact", stacklevel=2)
@@ -82,6 +88,9 @@ class W4LoraLinear(Linear):
         self.merged_adapters.extend(names)
 
     def unmerge(self) -> None:
+        if not isinstance(self.get_base_layer(), W4Linear):
+            super().unmerge()
+            return
         if self._before_merge is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
@@ -93,14 +102,15 @@ class W4LoraLinear(Linear):
 
 def enable() -> None:
     """Let PEFT put LoRA beside :class:`w4gemm.W4Linear` layers, also those that ``target_modules="all-linear"`` finds.
-    Calling it twice is the same as once. From then on PEFT refuses experts as targets, and 4-bit layers in
-    ``modules_to_save``: neither would train what its name says."""
+    Calling it twice is the same as once. From then on PEFT refuses experts as targets, 4-bit layers in
+    ``modules_to_save``, and its other methods beside them: none would train what its name says."""
     if not hasattr(LoraModel._create_new_module, "__wrapped__"):
         LoraModel._create_new_module = staticmethod(_with_4_bits(LoraModel._create_new_module))
         tuners_utils._maybe_include_all_linear_layers = _with_all_4_bit_layers(
             tuners_utils._maybe_include_all_linear_layers
         )
         ModulesToSaveWrapper.check_module = _with_a_look_for_4_bits(ModulesToSaveWrapper.check_module)
+        BaseTuner.inject_adapter = _with_lora_alone(BaseTuner.inject_adapter)
 
 
 def _with_4_bits(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
@@ -119,6 +129,20 @@ def _with_4_bits(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.
         return create(lora_config, adapter_name, target, **kwargs)
 
     return create_new_module
+
+
+def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inject)
+    def inject_adapter(tuner: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        config = tuner.peft_config[adapter_name]
+        if not isinstance(tuner, LoraModel) and getattr(config, "target_modules", None):
+            for name, module in model.named_modules():
+                if isinstance(module, W4Linear) and tuner._check_target_module_exists(config, name):
+                    kind = getattr(config.peft_type, "value", config.peft_type)
+                    raise ValueError(f"target_modules: wanted LoRA beside the 4-bit layer {name}, got {kind}")
+        return inject(tuner, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
 
 
 def _with_a_look_for_4_bits(check: Callable[..., None]) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
+from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
 from w4gemm.checkpoints.text_part import TextPart
@@ -196,7 +197,7 @@ class _Filling:
         weight, placed = self.checkpoint.weight(name, self.device), set()
         stored = f"{name}.bias"
         module, scale = self.checkpoint.modules[name], f"{name}.pre_quant_scale"
-        bias = self.checkpoint.dense(stored, self.dtype) if module.bias else None
+        bias = finite_dense(self.checkpoint, stored, self.dtype) if module.bias else None
         for place in places:
             w = place.weight_of(weight)
             if self.activations is not None:
@@ -229,7 +230,7 @@ class _Filling:
             raise FormatError(
                 f"{self.checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
             )
-        tensor = self.checkpoint.dense(name, dtype_of(self.model, renamed, target)).to(self.device)
+        tensor = finite_dense(self.checkpoint, name, dtype_of(self.model, renamed, target)).to(self.device)
         if leaf in module._non_persistent_buffers_set and not torch.equal(tensor, target.to(tensor.device)):
             self.unsaved.append(renamed)
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
