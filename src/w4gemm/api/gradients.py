@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 
 _TOP = 15
-"""Binary exponent of float16's largest numbers, less one: a row's largest number becomes 2**14 to 2**15."""
+"""A row's largest number becomes 2**14 to 2**15, near the end of float16's range."""
 _LEAST, _MOST = -126, 127
-"""Binary exponents of float32's normal numbers."""
+"""Smallest and largest binary exponent of float32's normal numbers."""
 
 
 def narrowed(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -22,11 +22,11 @@ def narrowed(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return grad if (grad.dtype, dtype) == (torch.float32, torch.float16) else grad.to(dtype)
 
 
-def multiplied(rows: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return a product of rows (m, columns), where a GPU gets float32 rows in float16.
+def product_of(rows: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return ``product(rows)`` of gradients (m, columns), in their dtype. On a GPU it gets float32 rows in float16.
 
     Args:
-        product: takes the rows, and gives float32 if they are float16 in place of float32.
+        product: gives float32 if it gets float16 in place of float32.
     """
     if rows.dtype != torch.float32 or not rows.is_cuda:
         return product(rows)

@@ -17,7 +17,7 @@ import torch
 from w4gemm.api import boundary
 from w4gemm.api.arguments import FP8
 from w4gemm.api.boundary import Call
-from w4gemm.api.gradients import multiplied, narrowed
+from w4gemm.api.gradients import narrowed, product_of
 from w4gemm.api.modes import refuse_fp8_gradients
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
@@ -143,7 +143,7 @@ def _grouped_dx_op(*flat: Any) -> torch.Tensor:
                     torch.mm(whole_columns(rows[start:end], -1), whole_columns(weight, -2), out=dx[start:end])
         return dx
 
-    return multiplied(grad, product)
+    return product_of(grad, product)
 
 
 def _dequantized(w: QuantizedWeight, needed: list[int], dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
@@ -212,7 +212,7 @@ def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         flat = _Grouped(rows, **given, settled=0, **flat_epilogue(epilogue, NO_OPERANDS), config="", expected=0)
         return torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
 
-    d = multiplied(grad, product)
+    d = product_of(grad, product)
     return _GroupedDx(d, weight=[None] * len(given["weight"]))
 
 

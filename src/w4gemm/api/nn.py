@@ -180,7 +180,7 @@ class W4Linear(PackedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return y (..., out_features) for x (..., in_features), in x's dtype; with a gated activation (...,
         out_features / 2)."""
-        if self._buffers.get("pre_quant_scale") is not None:
+        if self._buffers.get("pre_quant_scale") is not None:  # asked here, because a call takes longer
             x = self._scaled(x)
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
         w, activation, batch_invariant = self.weight, self.activation, self.batch_invariant

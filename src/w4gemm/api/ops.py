@@ -13,7 +13,7 @@ import torch
 
 from w4gemm.api import arguments, bound, boundary, transforms
 from w4gemm.api.boundary import Call
-from w4gemm.api.gradients import multiplied, narrowed
+from w4gemm.api.gradients import narrowed, product_of
 from w4gemm.api.modes import (
     first_dual,
     is_transformed,
@@ -202,7 +202,7 @@ def _linear_dx_op(*flat: Any) -> torch.Tensor:
             return torch.mm(rows, dense, out_dtype=torch.float32)
         return whole_columns(rows, -1) @ whole_columns(dense, -2)
 
-    return multiplied(given.grad, product)
+    return product_of(given.grad, product)
 
 
 @torch.library.register_fake("w4gemm::linear_dx")
@@ -252,7 +252,7 @@ def _linear_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         d: torch.Tensor = torch.ops.w4gemm.linear(*flat)
         return d
 
-    return _LinearDx(multiplied(grad, product), [None] * len(weight["weight"]))
+    return _LinearDx(product_of(grad, product), [None] * len(weight["weight"]))
 
 
 def _linear_dx_vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[torch.Tensor, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from w4gemm.api.gradients import multiplied, narrowed
+from w4gemm.api.gradients import narrowed, product_of
 from w4gemm.api.operator_arguments import flat_epilogue, flat_weight
 from w4gemm.core.epilogue import NO_OPERANDS, Epilogue
 from w4gemm.weights.weight import QuantizedWeight
@@ -27,7 +27,7 @@ class _Product(torch.autograd.Function):
     def forward(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant: bool) -> torch.Tensor:
         given = flat_weight(w) | flat_epilogue(Epilogue(out_dtype=torch.float32), NO_OPERANDS)
         given |= {"config": config, "batch_invariant": batch_invariant}
-        return multiplied(rows, lambda rows: torch.ops.w4gemm.linear(rows, **given))
+        return product_of(rows, lambda rows: torch.ops.w4gemm.linear(rows, **given))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

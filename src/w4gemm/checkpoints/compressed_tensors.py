@@ -45,8 +45,9 @@ FORMATS = ("pack-quantized", "int-quantized", *FLOATS)
 _FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
 """safetensors' names of the dtypes of scales of 4-bit floats, by scale rule."""
 _CODE_OF_ZERO = 8
-_FIRST_OF_BIAS_127, _NIGHT = (0, 13, 1), "20260109"
-"""First version whose exponents of mxfp4 count from 127 instead of 125, and the first of its nightly builds."""
+_FIRST_OF_BIAS_127, _FIRST_NIGHTLY = (0, 13, 1), "20260109"
+"""First version whose exponents of mxfp4 count from 127 instead of 125, and the date of the first nightly build of it
+that does."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,10 @@ class CompressedTensors:
         found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:\.?a(\d{8}))?", version)
         if found is None:
             return False
-        *numbers, night = found.groups()
+        *numbers, date = found.groups()
         release = tuple(map(int, numbers))
-        return release < _FIRST_OF_BIAS_127 or (release == _FIRST_OF_BIAS_127 and (night or _NIGHT) < _NIGHT)
+        older_build = date is not None and date < _FIRST_NIGHTLY
+        return release < _FIRST_OF_BIAS_127 or (release == _FIRST_OF_BIAS_127 and older_build)
 
     def _scheme(self, name: str) -> Mapping[str, Any]:
         """The config group of a module: the one that names it, else with a pattern for it, else all linear layers."""

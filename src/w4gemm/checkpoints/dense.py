@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from w4gemm.checkpoints.hugging_face import (
     AS_IT_IS,
     FILES,
     SafetensorsFolder,
-    TensorInfo,
     quantization_config,
     read_header,
     transformers_errors,
@@ -130,12 +129,12 @@ class DenseCheckpoint:
     def stored_type(self, name: str) -> str:
         if name not in self.tensors:
             raise not_among(self.path, "tensor", name, self.tensors)
-        return self._stored[name].dtype if name in self._stored else ""  # "": transformers reads it by another name
+        stored = None if self._safetensors is None else self._safetensors.tensors.get(name)
+        return "" if stored is None else stored.dtype  # "": transformers reads it by another name
 
     @functools.cached_property
-    def _stored(self) -> Mapping[str, TensorInfo]:
-        """Headers of the folder's safetensors."""
-        return SafetensorsFolder(self.path).tensors if any((self.path / file).is_file() for file in FILES) else {}
+    def _safetensors(self) -> SafetensorsFolder | None:
+        return SafetensorsFolder(self.path) if any((self.path / file).is_file() for file in FILES) else None
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         if name not in self.modules:
@@ -176,8 +175,7 @@ class DenseCheckpoint:
         biases = {f"{name}.bias": f"{name}_bias" for name in self._products}
         shapes |= {biases.get(name, name): shape for name, shape in self.tensors.items()}
         shapes |= {name: product.shape for name, product in self._products.items()}
-        if any((self.path / file).is_file() for file in FILES):
-            stored = SafetensorsFolder(self.path)
+        if (stored := self._safetensors) is not None:
             others = {n for n, shape in shapes.items() if n not in stored.tensors or stored.tensors[n].shape != shape}
             single = {n: self._products[n].sources(stored.tensors) for n in others if n in self._products}
             if others == {name for name, sources in single.items() if sources is not None}:

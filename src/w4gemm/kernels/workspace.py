@@ -21,8 +21,8 @@ FLAG_BYTES = 2048
 _POOL = 2048
 """Number of overlapping launches that one allocation serves."""
 _LEAST = _POOL // 2
-"""Flags left below which a launch outside of a capture fills the pool up: for so many graphs in a row. An engine
-captures one for each piece of a model, some hundred at most."""
+"""Number of flags below which a launch outside of a capture fills the pool up. So many graphs may be captured in a row;
+an engine captures one for each piece of a model, some hundred at most."""
 
 _flags: dict[tuple[int, int, int], torch.Tensor] = {}
 _pools: dict[int, list[torch.Tensor]] = {}
@@ -43,12 +43,12 @@ def allocated(device: torch.device, size: int) -> StreamWorkspace:
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index or 0, stream, capture
+    pool = _pools.setdefault(key[0], [])
+    if not capture and len(pool) < _LEAST:
+        _fill(device, pool)
     flags = _flags.get(key)
     if flags is None:
-        flags = _take(device, key)
-    if not capture and len(_pools[key[0]]) < _LEAST:
-        with _lock:
-            _fill(device, _pools[key[0]])
+        flags = _take(device, key, pool)
     return StreamWorkspace(torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags)
 
 
@@ -62,23 +62,21 @@ def clear() -> None:
                 torch.cuda.current_stream(flags.device).synchronize()  # launches come on other streams too
 
 
-def _take(device: torch.device, key: tuple[int, int, int]) -> torch.Tensor:
-    """Return permanent flags; in a capture without any left, flags for one launch that the graph zeroes."""
-    index, _, capture = key
-    with _lock:
-        pool = _pools.setdefault(index, [])
-        if not pool and capture:
-            return torch.zeros(FLAG_BYTES // 4, dtype=torch.int32, device=device)
-        if not pool:
-            _fill(device, pool)
-        return _flags.setdefault(key, pool.pop())
-
-
 def _fill(device: torch.device, pool: list[torch.Tensor]) -> None:
-    """Add the flags of one allocation, outside of a capture."""
-    _allocations.append(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device))
-    pool.extend(_allocations[-1].split(FLAG_BYTES // 4))
-    torch.cuda.current_stream(device).synchronize()  # other streams take from it too
+    """Add the flags of one allocation to a pool that has few, outside of a capture."""
+    with _lock:
+        if len(pool) < _LEAST:
+            _allocations.append(torch.zeros(_POOL * FLAG_BYTES // 4, dtype=torch.int32, device=device))
+            pool.extend(_allocations[-1].split(FLAG_BYTES // 4))
+            torch.cuda.current_stream(device).synchronize()  # other streams take from it too
+
+
+def _take(device: torch.device, key: tuple[int, int, int], pool: list[torch.Tensor]) -> torch.Tensor:
+    """Return permanent flags; without any left, flags for one launch that its stream, or its graph, zeroes."""
+    with _lock:
+        if not pool:
+            return torch.zeros(FLAG_BYTES // 4, dtype=torch.int32, device=device)
+        return _flags.setdefault(key, pool.pop())
 
 
 def _capture(stream: int) -> int:
