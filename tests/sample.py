@@ -47,6 +47,12 @@ class Shard(NamedTuple):
         return f"{self.number}/{self.count}"
 
 
+def is_conformance(item: pytest.Item) -> bool:
+    """True for tests of the conformance suite, which a shard runs last: if its time runs out among their thousands,
+    one of each of the others has run."""
+    return "conformance" in item.path.parts
+
+
 @functools.cache
 def seed() -> str:
     """The checkout's commit, in short; where there is no git, the date."""

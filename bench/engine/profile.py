@@ -67,7 +67,7 @@ def _by_group(found: dict[str, Any], steps: int) -> dict[str, Any]:
         "us_step": round(step, 1),
         "groups": {name: round(us, 1) for name, us in sorted(groups.items(), key=lambda item: -item[1]) if us >= 0.05},
         "gaps": round(max(0.0, step - sum(groups.values())), 1),
-        "kernels_us": [[name[:120], round(us / steps, 2), round(n / steps, 1)] for name, (us, n) in ordered[:20]],
+        "kernels_us": [[name[:60], round(us / steps, 2), round(n / steps, 1)] for name, (us, n) in ordered[:14]],
     }
 
 
@@ -78,5 +78,5 @@ def table(row: dict[str, Any]) -> str:
     lines = [f"{what}, {row['us_step']:.0f} us:"]
     for name, us in (*row["groups"].items(), ("gaps", row["gaps"])):
         lines.append(f"  {name:16} {us:8.1f} us  {us / step:4.0%}")
-    lines += [f"  {us:8.1f} us in {launches:5.1f} launches of {name[:80]}" for name, us, launches in row["kernels_us"]]
+    lines += [f"  {us:8.1f} us in {launches:5.1f} launches of {name}" for name, us, launches in row["kernels_us"]]
     return "\n".join(lines)

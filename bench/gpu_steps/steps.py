@@ -103,16 +103,6 @@ STEPS = (
         needs=("ncu",),
     ),
     # models inside vLLM
-    Step(
-        "engine-deepseek-h100",
-        f"{ENGINE} --model deepseek-v3-5-layers=awq-int4-g128 --impl default w4gemm --batch 1 8 --prefill 0 --profile",
-        420,
-        "engine.jsonl",
-        TO_RUN,
-        needs=("vllm",),
-        alone=True,
-        gpu="H100",
-    ),
     *(
         Step(
             f"engine-{name}",
@@ -124,23 +114,11 @@ STEPS = (
             alone=True,
         )
         for name, options, seconds in (
-            *(
-                (
-                    f"serve-{model}",
-                    f"--serve --model {model}={format} --impl default w4gemm --batch 8 64 256 "
-                    "--at-once 2 --seconds 420",
-                    seconds,
-                )
-                for model, format, seconds in (
-                    ("qwen3-30b-a3b", "ct-int4-g128", 200),
-                    ("gpt-oss-20b", "mxfp4", 450),
-                    ("qwen2.5-32b", "gptq-int4-g128", 450),
-                )
-            ),
             (
-                "qwen25",
-                "--model qwen2.5-32b=gptq-int4-g128 --impl default humming w4gemm",
-                500,
+                "serve-qwen3-30b-a3b",
+                "--serve --model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 256 --at-once 2 "
+                "--seconds 420",
+                450,
             ),
             (
                 "quark",
