@@ -208,6 +208,10 @@ def test_the_page_of_a_layer_of_experts():
     text = page.text([*engine_rows("w4gemm", 1.0), {**stored[0], "run": "0", "us": 1.0}, *stored], "engine.jsonl")
     assert "| tokens | 1 | 64 | 128 |\n|---|---|---|---|\n| w4gemm, us | 10.0 | 50.0 | 60.0 |" in text
     assert "| gain | 2.00 | 0.80 | 2.00 |" in text and "1 to 64 tokens: 1.26." in " ".join(text.split())
+    other = [{**row, "model": "deepseek-v3-5-layers", "us": 2 * row["us"]} for row in stored]
+    text = page.text([*engine_rows("w4gemm", 1.0), *stored, *other], "engine.jsonl")
+    assert text.count("## One layer of experts") == 1 and "| w4gemm, us | 20.0 | 100.0 | 120.0 |" in text
+    assert "One layer of deepseek-v3-5-layers," in text and "| w4gemm, us | 10.0 | 50.0 | 60.0 |" in text
 
 
 def test_a_layer_of_experts_is_what_is_timed():

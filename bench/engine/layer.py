@@ -183,12 +183,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256", help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
     args = parser.parse_args(argv)
-    import vllm
-
     model = model_named(args.model)
     if "swiglu_limit" in model.config:
         parser.error(f"--model: wanted one whose experts have SiLU, such as qwen3-30b-a3b, got {args.model}")
     facts, sizes = record.facts(), Sizes.of(model)
+    import vllm
+
     ours, marlin = Ours(sizes, "cuda"), Marlin(sizes, "cuda")
     for tokens in parse_tokens(args.tokens, "tokens"):
         draws = [drawn(sizes, tokens, seed, "cuda") for seed in range(draws_of(tokens))]

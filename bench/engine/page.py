@@ -15,7 +15,7 @@ from bench.engine.tables import (
     gain_text,
     gains,
     latencies,
-    layer_of_experts,
+    layers_of_experts,
     lines_of,
     mean,
     predictions,
@@ -136,7 +136,8 @@ def text(rows: Sequence[Row], file: str) -> str:
     ours = [kept for case, kept in shown.items() if case not in cases]
     compared = [row for row in rows if row["phase"] == "agreement"]
     alone = [row for row in rows if row["phase"] == "experts"]
-    alone = [row for row in alone if row["run"] == alone[-1]["run"]]
+    last = {(row["model"], row["gpu"]): row["run"] for row in alone}
+    alone = [row for row in alone if row["run"] == last[row["model"], row["gpu"]]]
     every = [*(row for kept in shown.values() for row in kept), *compared, *alone]
     runs = "`, `".join(dict.fromkeys(row["run"] for row in every))
     facts = [f"vLLM {version}" for version in dict.fromkeys(row["engine_version"] for row in every)]
@@ -154,7 +155,7 @@ def text(rows: Sequence[Row], file: str) -> str:
         for more in (latencies(kept), steps(kept), agreement(kept)):
             lines += ["", *more] if more else []
     lines += formats_that_ran(ours)
-    lines += layer_of_experts(alone)
+    lines += layers_of_experts(alone)
     lines += predictions(compared)
     lines += ["", "## How it was measured", ""]
     for sentence in (*_METHOD, f"{', '.join(facts)}; runs `{runs}`."):

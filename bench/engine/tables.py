@@ -184,10 +184,20 @@ def formats_that_ran(cases: Sequence[Sequence[Row]]) -> list[str]:
     return lines
 
 
-def layer_of_experts(rows: Sequence[Row]) -> list[str]:
-    """Lines on one layer of experts alone, of the last run that measured one."""
-    if not rows:
-        return []
+def layers_of_experts(rows: Sequence[Row]) -> list[str]:
+    """Lines of the section on layers of experts alone: a table for each model and GPU. rows: those of the last run of
+    each."""
+    tables: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        tables.setdefault((row["model"], row["gpu"]), []).append(row)
+    lines = ["", "## One layer of experts"] if rows else []
+    for own in tables.values():
+        lines += ["", *_layer_of_experts(own)]
+    return lines
+
+
+def _layer_of_experts(rows: Sequence[Row]) -> list[str]:
+    """A sentence on what was timed, and the table."""
     first = rows[0]
     us = {(row["batch"], row["impl"]): row["us"] for row in rows}
     tokens = list(dict.fromkeys(row["batch"] for row in rows))
@@ -204,7 +214,7 @@ def layer_of_experts(rows: Sequence[Row]) -> list[str]:
     for name in names:
         table.append(table_line(f"{name}, us", (f"{us[t, name]:.1f}" for t in tokens)))
     table.append(table_line("gain", (f"{ratio:.2f}" for ratio in ratios.values())))
-    return ["", "## One layer of experts", "", *textwrap.wrap(told, WIDTH), "", *table]
+    return [*textwrap.wrap(told, WIDTH), "", *table]
 
 
 def predictions(rows: Sequence[Row]) -> list[str]:

@@ -91,6 +91,16 @@ STEPS = (
         gpu="H100",
         alone=True,
     ),
+    Step(
+        "unknown-exact",
+        "python -m bench.unknown --kinds w4a8_exact --impl w4gemm,humming --seconds 280 --out {rows}",
+        320,
+        "unknown.jsonl",
+        "docs/measured/sm90_fp8_gemm.md#streams-2026-11-27",
+        needs=PEERS[:1],
+        gpu="H200",
+        alone=True,
+    ),
     # what bounds products of few tokens
     Step(
         "counters",
@@ -103,6 +113,16 @@ STEPS = (
         needs=("ncu",),
     ),
     # models inside vLLM
+    Step(
+        "engine-layer-h100",
+        "python -m bench.engine.layer --model deepseek-v3-5-layers --tokens 1,2,4,8,16,64 --out {rows}",
+        180,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        alone=True,
+        gpu="H100",
+    ),
     *(
         Step(
             f"engine-{name}",
