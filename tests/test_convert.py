@@ -85,6 +85,26 @@ def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
     assert torch.equal((codes.float() - zeros.float().repeat_interleave(32, 1)) * scales, wanted)
 
 
+def test_a_head_that_is_tied_is_none_of_the_4_bit_layers(tmp_path: Path) -> None:
+    """compressed-tensors takes every linear layer that its config does not leave out, and a tied head is one."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    folder = write_dense(tmp_path / "in")
+    config = json.loads((folder / "config.json").read_bytes()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    args = ("--to", "compressed-tensors", "--format", "int4_g32", "--dtype", "float32")
+    assert convert(folder, tmp_path / "out", *args) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ours, tokenizer = load(tmp_path / "out")
+    ids = tokenizer("hello there", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        assert theirs(ids).logits.isclose(ours(ids).logits, rtol=1e-4, atol=1e-5).all()
+
+
 def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "qwen2")
     assert convert(path, tmp_path / "out", "--dtype", "float32") == 0

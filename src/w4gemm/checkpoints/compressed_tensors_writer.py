@@ -15,6 +15,7 @@ from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 _MXFP4 = WeightFormat.parse("mxfp4")
+_HEAD = "lm_head"
 
 
 class CompressedTensorsWriter:
@@ -76,6 +77,8 @@ class CompressedTensorsWriter:
         }
         formats = {group["format"] for group in groups.values()}
         dense = [name.removesuffix(".weight") for name, shape in checkpoint.tensors.items() if len(shape) == 2]
+        if _HEAD not in checkpoint.modules and _HEAD not in dense:
+            dense.append(_HEAD)  # tied to the embedding, so without a tensor; a linear layer to compressed-tensors
         return {
             "quant_method": self.name,
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
