@@ -167,15 +167,15 @@ def fill(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.data.copy_(tensors[name])
 
 
-def created(scheme: Any, n: int = N, k: int = K, full_k: int = K) -> torch.nn.Module:
+def created(scheme: Any, full_k: int = K) -> torch.nn.Module:
     layer = torch.nn.Module()
     layer.scheme = scheme
     scheme.create_weights(
         layer=layer,
-        input_size_per_partition=k,
-        output_partition_sizes=[n // 3, n - n // 3],
+        input_size_per_partition=K,
+        output_partition_sizes=[N // 3, N - N // 3],
         input_size=full_k,
-        output_size=n,
+        output_size=N,
         params_dtype=torch.bfloat16,
         weight_loader=lambda *given: None,
     )
