@@ -30,8 +30,8 @@ from bench.mixtures.ahead import Kernels, Product, unsupported
 from bench.mixtures.points import Extra, measure
 from bench.mixtures.weights import Drawn, Sizes
 from bench.options import command, counts, formats, some_of, typed
-from bench.peers.base import FP8
-from bench.peers.experts import PEERS, ExpertsPeer
+from bench.peers.base import FP8, available
+from bench.peers.experts import PEERS
 from bench.shapes import parse_experts, parse_routings
 
 from w4gemm import WeightFormat
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.compile_only:
             print(f"{kernels.wait_for_all()} kernels, {time.monotonic() - started:.0f} s")
             return
-        drawn = Drawn([] if args.top_k else available(args.impl), args.tokens, compilers)
+        peers = [] if args.top_k else available(peer for peer in PEERS if peer.name in args.impl)
+        drawn = Drawn(peers, args.tokens, compilers)
         means = Means(formats, drawn, kernels, extra, args.out, facts)
         begun: set[torch.dtype] = set()
         for place in places:
@@ -156,17 +157,6 @@ def usable(formats: Sequence[WeightFormat], sizes: Sizes, dtype: torch.dtype) ->
     for reason in filter(None, reasons.values()):
         print(f"  w4gemm: {reason}", flush=True)
     return [format for format, reason in reasons.items() if not reason]
-
-
-def available(names: Sequence[str]) -> list[ExpertsPeer]:
-    """Return the peers that can run here, and print why the others cannot."""
-    found = []
-    for peer in PEERS:
-        if peer.name in names:
-            reason = peer.available()
-            print(f"{peer.name} {peer.version()}{': ' + reason if reason else ''}", flush=True)
-            found += [] if reason else [peer]
-    return found
 
 
 def one_point(place: Place, means: Means) -> None:

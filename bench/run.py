@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from bench.options import command, dtypes, formats, typed
 from bench.peers import PEERS, Peer, Prepared, peers_named
-from bench.peers.base import fp4_name
+from bench.peers.base import available, fp4_name
 from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import QuantizedWeight, WeightFormat
@@ -77,11 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
     args = parser.parse_args(argv)
     facts = record.facts()
-    peers = []
-    for peer in args.impl:
-        reason = peer.available()
-        print(f"{peer.name} {peer.version()}{': ' + reason if reason else ''}", flush=True)
-        peers += [] if reason else [peer]
+    peers = available(args.impl)
     for n, k in args.shapes:
         entries = [
             entry

@@ -55,6 +55,19 @@ def version(library: Library = OTHERS) -> str:
     return os.environ.get(library.version) or package_version("vllm")
 
 
+class OfVllm:
+    """An implementation that is one of vLLM's operators."""
+
+    operator: str
+    library = OTHERS
+
+    def version(self) -> str:
+        return version(self.library)
+
+    def available(self) -> str:
+        return missing(self.operator, self.library)
+
+
 @functools.cache
 def operators(library: Library = OTHERS) -> Any:
     file = os.environ.get(library.file)
