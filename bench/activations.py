@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import command, counts, typed
+from bench.options import add_out, command, counts, typed
 from bench.run import percentiles
 
 import w4gemm
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="also try so many chunks of eight columns per thread (default: %(default)s)",
     )
     parser.add_argument("--compiled", action="store_true", help="also time what torch.compile makes")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     facts = record.facts()
     for m, k, front in itertools.product(args.tokens, args.k, FRONTS):

@@ -20,6 +20,7 @@ from bench import answers
 from bench.engine.agreement import requantize, tokens_of
 from bench.engine.packing import Packing
 from bench.engine.rows import Row, equal_prefix
+from bench.options import add_out
 
 import w4gemm
 from w4gemm.checkpoints import open_checkpoint
@@ -63,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--device", default="cpu", help="to run on (default: %(default)s)")
     p.add_argument("--dtype", choices=WIDE_DTYPES, default="float32", help="of the activations (default: %(default)s)")
     p.add_argument("--tokens-out", type=int, default=16, help="greedy tokens after each text (default: %(default)s)")
-    p.add_argument(
-        "--out", metavar="FILE", type=Path, default=answers.RESULTS, help="file for the rows (default: %(default)s)"
-    )
+    add_out(p, answers.RESULTS)
     args = p.parse_args(argv)
     packings = [Packing.parse(text) for text in args.format]
     quiet_transformers()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.options import command, counts, some_of, typed
+from bench.options import add_out, command, counts, some_of, typed
 from bench.peers.base import missing_package, package_version
 from bench.peers.flashinfer import FlashInferLayer, padded
 from bench.run import percentiles
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--work", type=typed(some_of(*_MAX_ERROR)), default="w4a16,w4a8", help="some of both (default: %(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     facts, sizes, started = record.facts(), MODELS[args.model], time.monotonic()
     products = drawn_products(sizes, "cuda")

@@ -29,7 +29,7 @@ import torch
 from bench.mixtures.ahead import Kernels, Product, unsupported
 from bench.mixtures.points import Extra, measure
 from bench.mixtures.weights import Drawn, Sizes
-from bench.options import command, counts, formats, some_of, typed
+from bench.options import add_formats, add_out, command, counts, some_of, typed
 from bench.peers.base import FP8, available
 from bench.peers.experts import PEERS
 from bench.shapes import parse_experts, parse_routings
@@ -111,9 +111,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         default="balanced",
         help="how tokens are divided among experts: some of balanced, zipf, hot (default: %(default)s)",
     )
-    parser.add_argument(
-        "--format", type=typed(formats), default="int4_g128", help="of the weights, one or more (default: %(default)s)"
-    )
+    add_formats(parser)
     parser.add_argument(
         "--dtype",
         type=typed(dtypes),
@@ -137,7 +135,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replays", metavar="N", type=int, default=9, help="of each graph (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
     parser.add_argument("--compile-only", action="store_true", help="compile w4gemm's kernels and measure nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     return parser.parse_args(argv)
 
 

@@ -23,7 +23,7 @@ import torch
 from bench.engine.layer import Forced, Ours, Sizes, drawn, draws_of
 from bench.engine.models import model_named
 from bench.mixtures.points import best_of
-from bench.options import command, counts, some_of, typed
+from bench.options import add_out, command, counts, some_of, typed
 
 from w4gemm import WeightFormat, choice
 from w4gemm.choice.choose import resolve_gather
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--configs", type=positive, default=4, metavar="N", help="of gate_up; half as many of down (%(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     started, facts, device = time.monotonic(), record.facts(), Device.of("cuda")
     points = {(name, tokens): problems(LAYERS[name], tokens, device) for name in args.model for tokens in args.tokens}

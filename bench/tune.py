@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import command, some_of, typed
+from bench.options import add_out, command, some_of, typed
 from bench.shapes import SETS
 from bench.sweep import gpu_of
 from bench.timings import rows_of
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", default="int4_g128", help="of the weights (default: %(default)s)")
     parser.add_argument("--dtype", help="of activations, as of w4gemm tune")
     parser.add_argument("--device", help="as of w4gemm tune")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     parser.add_argument("--table", type=Path, help="file for the records (default: the shipped one of this device)")
     parser.add_argument(
         "--rows",

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from bench.drawn.points import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
 from bench.drawn.warm import COMPILING_PEERS, Warmer, compile_all
-from bench.options import command, some_of, typed
+from bench.options import add_out, command, some_of, typed
 from bench.peers import Peer, Prepared, peers_named
 from bench.peers.base import FP8, token_scales
 from bench.rows import FACTS, read
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--impl", default=",".join(_PEERS), help="implementations (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="for each kind; other points wait for the next run")
     parser.add_argument("--dry", action="store_true", help="measure nothing: say what would be compiled")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     for kind in args.kinds:
         run_kind(kind, args)
