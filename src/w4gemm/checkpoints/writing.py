@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
@@ -214,8 +215,6 @@ def _check_folder(folder: Path, plan: Plan) -> None:
 
 def _key_of(file: Path) -> str | None:
     """Return the key of the plan that a shard is of; None for another file."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, "pt") as f:
             return (f.metadata() or {}).get(_PLAN)
@@ -246,8 +245,6 @@ def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
 
 
 def _names(file: Path) -> list[str]:
-    from safetensors import safe_open
-
     with safe_open(file, "pt") as f:
         return list(f.keys())
 
