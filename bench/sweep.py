@@ -48,6 +48,36 @@ _MANY_TOKENS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    if args.grouped:
+        rows = list(rows_of_experts(args.grouped))
+        record.append(args.out, *by_problem(rows))
+        print(f"{args.out}: {len(rows)} timings of experts' products")
+        return
+    if args.compile_only:
+        found = prepared(products(args, described_device(args.device)))
+        print(f"{len({unit_of(p, name) for p, names in found.items() for name in names} - {None})} kernels")
+        return
+    device, where = chosen_device(args.device)
+    facts = {name: fact for name, fact in record.facts().items() if name in FACTS}
+    found = prepared(products(args, device))
+    started, count = time.monotonic(), 0
+    for (n, k), group in itertools.groupby(found, lambda p: (p.n, p.k)):
+        workload: Workload | None = None
+        for problem in group:
+            if time.monotonic() - started > args.seconds:
+                print(f"{args.out}: {count} timings, cut short before {n} x {k}, m {problem.m}")
+                return
+            workload = workload or Workload(problem, where)
+            times = measure(problem, found[problem], workload)
+            what = {"n": n, "k": k, "m": problem.m, "format": str(problem.format)}
+            record.append(args.out, what | {"us": {c: round(us, 3) for c, us in times.items()}} | facts)
+            count += len(times)
+            print(f"{n} x {k}, m {problem.m}: " + ", ".join(f"{us:.1f} {c}" for c, us in times.items()), flush=True)
+    print(f"{args.out}: {count} timings")
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command("bench.sweep", __doc__)
     parser.add_argument(
         "--shapes",
@@ -93,33 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--grouped", type=Path, metavar="FILE", help="measure nothing: copy the timings of configs from FILE"
     )
     parser.add_argument("--out", type=Path, required=True, help="file for the timings")
-    args = parser.parse_args(argv)
-    if args.grouped:
-        rows = list(rows_of_experts(args.grouped))
-        record.append(args.out, *by_problem(rows))
-        print(f"{args.out}: {len(rows)} timings of experts' products")
-        return
-    if args.compile_only:
-        found = prepared(products(args, described_device(args.device)))
-        print(f"{len({unit_of(p, name) for p, names in found.items() for name in names} - {None})} kernels")
-        return
-    device, where = chosen_device(args.device)
-    facts = {name: fact for name, fact in record.facts().items() if name in FACTS}
-    found = prepared(products(args, device))
-    started, count = time.monotonic(), 0
-    for (n, k), group in itertools.groupby(found, lambda p: (p.n, p.k)):
-        workload: Workload | None = None
-        for problem in group:
-            if time.monotonic() - started > args.seconds:
-                print(f"{args.out}: {count} timings, cut short before {n} x {k}, m {problem.m}")
-                return
-            workload = workload or Workload(problem, where)
-            times = measure(problem, found[problem], workload)
-            what = {"n": n, "k": k, "m": problem.m, "format": str(problem.format)}
-            record.append(args.out, what | {"us": {c: round(us, 3) for c, us in times.items()}} | facts)
-            count += len(times)
-            print(f"{n} x {k}, m {problem.m}: " + ", ".join(f"{us:.1f} {c}" for c, us in times.items()), flush=True)
-    print(f"{args.out}: {count} timings")
+    return parser.parse_args(argv)
 
 
 def token_range(text: str) -> tuple[int, int]:
