@@ -27,13 +27,12 @@ import w4gemm
 from w4gemm.api.activations import LARGEST, in_pytorch
 from w4gemm.core.problem import Device
 from w4gemm.jit import compiled
-from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.activation_quantize.spec import FRONTS, ActivationQuantize
 from w4gemm.tuning import record
 from w4gemm.tuning.roofline import RATES
 from w4gemm.tuning.timing import time_graphs
 
 RESULTS = Path(__file__).parent / "results/activations.jsonl"
-FRONTS = ("", "rms", "silu_mul")
 _ROTATED_BYTES = 120e6
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.options import add_out, command, counts, some_of, typed
-from bench.peers.base import missing_package, package_version
+from bench.peers.base import missing_package
 from bench.peers.flashinfer import FlashInferLayer, padded
 from bench.run import percentiles
 
@@ -32,6 +32,7 @@ from w4gemm.checkpoints.mxfp4 import MXFP4Packing
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.jit.pool import CompilePool
+from w4gemm.jit.toolchain import installed_version
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 
@@ -200,7 +201,7 @@ def flashinfer_runs(
                 hidden=sizes.hidden,
             )
             layer.tune(*layer.inputs(*draw(sizes, max(tokens), "uniform", 0, "cuda")))
-            version = package_version("flashinfer-python")
+            version = installed_version("flashinfer-python")
             runs.append(Run(work, "flashinfer", layer, version, inputs=layer.inputs))
         except Exception as e:
             print(f"  flashinfer {work}: {e!r:.300}", flush=True)

@@ -33,13 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import layers  # noqa: E402
-from bench.constants_file import legal_names  # noqa: E402
+from bench.constants_file import HOPPER, legal_names  # noqa: E402
 from bench.rows import read  # noqa: E402
 from bench.shapes import FP4_EXPERTS  # noqa: E402
 from bench.timings import rows_of  # noqa: E402
 
 RESULTS = ROOT / "bench/results"
-HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm")
 H20 = Device("cuda", "NVIDIA H20", (9, 0), 78, 232448)
 MEASURED = tuple(constants.measured().values())
 H100_PCIE = Device("cuda", "NVIDIA H100 PCIe", (9, 0), 114, 232448)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from w4gemm.core.formats import ALIASES, WeightFormat
+from w4gemm.jit.toolchain import installed_version
 from w4gemm.weights.weight import QuantizedWeight
 
 Tensors = tuple[torch.Tensor, ...]
@@ -96,13 +96,6 @@ def missing_package(package: str, module: str) -> str:
     return "" if importlib.util.find_spec(module) else f"{package} is not installed"
 
 
-def package_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 class OfPackage:
     """An implementation from a package of its own."""
 
@@ -111,7 +104,7 @@ class OfPackage:
     """The module whose absence says that the package is not installed."""
 
     def version(self) -> str:
-        return package_version(self.package)
+        return installed_version(self.package)
 
     def available(self) -> str:
         return missing_gpu() or missing_package(self.package, self.module)
