@@ -29,12 +29,11 @@ from w4gemm import WeightFormat, choice
 from w4gemm.choice.choose import resolve_gather
 from w4gemm.choice.intervals import representative_rows
 from w4gemm.console.options import positive
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
@@ -141,8 +140,8 @@ def units_of(gate_up: GemmProblem, down: GemmProblem, found: Candidates) -> list
     named += [(down, name) for name in found.down]
     units = [choice.decide(problem).unit for problem in (resolve_gather(gate_up), down)]
     for problem, name in named:
-        kernel, _, config = name.partition("/")
-        units.append(kernel_named(kernel).unit(problem, GemmConfig.parse(config)))
+        kernel, config = config_named(name)
+        units.append(kernel.unit(problem, config))
     return [unit for unit in units if unit is not None]
 
 

@@ -30,13 +30,12 @@ from w4gemm import choice
 from w4gemm.console.devices import SIMULATED, chosen_device, described_device
 from w4gemm.console.options import DTYPES, chosen_dtype, parse_tokens, positive
 from w4gemm.console.progress import progress_bar
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import Unit, adopt
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 from w4gemm.tuning.tuner import MAX_ERROR
@@ -171,7 +170,7 @@ def prepared(found: dict[GemmProblem, list[str]]) -> dict[GemmProblem, list[str]
 
 
 def unit_of(problem: GemmProblem, name: str) -> Unit | None:
-    kernel, config = parsed(name)
+    kernel, config = config_named(name)
     return kernel.unit(problem, config)
 
 
@@ -179,7 +178,7 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
     """Microseconds of each config, fastest first; of none whose result is wrong."""
     operands, launches = workload.operands(problem.m), dict[str, Launch]()
     for name in names:
-        kernel, config = parsed(name)
+        kernel, config = config_named(name)
         launch = kernel.launcher(choice.compiled_for(kernel, problem, config), problem, config)
         if (error := workload.error(launch, operands[0])) < MAX_ERROR:
             launches[name] = launch
@@ -187,11 +186,6 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
             print(f"{problem}: {name} is left out, relative error {error:.3g}", flush=True)
     times = workload.time(list(launches.values()), operands, _FEW_REPLAYS if problem.m > _MANY_TOKENS else _REPLAYS)
     return dict(sorted(((name, t.p50) for name, t in zip(launches, times, strict=True)), key=lambda pair: pair[1]))
-
-
-def parsed(name: str) -> tuple[Any, GemmConfig]:
-    kernel, _, config = name.partition("/")
-    return kernel_named(kernel), GemmConfig.parse(config)
 
 
 def gpu_of(rows: list[dict[str, Any]]) -> Device:

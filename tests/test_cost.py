@@ -25,7 +25,7 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GPUS, H100, H200, Device, GemmProblem
 from w4gemm.jit import disk
-from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.kernels import KERNELS, config_named, kernel_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 
@@ -209,8 +209,8 @@ def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
 
 
 def predicted(problem: GemmProblem, name: str) -> float:
-    kernel, _, config = name.partition("/")
-    return predicted_us(kernel_named(kernel), problem, GemmConfig.parse(config))
+    kernel, config = config_named(name)
+    return predicted_us(kernel, problem, config)
 
 
 def test_the_first_guess_is_about_the_fastest_of_what_was_measured():

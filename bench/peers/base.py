@@ -48,7 +48,7 @@ class Prepared:
 
 
 class Implementation(Protocol):
-    """What an adapter says of its implementation, whatever the products."""
+    """An implementation of any products, as its adapter describes it."""
 
     name: str
 
