@@ -8,7 +8,6 @@ bench/results/answers.jsonl. Runs on the CPU, and on a GPU with ``--device cuda 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from bench import answers
 from bench.engine.agreement import requantize, tokens_of
 from bench.engine.packing import Packing
 from bench.engine.rows import Row, equal_prefix
-from bench.options import add_out
+from bench.options import add_out, command
 
 import w4gemm
 from w4gemm.checkpoints import open_checkpoint
@@ -58,7 +57,7 @@ class Reading(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    p = argparse.ArgumentParser("python -m bench.agreement", description=(__doc__ or "").partition(":")[0])
+    p = command("bench.agreement", __doc__)
     p.add_argument("--checkpoint", metavar="PATH", help="a 4-bit checkpoint (default: that of w4gemm generate)")
     p.add_argument("--format", nargs="+", default=FORMATS, help=f"of the packed model (default: {' '.join(FORMATS)})")
     p.add_argument("--device", default="cpu", help="to run on (default: %(default)s)")
