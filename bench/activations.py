@@ -20,20 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import command, counts, typed
+from bench.options import add_out, command, counts, typed
 from bench.run import percentiles
 
 import w4gemm
 from w4gemm.api.activations import LARGEST, in_pytorch
 from w4gemm.core.problem import Device
 from w4gemm.jit import compiled
-from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.activation_quantize.spec import FRONTS, ActivationQuantize
 from w4gemm.tuning import record
 from w4gemm.tuning.roofline import RATES
 from w4gemm.tuning.timing import time_graphs
 
 RESULTS = Path(__file__).parent / "results/activations.jsonl"
-FRONTS = ("", "rms", "silu_mul")
 _ROTATED_BYTES = 120e6
 
 
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="also try so many chunks of eight columns per thread (default: %(default)s)",
     )
     parser.add_argument("--compiled", action="store_true", help="also time what torch.compile makes")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     facts = record.facts()
     for m, k, front in itertools.product(args.tokens, args.k, FRONTS):

@@ -8,7 +8,6 @@ bench/results/answers.jsonl. Runs on the CPU, and on a GPU with ``--device cuda 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from bench import answers
 from bench.engine.agreement import requantize, tokens_of
 from bench.engine.packing import Packing
 from bench.engine.rows import Row, equal_prefix
+from bench.options import add_out, command
 
 import w4gemm
 from w4gemm.checkpoints import open_checkpoint
@@ -57,15 +57,13 @@ class Reading(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    p = argparse.ArgumentParser("python -m bench.agreement", description=(__doc__ or "").partition(":")[0])
+    p = command("bench.agreement", __doc__)
     p.add_argument("--checkpoint", metavar="PATH", help="a 4-bit checkpoint (default: that of w4gemm generate)")
     p.add_argument("--format", nargs="+", default=FORMATS, help=f"of the packed model (default: {' '.join(FORMATS)})")
     p.add_argument("--device", default="cpu", help="to run on (default: %(default)s)")
     p.add_argument("--dtype", choices=WIDE_DTYPES, default="float32", help="of the activations (default: %(default)s)")
     p.add_argument("--tokens-out", type=int, default=16, help="greedy tokens after each text (default: %(default)s)")
-    p.add_argument(
-        "--out", metavar="FILE", type=Path, default=answers.RESULTS, help="file for the rows (default: %(default)s)"
-    )
+    add_out(p, answers.RESULTS)
     args = p.parse_args(argv)
     packings = [Packing.parse(text) for text in args.format]
     quiet_transformers()

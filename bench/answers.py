@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import command
+from bench.options import add_out, command
 
 import w4gemm
 from w4gemm.console.devices import choose_device
@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--max-new-tokens", type=int, default=48, metavar="N", help="length of an answer (default: %(default)s)"
     )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)"
-    )
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     path = Path(args.model) if args.model else default_model()
     device, note = choose_device(args.device)

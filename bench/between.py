@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench.options import command, counts, formats, some_of, typed
+from bench.options import add_formats, add_out, command, counts, some_of, typed
 from bench.shapes import MODELS
 
 from w4gemm import QuantizedWeight, WeightFormat, linear, quantize_activations
@@ -113,11 +113,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--model", type=typed(some_of(*WHOLE)), default=WHOLE[0], help=f"some of {names} (default: %(default)s)"
     )
     parser.add_argument("--m", type=typed(counts), default="1,8,16,64", help="tokens (default: %(default)s)")
-    parser.add_argument(
-        "--format", type=typed(formats), default="int4_g128", help="of the weights, one or more (default: %(default)s)"
-    )
+    add_formats(parser)
     parser.add_argument("--fp8", action="store_true", help="products take x in e4m3 (W4A8)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     facts = record.facts()
     for model, format in itertools.product(args.model, args.format):

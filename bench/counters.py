@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.options import command, counts, dtypes, formats, typed
+from bench.options import add_formats, add_out, command, counts, dtypes, typed
 from bench.peers.base import FP8, token_scales
 from bench.run import random_weight
 
@@ -97,14 +97,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.counters", __doc__)
     parser.add_argument("--shapes", type=typed(shapes), default="8192x8192", help="layers (default: %(default)s)")
     parser.add_argument("--m", type=typed(counts), default="32,64", help="tokens (default: %(default)s)")
-    parser.add_argument(
-        "--format", type=typed(formats), default="int4_g128", help="of the weights (default: %(default)s)"
-    )
+    add_formats(parser)
     parser.add_argument("--dtype", type=typed(dtypes), default="bfloat16", help="of x (default: %(default)s)")
     parser.add_argument("--config", help="a config to force, instead of the choice")
     parser.add_argument("--ncu", default=shutil.which("ncu") or "ncu", help="the program (default: %(default)s)")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="also keep ncu's report, FILE.ncu-rep")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:

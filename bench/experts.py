@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.options import command, counts, some_of, typed
-from bench.peers.base import missing_package, package_version
+from bench.options import add_out, command, counts, some_of, typed
+from bench.peers.base import missing_package
 from bench.peers.flashinfer import FlashInferLayer, padded
 from bench.run import percentiles
 
@@ -32,6 +32,7 @@ from w4gemm.checkpoints.mxfp4 import MXFP4Packing
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.jit.pool import CompilePool
+from w4gemm.jit.toolchain import installed_version
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--work", type=typed(some_of(*_MAX_ERROR)), default="w4a16,w4a8", help="some of both (default: %(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     facts, sizes, started = record.facts(), MODELS[args.model], time.monotonic()
     products = drawn_products(sizes, "cuda")
@@ -200,7 +201,7 @@ def flashinfer_runs(
                 hidden=sizes.hidden,
             )
             layer.tune(*layer.inputs(*draw(sizes, max(tokens), "uniform", 0, "cuda")))
-            version = package_version("flashinfer-python")
+            version = installed_version("flashinfer-python")
             runs.append(Run(work, "flashinfer", layer, version, inputs=layer.inputs))
         except Exception as e:
             print(f"  flashinfer {work}: {e!r:.300}", flush=True)

@@ -36,7 +36,7 @@ from w4gemm.choice.cost.constants import SliceTimes
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.packing.layouts import FP8_LAYOUT
 
@@ -199,8 +199,7 @@ def collected(rows: list[dict[str, Any]]) -> Timings:
     points: Points = defaultdict(dict)
     fp8, device = False, gpu_of(rows)
     for row in rows:
-        name, _, text = row["config"].partition("/")
-        config, kernel, format = GemmConfig.parse(text), kernel_named(name), WeightFormat.parse(row["format"])
+        (kernel, config), format = config_named(row["config"]), WeightFormat.parse(row["format"])
         if config.tail or not isinstance(kernel, HopperKernel):
             continue
         fp8 = kernel.layout == FP8_LAYOUT

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 from bench.models import MODELS, drawn_model
-from bench.options import command, counts, some_of, typed
+from bench.options import add_out, command, counts, some_of, typed
 
 import w4gemm
 from w4gemm import W4Linear
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--start", action="store_true", help="measure loading and the first token instead")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the process that --start times
     parser.add_argument("--names", action="store_true", help="also print the kernels of a step by name")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     quiet_transformers()
     settings = MODELS[args.model] | ({} if args.layers is None else {"num_hidden_layers": args.layers})

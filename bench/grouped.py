@@ -29,9 +29,9 @@ import torch
 from bench.mixtures.ahead import Kernels, Product, unsupported
 from bench.mixtures.points import Extra, measure
 from bench.mixtures.weights import Drawn, Sizes
-from bench.options import command, counts, formats, some_of, typed
-from bench.peers.base import FP8
-from bench.peers.experts import PEERS, ExpertsPeer
+from bench.options import add_formats, add_out, command, counts, some_of, typed
+from bench.peers.base import FP8, available
+from bench.peers.experts import PEERS
 from bench.shapes import parse_experts, parse_routings
 
 from w4gemm import WeightFormat
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.compile_only:
             print(f"{kernels.wait_for_all()} kernels, {time.monotonic() - started:.0f} s")
             return
-        drawn = Drawn([] if args.top_k else available(args.impl), args.tokens, compilers)
+        peers = [] if args.top_k else available(peer for peer in PEERS if peer.name in args.impl)
+        drawn = Drawn(peers, args.tokens, compilers)
         means = Means(formats, drawn, kernels, extra, args.out, facts)
         begun: set[torch.dtype] = set()
         for place in places:
@@ -110,9 +111,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         default="balanced",
         help="how tokens are divided among experts: some of balanced, zipf, hot (default: %(default)s)",
     )
-    parser.add_argument(
-        "--format", type=typed(formats), default="int4_g128", help="of the weights, one or more (default: %(default)s)"
-    )
+    add_formats(parser)
     parser.add_argument(
         "--dtype",
         type=typed(dtypes),
@@ -136,7 +135,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replays", metavar="N", type=int, default=9, help="of each graph (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
     parser.add_argument("--compile-only", action="store_true", help="compile w4gemm's kernels and measure nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     return parser.parse_args(argv)
 
 
@@ -156,17 +155,6 @@ def usable(formats: Sequence[WeightFormat], sizes: Sizes, dtype: torch.dtype) ->
     for reason in filter(None, reasons.values()):
         print(f"  w4gemm: {reason}", flush=True)
     return [format for format, reason in reasons.items() if not reason]
-
-
-def available(names: Sequence[str]) -> list[ExpertsPeer]:
-    """Return the peers that can run here, and print why the others cannot."""
-    found = []
-    for peer in PEERS:
-        if peer.name in names:
-            reason = peer.available()
-            print(f"{peer.name} {peer.version()}{': ' + reason if reason else ''}", flush=True)
-            found += [] if reason else [peer]
-    return found
 
 
 def one_point(place: Place, means: Means) -> None:

@@ -23,18 +23,17 @@ import torch
 from bench.engine.layer import Forced, Ours, Sizes, drawn, draws_of
 from bench.engine.models import model_named
 from bench.mixtures.points import best_of
-from bench.options import command, counts, some_of, typed
+from bench.options import add_out, command, counts, some_of, typed
 
 from w4gemm import WeightFormat, choice
 from w4gemm.choice.choose import resolve_gather
 from w4gemm.choice.intervals import representative_rows
 from w4gemm.console.options import positive
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--configs", type=positive, default=4, metavar="N", help="of gate_up; half as many of down (%(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further point after so long")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     started, facts, device = time.monotonic(), record.facts(), Device.of("cuda")
     points = {(name, tokens): problems(LAYERS[name], tokens, device) for name in args.model for tokens in args.tokens}
@@ -141,8 +140,8 @@ def units_of(gate_up: GemmProblem, down: GemmProblem, found: Candidates) -> list
     named += [(down, name) for name in found.down]
     units = [choice.decide(problem).unit for problem in (resolve_gather(gate_up), down)]
     for problem, name in named:
-        kernel, _, config = name.partition("/")
-        units.append(kernel_named(kernel).unit(problem, GemmConfig.parse(config)))
+        kernel, config = config_named(name)
+        units.append(kernel.unit(problem, config))
     return [unit for unit in units if unit is not None]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from bench.answers import RESULTS
-from bench.options import command
+from bench.options import add_out, command
 from bench.plots import pyplot
 
 import w4gemm
@@ -34,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.lora", __doc__)
     parser.add_argument("--steps", type=int, default=30, help="of training (default: %(default)s)")
     parser.add_argument("--plot", action="store_true", help="train nothing: draw the rows of --out")
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)"
-    )
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     if not args.plot:
         quiet_transformers()

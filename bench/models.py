@@ -79,11 +79,11 @@ DENSE_ATTENTION = ("gpt_oss",)
 """Kinds of models whose checkpoints have their experts alone in 4 bits."""
 
 
-def drawn_model(settings: dict[str, Any], format: str, device: str = "") -> Any:
+def drawn_model(settings: dict[str, Any], format: str) -> Any:
     """A model of random weights: in bf16, or with its linear layers and experts in a 4-bit format, but for its head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     config = AutoConfig.for_model(**settings)
     with ParametersOnMeta():

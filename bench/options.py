@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,20 @@ def command(module: str, doc: str | None) -> argparse.ArgumentParser:
     """Return a parser for ``python -m MODULE``; its help begins with the module's docstring."""
     return argparse.ArgumentParser(
         f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_out(parser: argparse.ArgumentParser, default: Path) -> None:
+    """Add ``--out``."""
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=default, help="file for the rows (default: %(default)s)"
+    )
+
+
+def add_formats(parser: argparse.ArgumentParser) -> None:
+    """Add ``--format``, whose value is a tuple of weight formats."""
+    parser.add_argument(
+        "--format", type=typed(formats), default="int4_g128", help="of the weights, one or more (default: %(default)s)"
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.options import command
+from bench.options import add_out, command
 from bench.producers import torchao
 from bench.producers.auto_round_floats import auto_round_floats
 from bench.producers.common import Pairs, Weights
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=30, help="of SmolLM2 (default: all %(default)s)")
     parser.add_argument("--table", action="store_true", help="measure nothing: write the table of --out")
     parser.add_argument("--only", default="", metavar="TEXT", help="only formats with TEXT in their names")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     if not args.table:
         measure(args.layers, args.out, args.only)

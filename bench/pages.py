@@ -42,14 +42,12 @@ class Page:
 
     name: str
     """File name of the page in docs/, without an ending."""
-    plot: str
-    """File name of its plot in docs/plots/, without an ending."""
     title: str
     what: str
     """Weights and activations, in a sentence."""
     method: tuple[str, ...]
-    """Sentences on how it was measured; ``{file}`` is the file of the rows, ``{script}`` what made them,
-    ``{peers}`` what ``peer_notes`` says of those that ran."""
+    """Sentences on how it was measured, behind ``METHOD``; ``{file}`` is the file of the rows, ``{script}`` what made
+    them, ``{peers}`` what ``peer_notes`` says of those that ran."""
     file: str
     activation_bytes: int
     not_peers: tuple[str, ...] = ()
@@ -69,6 +67,11 @@ class Page:
         return " ".join(note for name, note in self.peer_notes.items() if name in names)
 
     @property
+    def plot(self) -> str:
+        """File name of its plot in docs/plots/, without an ending."""
+        return self.name.replace("benchmarks", "roofline")
+
+    @property
     def rates(self) -> roofline.Rates:
         """The rates that large library calls reach on the GPU."""
         return roofline.RATES[self.gpu]
@@ -80,8 +83,7 @@ class Page:
 
     def on_h100(self, file: str) -> Page:
         """Return the page of the same work on an H100, whose rows are in another file."""
-        name, plot, title = f"{self.name}-h100", f"{self.plot}-h100", f"{self.title}, on an H100"
-        return replace(self, name=name, plot=plot, title=title, file=file, gpu=H100)
+        return replace(self, name=f"{self.name}-h100", title=f"{self.title}, on an H100", file=file, gpu=H100)
 
     def roofline_us(self, point: Point) -> float:
         """max(bytes / bandwidth, operations / rate)."""
@@ -97,7 +99,7 @@ class Page:
         return min(peers) / min(t for name, t in us.items() if name.startswith(self.ours))
 
 
-_METHOD = (
+METHOD = (
     "All implementations ran interleaved in one process (protocol: `bench/{script}.py`; rows: bench/results/{file}).",
     "Times are medians in microseconds per call, in a CUDA graph over copies of the weight that together exceed L2.",
 )
@@ -117,24 +119,22 @@ _EXPERTS = (
     "Tokens are the average per expert. Routing is balanced unless a row says zipf (expert e in proportion to "
     "1 / (1 + e)) or hot (all tokens to one expert)."
 )
+_NVFP4 = "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x."
 _MXFP4 = "MXFP4 weights (e2m1, a power of two for each 32)"
 W4A16 = Page(
     "benchmarks",
-    "roofline",
     "W4A16 beside other libraries",
     "int4 g128 symmetric weights, bf16 x.",
-    (*_METHOD, f"{_CHOICE} {{peers}}"),
+    (f"{_CHOICE} {{peers}}",),
     "times.jsonl",
     2,
     peer_notes=_DENSE_NOTES,
 )
 W4A8 = Page(
     "benchmarks-w4a8",
-    "roofline-w4a8",
     "W4A8 beside other libraries",
     "int4 g128 symmetric weights, e4m3 x with one scale per token.",
     (
-        *_METHOD,
         _CHOICE,
         f"{_SCALES} {_QUANTIZES}, which takes about 3 us.",
         "cublas multiplies the same numbers as an fp8 weight. It shows what large matmuls reach and is not counted as "
@@ -147,13 +147,9 @@ W4A8 = Page(
 )
 SM80 = Page(
     "benchmarks-sm80",
-    "roofline-sm80",
     "The kernel for GPUs before Hopper, on a Hopper GPU",
     "`sm80_mixed_gemm`, forced: W4A16, int4 g128 symmetric weights, bf16 x.",
-    (
-        *_METHOD,
-        "sm80_mixed_gemm runs the config that its cost model ranks first. {peers}",
-    ),
+    ("sm80_mixed_gemm runs the config that its cost model ranks first. {peers}",),
     "sm80.jsonl",
     2,
     peer_notes=_DENSE_NOTES,
@@ -161,21 +157,18 @@ SM80 = Page(
 )
 GROUPED_W4A16 = Page(
     "benchmarks-grouped",
-    "roofline-grouped",
     "Mixtures of experts in W4A16 beside other libraries",
     "int4 g128 symmetric weights, bf16 x.",
-    (*_METHOD, f"{_CHOICE} vLLM's CUTLASS kernel and Quack have no W4A16 for experts.", _EXPERTS),
+    (f"{_CHOICE} vLLM's CUTLASS kernel and Quack have no W4A16 for experts.", _EXPERTS),
     "grouped.jsonl",
     2,
     groups=GROUPED,
 )
 GROUPED_W4A8 = Page(
     "benchmarks-grouped-w4a8",
-    "roofline-grouped-w4a8",
     "Mixtures of experts in W4A8 beside other libraries",
     "int4 g128 symmetric weights, e4m3 x with one scale per token.",
     (
-        *_METHOD,
         _CHOICE,
         f"{_SCALES} {_QUANTIZES}.",
         "A ratio takes the faster of w4gemm's two ways to scale.",
@@ -185,39 +178,24 @@ GROUPED_W4A8 = Page(
     1,
     groups=GROUPED,
 )
-
-
 MXFP4 = Page(
     "benchmarks-mxfp4",
-    "roofline-mxfp4",
     "MXFP4 beside other libraries",
     f"{_MXFP4}, bf16 x.",
-    (*_METHOD, f"{_CHOICE} {{peers}}"),
+    (f"{_CHOICE} {{peers}}",),
     "fp4.jsonl",
     2,
     peer_notes=_DENSE_NOTES,
     weight_bits=4 + 8 / 32,
 )
-NVFP4 = Page(
-    "benchmarks-nvfp4",
-    "roofline-nvfp4",
-    "NVFP4 beside other libraries",
-    "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x.",
-    (*_METHOD, f"{_CHOICE} {{peers}}"),
-    "fp4.jsonl",
-    2,
-    peer_notes=_DENSE_NOTES,
-    weight_bits=4 + 8 / 16,
+NVFP4 = replace(
+    MXFP4, name="benchmarks-nvfp4", title="NVFP4 beside other libraries", what=_NVFP4, weight_bits=4 + 8 / 16
 )
 MXFP4_W4A8 = Page(
     "benchmarks-mxfp4-w4a8",
-    "roofline-mxfp4-w4a8",
     "MXFP4 with e4m3 activations, beside other libraries",
     f"{_MXFP4}, e4m3 x with one scale per token.",
-    (
-        *_METHOD,
-        f"{_CHOICE} {_QUANTIZES}, which takes about 3 us.",
-    ),
+    (f"{_CHOICE} {_QUANTIZES}, which takes about 3 us.",),
     "fp4.jsonl",
     1,
     weight_bits=4 + 8 / 32,
@@ -228,34 +206,27 @@ _PADDING_NOTES = {
 }
 GROUPED_MXFP4 = Page(
     "benchmarks-grouped-mxfp4",
-    "roofline-grouped-mxfp4",
     "Mixtures of experts in MXFP4 beside other libraries",
     f"{_MXFP4}, bf16 x.",
-    (*_METHOD, f"{_CHOICE} {{peers}}", _EXPERTS),
+    (f"{_CHOICE} {{peers}}", _EXPERTS),
     "grouped_fp4.jsonl",
     2,
     peer_notes=_PADDING_NOTES,
     groups=GROUPED,
     weight_bits=4 + 8 / 32,
 )
-GROUPED_NVFP4 = Page(
-    "benchmarks-grouped-nvfp4",
-    "roofline-grouped-nvfp4",
-    "Mixtures of experts in NVFP4 beside other libraries",
-    "NVFP4 weights (e2m1, an e4m3 scale for each 16, one float32 factor), bf16 x.",
-    (*_METHOD, f"{_CHOICE} {{peers}}", _EXPERTS),
-    "grouped_fp4.jsonl",
-    2,
-    peer_notes=_PADDING_NOTES,
-    groups=GROUPED,
+GROUPED_NVFP4 = replace(
+    GROUPED_MXFP4,
+    name="benchmarks-grouped-nvfp4",
+    title="Mixtures of experts in NVFP4 beside other libraries",
+    what=_NVFP4,
     weight_bits=4 + 8 / 16,
 )
 GROUPED_MXFP4_W4A8 = Page(
     "benchmarks-grouped-mxfp4-w4a8",
-    "roofline-grouped-mxfp4-w4a8",
     "Mixtures of experts in MXFP4 with e4m3 activations, beside other libraries",
     f"{_MXFP4}, e4m3 x with one scale per token.",
-    (*_METHOD, f"{_CHOICE} {_QUANTIZES}. {{peers}}", _EXPERTS),
+    (f"{_CHOICE} {_QUANTIZES}. {{peers}}", _EXPERTS),
     "grouped_fp4.jsonl",
     1,
     peer_notes=_PADDING_NOTES,

@@ -18,7 +18,7 @@ from bench.drawn import page as unknown_page
 from bench.engine import page as engine_page
 from bench.engine.plot import plot as plot_engines
 from bench.options import command
-from bench.pages import W4A16, Layer, Page, Times, kind_of_work, page_of
+from bench.pages import METHOD, W4A16, Layer, Page, Times, kind_of_work, page_of
 from bench.plots import pyplot
 from bench.rows import read
 
@@ -132,7 +132,7 @@ def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[st
         lines.append(f"| {layer} | {m} | {page.roofline_us(point):.1f} | {' | '.join(cells)} | {over:.2f} |")
     script, peers = "grouped" if grouped else "run", page.notes_on(names)
     method = [
-        *(sentence.format(file=page.file, script=script, peers=peers).strip() for sentence in page.method),
+        *(sentence.format(file=page.file, script=script, peers=peers).strip() for sentence in (*METHOD, *page.method)),
         f"Roofline: max(bytes / {page.rates.bytes / 1e6:g} TB/s, operations / {page.rate / 1e6:,.0f} TFLOP/s), the "
         "rates that large library matmuls reach on this GPU.",
         "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",

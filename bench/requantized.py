@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from bench import answers, oracles
-from bench.options import command
+from bench.options import add_out, command
 from safetensors.torch import load_file, save_file
 
 import w4gemm
@@ -44,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--prompts", type=int, default=2, help="how many of the prompts of bench.answers (default: %(default)s)"
     )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, default=answers.RESULTS, help="file for the rows (default: %(default)s)"
-    )
+    add_out(parser, answers.RESULTS)
     args = parser.parse_args(argv)
     quiet_transformers()
     facts = record.facts()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import command, counts, typed
+from bench.options import add_out, command, counts, typed
 from bench.run import percentiles
 
 from w4gemm import route
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="1,8,64,128,256,512,1024,8192,16384,32768",
         help="of a call (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     facts, device = record.facts(), Device.of("cuda")
     for (experts, top_k), tokens in itertools.product(MIXTURES, args.tokens):

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import command, dtypes, formats, typed
+from bench.options import add_formats, add_out, command, dtypes, typed
 from bench.peers import PEERS, Peer, Prepared, peers_named
-from bench.peers.base import fp4_name
+from bench.peers.base import available, fp4_name
 from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import QuantizedWeight, WeightFormat
@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="all",
         help="numbers of tokens like 1,16,256, or all, or awkward (default: %(default)s)",
     )
-    parser.add_argument(
-        "--format", type=typed(formats), default="int4_g128", help="of the weights, one or more (default: %(default)s)"
-    )
+    add_formats(parser)
     parser.add_argument(
         "--dtype", type=typed(dtypes), default="bfloat16", help="of the activations, one or more (default: %(default)s)"
     )
@@ -74,14 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="all",
         help=f"some of {', '.join(p.name for p in PEERS)} (default: all but the last)",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     facts = record.facts()
-    peers = []
-    for peer in args.impl:
-        reason = peer.available()
-        print(f"{peer.name} {peer.version()}{': ' + reason if reason else ''}", flush=True)
-        peers += [] if reason else [peer]
+    peers = available(args.impl)
     for n, k in args.shapes:
         entries = [
             entry

@@ -89,7 +89,7 @@ def plausible(times: dict[str, SliceTimes]) -> dict[str, SliceTimes]:
     return found
 
 
-def fit(samples: list[Weighted], known: SliceTimes | None = None) -> SliceTimes:
+def fit(samples: list[Weighted], known: SliceTimes | None) -> SliceTimes:
     """The (alone, shared, tile) with the least weighted squared error of the logarithm, near those that are known."""
     from scipy.optimize import minimize  # all else here goes without it
 

@@ -30,13 +30,12 @@ from w4gemm import choice
 from w4gemm.console.devices import SIMULATED, chosen_device, described_device
 from w4gemm.console.options import DTYPES, chosen_dtype, parse_tokens, positive
 from w4gemm.console.progress import progress_bar
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import Unit, adopt
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 from w4gemm.tuning.tuner import MAX_ERROR
@@ -48,6 +47,36 @@ _MANY_TOKENS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    if args.grouped:
+        rows = list(rows_of_experts(args.grouped))
+        record.append(args.out, *by_problem(rows))
+        print(f"{args.out}: {len(rows)} timings of experts' products")
+        return
+    if args.compile_only:
+        found = prepared(products(args, described_device(args.device)))
+        print(f"{len({unit_of(p, name) for p, names in found.items() for name in names} - {None})} kernels")
+        return
+    device, where = chosen_device(args.device)
+    facts = {name: fact for name, fact in record.facts().items() if name in FACTS}
+    found = prepared(products(args, device))
+    started, count = time.monotonic(), 0
+    for (n, k), group in itertools.groupby(found, lambda p: (p.n, p.k)):
+        workload: Workload | None = None
+        for problem in group:
+            if time.monotonic() - started > args.seconds:
+                print(f"{args.out}: {count} timings, cut short before {n} x {k}, m {problem.m}")
+                return
+            workload = workload or Workload(problem, where)
+            times = measure(problem, found[problem], workload)
+            what = {"n": n, "k": k, "m": problem.m, "format": str(problem.format)}
+            record.append(args.out, what | {"us": {c: round(us, 3) for c, us in times.items()}} | facts)
+            count += len(times)
+            print(f"{n} x {k}, m {problem.m}: " + ", ".join(f"{us:.1f} {c}" for c, us in times.items()), flush=True)
+    print(f"{args.out}: {count} timings")
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command("bench.sweep", __doc__)
     parser.add_argument(
         "--shapes",
@@ -93,33 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--grouped", type=Path, metavar="FILE", help="measure nothing: copy the timings of configs from FILE"
     )
     parser.add_argument("--out", type=Path, required=True, help="file for the timings")
-    args = parser.parse_args(argv)
-    if args.grouped:
-        rows = list(rows_of_experts(args.grouped))
-        record.append(args.out, *by_problem(rows))
-        print(f"{args.out}: {len(rows)} timings of experts' products")
-        return
-    if args.compile_only:
-        found = prepared(products(args, described_device(args.device)))
-        print(f"{len({unit_of(p, name) for p, names in found.items() for name in names} - {None})} kernels")
-        return
-    device, where = chosen_device(args.device)
-    facts = {name: fact for name, fact in record.facts().items() if name in FACTS}
-    found = prepared(products(args, device))
-    started, count = time.monotonic(), 0
-    for (n, k), group in itertools.groupby(found, lambda p: (p.n, p.k)):
-        workload: Workload | None = None
-        for problem in group:
-            if time.monotonic() - started > args.seconds:
-                print(f"{args.out}: {count} timings, cut short before {n} x {k}, m {problem.m}")
-                return
-            workload = workload or Workload(problem, where)
-            times = measure(problem, found[problem], workload)
-            what = {"n": n, "k": k, "m": problem.m, "format": str(problem.format)}
-            record.append(args.out, what | {"us": {c: round(us, 3) for c, us in times.items()}} | facts)
-            count += len(times)
-            print(f"{n} x {k}, m {problem.m}: " + ", ".join(f"{us:.1f} {c}" for c, us in times.items()), flush=True)
-    print(f"{args.out}: {count} timings")
+    return parser.parse_args(argv)
 
 
 def token_range(text: str) -> tuple[int, int]:
@@ -167,7 +170,7 @@ def prepared(found: dict[GemmProblem, list[str]]) -> dict[GemmProblem, list[str]
 
 
 def unit_of(problem: GemmProblem, name: str) -> Unit | None:
-    kernel, config = parsed(name)
+    kernel, config = config_named(name)
     return kernel.unit(problem, config)
 
 
@@ -175,7 +178,7 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
     """Microseconds of each config, fastest first; of none whose result is wrong."""
     operands, launches = workload.operands(problem.m), dict[str, Launch]()
     for name in names:
-        kernel, config = parsed(name)
+        kernel, config = config_named(name)
         launch = kernel.launcher(choice.compiled_for(kernel, problem, config), problem, config)
         if (error := workload.error(launch, operands[0])) < MAX_ERROR:
             launches[name] = launch
@@ -183,11 +186,6 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
             print(f"{problem}: {name} is left out, relative error {error:.3g}", flush=True)
     times = workload.time(list(launches.values()), operands, _FEW_REPLAYS if problem.m > _MANY_TOKENS else _REPLAYS)
     return dict(sorted(((name, t.p50) for name, t in zip(launches, times, strict=True)), key=lambda pair: pair[1]))
-
-
-def parsed(name: str) -> tuple[Any, GemmConfig]:
-    kernel, _, config = name.partition("/")
-    return kernel_named(kernel), GemmConfig.parse(config)
 
 
 def gpu_of(rows: list[dict[str, Any]]) -> Device:

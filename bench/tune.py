@@ -12,7 +12,6 @@ interval, or the heuristic's first guess where that is within 1 %.
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import statistics
 import subprocess
@@ -25,22 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import command, some_of, typed
+from bench.options import add_out, command, some_of, typed
 from bench.shapes import SETS
 from bench.sweep import gpu_of
 from bench.timings import rows_of
 
 from w4gemm import choice
 from w4gemm.choice import store
-from w4gemm.choice.records import Record, device_facts, effective, key_of
+from w4gemm.choice.records import Record, device_facts, effective
 from w4gemm.console.devices import chosen_device
 from w4gemm.console.options import chosen_dtype, parse_tokens
 from w4gemm.core import environment
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
+from w4gemm.tuning.tuner import record_of
 from w4gemm.tuning.workload import Workload
 
 RESULTS = Path(__file__).parent / "results/tuning.jsonl"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", default="int4_g128", help="of the weights (default: %(default)s)")
     parser.add_argument("--dtype", help="of activations, as of w4gemm tune")
     parser.add_argument("--device", help="as of w4gemm tune")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     parser.add_argument("--table", type=Path, help="file for the records (default: the shipped one of this device)")
     parser.add_argument(
         "--rows",
@@ -110,16 +110,13 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -
     for (n, k, m), configs in sorted(measured(paths, str(format)).items()):
         if (n, k) not in layers or m != choice.representative(m):
             continue
-        if other := next((c for c in configs if dtype not in kernel_named(c.partition("/")[0]).dtypes), None):
+        if other := next((c for c in configs if dtype not in config_named(c)[0].dtypes), None):
             raise SystemExit(f"--dtype: wanted that of the rows' activations, got {dtype}, which {other} does not take")
         problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
         chosen = guess = str(choice.explain(problem).candidates[0])
         if guess not in configs or configs[guess][0] > 1.01 * min(configs.values())[0]:
             chosen = min(configs, key=lambda c: configs[c])
-        kernel, _, config = chosen.partition("/")
-        us, revision = round(configs[chosen][1], 3), kernel_named(kernel).revision
-        day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-        records.append(Record(key_of(problem), choice.interval_of(m), kernel, config, us, revision, day))
+        records.append(record_of(problem, chosen, configs[chosen][1]))
     return records
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from bench.drawn.points import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
 from bench.drawn.warm import COMPILING_PEERS, Warmer, compile_all
-from bench.options import command, some_of, typed
+from bench.options import add_out, command, some_of, typed
 from bench.peers import Peer, Prepared, peers_named
 from bench.peers.base import FP8, token_scales
 from bench.rows import FACTS, read
@@ -31,12 +31,11 @@ from bench.run import MAX_ERROR, MAX_QUANTIZED_ERROR, percentiles, random_weight
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, choice
 from w4gemm.console.options import positive
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN, default_out_dtype
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import Unit
 from w4gemm.jit.pool import usable_processors
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
@@ -132,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--impl", default=",".join(_PEERS), help="implementations (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="for each kind; other points wait for the next run")
     parser.add_argument("--dry", action="store_true", help="measure nothing: say what would be compiled")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     for kind in args.kinds:
         run_kind(kind, args)
@@ -206,8 +205,7 @@ def work_of(layer: Drawn, compared: bool, count: int, format: WeightFormat, dtyp
             raise ValueError(f"{problem}: a {decision.source} record decides it; W4GEMM_CACHE_DIR names another folder")
         guesses = choice.configs(problem)[:count] if compared else []
         configs[m] = list(dict.fromkeys((f"{decision.kernel.name}/{decision.config}", *guesses)))
-        parts = (name.partition("/") for name in configs[m])
-        units |= {kernel_named(name).unit(problem, GemmConfig.parse(text)) for name, _, text in parts}
+        units |= {kernel.unit(problem, config) for kernel, config in map(config_named, configs[m])}
     return Work(layer, configs, frozenset(unit for unit in units if unit is not None))
 
 

@@ -3,7 +3,7 @@
     pip download --no-deps sglang==0.5.23 && unzip sglang-*.whl -d SOURCES
     pip install --no-deps --target OTHERS compressed-tensors==0.17.0 dill msgspec openai pillow
     pip install --target OTHERS distro httpx jiter sniffio
-    SGLANG_SOURCES=SOURCES:OTHERS python -m pytest tests/test_sglang_plugin.py tests/test_sglang_floats.py
+    SGLANG_SOURCES=SOURCES:OTHERS python -m pytest tests/test_sglang_*.py
 
 Modules that SGLang's files import and that are not installed are mocks.
 """

@@ -22,10 +22,9 @@ from conformance.cases import (
     targets,
 )
 from w4gemm import UnsupportedError, W4Linear, WeightFormat, choice
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import H200, Device, GemmProblem
-from w4gemm.kernels import KERNELS
+from w4gemm.kernels import KERNELS, config_named
 
 H200_PROBLEM = GemmProblem(16, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200, batch_invariant=True)
 CPU_PROBLEM = replace(H200_PROBLEM, n=130, k=576, dtype=torch.float32, layout="cpu", device=Device("cpu"))
@@ -134,7 +133,7 @@ def same_order(target: Target, n: int, k: int, format: WeightFormat) -> dict[obj
     """Configs by their reduction order."""
     found: dict[object, list[str]] = {}
     for name in target.configs(n, k, format):
-        config = GemmConfig.parse(name.rpartition("/")[2])
+        config = config_named(name)[1]
         order = target.kernel.reduction_order(target.problem(64, n, k, format), config)
         if order is not None:
             found.setdefault(order, []).append(name)

@@ -185,7 +185,7 @@ def test_a_point_on_the_cpu(cpu_weights, monkeypatch, capsys):
             weights.draw(sizes, WeightFormat.parse(format), torch.bfloat16, [Dense(name) for name in names])
         )
     assert len(mixtures[0].copies) == 3 == len(mixtures[0].contenders[0].copies)
-    rows = points.measure(mixtures, 3, "zipf", torch.bfloat16)
+    rows = points.measure(mixtures, 3, "zipf", torch.bfloat16, points.Extra(replays=1))
     said = capsys.readouterr().out
     found = [(row["impl"], row["config"] == "dense", WeightFormat.parse(row["format"]).group_size) for row in rows]
     assert found == [("w4gemm", False, 32), ("dense", True, 32), ("w4gemm", False, 16), ("dense", True, 16)]
@@ -287,7 +287,7 @@ def test_a_run_on_the_cpu_goes_from_the_command_to_rows(cpu_weights, tmp_path, m
     monkeypatch.setattr(grouped, "Kernels", lambda *given: SimpleNamespace(wait=lambda products: list(products)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**12, 10**12))
     shapes, formats = ["--shapes", "2x64x128,3x64x64"], ["--format", "mxfp4,nvfp4"]
-    options = [*shapes, *formats, "--tokens", "1,2", "--routing", "balanced,zipf"]
+    options = [*shapes, *formats, "--tokens", "1,2", "--routing", "balanced,zipf", "--replays", "1"]
     grouped.main([*options, "--out", str(tmp_path / "rows.jsonl")])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 2 * 2 * 2 * 2 and len({row["run"] for row in rows}) == 1

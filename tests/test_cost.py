@@ -25,7 +25,7 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GPUS, H100, H200, Device, GemmProblem
 from w4gemm.jit import disk
-from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.kernels import KERNELS, config_named, kernel_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 
@@ -33,13 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import layers  # noqa: E402
-from bench.constants_file import legal_names  # noqa: E402
+from bench.constants_file import HOPPER, legal_names  # noqa: E402
 from bench.rows import read  # noqa: E402
 from bench.shapes import FP4_EXPERTS  # noqa: E402
 from bench.timings import rows_of  # noqa: E402
 
 RESULTS = ROOT / "bench/results"
-HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm")
 H20 = Device("cuda", "NVIDIA H20", (9, 0), 78, 232448)
 MEASURED = tuple(constants.measured().values())
 H100_PCIE = Device("cuda", "NVIDIA H100 PCIe", (9, 0), 114, 232448)
@@ -210,8 +209,8 @@ def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
 
 
 def predicted(problem: GemmProblem, name: str) -> float:
-    kernel, _, config = name.partition("/")
-    return predicted_us(kernel_named(kernel), problem, GemmConfig.parse(config))
+    kernel, config = config_named(name)
+    return predicted_us(kernel, problem, config)
 
 
 def test_the_first_guess_is_about_the_fastest_of_what_was_measured():

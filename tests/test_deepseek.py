@@ -324,8 +324,9 @@ def test_both_ways_keep_the_same_tensors_in_float32(tmp_path: Path, kind: str) -
     assert own["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
 
 
-def write_wide(folder: Path, layers: int = 4, experts: int = 32, hidden: int = 2048) -> None:
+def write_wide(folder: Path) -> None:
     """A tiny DeepSeek-V3 with more and larger experts: all but its first layer are its second one's."""
+    layers, experts, hidden = 4, 32, 2048
     write_w4afp8(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": layers, "n_routed_experts": experts, "moe_intermediate_size": hidden}

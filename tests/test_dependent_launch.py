@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import w4gemm
 from sass import disassemble
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.kernels.activation_quantize.spec import FRONTS, ActivationQuantize
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.expert_route.spec import ExpertRoute
@@ -108,12 +107,12 @@ OTHERS = (
 )
 
 
-def product_unit(config: str) -> Any:
-    kernel, dtype = kernel_named(config.partition("/")[0]), CONFIGS[config]
+def product_unit(name: str) -> Any:
+    (kernel, config), dtype = config_named(name), CONFIGS[name]
     epilogue = PLAIN._replace(token_scale=dtype == FP8)
     format = w4gemm.WeightFormat.parse("int4_g128")
     problem = GemmProblem(8, 512, 512, dtype, format, kernel.layout, epilogue, H200)
-    return kernel.unit(problem, GemmConfig.parse(config.partition("/")[2]))
+    return kernel.unit(problem, config)
 
 
 @pytest.mark.parametrize("launched", [*BETWEEN_PRODUCTS, *OTHERS, *CONFIGS], ids=lambda launched: str(launched)[:60])

@@ -18,7 +18,7 @@ from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.row_combine.spec import RowCombine
-from w4gemm.weights.random import random_weight
+from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.reference import grouped_reference
 
 E, HIDDEN, FEATURES = 4, 96, 64
@@ -421,10 +421,9 @@ def down_like(weights: list[QuantizedWeight]) -> list[QuantizedWeight]:
 def test_gpt_oss_sizes_cost_little_padding():
     """n and k 2880, 22.5 times the columns of a block."""
     format = w4gemm.WeightFormat.parse("int4_g32")
-    w = random_weight(format, 2880, 2880).repack("mma16")
-    exact = 2880 * (2880 // 2 + 2880 // 32 * 2)
-    assert exact < w.nbytes < 1.025 * exact
-    assert random_weight(format, 5760, 2880).repack("mma16").nbytes == 2 * w.nbytes
+    exact, size = 2880 * (2880 // 2 + 2880 // 32 * 2), packed_shape(format, "mma16", 2880, 2880).nbytes
+    assert exact < size < 1.025 * exact
+    assert packed_shape(format, "mma16", 5760, 2880).nbytes == 2 * size
 
 
 def test_the_activation_of_a_layer():

@@ -21,10 +21,10 @@ LARGEST = 140
 """Exponent of the largest scale of ``spread``."""
 
 
-def components(exponents: torch.Tensor, seed: int = 0) -> WeightComponents:
+def components(exponents: torch.Tensor) -> WeightComponents:
     """Random codes with scales of these bits, uint8 (n, groups)."""
     n, groups = exponents.shape
-    codes = torch.randint(0, 16, (n, 32 * groups), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    codes = torch.randint(0, 16, (n, 32 * groups), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     return WeightComponents(codes, exponents.to(torch.uint8).view(E8M0), None)
 
 

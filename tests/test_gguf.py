@@ -22,17 +22,16 @@ from w4gemm.checkpoints.gguf_header import Array  # noqa: E402
 TYPES = {"Q4_0": WeightFormat(32, "none", "fp16"), "Q4_1": WeightFormat(32, "float", "fp16")}
 
 
-def write_file(path: Path, tensors: dict[str, tuple[np.ndarray, str]], metadata: bool = True) -> Path:
+def write_file(path: Path, tensors: dict[str, tuple[np.ndarray, str]]) -> Path:
     """A GGUF file with ``name: (values, type)``."""
     writer = gguf.GGUFWriter(path, "llama")
-    if metadata:
-        writer.add_block_count(2)
-        writer.add_array("test.words", ["one", "two", "three"])
-        writer.add_array("test.numbers", [1, 2, 3])
-        writer.add_array("test.scores", [0.5, -1.5, 2.0])
-        writer.add_bool("test.yes", True)
-        writer.add_float32("test.share", 0.25)
-        writer.add_string("test.word", "größe")
+    writer.add_block_count(2)
+    writer.add_array("test.words", ["one", "two", "three"])
+    writer.add_array("test.numbers", [1, 2, 3])
+    writer.add_array("test.scores", [0.5, -1.5, 2.0])
+    writer.add_bool("test.yes", True)
+    writer.add_float32("test.share", 0.25)
+    writer.add_string("test.word", "größe")
     for name, (values, type_name) in tensors.items():
         kind = gguf.GGMLQuantizationType[type_name]
         if type_name in ("F32", "F16"):

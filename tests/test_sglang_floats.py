@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from test_sglang_plugin import (  # noqa: F401 (two are fixtures)
+from sglang_layers import (  # noqa: F401 (two are fixtures)
     EXPERTS,
     HIDDEN,
     QUANTIZATION,

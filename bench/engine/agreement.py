@@ -8,7 +8,6 @@ differs from the matrices by as much. Rows go to bench/results/engine.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -39,6 +38,7 @@ from bench.engine.packing import SYMMETRIC_WORD, Packing, pack_words
 from bench.engine.preload import Preloaded
 from bench.engine.rows import Row, equal_prefix
 from bench.engine.texts import TEXTS
+from bench.options import add_out, command
 from safetensors.torch import save_file
 
 import w4gemm
@@ -95,7 +95,7 @@ class Reading:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    p = argparse.ArgumentParser("python -m bench.engine.agreement", description=(__doc__ or "").partition(":")[0])
+    p = command("bench.engine.agreement", __doc__)
     p.add_argument("--checkpoint", metavar="PATH", help="a 4-bit checkpoint (default: that of w4gemm generate)")
     p.add_argument("--format", nargs="+", default=["gptq-int4-g64", "awq-int4-g64", "ct-int4-g64"])
     p.add_argument("--impl", nargs="+", default=[OURS, "marlin"], help="(default: w4gemm marlin)")
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--at-once", type=positive, default=1, metavar="N", help="engines side by side that share --memory (default: 1)"
     )
     p.add_argument("--work", type=Path, help="folder of models and caches to keep (default: a temporary one)")
-    p.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    add_out(p, RESULTS)
     args = p.parse_args(argv)
     packings = [Packing.parse(text) for text in args.format]
     implementations = [Implementation.parse(text) for text in args.impl]

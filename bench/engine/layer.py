@@ -11,16 +11,15 @@ It needs vLLM. Rows go to bench/results/engine.jsonl, with ``phase`` "experts" a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from bench.engine.implementations import OURS
 from bench.engine.launch import RESULTS
 from bench.engine.models import Model, model_named
+from bench.options import add_out, command
 from bench.shapes import parse_tokens
 
 import w4gemm
@@ -178,10 +177,10 @@ class Marlin:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m bench.engine.layer", description=(__doc__ or "").partition(":")[0])
+    parser = command("bench.engine.layer", __doc__)
     parser.add_argument("--model", default="qwen3-30b-a3b", help="(default: %(default)s)")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256", help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="(default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     model = model_named(args.model)
     if "swiglu_limit" in model.config:

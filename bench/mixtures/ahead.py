@@ -14,13 +14,12 @@ from bench.peers.base import FP8
 
 from w4gemm import WeightFormat, choice
 from w4gemm.choice.intervals import representative_rows
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import Unit
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels import config_named
 from w4gemm.packing.layouts import layout_for
 
 
@@ -61,8 +60,8 @@ def units_of(product: Product, extra: Extra) -> list[Unit]:
     units = [choice.decide(p).unit for p in (stands, *([replace(stands, gathered=True)] if extra.top_k else []))]
     asked = replace(problem, gathered=extra.top_k > 0)
     for name in best_of(asked, max(extra.configs, int(asked.gathered))):
-        kernel, _, config = name.partition("/")
-        units.append(kernel_named(kernel).unit(asked, GemmConfig.parse(config)))
+        kernel, config = config_named(name)
+        units.append(kernel.unit(asked, config))
     return [unit for unit in units if unit is not None]
 
 

@@ -1,18 +1,18 @@
-"""The benchmark's interface to an implementation: :class:`Peer`."""
+"""The benchmark's interface to an implementation: :class:`Peer`; what adapters share."""
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from w4gemm.core.formats import ALIASES, WeightFormat
+from w4gemm.jit.toolchain import installed_version
 from w4gemm.weights.weight import QuantizedWeight
 
 Tensors = tuple[torch.Tensor, ...]
@@ -47,8 +47,8 @@ class Prepared:
         return [self.weight_of(tensors) for tensors in (self.tensors, *copies)]
 
 
-class Peer(Protocol):
-    """An implementation of d = x @ w.T with a 4-bit weight (or, for comparison, the same weight in 16 bits)."""
+class Implementation(Protocol):
+    """An implementation of any products, as its adapter describes it."""
 
     name: str
 
@@ -61,6 +61,23 @@ class Peer(Protocol):
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         """Return why it cannot run this problem, or the empty string."""
         ...
+
+
+AnyImplementation = TypeVar("AnyImplementation", bound=Implementation)
+
+
+def available(implementations: Iterable[AnyImplementation]) -> list[AnyImplementation]:
+    """Return those that can run here; print the version of each, and why the others cannot."""
+    found = []
+    for each in implementations:
+        reason = each.available()
+        print(f"{each.name} {each.version()}{': ' + reason if reason else ''}", flush=True)
+        found += [] if reason else [each]
+    return found
+
+
+class Peer(Implementation, Protocol):
+    """An implementation of d = x @ w.T with a 4-bit weight (or, for comparison, the same weight in 16 bits)."""
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         """Repack the weight's codes and scales, bit for bit, for activations of ``dtype``."""
@@ -79,11 +96,18 @@ def missing_package(package: str, module: str) -> str:
     return "" if importlib.util.find_spec(module) else f"{package} is not installed"
 
 
-def package_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+class OfPackage:
+    """An implementation from a package of its own."""
+
+    package: str
+    module: str
+    """The module whose absence says that the package is not installed."""
+
+    def version(self) -> str:
+        return installed_version(self.package)
+
+    def available(self) -> str:
+        return missing_gpu() or missing_package(self.package, self.module)
 
 
 def unsupported(

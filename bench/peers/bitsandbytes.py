@@ -7,7 +7,7 @@ dequantizes the weight to 16 bits and calls torch's linear.
 from __future__ import annotations
 
 import torch
-from bench.peers.base import Prepared, Tensors, missing_gpu, missing_package, package_version
+from bench.peers.base import OfPackage, Prepared, Tensors
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -15,14 +15,9 @@ from w4gemm.weights.weight import QuantizedWeight
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-class BitsAndBytes:
+class BitsAndBytes(OfPackage):
     name = "bitsandbytes"
-
-    def version(self) -> str:
-        return package_version("bitsandbytes")
-
-    def available(self) -> str:
-        return missing_gpu() or missing_package("bitsandbytes", "bitsandbytes")
+    package = module = "bitsandbytes"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         if dtype not in (torch.bfloat16, torch.float16):

@@ -12,14 +12,9 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class CutlassW4A8:
+class CutlassW4A8(vllm_ops.OfVllm):
     name = "cutlass_w4a8"
-
-    def version(self) -> str:
-        return vllm_ops.version()
-
-    def available(self) -> str:
-        return vllm_ops.missing("cutlass_w4a8_mm")
+    operator = "cutlass_w4a8_mm"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         if not format.has_channels:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from bench.peers.base import (
     FP8,
+    OfPackage,
     Prepared,
     Tensors,
     fp4_name,
     gptq_words,
-    missing_gpu,
-    missing_package,
-    package_version,
     tensor_scale,
     unsupported,
 )
@@ -20,14 +18,9 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Humming:
+class Humming(OfPackage):
     name = "humming"
-
-    def version(self) -> str:
-        return package_version("humming-kernels")
-
-    def available(self) -> str:
-        return missing_gpu() or missing_package("humming-kernels", "humming")
+    package, module = "humming-kernels", "humming"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         dtypes, fp4 = (torch.bfloat16, torch.float16, FP8), ("mxfp4",) if dtype == FP8 else ("mxfp4", "nvfp4")

@@ -10,14 +10,9 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Machete:
+class Machete(vllm_ops.OfVllm):
     name = "machete"
-
-    def version(self) -> str:
-        return vllm_ops.version()
-
-    def available(self) -> str:
-        return vllm_ops.missing("machete_mm")
+    operator = "machete_mm"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         return unsupported(n, k, format, dtype, groups=(-1, 64, 128), n_multiple=128, k_multiple=64)

@@ -10,14 +10,9 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Marlin:
+class Marlin(vllm_ops.OfVllm):
     name = "marlin"
-
-    def version(self) -> str:
-        return vllm_ops.version()
-
-    def available(self) -> str:
-        return vllm_ops.missing("marlin_gemm")
+    operator = "marlin_gemm"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         fp4 = ("mxfp4", "nvfp4") if dtype == torch.bfloat16 else ()

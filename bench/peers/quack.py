@@ -7,12 +7,10 @@ from dataclasses import replace
 import torch
 from bench.peers.base import (
     FP8,
+    OfPackage,
     Prepared,
     Tensors,
     fp4_name,
-    missing_gpu,
-    missing_package,
-    package_version,
     tensor_scale,
     token_scales,
     unsupported,
@@ -22,14 +20,9 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Quack:
+class Quack(OfPackage):
     name = "quack"
-
-    def version(self) -> str:
-        return package_version("quack-kernels")
-
-    def available(self) -> str:
-        return missing_gpu() or missing_package("quack-kernels", "quack")
+    package, module = "quack-kernels", "quack"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         if dtype == FP8:  # exact (int4sm) with 16-bit scales, folded (int4smf) with e4m3 ones

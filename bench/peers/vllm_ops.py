@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.peers.base import missing_gpu, missing_package, package_version
+from bench.peers.base import missing_gpu, missing_package
+
+from w4gemm.jit.toolchain import installed_version
 
 
 class Library(NamedTuple):
@@ -52,7 +54,20 @@ def missing(operator: str, library: Library = OTHERS) -> str:
 
 
 def version(library: Library = OTHERS) -> str:
-    return os.environ.get(library.version) or package_version("vllm")
+    return os.environ.get(library.version) or installed_version("vllm")
+
+
+class OfVllm:
+    """An implementation that is one of vLLM's operators."""
+
+    operator: str
+    library = OTHERS
+
+    def version(self) -> str:
+        return version(self.library)
+
+    def available(self) -> str:
+        return missing(self.operator, self.library)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands, default_out_
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import object_code
-from w4gemm.kernels import KERNELS, Kernel
+from w4gemm.kernels import KERNELS, Kernel, config_named
 from w4gemm.packing.codecs import scales_on_sums
 from w4gemm.packing.layouts import LAYOUTS, layout_named
 from w4gemm.weights import random as random_numbers
@@ -226,7 +226,7 @@ Job = tuple[Kernel, GemmProblem, GemmConfig]
 
 def job(target: Target, n: int, k: int, format: WeightFormat, config: str, epilogue: Epilogue = PLAIN) -> Job:
     """Job for :func:`compile_ahead`."""
-    return target.kernel, target.problem(64, n, k, format, epilogue), GemmConfig.parse(config.rpartition("/")[2])
+    return target.kernel, target.problem(64, n, k, format, epilogue), config_named(config)[1]
 
 
 def runs_beside_others(config: pytest.Config) -> bool:

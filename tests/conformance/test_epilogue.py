@@ -21,9 +21,9 @@ from conformance.cases import (
     targets,
 )
 from w4gemm.core.activation import ACTIVATIONS as NAMES
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import OUT_DTYPES, Epilogue, bias_dtype
 from w4gemm.core.formats import WeightFormat
+from w4gemm.kernels import config_named
 from w4gemm.weights.reference import linear_reference
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -115,7 +115,7 @@ def configs_that_differ(target: Target) -> list[tuple[str, WeightFormat]]:
     """One of every kind of config: what of a tile a thread stores, and how it comes to it."""
     kinds: dict[object, tuple[str, WeightFormat]] = {}
     for config, format in target.every_config([(N, 512)]).items():
-        c = GemmConfig.parse(config.rpartition("/")[2])
+        c = config_named(config)[1]
         size = c.tile_m <= 8, c.tile_m > 128, c.tile_m * c.tile_n >= 2**15
         kinds.setdefault((size, c.tile_n, c.tile_k > 128, c.cluster_n, c.schedule, c.split_k), (config, format))
     return sorted(kinds.values())

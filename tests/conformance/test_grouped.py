@@ -25,8 +25,8 @@ from conformance.cases import (
 )
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.choice.cost import ranked
-from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue, default_out_dtype
+from w4gemm.kernels import config_named
 from w4gemm.kernels.gpu import takes_rows
 from w4gemm.kernels.variant import EXPERT_MAPS
 from w4gemm.weights.reference import grouped_reference
@@ -283,12 +283,12 @@ def _compiled_ahead(request):
     for param in every_config():
         target, config, format = param.values
         problem = target.problem(512, N, K, format)
-        parsed = GemmConfig.parse(config.rpartition("/")[2])
+        parsed = config_named(config)[1]
         jobs += [(target.kernel, p, parsed) for p in (problem, replace(problem, experts=7))]
     for param in every_config(gathered=True):
         target, config, format = param.values
         problem = replace(target.problem(512, N, K, format), experts=7, gathered=True)
-        jobs.append((target.kernel, problem, GemmConfig.parse(config.rpartition("/")[2])))
+        jobs.append((target.kernel, problem, config_named(config)[1]))
     compile_ahead(jobs, request.config)
 
 
@@ -297,7 +297,7 @@ def test_every_config_is_the_dense_one(target, config, format, _compiled_ahead):
     """Bit for bit what ``linear`` gives for an expert's rows alone with the same config, whatever the routing, if both
     add up in the same order; k and n such that rings wrap and CTAs walk over several tiles."""
     supported_here(target)
-    dense, parsed = target.problem(512, N, K, format), GemmConfig.parse(config.rpartition("/")[2])
+    dense, parsed = target.problem(512, N, K, format), config_named(config)[1]
     orders = [target.kernel.reduction_order(p, parsed) for p in (dense, replace(dense, experts=7))]
     equal_orders = orders[0] == orders[1]  # the table of experts may leave room for fewer warps
     for n, k in ((N, K), (2056, 4352), (1000, 100)):

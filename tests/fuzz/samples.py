@@ -168,6 +168,10 @@ def _experts(stored: Callable[[Numbers], dict[str, torch.Tensor]], roles: tuple[
     return {f"{name}.{leaf}": t for name, parts in each.items() for leaf, t in parts.items()}
 
 
+def _in_mx(m: Numbers) -> dict[str, torch.Tensor]:
+    return {"weight_packed": _pairs(m.codes), "weight_scale": torch.full((N, K // 32), 120, dtype=torch.uint8)}
+
+
 def _in_fp8(scale: str) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(5)
     weight = torch.randn(N, K, generator=g).to(torch.float8_e4m3fn)
@@ -197,13 +201,10 @@ def _deepseek_v4(folder: Path) -> Path:
 def _kimi(folder: Path) -> Path:
     """Experts in MXFP4 of a model that is a part of another one, whose config is part of the other's too."""
 
-    def stored(m: Numbers) -> dict[str, torch.Tensor]:
-        return {"weight_packed": _pairs(m.codes), "weight_scale": torch.full((N, K // 32), 120, dtype=torch.uint8)}
-
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
-    tensors = {f"language_model.{name}": t for name, t in _experts(stored, ("w1", "w3", "w2")).items()}
+    tensors = {f"language_model.{name}": t for name, t in _experts(_in_mx, ("w1", "w3", "w2")).items()}
     _folder(folder, config, tensors)
     text = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
@@ -257,11 +258,8 @@ def _torchao(folder: Path) -> Path:
 def _auto_round(folder: Path) -> Path:
     """MXINT4: signs and numbers of quarters."""
 
-    def stored(m: Numbers) -> dict[str, torch.Tensor]:
-        return {"weight_packed": _pairs(m.codes), "weight_scale": torch.full((N, K // 32), 120, dtype=torch.uint8)}
-
     config = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}
-    return _folder(folder, config | {"data_type": "mx_int", "bits": 4, "group_size": 32}, _modules(stored))
+    return _folder(folder, config | {"data_type": "mx_int", "bits": 4, "group_size": 32}, _modules(_in_mx))
 
 
 def _bitsandbytes(folder: Path) -> Path:

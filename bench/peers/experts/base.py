@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from bench.peers.base import Tensors, gptq_words
+from bench.peers.base import Implementation, Tensors, gptq_words
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -91,20 +91,8 @@ class Prepared:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-class ExpertsPeer(Protocol):
+class ExpertsPeer(Implementation, Protocol):
     """An implementation of the products of rows of x by the weights of their experts."""
-
-    name: str
-
-    def version(self) -> str: ...
-
-    def available(self) -> str:
-        """Return why it cannot run on this machine, or the empty string. Imports nothing heavy."""
-        ...
-
-    def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
-        """Return why it cannot run this problem, or the empty string."""
-        ...
 
     def prepare(self, experts: Experts, dtype: torch.dtype) -> Prepared:
         """Repack the codes and scales, bit for bit, for activations of ``dtype``."""

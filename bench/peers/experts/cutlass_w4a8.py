@@ -15,14 +15,9 @@ from w4gemm.core.formats import WeightFormat
 _SIGNS = -0x77777778  # the top bit of each of eight codes: code - 8 as a signed number
 
 
-class CutlassW4A8:
+class CutlassW4A8(vllm_ops.OfVllm):
     name = "cutlass_w4a8"
-
-    def version(self) -> str:
-        return vllm_ops.version()
-
-    def available(self) -> str:
-        return vllm_ops.missing("cutlass_w4a8_moe_mm")
+    operator = "cutlass_w4a8_moe_mm"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         wanted = format.element == "int4" and format.has_channels and format.group_size == 128 and not format.has_zero

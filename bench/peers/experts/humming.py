@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from bench.peers.base import (
     FP8,
+    OfPackage,
     Tensors,
     fp4_name,
-    missing_gpu,
-    missing_package,
-    package_version,
     unsupported,
 )
 from bench.peers.experts.base import Experts, Prepared, Run
@@ -31,14 +29,9 @@ _MOST_ROWS = 65408
 """The table's last entry."""
 
 
-class Humming:
+class Humming(OfPackage):
     name = "humming"
-
-    def version(self) -> str:
-        return package_version("humming-kernels")
-
-    def available(self) -> str:
-        return missing_gpu() or missing_package("humming-kernels", "humming")
+    package, module = "humming-kernels", "humming"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         dtypes, fp4 = (torch.bfloat16, FP8), ("mxfp4",) if dtype == FP8 else ("mxfp4", "nvfp4")

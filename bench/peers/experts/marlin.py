@@ -18,14 +18,12 @@ _LOCKS = 4 * 256
 """At least four for each multiprocessor."""
 
 
-class Marlin:
+class Marlin(vllm_ops.OfVllm):
     name = "marlin"
-
-    def version(self) -> str:
-        return vllm_ops.version(vllm_ops.EXPERTS)
+    operator, library = "moe_wna16_marlin_gemm", vllm_ops.EXPERTS
 
     def available(self) -> str:
-        return vllm_ops.missing("gptq_marlin_repack") or vllm_ops.missing("moe_wna16_marlin_gemm", vllm_ops.EXPERTS)
+        return vllm_ops.missing("gptq_marlin_repack") or super().available()
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         limits = {"groups": (-1, 32, 64, 128), "n_multiple": 64, "k_multiple": 64}

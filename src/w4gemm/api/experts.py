@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -101,13 +101,6 @@ class W4GroupedLinear(W4Linear):
         finally:
             self._buffers["expert_scale"] = scale
         return self
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        given = state_dict.get(prefix + "expert_scale")
-        if given is not None and (self.expert_scale is None or self.expert_scale.is_meta):
-            device = given.device if self.weight.device.type == "meta" else self.weight.device
-            self.expert_scale = torch.ones(self.weight.experts, dtype=torch.float32, device=device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class W4Experts(torch.nn.Module):

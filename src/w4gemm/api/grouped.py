@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 
 from w4gemm.api import arguments, boundary
@@ -12,7 +10,7 @@ from w4gemm.api.grouped_operators import differentiable, owned_rows, product
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, refuse_transforms, requires_grad
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import EpilogueOperands
-from w4gemm.core.errors import require_bool
+from w4gemm.core.errors import is_int, require_bool
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -141,8 +139,7 @@ def masked_linear(
             f"strides {x.stride()}"
         )
     arguments.check_counts(counts, x)
-    whole = isinstance(expected_m, numbers.Integral) and not isinstance(expected_m, bool)
-    if expected_m is not None and not (whole and expected_m >= 1):
+    if expected_m is not None and not (is_int(expected_m) and expected_m >= 1):
         raise ValueError(f"expected_m: wanted an int from 1 on or None, got {expected_m!r}")
     rows = max(1, x.shape[1])  # arange wants a step
     expected = w.experts * int(min(expected_m or rows, rows))

@@ -259,10 +259,7 @@ class W4Linear(PackedModule):
             if not isinstance(t := state_dict.get(prefix + name), torch.Tensor | None):
                 error_msgs.append(f"{prefix}{name}: wanted a tensor, got {kind_of(t)}")
                 return
-        given = state_dict.get(prefix + "pre_quant_scale")
-        if given is not None and (self.pre_quant_scale is None or self.pre_quant_scale.is_meta):
-            device = given.device if self.weight.device.type == "meta" else self.weight.device
-            self.pre_quant_scale = torch.ones(self.weight.k, dtype=given.dtype, device=device)
+        self._make_room_for_scales(state_dict, prefix)
         try:
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -276,6 +273,31 @@ class W4Linear(PackedModule):
             except TypeError as e:
                 error_msgs.append(f"{prefix}bias: {e}")
                 return
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        self._load_weight(state_dict, prefix, assign, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _make_room_for_scales(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Make a buffer for each scale that a state dict brings, unless there is one that holds numbers."""
+        w = self.weight
+        for name, size in (("pre_quant_scale", w.k), ("expert_scale", w.experts)):
+            given, own = state_dict.get(prefix + name), self._buffers.get(name)
+            if given is not None and name in self._buffers and (own is None or own.is_meta):
+                dtype = torch.float32 if name == "expert_scale" else given.dtype
+                device = given.device if w.device.type == "meta" else w.device
+                setattr(self, name, torch.ones(size, dtype=dtype, device=device))
+
+    def _load_weight(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        assign: bool,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take the weight of a state dict, all of it or, with a message, nothing. The lists are PyTorch's, to which
+        what is amiss is added."""
         w = self.weight
         shapes = packed_shape(self.format, "canonical", w.n, w.k, w.experts).tensors
         keys = [prefix + name for name in self.format.part_names]
@@ -289,7 +311,7 @@ class W4Linear(PackedModule):
                 error_msgs.append(f"{found[0]}: wanted a weight's tensors together, got it without {', '.join(absent)}")
             return
         # on the meta device there is nothing to copy into, so the weight goes where the state dict is
-        assign = local_metadata.get("assign_to_params_buffers", False) or w.device.type == "meta"
+        assign = assign or w.device.type == "meta"
         tensors = []
         for key, (dtype, shape) in zip(keys, shapes, strict=True):
             t = state_dict[key]

@@ -136,6 +136,30 @@ def combine(
         >>> w4gemm.combine(d, routing.row_of_choice, torch.tensor([[0.5, 0.5], [1.0, 0.0]])).tolist()
         [[2.0], [4.0]]
     """
+    _check_terms(d, row_of_choice, weights)
+    require_bool("settled", settled)
+    tokens, terms = row_of_choice.shape
+    differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
+    if out is not None:
+        require_tensor("out", out, d.dtype, (tokens, d.shape[1]), d.device)
+        if differentiated or (torch.is_grad_enabled() and out.requires_grad):
+            raise ValueError("out: wanted None where gradients are needed, got a tensor")
+        check_own_memory(out, {"d": d, "row_of_choice": row_of_choice, "weights": weights})
+    eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
+    if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
+        add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
+        if add_up is not None and (out is None or RowCombine.takes(out)):
+            out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device) if out is None else out
+            rows, factors = row_of_choice.contiguous(), weights.float().contiguous()
+            add_up(d, rows, factors, out, int(settled and rows is row_of_choice and factors is weights))
+            return out
+    total = _added_up(d, row_of_choice, weights)
+    if differentiated and not (terms and len(d)):  # nothing was added, and yet a backward pass may begin here
+        total = total + d[:0].sum() + weights[:, :0].sum()
+    return total.to(d.dtype) if out is None else out.copy_(total)
+
+
+def _check_terms(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> None:
     for name, t in (("d", d), ("row_of_choice", row_of_choice), ("weights", weights)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
@@ -154,21 +178,11 @@ def combine(
         raise ValueError(f"row_of_choice, weights: wanted d's device {d.device}, got {came}")
     if len(d):
         check_rows("row_of_choice", row_of_choice, -LARGEST_SIZE, len(d))
-    require_bool("settled", settled)
-    differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
-    if out is not None:
-        require_tensor("out", out, d.dtype, (tokens, d.shape[1]), d.device)
-        if differentiated or (torch.is_grad_enabled() and out.requires_grad):
-            raise ValueError("out: wanted None where gradients are needed, got a tensor")
-        check_own_memory(out, {"d": d, "row_of_choice": row_of_choice, "weights": weights})
-    eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
-    if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
-        add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
-        if add_up is not None and (out is None or RowCombine.takes(out)):
-            out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device) if out is None else out
-            rows, factors = row_of_choice.contiguous(), weights.float().contiguous()
-            add_up(d, rows, factors, out, int(settled and rows is row_of_choice and factors is weights))
-            return out
+
+
+def _added_up(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sums in float32, which PyTorch's operators compute."""
+    tokens, terms = row_of_choice.shape
     total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
     for j in range(terms if len(d) else 0):
         here = row_of_choice[:, j, None] >= 0
@@ -176,6 +190,4 @@ def combine(
         # both before they are multiplied: what is elsewhere may hold NaN, and so may its weight
         row, weight = torch.where(here, row, 0.0), torch.where(here, weights[:, j, None].float(), 0.0)
         total = total + weight * row
-    if differentiated and not (terms and len(d)):  # nothing was added, and yet a backward pass may begin here
-        total = total + d[:0].sum() + weights[:, :0].sum()
-    return total.to(d.dtype) if out is None else out.copy_(total)
+    return total

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -198,7 +199,6 @@ def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
         FormatError: if a file is missing or cut short, or the folder lacks a tensor, which transformers would draw at
             random.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     with transformers_errors(folder):

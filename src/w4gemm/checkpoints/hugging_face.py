@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from w4gemm.core.errors import FormatError, not_among
 
@@ -157,8 +158,6 @@ def _variant_in(path: Path) -> str:
 def _opened(file: Path, stamp: tuple[int, ...]) -> Any:
     """Return an open file. It is kept for the tensors behind, because each opening reads the whole header: 24 ms for
     12,000 tensors."""
-    from safetensors import safe_open
-
     return safe_open(file, "pt")
 
 
@@ -170,8 +169,6 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 @contextmanager
 def _errors(file: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
     try:
         yield
     except FileNotFoundError as e:

@@ -14,6 +14,7 @@ from w4gemm.weights.weight import QuantizedWeight
 
 SCALES = {"F16": "fp16", "BF16": "bf16"}
 """Scale rules by safetensors' name of the scales' dtype."""
+WIDE_SCALES = SCALES | {"F32": "fp32"}
 SYMMETRIC = 8
 """Integer zero point of a symmetric weight."""
 

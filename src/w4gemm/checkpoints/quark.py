@@ -23,7 +23,7 @@ import torch
 from w4gemm.checkpoints import awq
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import SCALES, check_symmetric, check_tensor, unpack_int4, whole_groups
+from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_symmetric, check_tensor, unpack_int4, whole_groups
 from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, shape_of, weight_of
 from w4gemm.checkpoints.quantized_folder import folder_format
@@ -33,7 +33,6 @@ from w4gemm.weights.weight import QuantizedWeight
 _INTEGERS = ("int4", "uint4")
 _FOUR_BITS = ("fp4", *_INTEGERS)
 _ORDERS = {"reorder": awq.ORDER, "order": None}
-_SCALES = SCALES | {"F32": "fp32"}
 _PARTS = ("weight", "weight_scale", "weight_zero_point")
 _ROTATIONS = ("r4", "online_r1_rotation")
 """Settings of Quark's rotations that have x rotated while the model runs. r1 and r2 are part of the weights, and r3
@@ -136,22 +135,22 @@ def _integers(stored: Mapping[str, TensorInfo], weight: Mapping[str, Any]) -> Sh
         raise ValueError(f"zero_point_type is {weight['zero_point_type']!r}, wanted 'int32'")
     rows, columns = check_tensor(stored, "weight", ("I32",))
     if scheme == "per_group" and axis in (-1, 1):
-        _, n = check_tensor(stored, "weight_scale", _SCALES)
+        _, n = check_tensor(stored, "weight_scale", WIDE_SCALES)
         k, group = rows, weight["group_size"]
     elif scheme == "per_channel" and axis == 0:
-        check_tensor(stored, "weight_scale", _SCALES, (rows,))
+        check_tensor(stored, "weight_scale", WIDE_SCALES, (rows,))
         n, k, group = rows, 8 * columns, PER_COLUMN
     else:
         raise ValueError(
             f"its qscheme is {scheme!r} along axis {axis!r}, wanted 'per_group' along -1 or 'per_channel' along 0"
         )
     words = -(-n // 8)
-    format = WeightFormat(group, "none" if signed else "int", _SCALES[stored["weight_scale"].dtype])
+    format = WeightFormat(group, "none" if signed else "int", WIDE_SCALES[stored["weight_scale"].dtype])
     groups = whole_groups(format, k)
     per_group = group != PER_COLUMN
     if per_group:
         check_tensor(stored, "weight", ("I32",), (k, words))
-        check_tensor(stored, "weight_scale", _SCALES, (groups, n))
+        check_tensor(stored, "weight_scale", WIDE_SCALES, (groups, n))
     if "weight_zero_point" in stored or not signed:
         check_tensor(stored, "weight_zero_point", ("I32",), (groups, words) if per_group else (words,))
     return Shape(n, k, format)

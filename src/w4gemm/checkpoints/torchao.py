@@ -36,6 +36,7 @@ from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
     SYMMETRIC,
+    WIDE_SCALES,
     check_symmetric,
     check_tensor,
     of_bytes,
@@ -50,7 +51,6 @@ from w4gemm.weights.weight import QuantizedWeight
 
 QDATA, SCALE, ZERO, SCALE_AND_ZERO = (f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "scale_and_zero"))
 TENSOR_SCALE = "_weight_per_tensor_scale"
-_SCALES = SCALES | {"F32": "fp32"}
 _TILE_N, _TILE_K = 8, 128
 """Rows and columns of a tile of Int4TilePackedTo4dTensor."""
 
@@ -167,10 +167,10 @@ def _bytes(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
     if (bits := settings.name("target_dtype")) != "int4":
         raise ValueError(f"its weight has the numbers of {bits}, wanted int4")
     n, k = check_tensor(stored, QDATA, ("I8",))
-    check_tensor(stored, SCALE, _SCALES)
-    format = WeightFormat(settings.group_size(), "int", _SCALES[stored[SCALE].dtype])
+    check_tensor(stored, SCALE, WIDE_SCALES)
+    format = WeightFormat(settings.group_size(), "int", WIDE_SCALES[stored[SCALE].dtype])
     groups = n, whole_groups(format, k)
-    check_tensor(stored, SCALE, _SCALES, groups)
+    check_tensor(stored, SCALE, WIDE_SCALES, groups)
     check_tensor(stored, ZERO, ("I8",), groups)
     return Module(n, k, format)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
@@ -104,21 +105,7 @@ def write_folder(
         FileExistsError: if the folder holds what the same run did not write.
         FormatError: if a module cannot be stored, or no model can be made of the checkpoint.
     """
-    checkpoint.pretrained()  # refuses what has no config, before hours of writing
-    for name, module in checkpoint.modules.items():
-        try:
-            if module.fused and not module.experts:
-                raise ValueError(f"it is {' and '.join(module.fused)} in one, which cannot be written yet")
-            writer.check(module)
-        except ValueError as e:
-            raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
-    _require_layers(checkpoint)
-    if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
-        raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
-    if other := next((name for name in checkpoint.tensors if name.rpartition(".")[2] in writer.marks), None):
-        raise FormatError(
-            f"{checkpoint.path}: {other} belongs to no 4-bit module, but a reader would take it for part of one"
-        )
+    _require_writable(checkpoint, writer)
     dtypes = {name: _dtype_of(checkpoint, name, dtype, convert_floats) for name in checkpoint.tensors}
     plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,6 +129,25 @@ def write_folder(
         _write_json(folder / _INDEX, {"metadata": {}, "weight_map": dict(sorted(places.items()))})
     _write_config(checkpoint, folder, writer.config(checkpoint), dtype)
     return whole
+
+
+def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
+    """Raise FormatError for what no folder of the writer can hold, before hours of writing."""
+    checkpoint.pretrained()  # refuses what has no config
+    for name, module in checkpoint.modules.items():
+        try:
+            if module.fused and not module.experts:
+                raise ValueError(f"it is {' and '.join(module.fused)} in one, which cannot be written yet")
+            writer.check(module)
+        except ValueError as e:
+            raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
+    _require_layers(checkpoint)
+    if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
+        raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
+    if other := next((name for name in checkpoint.tensors if name.rpartition(".")[2] in writer.marks), None):
+        raise FormatError(
+            f"{checkpoint.path}: {other} belongs to no 4-bit module, but a reader would take it for part of one"
+        )
 
 
 def _require_layers(checkpoint: Checkpoint) -> None:
@@ -214,8 +220,6 @@ def _check_folder(folder: Path, plan: Plan) -> None:
 
 def _key_of(file: Path) -> str | None:
     """Return the key of the plan that a shard is of; None for another file."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, "pt") as f:
             return (f.metadata() or {}).get(_PLAN)
@@ -246,8 +250,6 @@ def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
 
 
 def _names(file: Path) -> list[str]:
-    from safetensors import safe_open
-
     with safe_open(file, "pt") as f:
         return list(f.keys())
 

@@ -277,12 +277,17 @@ def _named(problem: GemmProblem) -> str:
     return str(problem).replace(f"m {problem.m},", f"{span(*interval_of(problem.m))},", 1)
 
 
+def asked(config: GemmConfig | str) -> tuple[tuple[Kernel, ...], GemmConfig]:
+    """Return the kernels that may run ``config``, which are all unless its string names one, and the config itself."""
+    name, _, text = str(config).rpartition("/")
+    parsed = GemmConfig.parse(text)
+    return (kernel_named(name),) if name else KERNELS, parsed
+
+
 def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, GemmConfig]:
     """Return the kernel named in ``config``, or the first that supports the problem and has the config; and the config.
     Errors are those of :func:`plan`."""
-    name, _, text = str(config).rpartition("/")
-    wanted = GemmConfig.parse(text)
-    candidates = (kernel_named(name),) if name else KERNELS
+    candidates, wanted = asked(config)
     _require_support(problem, candidates)
     legal = {f"{k.name}/{c}": (k, c) for _, k, c in legal_ranked(candidates, problem)}
     for kernel, legal_config in legal.values():

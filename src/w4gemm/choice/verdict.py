@@ -8,7 +8,7 @@ from w4gemm.choice import choose
 from w4gemm.choice.invariance import legal_ranked, status_of
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels import KERNELS, kernel_named
+from w4gemm.kernels import KERNELS
 from w4gemm.kernels.space import Exclusion
 
 
@@ -62,9 +62,7 @@ def why(problem: GemmProblem, config: GemmConfig | str) -> list[Verdict]:
         TypeError, ValueError: if a field of the problem is wrong, the config malformed, or the kernel unknown.
     """
     choose.check(problem)
-    name, _, text = str(config).rpartition("/")
-    wanted = GemmConfig.parse(text)
-    kernels = (kernel_named(name),) if name else KERNELS
+    kernels, wanted = choose.asked(config)
     supporting = tuple(kernel for kernel in kernels if status_of(kernel, problem))
     ranking = legal_ranked(KERNELS, problem)
     verdicts = []

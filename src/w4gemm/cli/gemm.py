@@ -32,7 +32,7 @@ DESCRIPTION = (
     "Multiply random activations (M, K) by a random 4-bit weight (N, K), check the result against a plain product and "
     "time it, with a weight that is in no cache. --profile measures every config and keeps the fastest for later calls."
 )
-_REPLAYS = 15
+_REPLAYS, _SHOWN = 15, 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,12 +100,12 @@ def speed(problem: GemmProblem, us: float) -> str:
     return f"{text} (no roofline is known for this device)"
 
 
-def profile_text(outcome: Outcome, rows: int = 10) -> str:
+def profile_text(outcome: Outcome) -> str:
     """Return lines with the fastest configs, the rank of the heuristic's first guess, and what was kept."""
     problem, times = outcome.problem, outcome.times
     lines = [f"measured at m {problem.m}, which stands for its interval: {counted(len(times), 'config')}"]
     guesses = choice.configs(problem)
-    for rank, (name, time) in enumerate(list(times.items())[:rows], 1):
+    for rank, (name, time) in enumerate(list(times.items())[:_SHOWN], 1):
         lines.append(f"{rank:3}  {name}: {speed(problem, time.p50)}; guess {guesses.index(name) + 1}")
     if outcome.first_guess in times:
         rank = list(times).index(outcome.first_guess) + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import platform
 from typing import Any
@@ -21,7 +20,7 @@ from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.jit import disk
-from w4gemm.jit.toolchain import driver_cuda_version
+from w4gemm.jit.toolchain import driver_cuda_version, installed_version
 from w4gemm.kernels.gpu import MIN_DRIVER
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.tuning.record import facts
@@ -57,7 +56,7 @@ def collect() -> dict[str, Any]:
         "commit": machine["commit"] + ("-dirty" if machine["commit"] and machine["dirty"] else ""),
         "python": machine["python"],
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "driver": machine["driver"],
         "driver_cuda": ".".join(map(str, cuda)) if cuda else "",
         "torch_cuda": torch.version.cuda or "",
@@ -131,10 +130,3 @@ def _device(name: str) -> dict[str, Any]:
         "config": str(found.chosen or ""),
         "source": found.source,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

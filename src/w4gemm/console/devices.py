@@ -81,9 +81,9 @@ def device_line(device: Device) -> str:
     return f"{device.name}, compute capability {capability}, {device.sms} multiprocessors"
 
 
-def typical_problem(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> GemmProblem:
+def typical_problem(device: torch.device | str) -> GemmProblem:
     """Return a problem to ask the kernels about when there is no weight at hand."""
-    described = Device.of(device)
+    described, dtype = Device.of(device), torch.bfloat16
     layout = layout_for(described, WeightFormat(), dtype)
     return GemmProblem(16, 4096, 4096, dtype, WeightFormat(), layout, device=described)
 

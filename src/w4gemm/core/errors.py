@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Collection, Iterable
+from typing import TypeGuard
 
 import torch
 
@@ -22,9 +23,14 @@ class FormatError(ValueError):
     """A file or tensor is not what its format says: truncated, mislabelled, or of another layout."""
 
 
+def is_int(value: object) -> TypeGuard[int]:
+    """True for an int, also one of NumPy's; False for a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def require_int(name: str, value: object, least: int = 1, most: int = LARGEST_SIZE) -> None:
     """Raise TypeError or ValueError unless ``value`` is an int from ``least`` to ``most``."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+    if not is_int(value):
         raise TypeError(f"{name}: wanted an int from {least} on, got {value!r:.40}")
     if int(value) < least:
         raise ValueError(f"{name}: wanted an int from {least} on, got {value!r:.40}")

@@ -1,4 +1,4 @@
-"""Which CuTe DSL is installed, read from the metadata of its packages, because importing it takes 0.4 s."""
+"""Which packages are installed, CuTe DSL above all: by their metadata, because importing the DSL takes 0.4 s."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def versions() -> tuple[str, ...]:
 
         return (cutlass.__version__, str(getattr(cutlass, "CUDA_VERSION", "")), tvm_ffi.__version__)
     names = ("nvidia-cutlass-dsl", f"{_LIBRARIES}{toolkit}", "apache-tvm-ffi")
-    return (*(str(_version(name)) for name in names), f"cu{toolkit}")
+    return (*(installed_version(name) for name in names), f"cu{toolkit}")
 
 
 @functools.cache
@@ -52,14 +52,14 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 def _toolkit() -> int | None:
     """Return the toolkit that the DSL chooses: the newest installed one that the driver supports, if there is one."""
-    installed = [toolkit for toolkit in _TOOLKITS if _version(f"{_LIBRARIES}{toolkit}")]
+    installed = [toolkit for toolkit in _TOOLKITS if installed_version(f"{_LIBRARIES}{toolkit}")]
     driver = driver_cuda_version() if len(installed) > 1 else None
     return next((toolkit for toolkit in installed if driver is None or toolkit <= driver[0]), None)
 
 
-@functools.cache
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str:
+    """Return the version of a package by its metadata, or the empty string if there are none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.base import Kernel, Operands, Resources, Status
 from w4gemm.kernels.column_gather.spec import ColumnGather
@@ -48,6 +49,16 @@ def kernel_named(name: str) -> Kernel:
     raise ValueError(f"kernel: wanted one of {', '.join(k.name for k in KERNELS)}, got {name!r}")
 
 
+def config_named(name: str) -> tuple[Kernel, GemmConfig]:
+    """The kernel and the config of ``"<kernel>/<config>"``.
+
+    Raises:
+        ValueError: for another string, or if there is no such kernel.
+    """
+    kernel, _, config = name.partition("/")
+    return kernel_named(kernel), GemmConfig.parse(config)
+
+
 __all__ = [
     "HELPERS",
     "KERNELS",
@@ -56,6 +67,7 @@ __all__ = [
     "Operands",
     "Resources",
     "Status",
+    "config_named",
     "kernel_named",
     "launcher",
 ]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import logging
 from pathlib import Path
 
-from w4gemm.jit.toolchain import driver_cuda_version
+from w4gemm.jit.toolchain import driver_cuda_version, installed_version
 
 DSL = "4.8.1"
 """Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused,
@@ -31,9 +30,8 @@ def _missing_dsl() -> str:
     help_text = f"pip install '.[cuda]' in a clone of w4gemm brings {DSL}"
     if importlib.util.find_spec("cutlass") is None:
         return f"needs CuTe DSL (nvidia-cutlass-dsl), which is not installed; {help_text}"
-    try:
-        version = importlib.metadata.version("nvidia-cutlass-dsl")
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version("nvidia-cutlass-dsl")
+    if not version:
         return ""  # importable, but installed without metadata: believe it
     if _minor(version) < _minor(DSL):
         return f"needs a newer CuTe DSL than nvidia-cutlass-dsl {version}; {help_text}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import platform
 import subprocess
@@ -14,6 +13,7 @@ import torch
 
 from w4gemm.core import environment
 from w4gemm.jit.disk import source_hash
+from w4gemm.jit.toolchain import installed_version
 
 _HERE = Path(__file__).resolve().parent
 
@@ -87,12 +87,10 @@ def _driver() -> str:
 
 
 def _dsl() -> str:
+    if version := installed_version("nvidia-cutlass-dsl"):
+        return version
     try:
-        return importlib.metadata.version("nvidia-cutlass-dsl")
-    except importlib.metadata.PackageNotFoundError:  # absent, or only put on the path
-        pass
-    try:
-        import cutlass
+        import cutlass  # it may only be on the path
     except ImportError:
         return ""
     return str(cutlass.__version__)

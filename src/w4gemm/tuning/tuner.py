@@ -27,7 +27,7 @@ from w4gemm.core.errors import require_int
 from w4gemm.core.problem import GemmProblem
 from w4gemm.jit import Unit, adopt, is_ready
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels import Kernel, Operands, kernel_named
+from w4gemm.kernels import Kernel, Operands, config_named, kernel_named
 from w4gemm.tuning.timing import LONG_CALL_US, Timing
 from w4gemm.tuning.workload import Launch, Workload
 
@@ -222,17 +222,14 @@ def _measure(
     first = f"{found[0][0].name}/{found[0][1]}"
     times, ragged = _times(launches, operands, workload, first)
     best = _best(times, ragged, first)
-    kernel_name, _, config_text = best.rpartition("/")
-    record = Record(
-        key_of(problem),
-        choice.interval_of(problem.m),
-        kernel_name,
-        config_text,
-        round(times[best].p50, 3),
-        kernel_named(kernel_name).revision,
-        datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-    )
-    return Outcome(problem, times, ragged, failed, first, record)
+    return Outcome(problem, times, ragged, failed, first, record_of(problem, best, times[best].p50))
+
+
+def record_of(problem: GemmProblem, name: str, us: float) -> Record:
+    """Return the record of the config ``"<kernel>/<config>"``, measured today for the interval of the problem's m."""
+    (kernel, config), interval = config_named(name), choice.interval_of(problem.m)
+    day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    return Record(key_of(problem), interval, kernel.name, str(config), round(us, 3), kernel.revision, day)
 
 
 class _Times(NamedTuple):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.core.errors import kind_of, require_int
+from w4gemm.core.errors import is_int, kind_of, require_int
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.repack import repack_into, target_layout
@@ -64,7 +63,7 @@ def expert(w: QuantizedWeight, index: int) -> QuantizedWeight:
     """See :meth:`w4gemm.QuantizedWeight.expert`."""
     if not w.experts:
         raise ValueError(f"expert: wanted a weight of several experts, got a single one, {w!r}")
-    if not isinstance(index, numbers.Integral) or isinstance(index, bool) or not 0 <= index < w.experts:
+    if not is_int(index) or not 0 <= index < w.experts:
         raise ValueError(f"index: wanted an expert 0 .. {w.experts - 1}, got {index!r}")
     return replace(w, tensors=tuple(t[index] for t in w.tensors), experts=0)
 

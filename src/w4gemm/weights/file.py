@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from w4gemm.core.errors import FormatError, device_here, kind_of
 from w4gemm.core.formats import WeightFormat
@@ -69,9 +71,6 @@ def save_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: d
     Raises:
         OSError: if it cannot be written, as where the disk is full; the message names it.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as e:
@@ -88,8 +87,6 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
         FormatError: if the file is truncated, is not such a file, or holds other tensors than its metadata name.
         TypeError, ValueError: for what is no path or no device, or a device that is not there or is meta.
     """
-    from safetensors import SafetensorError, safe_open
-
     _check_path(path)
     device = device_here("device", device)
     if device.type == "meta":

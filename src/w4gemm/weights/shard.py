@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from w4gemm.core.errors import is_int
 from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.dequantize import with_factors
@@ -67,8 +67,7 @@ def _scale(format: WeightFormat, width: int) -> str:
 
 def _group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
     """Check that shards are equal; return their group size: w's own, or a smaller one that divides it and their k."""
-    whole = all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in (index, count))
-    if not whole or count < 1 or not 0 <= index < count:
+    if not is_int(index) or not is_int(count) or count < 1 or not 0 <= index < count:
         raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
     if dim == 1 and count > 1 and w.perm is not None:
         raise ValueError(

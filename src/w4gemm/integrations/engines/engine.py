@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import w4gemm
 from w4gemm.core import environment
 from w4gemm.core.formats import WeightFormat
+from w4gemm.jit.toolchain import installed_version
 
 Capability = tuple[int, int]
 
@@ -178,12 +179,7 @@ class Engine:
 
     def version(self) -> str:
         """Version of the installed engine, or the empty string."""
-        for name in self.distributions:
-            try:
-                return importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                pass
-        return ""
+        return next(filter(None, map(installed_version, self.distributions)), "")
 
 
 @functools.cache

@@ -29,9 +29,9 @@ class Need(NamedTuple):
     what: str
     """The kind, for the log."""
     keys: tuple[PlanKey, ...]
-    helpers: tuple[Unit, ...] = ()
+    helpers: tuple[Unit, ...]
     """Small kernels beside the products."""
-    run: Callable[[], None] | None = None
+    run: Callable[[], None] | None
     """Launches each plan once."""
 
     @property

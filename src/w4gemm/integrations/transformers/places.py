@@ -199,11 +199,7 @@ def unpacked(layer: nn.Module, w: QuantizedWeight, dtype: torch.dtype) -> torch.
     return dense.T.contiguous() if _is_transposed(layer) else dense
 
 
-Places = Mapping[str, tuple[Place, ...]]
-"""Places of the modules of a checkpoint, by their names there."""
-
-
-def reserve(model: nn.Module, checkpoint: Checkpoint, renamed: Callable[[str], str] = str) -> dict[str, list[Place]]:
+def reserve(model: nn.Module, checkpoint: Checkpoint, renamed: Callable[[str], str]) -> dict[str, list[Place]]:
     """Replace the dense layers of a model that are in 4 bits in a checkpoint by :class:`AwaitedLinear`. Layers that are
     no plain linear ones stay as they are.
 

@@ -9,7 +9,7 @@ The weights are the layer's parameters, so that whoever moves an expert's rows m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,14 +54,26 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
         """Experts, tokens (of an expert if there is a dimension of experts), features of both products, top k."""
         return self.gate_up.experts, a1.shape[-2], self.gate_up.n, self.gate_up.k, topk_ids.shape[1]
 
-    def _need(self, rows: Sequence[int], gathered: bool, run: Callable[[], None] | None) -> Need:
-        """Return what is launched for numbers of rows of all experts."""
+    def _need(self, counts: Sequence[int], rows_each: int, gathered: bool) -> Need:
+        """Return what is launched for these numbers of tokens, or of an expert's rows, of ``rows_each`` rows of all
+        experts."""
         fused = self.products[0].epilogue
         top_k = [self.moe_config.experts_per_token]
         if self.moe_config.moe_parallel_config.use_deepep_v2_kernels:
             top_k.append(1)  # it may send a token once for each of its experts
+        rows = [count * rows_each for count in counts]
         call = ExpertsCall(self.moe_config.in_dtype, top_k, rows, gathered, fused.bias, fused.block_scale)
+
+        @torch.inference_mode()
+        def run() -> None:
+            for count in counts:
+                self._run_once(count)
+
         return experts_need(self.gate_up, self.down, fused.activation, call, run)
+
+    def _run_once(self, count: int) -> None:
+        """Launch everything for so many tokens, or rows of an expert."""
+        raise NotImplementedError
 
     # The plugin chooses these classes itself, having checked the layer, and vLLM's lists of kernels do not have them.
     @staticmethod
@@ -131,24 +143,15 @@ class W4gemmExperts(_Experts):
     def need(self, most_tokens: int) -> Need:
         """Return what is launched for 1 to ``most_tokens`` tokens."""
         top_k = self.moe_config.experts_per_token
-        each = token_counts(most_tokens, top_k, self.gate_up.experts)
+        return self._need(token_counts(most_tokens, top_k, self.gate_up.experts), top_k, True)
 
-        @torch.inference_mode()
-        def run() -> None:
-            for tokens in each:
-                self._run_once(tokens)
-
-        return self._need([tokens * top_k for tokens in each], True, run)
-
-    def _run_once(self, tokens: int) -> None:
-        """Launch everything for zeros, evenly divided among experts."""
+    def _run_once(self, count: int) -> None:
+        """Launch everything for so many tokens of zeros, evenly divided among experts."""
         dtype, device, top_k = self.moe_config.in_dtype, self.gate_up.device, self.moe_config.experts_per_token
-        x = torch.zeros(tokens, self.gate_up.k, dtype=dtype, device=device)
-        ids = torch.arange(tokens * top_k, dtype=torch.int32, device=device).view(tokens, top_k)
-        weights = torch.zeros(tokens, top_k, dtype=torch.float32, device=device)
-        hidden, output = (
-            torch.empty(tokens * top_k, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n)
-        )
+        x = torch.zeros(count, self.gate_up.k, dtype=dtype, device=device)
+        ids = torch.arange(count * top_k, dtype=torch.int32, device=device).view(count, top_k)
+        weights = torch.zeros(count, top_k, dtype=torch.float32, device=device)
+        hidden, output = (torch.empty(count * top_k, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n))
         experts = self.gate_up.experts
         nothing = torch.empty(0, device=device)
         self.apply(
@@ -225,16 +228,9 @@ class BatchedW4gemmExperts(_Experts):
 
     def need(self, most_tokens: int) -> Need:
         """Return what is launched for 1 to as many rows of an expert as there is room for."""
-        each = first_rows(self.max_num_tokens * self.num_dispatchers)
+        return self._need(first_rows(self.max_num_tokens * self.num_dispatchers), self.gate_up.experts, False)
 
-        @torch.inference_mode()
-        def run() -> None:
-            for rows in each:
-                self._run_once(rows)
-
-        return self._need([self.gate_up.experts * rows for rows in each], False, run)
-
-    def _run_once(self, expected: int) -> None:
+    def _run_once(self, count: int) -> None:
         """Launch both products' plans for so many rows of an expert, for one row of each, of which none counts."""
         (gate_up, down), experts = self.products, self.gate_up.experts
         dtype, device = self.moe_config.in_dtype, self.gate_up.device
@@ -245,8 +241,8 @@ class BatchedW4gemmExperts(_Experts):
         first = torch.arange(experts, dtype=torch.int32, device=device)
         rows = ExpertRows(first, first)
         hidden, d = (torch.empty(experts, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n))
-        gate_up.write(x, hidden, rows, scale, experts * expected)
-        down.write(hidden, d, rows._replace(settled=1), None, experts * expected)
+        gate_up.write(x, hidden, rows, scale, experts * count)
+        down.write(hidden, d, rows._replace(settled=1), None, experts * count)
 
 
 def expected_rows(room: int, top_k: int, experts: int) -> int:

@@ -1,0 +1,122 @@
+"""SGLang's plugin: mixtures of experts. As test_sglang_plugin.py."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_layers import (  # noqa: F401 (two are fixtures)
+    EXPERTS,
+    HIDDEN,
+    MIXTURES,
+    dispatched,
+    loaded,
+    moe_config,
+    on_hopper,
+    refused,
+    registered,
+)
+from w4gemm.choice import plan_cache
+from w4gemm.core.activation import canonical
+from w4gemm.integrations.engines import warmup
+from w4gemm.integrations.sglang import experts, takeover
+
+
+@pytest.mark.parametrize("factor", [None, 2.5])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts(name: str, factor: float | None) -> None:
+    method, layer, drawn = loaded(name, routed_scaling_factor=factor)
+    method.process_weights_after_loading(layer)
+    method.process_weights_after_loading(layer)
+    kept = dict(layer.named_parameters())
+    assert {n.rsplit("_", 1)[0] for n in kept} == {"w13_w4gemm", "w2_w4gemm"}
+    assert all(len(p) == EXPERTS for p in kept.values())
+    held = layer.w4gemm_experts.experts
+    assert held.gate_up.weight.activations == MIXTURES[name][3] == held.down.weight.activations
+    x = torch.randn(6, HIDDEN).bfloat16() / 4
+    ids = torch.tensor([[0, 3], [1, 2], [-1, 1], [2, -1], [3, 3], [0, 1]], dtype=torch.int32)
+    router = torch.rand(6, 2)
+    call = method.apply if hasattr(method, "apply") and name == "w4afp8" else method.apply_weights
+    got = call(layer, dispatched(x, ids, router)).hidden_states
+    wanted = torch.zeros(6, HIDDEN, dtype=torch.float64)
+    for t in range(6):
+        for j in range(2):
+            if ids[t, j] < 0:
+                continue
+            w13, w2 = drawn[ids[t, j]]
+            gate, up = (w13.dense @ x[t].double()).chunk(2)
+            wanted[t] += router[t, j] * (factor or 1) * (w2.dense @ (torch.nn.functional.silu(gate) * up))
+    error = (got.double() - wanted).norm() / wanted.norm()
+    assert error < (0.06 if MIXTURES[name][3] else 0.01)
+    empty = call(layer, dispatched(x[:0], ids[:0], router[:0])).hidden_states
+    assert empty.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({}, "silu_mul"),
+        ({"swiglu_limit": 10.0}, "silu_mul(limit=10)"),
+        ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, "swiglu_oai"),
+        ({"activation": "gelu"}, ""),
+        ({"is_gated": False}, ""),
+    ],
+)
+def test_activations_of_experts(facts: dict[str, Any], named: str) -> None:
+    found = experts.fused_activation(moe_config(**facts))
+    assert bool(found) == bool(named) and (not found or canonical(found) == canonical(named))
+
+
+def test_a_model_of_experts_is_prepared_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = warmup.Warmup(takeover.SGLANG)
+    monkeypatch.setattr(experts, "WARMUP", waiting)
+    monkeypatch.setattr(experts, "BOUNDS", (8,))
+    model = torch.nn.Module()
+    waiting.expect(model)
+    method, layer, _ = loaded("ct")
+    method.process_weights_after_loading(layer)
+    (need,) = waiting._needs.values()
+    assert {key.m for key in need.keys} == {2, 4, 8, 16, 32}  # of 2 rows for each of 1 to 9 tokens, 4 experts
+    before = dict(plan_cache._plans)
+    waiting.settle(model)
+    after = plan_cache._plans
+    x = torch.randn(3, HIDDEN).bfloat16()
+    plans = len(after)
+    method.apply_weights(layer, dispatched(x, torch.tensor([[0, 1], [2, 3], [0, 2]]), torch.ones(3, 2)))
+    assert len(after) == plans >= len(before)
+
+
+def test_moved_rows_of_experts_are_what_is_run() -> None:
+    """SGLang rebalances experts by copying rows of every parameter of a layer."""
+    method, layer, _ = loaded("awq")
+    method.process_weights_after_loading(layer)
+    x, router = torch.randn(1, HIDDEN).bfloat16(), torch.ones(1, 1)
+    third = method.apply_weights(layer, dispatched(x, torch.tensor([[3]]), router)).hidden_states
+    for p in layer.parameters():
+        p.data[0].copy_(p.data[3])
+    assert torch.equal(method.apply_weights(layer, dispatched(x, torch.tensor([[0]]), router)).hidden_states, third)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"activation": "gelu"}, "their activation is gelu"),
+        ({"is_gated": False}, "without gates"),
+        ({"no_combine": True}, "sum is left to others"),
+    ],
+)
+def test_experts_that_are_left_to_sglang(facts: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
+        method, layer, _ = loaded("awq", **facts)
+    assert reason in caplog.text
+    refused(method, layer, caplog, experts)
+
+
+def test_experts_that_cannot_be_packed_are_left_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
+    method, layer, _ = loaded("awq")
+    layer.w2_scales.data[2, 0, 5] = float("nan")
+    assert "would not be finite" in refused(method, layer, caplog, experts)
+    assert not hasattr(layer, "w4gemm_runner")
