@@ -471,6 +471,16 @@ def test_the_tables_of_what_runs_where_are_current(page):
     assert support.written(text) == text, "run python -m bench.support"
 
 
+def test_the_table_of_oracles_has_all_stored_rows():
+    """A run with ``--out`` writes the table of its own rows alone into the page."""
+    pytest.importorskip("gguf")
+    from bench import oracles
+
+    rows = [json.loads(line) for line in oracles.RESULTS.read_text().splitlines()]
+    table = oracles.BEGIN + oracles.table(rows) + oracles.END
+    assert table in oracles.PAGE.read_text(), "run python -m bench.oracles --table"
+
+
 def test_the_table_of_checkpoints_has_every_format():
     rows = [row[0].lower() for row in tables((ROOT / "docs/support.md").read_text())[-1]]
     wanted = {*(format.name for format in FORMATS), *METHODS} - {"w4gemm"}

@@ -60,6 +60,58 @@ def test_the_page_says_what_was_measured_in_an_engine():
     )
 
 
+README_MODELS = {
+    "Llama-3-8B, W4A16": ("llama-3-8b, gptq-int4-g128, NVIDIA H200", "llama-3-8b, gptq-int4-g128, NVIDIA H100"),
+    "Llama-3-8B, W4A8": ("llama-3-8b, ct-int4-g128-fp8, NVIDIA H200", "llama-3-8b, ct-int4-g128-fp8, NVIDIA H100"),
+    "Llama-3-70B, W4A16, two": (
+        *("llama-3-70b, gptq-int4-g128, 2 x NVIDIA H200", "llama-3-70b, gptq-int4-g128, 2 x NVIDIA H100"),
+    ),
+    "Qwen2.5-32B, W4A16": ("qwen2.5-32b, gptq-int4-g128, NVIDIA H200", "qwen2.5-32b, gptq-int4-g128, NVIDIA H100"),
+    "Qwen3-30B-A3B, W4A16": ("qwen3-30b-a3b, gptq-int4-g128, NVIDIA H200", "qwen3-30b-a3b, ct-int4-g128, NVIDIA H100"),
+    "Qwen3-30B-A3B, W4A8": (
+        *("qwen3-30b-a3b, ct-int4-g128-fp8, NVIDIA H200", "qwen3-30b-a3b, ct-int4-g128-fp8, NVIDIA H100"),
+    ),
+    "gpt-oss-20b, MXFP4": ("gpt-oss-20b, mxfp4, NVIDIA H200", "gpt-oss-20b, mxfp4, NVIDIA H100"),
+    "DeepSeek-V3, W4A16": (
+        *("deepseek-v3-5-layers, awq-int4-g128, NVIDIA H200", "deepseek-v3-5-layers, awq-int4-g128, NVIDIA H100"),
+    ),
+}
+"""The beginnings of the README's rows, and of the sections of docs/benchmarks-vllm.md that they are made of."""
+
+
+def ratios(section: str) -> dict[int, list[str]]:
+    """Ratios over vLLM's choice and over its best kernel by batch, "-" if there is none; later runs come first."""
+    found: dict[int, list[str]] = {}
+    for each in (ROOT / "docs/benchmarks-vllm.md").read_text().split("\n## "):
+        if each.startswith(section) and "torch.compile" in each.partition("\n")[0]:
+            for batch, choice, best in re.findall(
+                r"^\| decode, batch (\d+):.*\| (\S+) \| (\S+) \|$", each, re.MULTILINE
+            ):
+                old = found.setdefault(int(batch), ["-", "-"])
+                found[int(batch)] = [o if o != "-" else new for o, new in zip(old, (choice, best), strict=True)]
+    return found
+
+
+def span(values: list[str]) -> str:
+    numbers = sorted(float(value) for value in values if value != "-")
+    return f"{numbers[0]:.2f} to {numbers[-1]:.2f}" if numbers else ""
+
+
+def test_the_readme_has_the_ratios_of_decoding_in_vllm() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    for beginning, sections in README_MODELS.items():
+        (line,) = (line for line in lines if line.startswith(f"| {beginning}"))
+        wanted = []
+        for section in sections:
+            found = ratios(section)
+            few = [found[batch] for batch in (1, 8, 64) if batch in found]
+            over, best = span([choice for choice, _ in few]), span([best for (choice, best) in few if choice != "-"])
+            choice, best_256 = found.get(256, ["-", "-"])
+            wanted += [over + f" ({best})" * bool(best), choice.strip("-")]
+            wanted[-1] += f" ({best_256})" * (choice != "-" and best_256 not in ("-", choice))
+        assert [cell.strip() for cell in line.split("|")[2:-1]] == wanted, beginning
+
+
 def test_figures_of_a_load():
     answers = [serve.Answer(0.1 * i, [0.01, 0.02], 3) for i in range(1, 5)]
     found = serve.figures(answers, 2.0, streamed=True)

@@ -43,6 +43,10 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
         expert_map: int32 (global experts,) on the ids' device, or None. If given, ids are those of global experts, and
             the map has the expert here for each, or a negative number. An id outside the map is elsewhere.
 
+    Returns:
+        :class:`Routing`: ``m_offsets`` and ``tokens`` for :func:`grouped_linear`, ``row_of_choice`` for
+        :func:`combine`.
+
     Raises:
         TypeError, ValueError: for another dtype, shape or device; the message names the argument.
 

@@ -46,9 +46,9 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(
         parser,
-        vllm="the layers that vLLM makes of a folder quantized by GPTQ, AWQ, compressed-tensors or ModelOpt (NVFP4), "
-        "or of gpt-oss in MXFP4, some fused: in the dtype of its config.json, unless --dtype says another, and for "
-        "any number of tokens",
+        vllm="the layers that vLLM makes of a folder quantized by GPTQ, AWQ, AutoRound, compressed-tensors, ModelOpt "
+        "(NVFP4) or Quark, or of gpt-oss in MXFP4, some fused: in the dtype of its config.json, unless --dtype says "
+        "another, and for any number of tokens",
     )
     parser.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="N", help="with --vllm: GPUs that share each layer"

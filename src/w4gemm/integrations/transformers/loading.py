@@ -46,8 +46,8 @@ def load(
 
     Args:
         path: a checkpoint of any format that :func:`w4gemm.checkpoints.open_checkpoint` knows: a GGUF file, a folder
-            that holds one, or a Hugging Face folder with a causal language model that is dense or quantized by GPTQ,
-            AWQ or compressed-tensors.
+            that holds one, or a Hugging Face folder with a causal language model, dense or quantized by any method of
+            the table in docs/formats.md.
         device, dtype: where the model runs, and the dtype of its activations and dense parameters.
         format: for a dense model: what to quantize to; None for group 128, or the largest smaller group that divides
             a layer's k. A checkpoint in 4 bits keeps its own formats.
