@@ -139,4 +139,4 @@ def test_the_toolkit_is_the_one_that_the_dsl_chooses(monkeypatch):
             toolchain, "installed_version", lambda name, found=installed: "4.8.1" if int(name[-2:]) in found else None
         )
         monkeypatch.setattr(toolchain, "driver_cuda_version", lambda driver=driver: driver)
-        assert toolchain._toolkit() == wanted
+        assert toolchain._toolkit.__wrapped__() == wanted

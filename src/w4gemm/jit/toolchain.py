@@ -50,6 +50,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
+@functools.cache  # to read the metadata takes 5 ms
 def _toolkit() -> int | None:
     """Return the toolkit that the DSL chooses: the newest installed one that the driver supports, if there is one."""
     installed = [toolkit for toolkit in _TOOLKITS if installed_version(f"{_LIBRARIES}{toolkit}")]
