@@ -176,8 +176,9 @@ def test_generate_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "nowhere.gguf"], r"no file or folder 'nowhere.gguf'"),
         (["--device", "tpu"], "--device: wanted cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:77"], "--device: cuda:77 is not there"),
-        (["--temperature", "-1"], "--temperature: wanted a finite number >= 0, got -1.0"),
-        (["--temperature", "nan"], "--temperature: wanted a finite number >= 0, got nan"),
+        (["--temperature", "-1"], "--temperature: wanted 0 or a finite number >= 1e-06, got -1.0"),
+        (["--temperature", "nan"], "--temperature: wanted 0 or a finite number >= 1e-06, got nan"),
+        (["--temperature", "1e-300"], "--temperature: wanted 0 or a finite number >= 1e-06, got 1e-300"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +189,16 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert err.startswith("w4gemm: error: ")
     assert message in err
     assert not out
+
+
+def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", os.fsdecode(b"a\xff"), "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == "w4gemm: error: PROMPT: wanted text in UTF-8, got other bytes at character 1\n"
+
+
+def test_a_prompt_at_the_lowest_temperature(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--temperature", "1e-6", "--max-new-tokens", "2", "--device", "cpu"]
+    assert main(["generate", "hello", "--model", str(tiny), *arguments]) == 0
 
 
 def test_broken_file(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
