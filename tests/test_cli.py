@@ -70,6 +70,32 @@ def test_standard_output_that_takes_nothing() -> None:
     os.close(writer)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")
+def test_a_help_that_cannot_be_printed() -> None:
+    """Python's own words for it, and its exit status 120, come where nothing flushes what is left."""
+    command = [sys.executable, "-m", "w4gemm", "--help"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert (run.returncode, run.stderr) == (1, b"w4gemm: error: standard output: No space left on device\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes by a shell")
+def test_streams_that_are_closed(tmp_path: Path) -> None:
+    """A message for standard error must neither end a command nor come into its answer."""
+    environment = {"W4GEMM_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(arguments: str) -> str:
+        command = f"exec {sys.executable} -m w4gemm {arguments}"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=os.environ | environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    (line,) = run("tune --shapes 64x64 --m 1 --device cpu 2>&-").splitlines()
+    assert line.startswith("m 1, n 64, k 64: ")
+    assert run("cache export >&-") == ""
+
+
 def test_every_option_says_what_it_is() -> None:
     def undescribed(parser: argparse.ArgumentParser, name: str) -> list[str]:
         found = []
@@ -150,8 +176,9 @@ def test_generate_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "nowhere.gguf"], r"no file or folder 'nowhere.gguf'"),
         (["--device", "tpu"], "--device: wanted cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:77"], "--device: cuda:77 is not there"),
-        (["--temperature", "-1"], "--temperature: wanted a finite number >= 0, got -1.0"),
-        (["--temperature", "nan"], "--temperature: wanted a finite number >= 0, got nan"),
+        (["--temperature", "-1"], "--temperature: wanted 0 or a finite number >= 1e-06, got -1.0"),
+        (["--temperature", "nan"], "--temperature: wanted 0 or a finite number >= 1e-06, got nan"),
+        (["--temperature", "1e-300"], "--temperature: wanted 0 or a finite number >= 1e-06, got 1e-300"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +189,16 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert err.startswith("w4gemm: error: ")
     assert message in err
     assert not out
+
+
+def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", os.fsdecode(b"a\xff"), "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == "w4gemm: error: PROMPT: wanted text in UTF-8, got other bytes at character 1\n"
+
+
+def test_a_prompt_at_the_lowest_temperature(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--temperature", "1e-6", "--max-new-tokens", "2", "--device", "cpu"]
+    assert main(["generate", "hello", "--model", str(tiny), *arguments]) == 0
 
 
 def test_broken_file(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +250,28 @@ def test_progress_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[s
         tell(3, 12, "m 8")
     err = capsys.readouterr().err
     assert "[######..................] 3/12, 90 s left: m 8" in err and err.endswith("\x1b[K")
+
+
+def test_a_narrow_terminal_breaks_no_line(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """Only the last part of a line that it breaks can be deleted."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress.os, "get_terminal_size", lambda handle: os.terminal_size((40, 24)))
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
+    with progress.progress_bar() as tell:
+        tell(3, 12, "m 8192, n 28672, k 8192")
+    shown = capsys.readouterr().err.split("\r\x1b[K")
+    assert len(shown) == 3 and len(shown[1]) == 39
+
+
+def test_a_result_takes_the_place_of_the_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "stderr", sys.stdout)  # one terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["tune", "--shapes", "64x64", "--m", "1,2", "--device", "cpu", "--force"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert [line.rpartition("\x1b[K")[2].partition(",")[0] for line in lines[1:3]] == ["m 1", "m 2"]
 
 
 def test_progress_line_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,9 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ("explain --m 1 --n 64 --k 64 --why '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),
         ("compile --shapes 64x64 --m 1 -o {file}s --gpu ''", "--gpu: wanted a known GPU, such as 'NVIDIA H200'"),
         ("compile --shapes 64x64 -o {file}s --gpu '' --arch sm_80 --sms 9", "--gpu: wanted a known GPU"),
+        (f"tune --shapes 64x{2**31} --m 1", f"--shapes: wanted sizes of at most {2**31 - 1}, got {2**31}"),
+        (f"tune --shapes {'9' * 5000}x64 --m 1", f"--shapes: wanted sizes of at most {2**31 - 1}, got 999"),
+        (f"compile --shapes 64x64 --m 1..{'9' * 5000} -o {{file}}s", "--m: wanted numbers from 1 and ranges like"),
         ("inspect {pipe}", "/pipe' is neither a file nor a folder; what can be loaded: a GGUF file"),
     ],
 )
@@ -255,6 +258,13 @@ def test_an_empty_string_is_not_the_current_folder(capsys, monkeypatch, tmp_path
         main(shlex.split(arguments))
     assert stopped.value.code == 2
     assert "wanted a path, got an empty string" in capsys.readouterr().err
+
+
+def test_one_question_about_a_config_at_a_time(capsys):
+    config = "1x128x64_1x1x1_coop"
+    with pytest.raises(SystemExit):
+        main(["explain", "--m", "4", "--n", "96", "--k", "64", "--device", "cpu", "--config", config, "--why", config])
+    assert "argument --why: not allowed with argument --config" in capsys.readouterr().err
 
 
 def test_explain_where_nothing_runs(capsys):
@@ -452,6 +462,16 @@ def test_layers_of_a_hugging_face_folder(tmp_path):
         (96, 64, g64, False),
         (64, 96, g32, False),
     }
+
+
+def test_a_format_for_a_model_that_has_none(tmp_path):
+    """``tune`` and ``compile`` took a dense model's layers as int4_g128 whatever --format said."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    transformers.LlamaConfig(**sizes, vocab_size=32).save_pretrained(tmp_path)
+    for format in ("int4_g32", "int4_g64_zint", "nf4_g32"):
+        args = problems.argparse.Namespace(model=str(tmp_path), shapes=None, format=format)
+        assert {str(layer.format) for layer in problems.parse_layers(args)} == {format}
 
 
 def test_layers_of_experts_and_of_fp8_activations(tmp_path, capsys):

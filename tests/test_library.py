@@ -81,10 +81,16 @@ def test_a_library_lies_beside_its_object(folder, monkeypatch):
     assert names == {disk.entry_name(tiny()), disk.entry_name(tiny()).removesuffix("o") + "so"}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
     assert loaded_from(monkeypatch) == "library"
+    assert disk.size() == sum(path.stat().st_size for path in folder.iterdir()), "what `w4gemm cache list` says"
     code = disk.read(disk.libraries()[0].name)
     assert b"libcute_dsl_runtime.so\0" in code and b"libtvm_ffi.so\0" in code
     assert str(toolchain.runtime().parent).encode() not in code, "names no folder to load code from"
     assert disk.clear() == 1 and not list(folder.iterdir())
+
+
+def test_a_folder_that_another_process_clears_has_a_size(folder, monkeypatch):
+    monkeypatch.setattr(disk, "stored", lambda: [folder / "gone-sm_90a-1-2.o"])
+    assert disk.size() == sum(path.stat().st_size for path in disk.libraries())
 
 
 @needs_linker

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 
 import w4gemm
 from w4gemm import Epilogue, MixedGemm, choice
+from w4gemm.api import runner
 from w4gemm.api.dlpack import torch_tensor
 from w4gemm.kernels import KERNELS
 
@@ -273,6 +276,52 @@ def test_an_alpha_that_is_no_number(weight, alpha, error, message):
     gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue(alpha="host"))
     with pytest.raises(error, match=message):
         gemm.run(torch.zeros(M, K), weight.tensors, torch.zeros(M, N), n=N, alpha=alpha)
+
+
+def test_out_is_no_part_of_a_graph(weight):
+    """It became one on the CPU beside operands that require a gradient, and the next run refused it."""
+    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue(bias=True))
+    x, bias, out = torch.randn(M, K, requires_grad=True), torch.randn(N, requires_grad=True), torch.empty(M, N)
+    for _ in range(2):
+        gemm.run(x, weight.tensors, out, bias=bias, n=N)
+        assert not out.requires_grad and out.grad_fn is None
+    assert torch.equal(out, w4gemm.linear(x, weight, bias))
+
+
+def test_other_frameworks_hear_of_the_stream(weight, monkeypatch):
+    """DLPack tells them torch's current stream, which then waits for their tensors."""
+    current = []
+
+    @contextmanager
+    def launching_on(stream, device):
+        current.append(stream)
+        yield
+        current.pop()
+
+    class Array:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, **options):
+            assert current == [64]
+            return x.__dlpack__()
+
+    monkeypatch.setattr(runner, "_launching_on", launching_on)
+    x, out = torch.randn(M, K), torch.empty(M, N)
+    MixedGemm("int4_g32_fp16", torch.float32, "cpu").run(Array(), weight.tensors, out, n=N, stream=64)
+    assert torch.equal(out, w4gemm.linear(x, weight)) and not current
+
+
+def test_a_stream_of_another_gpu(monkeypatch):
+    class Stream:
+        device = torch.device("cuda:1")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    with (
+        pytest.raises(ValueError, match="stream: wanted one of cuda:0, where the tensors are, got one of cuda:1"),
+        runner._launching_on(Stream(), torch.device("cuda:0")),
+    ):
+        pass
 
 
 def test_a_workspace_that_is_no_buffer():

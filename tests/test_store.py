@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -367,6 +368,13 @@ sys.exit(main(["cache", "export", {str(exported)!r}]))
     assert run.returncode == 1 and run.stderr == f"w4gemm: error: {exported}: File too large\n"
     assert exported.read_text() == "of an earlier export" and set(tmp_path.iterdir()) == {folder, exported}
     assert main(["cache", "export", str(exported)]) == 0 and len(store.read(exported)) == 10
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")
+def test_an_export_to_what_is_full_names_it(folder, capsys):
+    store.append(folder / store.USER_FILE, [record()])
+    assert main(["cache", "export", "/dev/full"]) == 1
+    assert capsys.readouterr().err == "w4gemm: error: /dev/full: No space left on device\n"
 
 
 def test_an_export_follows_links_and_names_its_file(tmp_path, capsys):

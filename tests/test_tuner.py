@@ -158,6 +158,28 @@ def test_overlapping_threads_leave_no_tuner_behind(folder):
     assert not choice.plan_cache._open_tuners and not choice.plan_cache._beside
 
 
+def test_a_plan_that_was_begun_before_a_block_is_tuned_inside(monkeypatch):
+    """Another thread's plan may take a second of compiling, and be there only when the block has begun."""
+    w = w4gemm.quantize(torch.randn(96, 64), CPU.format).repack()
+    x, seen, began, block = torch.randn(3, 64), [], threading.Event(), threading.Event()
+    plan = choice.plan_cache.plan
+
+    def slowly(problem, config):
+        began.set()
+        assert block.wait(30)
+        return plan(problem, config)
+
+    monkeypatch.setattr(choice.plan_cache, "plan", slowly)
+    other = threading.Thread(target=w4gemm.linear, args=(x, w))
+    other.start()
+    assert began.wait(30)
+    with choice.tuning_with(lambda problem: seen.append(problem.m)):
+        block.set()
+        other.join(60)
+        w4gemm.linear(x, w)
+    assert seen == [4]
+
+
 def test_blocks_that_end_in_another_order_leave_no_tuner_behind():
     """Generators of one thread may overlap so."""
     first, second = (choice.tuning_with(lambda problem: None) for _ in range(2))

@@ -8,7 +8,8 @@ and the first launch with stream-k synchronizes if no workspace is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,9 +178,12 @@ class MixedGemm:
             TypeError, ValueError: for an argument that does not fit; the message names it.
             UnsupportedError: if no kernel runs these sizes; the message has each kernel's reason.
         """
+        if stream is not None:
+            fused = {"alpha": alpha, "bias": bias, "residual": residual, "token_scale": token_scale}
+            with _launching_on(stream, self.device):  # other frameworks let this stream wait for the tensors that come
+                self.run(a, b, out, n=n, config=config, workspace=workspace, **fused)
+            return
         a, out = torch_tensor("a", a), torch_tensor("out", out)
-        if stream is not None and not isinstance(stream, (int, torch.cuda.Stream)):
-            raise TypeError(f"stream: wanted a torch.cuda.Stream, an address or None, got {kind_of(stream)}")
         if isinstance(b, QuantizedWeight):
             raise TypeError("b: wanted the packed tensors, w.tensors, got the weight itself")
         if isinstance(b, torch.Tensor) or not isinstance(b, Iterable):
@@ -205,13 +209,11 @@ class MixedGemm:
         plan = choice.plan_for(self._key(weight, m, config))
         if (memory := torch_tensor("workspace", workspace)) is not None and device.type == "cuda":
             operands = operands._replace(workspace=self._workspace(memory, plan))
-        if stream is None or device.type != "cuda":
+        if not torch.is_grad_enabled():
             boundary.launch(plan.launch, operands, device)
             return
-        if isinstance(stream, int):
-            stream = torch.cuda.ExternalStream(stream, device=device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            plan.launch(operands)
+        with torch.no_grad():  # some kernels call PyTorch's operators, which would make out a part of a graph, or raise
+            boundary.launch(plan.launch, operands, device)
 
     def _weight(self, n: int, k: int) -> PackedShape:
         assert isinstance(self.format, WeightFormat) and self.layout is not None
@@ -297,6 +299,26 @@ class MixedGemm:
         for name, (dtype, size) in epilogue.wanted(self.dtype, shape, n).items():
             require_tensor(name, getattr(operands, name), dtype, size, device)
             check_alignment(name, getattr(operands, name), _ALIGNMENT if name == "residual" else dtype.itemsize)
+
+
+@contextmanager
+def _launching_on(stream: Any, device: Any) -> Iterator[None]:
+    """Make ``stream`` torch's current one in the block; on the CPU do nothing.
+
+    Raises:
+        TypeError, ValueError: if it is no stream of ``device``.
+    """
+    if not isinstance(stream, (int, torch.cuda.Stream)):
+        raise TypeError(f"stream: wanted a torch.cuda.Stream, an address or None, got {kind_of(stream)}")
+    if device.type != "cuda":
+        yield
+        return
+    if isinstance(stream, int):
+        stream = torch.cuda.ExternalStream(stream, device=device)
+    elif stream.device != device:  # torch would make that device current, and the launch go to another stream
+        raise ValueError(f"stream: wanted one of {device}, where the tensors are, got one of {stream.device}")
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
 
 
 def _said(given: Any) -> str:

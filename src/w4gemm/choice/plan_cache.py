@@ -114,11 +114,12 @@ def _resolved(key: PlanKey) -> Plan:
     problem = key.problem()
     if tuners and not key.config and not key.weight.experts:
         tuners[-1](problem)
-    started = time.perf_counter()
+    started, seen = time.perf_counter(), generation
     found = plan(problem, key.config or None)
     with _lock:
         if not beside:
-            _plans[key] = found
+            if seen == generation:  # else another thread tuned meanwhile, or began to: the next call chooses anew
+                _plans[key] = found
         elif _open_tuners:  # else the last block ended meanwhile, and forgot what was chosen beside it
             _beside[key] = found
     ms = 1e3 * (time.perf_counter() - started)
@@ -158,10 +159,11 @@ def stays(key: PlanKey, found: Plan) -> bool:
 
 def forget(n: int | None = None, k: int | None = None) -> None:
     """Forget the plans of weights (n, k), or of all weights, because the tables of measured configs have changed."""
-    _outdate()
-    for key in list(_plans):
-        if n is None or (key.weight.n, key.weight.k) == (n, k):
-            _plans.pop(key, None)
+    with _lock:
+        _outdate()
+        for key in list(_plans):
+            if n is None or (key.weight.n, key.weight.k) == (n, k):
+                _plans.pop(key, None)
 
 
 def _outdate() -> None:

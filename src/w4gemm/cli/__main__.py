@@ -36,16 +36,17 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0, or 1 after an error, or 130 after Ctrl-C. Arguments that cannot be
     read exit with status 2."""
+    _open_closed()
     _print_anything()
-    parser = make_parser()
-    args, rest = parser.parse_known_args(argv)
-    args.rest = rest
-    if rest and not args.passes_on:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    parser, traceback = make_parser(), False
     format_of_others, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
-        configure_logging()
         try:
+            args, rest = parser.parse_known_args(argv)
+            args.rest, traceback = rest, args.traceback
+            if rest and not args.passes_on:
+                parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            configure_logging()
             return args.run(args)
         finally:
             _flush()
@@ -55,12 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as e:
         text = sentence(e)
-        if text is None or args.traceback:
+        if text is None or traceback:
             raise
         print(f"w4gemm: error: {text}", file=sys.stderr)
         return 1
     finally:
         warnings.formatwarning = format_of_others
+
+
+def _open_closed() -> None:
+    """Let output go nowhere that has no file, because whoever started this has closed it. Python's None for it is no
+    file, and ``print`` takes None for standard output; and a file that is opened later must not become standard error.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (until the end)
 
 
 def _print_anything() -> None:
@@ -77,8 +87,6 @@ def _flush() -> None:
     Raises:
         OSError: if it cannot be written, as where the disk is full.
     """
-    if sys.stdout is None:  # closed by whoever started this
-        return
     try:
         sys.stdout.flush()
     except OSError as e:

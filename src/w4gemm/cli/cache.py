@@ -56,10 +56,8 @@ def _path(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
-    objects = disk.stored()
-    size = sum(path.stat().st_size for path in objects)
-    kernels = counted(len(objects), "compiled kernel")
-    print(f"{environment.cache_dir() or 'nothing is kept'}: {kernels}, {size / 2**20:.1f} MiB")
+    kernels = counted(len(disk.stored()), "compiled kernel")
+    print(f"{environment.cache_dir() or 'nothing is kept'}: {kernels}, {disk.size() / 2**20:.1f} MiB")
     for name, path in (("tuned", store.user_path()), *(("shipped", path) for path in store.shipped_tables())):
         records = effective(store.read(path)) if path else []
         print(f"{name}: {path or 'no file'}, {counted(len(records), 'config')}")
@@ -102,7 +100,10 @@ def _export(args: argparse.Namespace) -> None:
         sys.stdout.write(text)
         return
     if args.file.exists() and not args.file.is_file():  # a pipe
-        args.file.write_text(text)
+        try:
+            args.file.write_text(text)
+        except OSError as e:  # which names no file if it is full
+            raise OSError(e.errno, e.strerror, str(args.file)) from e
     else:
         store.replace_table(args.file.resolve() if args.file.is_symlink() else args.file, records)
     say(f"wrote {counted(len(records), 'tuned config')} to {args.file}")

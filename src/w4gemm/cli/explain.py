@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_size_arguments(parser, "--")
     add_format_argument(parser)
     add_device_arguments(parser, SIMULATED, "device to choose for")
-    parser.add_argument("--config", help="explain the call in which this config is forced")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--config", help="explain the call in which this config is forced")
+    which.add_argument(
         "--why", metavar="CONFIG", help="say only why this config is not legal, or where it ranks by predicted time"
     )
     parser.add_argument("--activation", metavar="NAME", help="activation in the epilogue, such as silu (default: none)")

@@ -22,6 +22,9 @@ DESCRIPTION = (
     "standard output, everything else to standard error. Nothing is downloaded."
 )
 
+_LOWEST_TEMPERATURE = 1e-6
+"""Logits are divided by the temperature, and have to stay in the range of float32."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="text to answer")
@@ -58,12 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not (math.isfinite(args.temperature) and args.temperature >= 0):
-        raise ValueError(f"--temperature: wanted a finite number >= 0, got {args.temperature}")
+    if not (args.temperature == 0 or _LOWEST_TEMPERATURE <= args.temperature < math.inf):
+        wanted = f"wanted 0 or a finite number >= {_LOWEST_TEMPERATURE}"
+        raise ValueError(f"--temperature: {wanted}, got {args.temperature}")
     if not -(2**63) <= args.seed < 2**64:
         raise ValueError(f"--seed: wanted a number of 64 bits, got {args.seed}")
     if not args.prompt.strip():
         raise ValueError("PROMPT: wanted some words, got none")
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError as e:  # Python keeps bytes that are no text as surrogates, which no tokenizer takes
+        raise ValueError(f"PROMPT: wanted text in UTF-8, got other bytes at character {e.start}") from None
     path = default_model() if args.model is None else args.model
     device, note = choose_device(args.device)
     if note:

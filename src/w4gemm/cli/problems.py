@@ -14,7 +14,7 @@ import torch
 from w4gemm.checkpoints import Module, open_checkpoint
 from w4gemm.console.errors import read_text
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.errors import FormatError
+from w4gemm.core.errors import LARGEST_SIZE, FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
@@ -101,7 +101,7 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
     """
     format = WeightFormat() if args.format is None else WeightFormat.parse(args.format)
     if args.model is not None:
-        found = _layers_of_model(args.model)
+        found = layers_of(open_checkpoint(args.model, args.format).modules.values())
     elif _is_file(args.shapes):
         found = [
             _parse_line(line, f"{args.shapes}:{number}", format)
@@ -124,10 +124,6 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def _layers_of_model(path: str) -> list[Layer]:
-    return layers_of(open_checkpoint(path).modules.values())
-
-
 def layers_of(modules: Iterable[Module]) -> list[Layer]:
     """Return a layer for each module of a checkpoint."""
     return [Layer(m.n, m.k, m.format, m.bias, m.experts, m.activations) for m in modules]
@@ -137,7 +133,7 @@ def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
     words = line.split()
     bias = words[-1] == "bias"
     words = words[: len(words) - bias]
-    sizes = [int(word) for word in itertools.takewhile(str.isdecimal, words)]
+    sizes = [_size(word, where) for word in itertools.takewhile(str.isdecimal, words)]
     named = words[len(sizes) :]
     if len(sizes) not in (2, 3) or len(named) > 1 or 0 in sizes:
         raise ValueError(f"{where}: wanted [EXPERTS] N K [FORMAT] [bias], got {line!r}")
@@ -149,4 +145,12 @@ def _parse_size(text: str, format: WeightFormat) -> Layer:
     size = _SIZE.fullmatch(text)
     if size is None:
         raise FileNotFoundError(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {text!r}")
-    return Layer(int(size[2]), int(size[3]), format, experts=int(size[1] or 0))
+    experts, n, k = (_size(digits, "--shapes") for digits in (size[1] or "0", size[2], size[3]))
+    return Layer(n, k, format, experts=experts)
+
+
+def _size(digits: str, where: str) -> int:
+    # Python refuses to read thousands of digits, in words of its own
+    if len(digits) > len(str(LARGEST_SIZE)) or int(digits) > LARGEST_SIZE:
+        raise ValueError(f"{where}: wanted sizes of at most {LARGEST_SIZE}, got {digits:.40}")
+    return int(digits)

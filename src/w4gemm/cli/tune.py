@@ -12,7 +12,7 @@ from w4gemm.cli.problems import add_layer_arguments, parse_layers, problems
 from w4gemm.console.devices import chosen_device, device_line, device_name
 from w4gemm.console.errors import memory_for
 from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens, positive
-from w4gemm.console.progress import counted, progress_bar, say
+from w4gemm.console.progress import counted, delete_line, progress_bar, say
 from w4gemm.core import environment
 from w4gemm.tuning.tuner import TOP, Outcome, tune
 
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             options = {"top": args.top, "force": args.force, "workers": args.workers}
             for outcome in tune(wanted, where, **options, progress=progress):
                 outcomes.append(outcome)
+                delete_line()
                 print(line(outcome), flush=True)
     finally:
         seconds = time.perf_counter() - started

@@ -18,6 +18,7 @@ WIDE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 """The dtypes that a model's activations may have, by name."""
 DTYPES = WIDE_DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn}
 _RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
+_LONGEST_RANGE = 80
 
 
 def positive(text: str) -> int:
@@ -101,9 +102,10 @@ def parse_tokens(text: str) -> list[int]:
     found: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
-        first = int(match[1]) if match else 0
+        too_long = len(part) > _LONGEST_RANGE  # Python refuses to read thousands of digits, in words of its own
+        first = int(match[1]) if match and not too_long else 0
         if match is None or first < 1:
-            raise ValueError(f"--m: wanted numbers from 1 and ranges like 1..64,512 or 1.., got {text!r}")
+            raise ValueError(f"--m: wanted numbers from 1 and ranges like 1..64,512 or 1.., got {text!r:.80}")
         last = first if match[2] is None else int(match[3]) if match[3] else choice.BOUNDS[-1] + 1
         if last < first:
             raise ValueError(f"--m: wanted ranges that go up, got {part!r}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+
+_DELETE = "\r\x1b[K"
 
 
 def say(text: str) -> None:
@@ -30,13 +33,28 @@ def progress_line() -> Iterator[Callable[[int, int, str], None]]:
         if sys.stderr.isatty() and (now - shown > 0.1 or done in (0, total)):
             shown = now
             count = f" {done}/{total}" if total else ""
-            print(f"\r\x1b[K{what}{count} ...", end="", file=sys.stderr, flush=True)
+            text = f"{what}{count} ..."[: _columns() - 1]  # the terminal would break it, and only its end be deleted
+            print(f"{_DELETE}{text}", end="", file=sys.stderr, flush=True)
 
     try:
         yield progress
     finally:
         if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            delete_line()
+
+
+def delete_line() -> None:
+    """Delete the line that :func:`progress_line` keeps on a terminal, before another is printed in its place."""
+    if sys.stderr.isatty():
+        print(_DELETE, end="", file=sys.stderr, flush=True)
+
+
+def _columns() -> int:
+    """Return how many characters the terminal has in a line, of which none is told by some."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except OSError:
+        return 80
 
 
 @contextlib.contextmanager

@@ -197,6 +197,15 @@ def libraries() -> list[Path]:
     return _stored(".so")
 
 
+def size() -> int:
+    """Return the bytes of all objects and libraries in the cache folder. Another process may delete some meanwhile."""
+    total = 0
+    for path in (*stored(), *libraries()):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
 def _stored(suffix: str) -> list[Path]:
     folder = environment.cache_dir()
     if folder is None:
