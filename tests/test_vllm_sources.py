@@ -22,8 +22,9 @@ from bench.engine.models import model_named, tiny
 from bench.engine.packing import Packing
 
 import vllm_sources
-from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints import find_checkpoint, open_checkpoint
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder
+from w4gemm.cli.__main__ import main
 
 vllm_sources.install(os.environ["VLLM_SOURCES"].split(os.pathsep))
 
@@ -74,7 +75,6 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("format", FORMATS)
 def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
     from vllm.model_executor.kernels.linear import MPLinearLayerConfig
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     if format.endswith("-act") and "has_g_idx" not in MPLinearLayerConfig.__dataclass_fields__:
@@ -83,7 +83,36 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
         pytest.skip("this vLLM has no kernels for such layers")
     model = tiny(model_named("llama-3-8b"))
     write(model, Packing.parse(format), tmp_path)
-    c, given = model.config, {"bias": False, "quant_config": quantization(tmp_path)}
+    check_layers(model.config, tmp_path, format)
+    if format.endswith("-head"):
+        sizes, given = (model.config["vocab_size"], model.config["hidden_size"]), quantization(tmp_path)
+        head = loaded(ParallelLMHead(*sizes, prefix="lm_head", quant_config=given), tmp_path, "", {"lm_head": None})
+        kernel = type(head.quant_method.kernel).__name__
+        check(tmp_path, format, kernel, ["lm_head"], lambda x: [head.quant_method.apply(head, x)])
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g128-fp8", "ct-mxfp4"])
+def test_vllms_layers_load_what_convert_writes(format: str, tmp_path: Path) -> None:
+    model = tiny(model_named("llama-3-8b"))
+    write(model, Packing.parse(format), tmp_path / "in")
+    converted(tmp_path)
+    check_layers(model.config, tmp_path / "out", format)
+
+
+def converted(folder: Path) -> None:
+    """Make a folder ``out`` for vLLM of a folder ``in``."""
+    torch.set_default_dtype(torch.float32)
+    assert main(["convert", str(folder / "in"), str(folder / "out"), "--to", "compressed-tensors"]) == 0
+    torch.set_default_dtype(torch.bfloat16)
+    assert find_checkpoint(folder / "out").format.name == "compressed-tensors"
+
+
+def check_layers(c: Mapping[str, Any], folder: Path, format: str) -> None:
+    """Have vLLM make and load the linear layers of a decoder layer, and hold them to the checkpoint's numbers. c: the
+    model's config."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+    given: dict[str, Any] = {"bias": False, "quant_config": quantization(folder)}
     hidden, width = c["hidden_size"], c["intermediate_size"]
     heads = c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
     layers: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
@@ -101,14 +130,8 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
     ]
     for name, make, shards in layers:
         prefix = f"model.layers.1.{name}"
-        layer = loaded(make(prefix=prefix, **given), tmp_path, prefix.rpartition(".")[0], shards)
-        check(tmp_path, format, kernel_of(layer), [f"{prefix.rpartition('.')[0]}.{shard}" for shard in shards], layer)
-    if format.endswith("-head"):
-        head = loaded(
-            ParallelLMHead(c["vocab_size"], hidden, prefix="lm_head", **given), tmp_path, "", {"lm_head": None}
-        )
-        kernel = type(head.quant_method.kernel).__name__
-        check(tmp_path, format, kernel, ["lm_head"], lambda x: [head.quant_method.apply(head, x)])
+        layer = loaded(make(prefix=prefix, **given), folder, prefix.rpartition(".")[0], shards)
+        check(folder, format, kernel_of(layer), [f"{prefix.rpartition('.')[0]}.{shard}" for shard in shards], layer)
 
 
 def kernel_of(layer: Any) -> str:
@@ -237,6 +260,17 @@ def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, t
     layer.quant_method.process_weights_after_loading(layer)
     assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
     check_experts(layer, tmp_path, prefix, EXPERTS[format])
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g128-fp8", "ct-mxfp4"])
+def test_vllms_experts_load_what_convert_writes(format: str, tmp_path: Path) -> None:
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
+    write(model, Packing.parse(format), tmp_path / "in")
+    converted(tmp_path)
+    layer = routed_experts(model.config, quantization(tmp_path / "out"), prefix)
+    fill_experts(layer, tmp_path / "out", prefix)
+    layer.quant_method.process_weights_after_loading(layer)
+    check_experts(layer, tmp_path / "out", prefix, EXPERTS[format])
 
 
 def loads(format: str) -> bool:
