@@ -105,6 +105,7 @@ def test_explain_a_gpu_that_is_not_there(capsys):
             "silu_mul wants an even number of features, got 255",
         ),
         ("compile --shapes 64x64 -o {file}s --top-k 4", "--top-k: wanted only beside layers of experts, got 4"),
+        ("compile --shapes 64x64 -o {file}s --expert-scale", "--expert-scale: wanted only beside layers of experts"),
         ("inspect ''", "wanted a file or folder, got an empty string"),
         ("convert '' {file}s", "wanted a file or folder, got an empty string"),
         ("generate hi --model '' --device cpu", "wanted a file or folder, got an empty string"),

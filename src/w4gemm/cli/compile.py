@@ -143,6 +143,8 @@ def run(args: argparse.Namespace) -> int:
         _say_of_sums(args.top_k or task.top_k)
     elif args.top_k:
         raise ValueError(f"--top-k: wanted only beside layers of experts, got {args.top_k} without one")
+    elif args.expert_scale:
+        raise ValueError("--expert-scale: wanted only beside layers of experts, got it without one")
     units, records = chosen(wanted, args.top)
     for use in uses:
         units |= dict.fromkeys(unit for layer in layers for unit in helpers_of(layer, use))
