@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -134,6 +135,16 @@ def test_engine_arguments_are_vllms_defaults_but_for_what_is_said():
     words = serve.command(arguments, 8000)
     assert "--no-enable-prefix-caching" in words and words[words.index("--linear-backend") + 1] == "marlin"
     assert json.loads(words[words.index("--compilation-config") + 1]) == arguments["compilation_config"]
+
+
+def test_experts_are_divided_among_gpus_and_moved():
+    given = Path("/m"), Implementation.parse("w4gemm"), model_named("qwen3-30b-a3b"), (8,)
+    assert "enable_expert_parallel" not in OPTIONS.arguments(*given)
+    arguments = replace(OPTIONS, expert_parallel=True, rebalance=50).arguments(*given)
+    assert arguments["enable_expert_parallel"] and arguments["enable_eplb"]
+    words = serve.command(arguments, 8000)
+    assert "--enable-expert-parallel" in words
+    assert json.loads(words[words.index("--eplb-config") + 1]) == {"window_size": 50, "step_interval": 50}
 
 
 def test_starts_are_first_cold_or_warm(tmp_path):

@@ -201,6 +201,9 @@ def test_the_page_of_sample_rows():
     assert "| decode, batch 1: tokens/s (ms a step) | 375 (2.67) | 250 (4.00) | 300 (3.33) | 1.50 | 1.25 |" in text
     assert "|  | w4gemm | machete, vLLM's choice | humming | over vLLM's choice | over the best |" in text
     assert "| llama-3-8b, gptq-int4-g128, NVIDIA H200, CUDA graphs only | 1 to 64 | 1.50 | 1.25 |" in text
+    parallel = [{**row, "mode": "default+ep+eplb", "gpus": 2} for row in stored]
+    where = "| llama-3-8b, gptq-int4-g128, 2 x NVIDIA H200, torch.compile, expert parallel, experts moved | 1 to 64 |"
+    assert where in page.text(parallel, "engine.jsonl")
     assert "| prefill of 8192: tokens/s | 32,768 | 32,768 | 32,768 | 1.00 | 1.00 |" in text
     assert "| humming | 64 | 80.0 (120.0) | 6.0 (9.0) |" in text
     assert "conch" not in text and "| cold start: s | 20 |" in text

@@ -48,6 +48,12 @@ def test_help_explains_the_command_and_every_option(name, capsys):
         ("generation", ["--ways", "fast"], "argument --ways: wanted some of eager, .*, got fast"),
         ("generation", ["--weights", "int5"], "argument --weights: .*int5"),
         ("unknown", ["--kinds", "w4a4"], "argument --kinds: wanted some of w4a16, w4a8_exact, w4a8_folded, got w4a4"),
+        ("engine.__main__", ["--expert-parallel"], "--expert-parallel: wanted --gpus 2 or more beside it, got 1"),
+        (
+            "engine.__main__",
+            ["--rebalance", "50"],
+            "--rebalance: wanted --expert-parallel beside it, got 50 without it",
+        ),
         ("tune", ["--shapes", "8192x8192"], "argument --shapes: wanted some of layers, .*, got 8192x8192"),
     ],
 )

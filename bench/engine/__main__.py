@@ -57,6 +57,10 @@ Job = tuple[Case, Implementation]
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    if args.expert_parallel and args.gpus < 2:
+        parser().error(f"--expert-parallel: wanted --gpus 2 or more beside it, got {args.gpus}")
+    if args.rebalance and not args.expert_parallel:
+        parser().error(f"--rebalance: wanted --expert-parallel beside it, got {args.rebalance} without it")
     packings = [Packing.parse(text) for text in args.format]
     implementations = [Implementation.parse(text) for text in args.impl]
     pairs = [pair for text in args.model for pair in pairs_of(text, packings, args)]
@@ -108,6 +112,8 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Pla
         memory=args.memory,
         max_len=-(-longest // 256) * 256,
         at_once=args.at_once,
+        expert_parallel=args.expert_parallel,
+        rebalance=args.rebalance,
     )
     task = Task(
         engine={},
@@ -121,7 +127,9 @@ def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Pla
     )
     common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
     common |= {"format": str(packing), "dtype": args.dtype, "gpus": args.gpus}
-    common |= {"mode": "eager" if args.eager else "graphs" if args.no_compile else "default", "at_once": args.at_once}
+    mode = "eager" if args.eager else "graphs" if args.no_compile else "default"
+    mode += "+ep" * args.expert_parallel + "+eplb" * bool(args.rebalance)
+    common |= {"mode": mode, "at_once": args.at_once}
     return Case(model, packing, options, task, args.serve, args.starts, args.seconds, place, common, facts)
 
 

@@ -56,6 +56,8 @@ class EngineOptions:
         max_len: most tokens of a request.
         likeliest: most tokens whose probabilities are asked for at a position.
         at_once: engines that share ``memory``.
+        expert_parallel: True if each GPU has some experts whole.
+        rebalance: steps after which vLLM moves experts between GPUs; 0 for never.
     """
 
     dtype: str
@@ -66,6 +68,8 @@ class EngineOptions:
     max_len: int
     likeliest: int = 20
     at_once: int = 1
+    expert_parallel: bool = False
+    rebalance: int = 0
 
     def arguments(self, folder: Path, implementation: Implementation, model: Model, batches: tuple[int, ...]) -> Any:
         """Return the arguments of ``vllm.LLM`` for requests of these batch sizes.
@@ -88,6 +92,11 @@ class EngineOptions:
         }
         if self.at_once > 1:  # else vLLM would find out how much is free, while others take and give back
             arguments["kv_cache_memory_bytes"] = self.cache_bytes(folder, model)
+        if self.expert_parallel:
+            arguments["enable_expert_parallel"] = True
+        if self.rebalance:
+            interval = {"window_size": self.rebalance, "step_interval": self.rebalance}
+            arguments |= {"enable_eplb": True, "eplb_config": interval}
         if self.eager:
             return {**arguments, "enforce_eager": True}
         compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted({*CAPTURED, *batches})}

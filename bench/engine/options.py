@@ -117,6 +117,16 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--fresh", action="store_true", help="each engine imports vLLM anew, instead of being forked")
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="tensor parallel size (%(default)s)")
+    group.add_argument(
+        "--expert-parallel", action="store_true", help="each of --gpus has some experts whole, not a part of each"
+    )
+    group.add_argument(
+        "--rebalance",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --expert-parallel: vLLM moves experts between GPUs (EPLB) every N steps (default: it does not)",
+    )
     group.add_argument("--memory", type=float, default=0.85, metavar="PART", help="of a GPU's for vLLM (%(default)s)")
     group.add_argument("--dtype", default="bfloat16", help="of activations (%(default)s)")
 

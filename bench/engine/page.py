@@ -31,8 +31,11 @@ _MODES = {
     "default": "torch.compile",
     "graphs": "CUDA graphs only",
     "eager": "eager",
+    "ep": "expert parallel",
+    "eplb": "experts moved",
 }
-"""vLLM compiles by default; CUDA graphs of decode steps alone start sooner."""
+"""Parts of a row's mode, with "+" between them. vLLM compiles by default; CUDA graphs of decode steps alone start
+sooner."""
 _WHAT = (
     "How fast models decode in vLLM if w4gemm's plugin runs their 4-bit layers. A ratio is w4gemm's tokens/s / those "
     "of the kernels that vLLM chooses, or of the best of vLLM's kernels if two or more ran; for a time it is the "
@@ -74,7 +77,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         gpu = f"{self.gpus} x {self.gpu}" if self.gpus > 1 else self.gpu
         run = (f"earlier ({self.earlier})",) if self.earlier else ()
-        return ", ".join((self.model, self.format, gpu, _MODES[self.mode], *run))
+        return ", ".join((self.model, self.format, gpu, *(_MODES[part] for part in self.mode.split("+")), *run))
 
 
 _OFFLINE = "offline"

@@ -155,6 +155,28 @@ STEPS = (
         )
     ),
     Step(
+        "engine-expert-parallel",
+        f"{ENGINE} --model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 --prefill 0 --gpus 2 "
+        "--expert-parallel --seconds 280",
+        580,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        gpus=2,
+        alone=True,
+    ),
+    Step(
+        "engine-experts-moved",
+        f"{ENGINE} --model qwen3-30b-a3b=ct-int4-g128 --impl w4gemm --batch 8 --prefill 0 --tokens-out 512 --gpus 2 "
+        "--expert-parallel --rebalance 100 --seconds 280",
+        300,
+        "engine.jsonl",
+        TO_RUN,
+        needs=("vllm",),
+        gpus=2,
+        alone=True,
+    ),
+    Step(
         "engine-agreement",
         "python -m bench.engine.agreement --impl w4gemm marlin --at-once 3 --memory 0.8 --out {rows}",
         400,
