@@ -47,6 +47,12 @@ class Step:
         return self.least or (self.seconds // 3 if self.alone else self.seconds)
 
 
+def _engine(name: str, options: str, seconds: int, gpus: int = 1) -> Step:
+    """Return a step that measures models inside vLLM. options: of ``bench.engine``."""
+    command = f"{ENGINE} {options}"
+    return Step(f"engine-{name}", command, seconds, "engine.jsonl", TO_RUN, alone=True, gpus=gpus, needs=("vllm",))
+
+
 STEPS = (
     # the GPU tests: of models and checkpoints by themselves, then all of them in shards
     Step(
@@ -97,7 +103,7 @@ STEPS = (
         320,
         "unknown.jsonl",
         "docs/measured/sm90_fp8_gemm.md#streams-2026-11-27",
-        needs=PEERS[:1],
+        needs=("humming",),
         gpu="H200",
         alone=True,
     ),
@@ -123,58 +129,36 @@ STEPS = (
         alone=True,
         gpu="H100",
     ),
-    *(
-        Step(
-            f"engine-{name}",
-            f"{ENGINE} {options}",
-            seconds,
-            "engine.jsonl",
-            TO_RUN,
-            needs=("vllm",),
-            alone=True,
-        )
-        for name, options, seconds in (
-            (
-                "serve-qwen3-30b-a3b",
-                "--serve --model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 256 --at-once 2 "
-                "--seconds 420",
-                450,
-            ),
-            (
-                "quark",
-                "--model llama-3-8b=quark-nvfp4 qwen3-30b-a3b=quark-mxfp4 --impl default w4gemm --at-once 2",
-                400,
-            ),
-            (
-                "formats",
-                "--layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --at-once 3 --model "
-                "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
-                "mixtral-8x7b=gptq-int4-g128 llama-3-8b=ct-nvfp4 llama-3-8b=modelopt-nvfp4-a16 qwen3-30b-a3b=ct-nvfp4",
-                400,
-            ),
-        )
+    _engine(
+        "serve-qwen3-30b-a3b",
+        "--serve --model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 256 --at-once 2 --seconds 420",
+        450,
     ),
-    Step(
-        "engine-expert-parallel",
-        f"{ENGINE} --model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 --prefill 0 --gpus 2 "
-        "--expert-parallel --seconds 280",
+    _engine(
+        "quark",
+        "--model llama-3-8b=quark-nvfp4 qwen3-30b-a3b=quark-mxfp4 --impl default w4gemm --at-once 2",
+        400,
+    ),
+    _engine(
+        "formats",
+        "--layers 2 --impl w4gemm --batch 1 64 --no-compile --prefill 0 --tokens-out 32 --at-once 3 --model "
+        "qwen3-30b-a3b=ct-int4-g128-fp8 llama-3-8b=gptq-int4-g128-act llama-3-8b=gptq-int4-g128-head "
+        "mixtral-8x7b=gptq-int4-g128 llama-3-8b=ct-nvfp4 llama-3-8b=modelopt-nvfp4-a16 qwen3-30b-a3b=ct-nvfp4",
+        400,
+    ),
+    _engine(
+        "expert-parallel",
+        "--model qwen3-30b-a3b=ct-int4-g128 --impl default w4gemm --batch 8 64 --prefill 0 --gpus 2 --expert-parallel "
+        "--seconds 280",
         580,
-        "engine.jsonl",
-        TO_RUN,
-        needs=("vllm",),
         gpus=2,
-        alone=True,
     ),
-    Step(
-        "engine-experts-moved",
-        f"{ENGINE} --model qwen3-30b-a3b=ct-int4-g128 --impl w4gemm --batch 8 --prefill 0 --tokens-out 512 --gpus 2 "
+    _engine(
+        "experts-moved",
+        "--model qwen3-30b-a3b=ct-int4-g128 --impl w4gemm --batch 8 --prefill 0 --tokens-out 512 --gpus 2 "
         "--expert-parallel --rebalance 100 --seconds 280",
         300,
-        "engine.jsonl",
-        TO_RUN,
-        needs=("vllm",),
         gpus=2,
-        alone=True,
     ),
     Step(
         "engine-agreement",

@@ -47,8 +47,8 @@ class Prepared:
         return [self.weight_of(tensors) for tensors in (self.tensors, *copies)]
 
 
-class Implementation(Protocol):
-    """An implementation of any products, as its adapter describes it."""
+class Adapter(Protocol):
+    """An implementation as benchmarks see it before it multiplies: its name and version, and what it can run."""
 
     name: str
 
@@ -63,20 +63,20 @@ class Implementation(Protocol):
         ...
 
 
-AnyImplementation = TypeVar("AnyImplementation", bound=Implementation)
+AnyAdapter = TypeVar("AnyAdapter", bound=Adapter)
 
 
-def available(implementations: Iterable[AnyImplementation]) -> list[AnyImplementation]:
+def available(adapters: Iterable[AnyAdapter]) -> list[AnyAdapter]:
     """Return those that can run here; print the version of each, and why the others cannot."""
     found = []
-    for each in implementations:
+    for each in adapters:
         reason = each.available()
         print(f"{each.name} {each.version()}{': ' + reason if reason else ''}", flush=True)
         found += [] if reason else [each]
     return found
 
 
-class Peer(Implementation, Protocol):
+class Peer(Adapter, Protocol):
     """An implementation of d = x @ w.T with a 4-bit weight (or, for comparison, the same weight in 16 bits)."""
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
@@ -96,7 +96,7 @@ def missing_package(package: str, module: str) -> str:
     return "" if importlib.util.find_spec(module) else f"{package} is not installed"
 
 
-class OfPackage:
+class PackageAdapter:
     """An implementation from a package of its own."""
 
     package: str

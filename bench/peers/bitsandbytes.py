@@ -7,7 +7,7 @@ dequantizes the weight to 16 bits and calls torch's linear.
 from __future__ import annotations
 
 import torch
-from bench.peers.base import OfPackage, Prepared, Tensors
+from bench.peers.base import PackageAdapter, Prepared, Tensors
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -15,7 +15,7 @@ from w4gemm.weights.weight import QuantizedWeight
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-class BitsAndBytes(OfPackage):
+class BitsAndBytes(PackageAdapter):
     name = "bitsandbytes"
     package = module = "bitsandbytes"
 

@@ -12,7 +12,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class CutlassW4A8(vllm_ops.OfVllm):
+class CutlassW4A8(vllm_ops.VllmAdapter):
     name = "cutlass_w4a8"
     operator = "cutlass_w4a8_mm"
 

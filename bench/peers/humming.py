@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from bench.peers.base import (
     FP8,
-    OfPackage,
+    PackageAdapter,
     Prepared,
     Tensors,
     fp4_name,
@@ -18,7 +18,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Humming(OfPackage):
+class Humming(PackageAdapter):
     name = "humming"
     package, module = "humming-kernels", "humming"
 

@@ -10,7 +10,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Machete(vllm_ops.OfVllm):
+class Machete(vllm_ops.VllmAdapter):
     name = "machete"
     operator = "machete_mm"
 

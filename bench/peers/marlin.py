@@ -10,7 +10,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Marlin(vllm_ops.OfVllm):
+class Marlin(vllm_ops.VllmAdapter):
     name = "marlin"
     operator = "marlin_gemm"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from bench.peers.base import (
     FP8,
-    OfPackage,
+    PackageAdapter,
     Prepared,
     Tensors,
     fp4_name,
@@ -20,7 +20,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Quack(OfPackage):
+class Quack(PackageAdapter):
     name = "quack"
     package, module = "quack-kernels", "quack"
 

@@ -57,7 +57,7 @@ def version(library: Library = OTHERS) -> str:
     return os.environ.get(library.version) or installed_version("vllm")
 
 
-class OfVllm:
+class VllmAdapter:
     """An implementation that is one of vLLM's operators."""
 
     operator: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from bench.peers.base import Implementation, Tensors, gptq_words
+from bench.peers.base import Adapter, Tensors, gptq_words
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -91,7 +91,7 @@ class Prepared:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-class ExpertsPeer(Implementation, Protocol):
+class ExpertsPeer(Adapter, Protocol):
     """An implementation of the products of rows of x by the weights of their experts."""
 
     def prepare(self, experts: Experts, dtype: torch.dtype) -> Prepared:

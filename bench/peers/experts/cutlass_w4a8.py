@@ -15,7 +15,7 @@ from w4gemm.core.formats import WeightFormat
 _SIGNS = -0x77777778  # the top bit of each of eight codes: code - 8 as a signed number
 
 
-class CutlassW4A8(vllm_ops.OfVllm):
+class CutlassW4A8(vllm_ops.VllmAdapter):
     name = "cutlass_w4a8"
     operator = "cutlass_w4a8_moe_mm"
 

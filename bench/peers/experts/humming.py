@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from bench.peers.base import (
     FP8,
-    OfPackage,
+    PackageAdapter,
     Tensors,
     fp4_name,
     unsupported,
@@ -29,7 +29,7 @@ _MOST_ROWS = 65408
 """The table's last entry."""
 
 
-class Humming(OfPackage):
+class Humming(PackageAdapter):
     name = "humming"
     package, module = "humming-kernels", "humming"
 

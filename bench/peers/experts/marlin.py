@@ -18,7 +18,7 @@ _LOCKS = 4 * 256
 """At least four for each multiprocessor."""
 
 
-class Marlin(vllm_ops.OfVllm):
+class Marlin(vllm_ops.VllmAdapter):
     name = "marlin"
     operator, library = "moe_wna16_marlin_gemm", vllm_ops.EXPERTS
 

@@ -277,7 +277,7 @@ def _named(problem: GemmProblem) -> str:
     return str(problem).replace(f"m {problem.m},", f"{span(*interval_of(problem.m))},", 1)
 
 
-def asked(config: GemmConfig | str) -> tuple[tuple[Kernel, ...], GemmConfig]:
+def kernels_and_config(config: GemmConfig | str) -> tuple[tuple[Kernel, ...], GemmConfig]:
     """Return the kernels that may run ``config``, which are all unless its string names one, and the config itself."""
     name, _, text = str(config).rpartition("/")
     parsed = GemmConfig.parse(text)
@@ -287,7 +287,7 @@ def asked(config: GemmConfig | str) -> tuple[tuple[Kernel, ...], GemmConfig]:
 def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, GemmConfig]:
     """Return the kernel named in ``config``, or the first that supports the problem and has the config; and the config.
     Errors are those of :func:`plan`."""
-    candidates, wanted = asked(config)
+    candidates, wanted = kernels_and_config(config)
     _require_support(problem, candidates)
     legal = {f"{k.name}/{c}": (k, c) for _, k, c in legal_ranked(candidates, problem)}
     for kernel, legal_config in legal.values():

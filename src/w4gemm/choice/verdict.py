@@ -62,7 +62,7 @@ def why(problem: GemmProblem, config: GemmConfig | str) -> list[Verdict]:
         TypeError, ValueError: if a field of the problem is wrong, the config malformed, or the kernel unknown.
     """
     choose.check(problem)
-    kernels, wanted = choose.asked(config)
+    kernels, wanted = choose.kernels_and_config(config)
     supporting = tuple(kernel for kernel in kernels if status_of(kernel, problem))
     ranking = legal_ranked(KERNELS, problem)
     verdicts = []

@@ -19,6 +19,7 @@ WIDE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 DTYPES = WIDE_DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn}
 _RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
 _LONGEST_RANGE = 80
+"""Characters."""
 
 
 def positive(text: str) -> int:

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, linear_layers
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.transformers.dense_again import names_of
+from w4gemm.integrations.transformers.dequantize import names_of
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""

@@ -34,7 +34,7 @@ from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.decoding import decode_by_graph
-from w4gemm.integrations.transformers.dense_again import dequantize_layers
+from w4gemm.integrations.transformers.dequantize import dequantize_layers
 from w4gemm.integrations.transformers.names import (
     Renaming,
     check_files,
