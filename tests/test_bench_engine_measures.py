@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from bench.engine import (  # noqa: E402
     offline,
     rows,
+    worker,
 )
 from bench.engine.offline import Result, Task  # noqa: E402
 
@@ -110,3 +112,23 @@ def test_answers_are_compared_up_to_the_first_token_that_differs():
     rows.add_agreement(found, {2: ours}, "marlin", {2: marlin})
     (decode,) = [row for row in found if row["phase"] == "decode"]
     assert (decode["same_tokens_as"], decode["equal_prefix"]) == ("marlin", 2.5)
+
+
+def test_experts_that_moved_are_counted_and_compared():
+    before = [[[[0, 70], [1, 71]]], [[[2, 72], [3, 73]]]]  # two GPUs, one layer
+    after = [[[[2, 72], [1, 71]]], [[[0, 70], [3, 73]]]]
+    assert offline.moves(before, before) == {"places": 4, "moved": 0, "intact": True}
+    assert offline.moves(before, after) == {"places": 4, "moved": 2, "intact": True}
+    after[0][0][0] = [2, 70]  # said to be expert 2, with the weights of 0
+    assert offline.moves(before, after) == {"places": 4, "moved": 2, "intact": False}
+    found = result(2.5, [[1, 2, 3]])
+    found.moves = offline.moves(before, after)
+    assert rows.rows_of(found, Task({}, 512, (1,), 16, 3))[-1] == {"phase": "moves", **found.moves}
+
+
+def test_a_checksum_tells_bytes_and_their_order():
+    a, b = torch.arange(16, dtype=torch.bfloat16), torch.arange(4).to(torch.float8_e4m3fn)
+    swapped = a.clone()
+    swapped[:2] = a[[1, 0]]
+    sums = [worker.checksum(t) for t in ([a, b], [b, a], [swapped, b], [a], [a.view(4, 4), b])]
+    assert len(set(sums[:4])) == 4 and sums[4] == sums[0]

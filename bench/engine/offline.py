@@ -77,6 +77,8 @@ class Result:
     """Seconds of each run of the long prompt."""
     profiles: list[dict[str, Any]] = field(default_factory=list)
     prefill_profile: dict[str, Any] = field(default_factory=dict)
+    moves: dict[str, Any] = field(default_factory=dict)
+    """What became of experts that vLLM moves between GPUs: :func:`moves`."""
     read: list[dict[str, Any]] = field(default_factory=list)
     import_s: float = 0.0
     """Part of start_s; about 0 in a process that was forked from one that had imported vLLM."""
@@ -214,6 +216,25 @@ def is_trusted(seconds: Sequence[float]) -> bool:
     return len(seconds) >= _LEAST_RUNS and far <= _FAR * len(seconds)
 
 
+def moves(before: Sequence[Any], after: Sequence[Any]) -> dict[str, Any]:
+    """Return what became of experts that vLLM moves: ``places`` of experts, over all layers and GPUs; in how many of
+    them another expert is now (``moved``); and ``intact``, True if each expert's weights are those that were loaded.
+
+    Args:
+        before, after: for each GPU, what ``Inspection.sum_experts`` returned.
+    """
+    places = moved = 0
+    intact = True
+    for layer in range(len(before[0])):
+        loaded = {number: total for gpu in before for number, total in gpu[layer]}
+        for old, new in zip(before, after, strict=True):
+            for (was, _), (number, total) in zip(old[layer], new[layer], strict=True):
+                places += 1
+                moved += was != number
+                intact &= loaded.get(number) == total
+    return {"places": places, "moved": moved, "intact": intact}
+
+
 def _shown(seconds: Sequence[float]) -> str:
     median, least, most = statistics.median(seconds), min(seconds), max(seconds)
     return f"{median:.3f} s ({least:.3f} to {most:.3f} s in {len(seconds)} runs)"
@@ -258,6 +279,7 @@ def points(engine: Engine, result: Result) -> Iterator[None]:
 
 def _times(engine: Engine, result: Result) -> Iterator[None]:
     task = engine.task
+    loaded = engine.llm.collective_rpc("sum_experts") if task.engine.get("enable_eplb") else []
     for batch in task.batches:
         result.decode.append(engine.decode(batch))
         found = result.decode[-1]
@@ -265,6 +287,9 @@ def _times(engine: Engine, result: Result) -> Iterator[None]:
         yield
     if task.prefill:
         result.prefill_s = engine.prefill()
+        yield
+    if loaded:
+        result.moves = moves(loaded, engine.llm.collective_rpc("sum_experts"))
         yield
     try:
         for batch in task.profiled:

@@ -18,7 +18,7 @@ def rows_of(result: Result, task: Task) -> list[Row]:
     Times are medians of ``runs`` runs; with ``_least`` and ``_most`` at the end of their name, the fastest and slowest
     run's. ``tokens_s`` of phase decode is that of the whole batch, without the time to the first tokens; ``ms_step`` is
     between two tokens of a request. A batch whose first tokens took as long as its whole answers, since kernels were
-    still compiled, is a row of phase "failed".
+    still compiled, is a row of phase "failed". Phase "moves" has what :func:`bench.engine.offline.moves` returns.
     """
     tokens_in = {"tokens_in": task.tokens_in}
     rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2)}]
@@ -38,6 +38,8 @@ def rows_of(result: Result, task: Task) -> list[Row]:
         row = {"phase": "prefill", "batch": 1, "tokens_in": task.prefill, "tokens_out": 1}
         row |= {"tokens_s": round(task.prefill / statistics.median(result.prefill_s), 1)}
         rows.append(row | {"runs": len(result.prefill_s)} | spread("seconds", result.prefill_s))
+    if result.moves:
+        rows.append({"phase": "moves", **result.moves})
     return rows
 
 

@@ -181,7 +181,19 @@ def formats_that_ran(cases: Sequence[Sequence[Row]]) -> list[str]:
             kernels = ", ".join(f"{count} {name}" for name, count in first.get("kernels", {}).items())
             cells = (first["format"], first["gpu"], kernels, *(ms.get(batch, "-") for batch in batches))
             lines.append(table_line(first["model"], cells))
+    for row in (row for rows in cases for row in rows if row["phase"] == "moves"):
+        lines += ["", *textwrap.wrap(_moves(row), WIDTH)]
     return lines
+
+
+def _moves(row: Row) -> str:
+    """A sentence on experts that vLLM moved between GPUs while it served."""
+    after = "as they were loaded" if row["intact"] else "not as they were loaded"
+    return (
+        f"{row['model']}, {row['format']}, {row['gpus']} x {row['gpu']}: vLLM moved experts between GPUs (EPLB). "
+        f"{row['moved']:,} of {row['places']:,} places had another expert at the end, and the weights of all experts "
+        f"were {after}, by their checksums."
+    )
 
 
 def layers_of_experts(rows: Sequence[Row]) -> list[str]:

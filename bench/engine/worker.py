@@ -1,8 +1,7 @@
-"""Code that runs inside vLLM's workers: which kernel each layer got, and a profile of the GPU.
+"""Code that runs inside vLLM's workers: which kernel each layer got, which experts a GPU has, and a profile of the GPU.
 
 vLLM mixes :class:`Inspection` into its worker (``worker_extension_cls``), and calls its methods by name from the
-process that owns the engine, in that process or another, on one GPU or several. Of vLLM it imports one module, to
-shorten its start: :func:`skip_router_warmup`.
+process that owns the engine, in that process or another, on one GPU or several.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from bench.engine import trace
@@ -42,6 +42,25 @@ class Inspection:
         """Return the number of layers by the class that multiplies, for "linear" and "experts"."""
         return kernels_of(self.model_runner.get_model())
 
+    def sum_experts(self) -> list[list[list[int]]]:
+        """Return pairs for each layer of experts: an expert that this GPU has, by its number in the checkpoint, and a
+        checksum of its weights. Empty unless vLLM moves experts."""
+        import torch
+        from vllm.distributed import get_ep_group
+
+        state = getattr(self.model_runner, "eplb_state", None)
+        if state is None:
+            return []
+        torch.cuda.synchronize()
+        rank, found = get_ep_group().rank_in_group, []
+        for model in state.model_states.values():
+            for layer, tensors in enumerate(model.model.expert_weights):
+                tensors = list(tensors)
+                count = len(tensors[0])
+                numbers = model.physical_to_logical_map[layer, rank * count : (rank + 1) * count].tolist()
+                found.append([[number, checksum([t[i] for t in tensors])] for i, number in enumerate(numbers)])
+        return found
+
     def start_gpu_profile(self) -> None:
         """Record every GPU kernel from now on."""
         from torch.profiler import ProfilerActivity, profile
@@ -64,6 +83,18 @@ class Inspection:
         found = trace.summary(file, steps)
         os.remove(file)
         return found
+
+
+def checksum(tensors: Sequence[Any]) -> int:
+    """Return a number that all bytes of tensors and their order decide."""
+    import torch
+
+    total = 0
+    for t in tensors:
+        values = t.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64) + 1
+        places = torch.arange(1, len(values) + 1, device=values.device)
+        total = (total * 1_000_003 + int((values * places).sum())) % 2**61
+    return total
 
 
 def kernels_of(model: Any) -> dict[str, dict[str, int]]:
