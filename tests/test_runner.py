@@ -312,6 +312,28 @@ def test_other_frameworks_hear_of_the_stream(weight, monkeypatch):
     assert torch.equal(out, w4gemm.linear(x, weight)) and not current
 
 
+@pytest.mark.gpu
+def test_arrays_of_another_framework_are_waited_for():
+    """CuPy fills x on a stream of its own, behind work that takes some milliseconds; the product starts in time."""
+    cupy = pytest.importorskip("cupy")
+    m, n, k = 24, 1536, 1024
+    w = w4gemm.quantize(torch.randn(n, k, device="cuda")).repack()
+    x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+    out, gemm = cupy.zeros((m, n), cupy.float16), MixedGemm("int4_g128", torch.float16)
+    wanted = w4gemm.linear(x, w)
+    filled, long = cupy.full((m, k), 7, cupy.float16), cupy.ones((8192, 8192), cupy.float32)
+    gemm.prepare(m, n, k)
+    torch.cuda.synchronize()
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    with theirs:
+        for _ in range(3):
+            long @ long
+        filled[...] = cupy.from_dlpack(x)
+        gemm.run(filled, w.tensors, out, stream=torch.cuda.Stream())
+    torch.cuda.synchronize()
+    assert torch.equal(torch.from_dlpack(out), wanted)
+
+
 def test_a_stream_of_another_gpu(monkeypatch):
     class Stream:
         device = torch.device("cuda:1")

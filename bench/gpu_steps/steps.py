@@ -79,6 +79,15 @@ STEPS = (
         for shard in range(1, SHARDS + 1)
     ),
     Step(
+        "tests-of-another-gpu",
+        "python -m pytest -q -m gpu --record {rows} tests/test_another_gpu.py",
+        120,
+        "tests.jsonl",
+        RELEASE,
+        gpus=2,
+        needs=("transformers",),
+    ),
+    Step(
         "two-gpus",
         "python -m torch.distributed.run --nproc-per-node 2 tests/two_gpus.py --json {rows}",
         240,
