@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     if shard := config.getoption("--shard"):
-        items[:] = sorted(shard.of(items), key=sample.is_conformance)
+        items[:] = shard.of(items)
     for item in no_gpu:
         item.add_marker(pytest.mark.skip(reason="no GPU"))
 

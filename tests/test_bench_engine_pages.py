@@ -250,6 +250,11 @@ def test_models_that_ran_alone_share_a_table():
     text = page.text([*engine_rows("w4gemm", 1.2), *engine_rows("machete", 1.0), *alone], "engine.jsonl")
     line = "| llama-3-8b-2-layers | gptq-int4-g128 | NVIDIA H200 | 8 W4GemmLinearKernel | 4.00 |"
     assert line in text and text.count("llama-3-8b-2-layers") == 1
+    moved = [{**row, "gpus": 2, "mode": "default+ep+eplb"} for row in alone]
+    moved.append({**moved[0], "phase": "moves", "places": 6144, "moved": 5827, "intact": True})
+    text = " ".join(page.text([*engine_rows("w4gemm", 1.2), *engine_rows("machete", 1.0), *moved], "a").split())
+    assert "| 2 x NVIDIA H200 | 8 W4GemmLinearKernel |" in text
+    assert "5,827 of 6,144 places had another expert at the end, and the weights of all experts were as they were" in text
 
 
 def test_the_page_of_a_layer_of_experts():

@@ -12,10 +12,11 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sample import Shard
+from sample import Shard, is_conformance
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -263,12 +264,16 @@ def test_without_git_the_commit_must_be_given(monkeypatch, tmp_path):
 
 
 def test_shards_are_all_tests_each_once():
-    items = list(range(1000))
+    """And each shard has the conformance suite last, with neighbours together."""
+    items = [SimpleNamespace(path=Path("tests", "conformance" if i % 3 else "", "test_a.py"), i=i) for i in range(1000)]
     shards = [Shard.parse(f"{i}/7").of(items) for i in range(1, 8)]
-    assert (
-        sorted(item for shard in shards for item in shard) == items
-        and max(map(len, shards)) - min(map(len, shards)) <= 16
-    )
+    assert sorted(item.i for shard in shards for item in shard) == list(range(1000))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 17
+    for shard in shards:
+        suite = [is_conformance(item) for item in shard]
+        assert suite == sorted(suite) and 47 <= suite.index(True) <= 48
+        first = [item.i for item in shard if is_conformance(item)][:16]
+        assert first == [i for i in range(first[0], first[-1] + 1) if i % 3]
     for text in ("0/7", "8/7", "7", "a/b"):
         with pytest.raises(Exception, match=f"wanted I/N with I from 1 to N, like 1/12, got '{text}'"):
             Shard.parse(text)

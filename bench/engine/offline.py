@@ -78,7 +78,7 @@ class Result:
     profiles: list[dict[str, Any]] = field(default_factory=list)
     prefill_profile: dict[str, Any] = field(default_factory=dict)
     moves: dict[str, Any] = field(default_factory=dict)
-    """What became of experts that vLLM moves between GPUs: :func:`moves`."""
+    """Fate of experts that vLLM moves between GPUs: :func:`moves`."""
     read: list[dict[str, Any]] = field(default_factory=list)
     import_s: float = 0.0
     """Part of start_s; about 0 in a process that was forked from one that had imported vLLM."""

@@ -14,6 +14,7 @@ from bench.engine.tables import (
     formats_that_ran,
     gain_text,
     gains,
+    gpus_text,
     latencies,
     layers_of_experts,
     lines_of,
@@ -75,7 +76,7 @@ class Case(NamedTuple):
         return cls(*(row[name] for name in cls._fields[:-1]))
 
     def __str__(self) -> str:
-        gpu = f"{self.gpus} x {self.gpu}" if self.gpus > 1 else self.gpu
+        gpu = gpus_text(self.gpu, self.gpus)
         run = (f"earlier ({self.earlier})",) if self.earlier else ()
         return ", ".join((self.model, self.format, gpu, *(_MODES[part] for part in self.mode.split("+")), *run))
 

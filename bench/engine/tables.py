@@ -179,18 +179,22 @@ def formats_that_ran(cases: Sequence[Sequence[Row]]) -> list[str]:
         if rows:
             first, ms = rows[0], {row["batch"]: f"{row['ms_step']:.2f}" for row in rows}
             kernels = ", ".join(f"{count} {name}" for name, count in first.get("kernels", {}).items())
-            cells = (first["format"], first["gpu"], kernels, *(ms.get(batch, "-") for batch in batches))
+            cells = (first["format"], gpus_text(first["gpu"], first["gpus"]), kernels, *(ms.get(batch, "-") for batch in batches))
             lines.append(table_line(first["model"], cells))
     for row in (row for rows in cases for row in rows if row["phase"] == "moves"):
         lines += ["", *textwrap.wrap(_moves(row), WIDTH)]
     return lines
 
 
+def gpus_text(gpu: str, count: int) -> str:
+    return f"{count} x {gpu}" if count > 1 else gpu
+
+
 def _moves(row: Row) -> str:
     """A sentence on experts that vLLM moved between GPUs while it served."""
     after = "as they were loaded" if row["intact"] else "not as they were loaded"
     return (
-        f"{row['model']}, {row['format']}, {row['gpus']} x {row['gpu']}: vLLM moved experts between GPUs (EPLB). "
+        f"{row['model']}, {row['format']}, {gpus_text(row['gpu'], row['gpus'])}: vLLM moved experts between GPUs (EPLB). "
         f"{row['moved']:,} of {row['places']:,} places had another expert at the end, and the weights of all experts "
         f"were {after}, by their checksums."
     )

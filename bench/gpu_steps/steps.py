@@ -79,6 +79,14 @@ STEPS = (
         for shard in range(1, SHARDS + 1)
     ),
     Step(
+        "tests-of-time",
+        "python -m pytest -q -m gpu --record {rows} tests/test_ops.py::test_a_warm_call_costs_little",
+        60,
+        "tests.jsonl",
+        RELEASE,
+        alone=True,
+    ),
+    Step(
         "tests-of-another-gpu",
         "python -m pytest -q -m gpu --record {rows} tests/test_another_gpu.py",
         120,
