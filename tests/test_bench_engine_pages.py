@@ -254,7 +254,9 @@ def test_models_that_ran_alone_share_a_table():
     moved.append({**moved[0], "phase": "moves", "places": 6144, "moved": 5827, "intact": True})
     text = " ".join(page.text([*engine_rows("w4gemm", 1.2), *engine_rows("machete", 1.0), *moved], "a").split())
     assert "| 2 x NVIDIA H200 | 8 W4GemmLinearKernel |" in text
-    assert "5,827 of 6,144 places had another expert at the end, and the weights of all experts were as they were" in text
+    assert (
+        "5,827 of 6,144 places had another expert at the end, and the weights of all experts were as they were" in text
+    )
 
 
 def test_the_page_of_a_layer_of_experts():

@@ -179,7 +179,12 @@ def formats_that_ran(cases: Sequence[Sequence[Row]]) -> list[str]:
         if rows:
             first, ms = rows[0], {row["batch"]: f"{row['ms_step']:.2f}" for row in rows}
             kernels = ", ".join(f"{count} {name}" for name, count in first.get("kernels", {}).items())
-            cells = (first["format"], gpus_text(first["gpu"], first["gpus"]), kernels, *(ms.get(batch, "-") for batch in batches))
+            cells = (
+                first["format"],
+                gpus_text(first["gpu"], first["gpus"]),
+                kernels,
+                *(ms.get(batch, "-") for batch in batches),
+            )
             lines.append(table_line(first["model"], cells))
     for row in (row for rows in cases for row in rows if row["phase"] == "moves"):
         lines += ["", *textwrap.wrap(_moves(row), WIDTH)]
