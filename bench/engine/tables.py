@@ -198,8 +198,9 @@ def gpus_text(gpu: str, count: int) -> str:
 def _moves(row: Row) -> str:
     """A sentence on experts that vLLM moved between GPUs while it served."""
     after = "as they were loaded" if row["intact"] else "not as they were loaded"
+    where = gpus_text(row["gpu"], row["gpus"])
     return (
-        f"{row['model']}, {row['format']}, {gpus_text(row['gpu'], row['gpus'])}: vLLM moved experts between GPUs (EPLB). "
+        f"{row['model']}, {row['format']}, {where}: vLLM moved experts between GPUs (EPLB). "
         f"{row['moved']:,} of {row['places']:,} places had another expert at the end, and the weights of all experts "
         f"were {after}, by their checksums."
     )
