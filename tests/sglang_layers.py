@@ -71,7 +71,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     named = SimpleNamespace(value="none", is_none=lambda: True, is_deepep_v2=lambda: False)
     auto = SimpleNamespace(value="auto", is_auto=lambda: True, is_hpc_ops=lambda: False)
     everywhere(monkeypatch, "get_moe_a2a_backend", lambda: named)
-    wants_determinism(monkeypatch, False)
+    started_with(monkeypatch)
     if SOURCES:
         everywhere(monkeypatch, "get_moe_runner_backend", lambda: auto)
         for name in ("verify_marlin_supported", "verify_marlin_supports_shape"):
@@ -88,10 +88,21 @@ def everywhere(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
             monkeypatch.setattr(module, name, value)
 
 
-def wants_determinism(monkeypatch: pytest.MonkeyPatch, yes: bool) -> None:
-    """Answer whether SGLang was started with --enable-deterministic-inference."""
-    bag = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=yes))
+def started_with(
+    monkeypatch: pytest.MonkeyPatch,
+    enable_deterministic_inference: bool = False,
+    cpu_offload_gb: int = 0,
+    offload_group_size: int = -1,
+    enable_lora: bool = False,
+) -> None:
+    """Have SGLang's options be these."""
+    bag = SimpleNamespace(
+        deterministic=SimpleNamespace(enable_deterministic_inference=enable_deterministic_inference),
+        offload=SimpleNamespace(cpu_offload_gb=cpu_offload_gb, offload_group_size=offload_group_size),
+    )
     monkeypatch.setattr(resolved("sglang.srt.runtime_context"), "get_exec", lambda: bag)
+    lora = SimpleNamespace(enable_lora=enable_lora, lora_paths=None)
+    monkeypatch.setattr(resolved("sglang.srt.runtime_context"), "get_lora", lambda: lora)
 
 
 def config(**facts: Any) -> SimpleNamespace:

@@ -304,7 +304,15 @@ class CompressedTensorsConfig:
 
 @at("runtime_context")
 def get_exec():
-    return types.SimpleNamespace(deterministic=types.SimpleNamespace(enable_deterministic_inference=False))
+    return types.SimpleNamespace(
+        deterministic=types.SimpleNamespace(enable_deterministic_inference=False),
+        offload=types.SimpleNamespace(cpu_offload_gb=0, offload_group_size=-1),
+    )
+
+
+@at("runtime_context")
+def get_lora():
+    return types.SimpleNamespace(enable_lora=False)
 
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------

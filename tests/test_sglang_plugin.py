@@ -34,7 +34,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     refused,
     registered,
     resolved,
-    wants_determinism,
+    started_with,
 )
 from w4gemm import QuantizedWeight, linear
 from w4gemm.integrations import sglang as plugin
@@ -89,7 +89,7 @@ def test_where_answers_must_not_depend_on_the_batch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Linear layers are batch-invariant, experts are SGLang's."""
-    wants_determinism(monkeypatch, True)
+    started_with(monkeypatch, enable_deterministic_inference=True)
     called: list[bool] = []
     monkeypatch.setattr(dense, "linear", lambda *given, batch_invariant: called.append(batch_invariant))
     make, drawn, stored = DENSE["awq"]
@@ -102,6 +102,33 @@ def test_where_answers_must_not_depend_on_the_batch(
     with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
         method, layer, _ = loaded("awq")
     assert "--enable-deterministic-inference is on" in caplog.text
+    refused(method, layer, caplog, experts)
+
+
+def test_where_adapters_may_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang asks its own method for the weights of experts then."""
+    started_with(monkeypatch, enable_lora=True)
+    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
+        method, layer, _ = loaded("awq")
+    assert "--enable-lora is on" in caplog.text
+    refused(method, layer, caplog, experts)
+
+
+@pytest.mark.parametrize("option", ["cpu_offload_gb", "offload_group_size"])
+def test_layers_whose_weights_are_in_the_hosts_memory(
+    option: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang moves the parameters that it knows, and puts others in their place for a call."""
+    started_with(monkeypatch, **{option: 4})
+    make, drawn, stored = DENSE["awq"]
+    scheme = make()
+    layer = created(scheme)
+    fill(layer, stored(drawn))
+    assert "--cpu-offload-gb or --offload-group-size" in refused(scheme, layer, caplog, dense)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
+        method, layer, _ = loaded("awq")
+    assert "--cpu-offload-gb or --offload-group-size" in caplog.text
     refused(method, layer, caplog, experts)
 
 

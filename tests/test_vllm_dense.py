@@ -404,6 +404,18 @@ def refused(config: Any) -> str:
     return reason or ""
 
 
+@pytest.mark.parametrize(("gb", "group", "left"), [(0, 0, False), (4, 0, True), (0, 2, True)])
+def test_weights_in_the_hosts_memory(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, gb: int, group: int, left: bool
+) -> None:
+    """vLLM moves the parameters that it knows, and a packed weight may have one more."""
+    prefetch, uva = SimpleNamespace(offload_group_size=group), SimpleNamespace(cpu_offload_gb=gb)
+    engine = SimpleNamespace(offload_config=SimpleNamespace(prefetch=prefetch, uva=uva))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    reason = refused(config_of(Case("gptq")))
+    assert ("--cpu-offload-gb or --offload-group-size" in reason) == left == bool(reason)
+
+
 def test_what_is_left_to_vllm(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     from vllm.scalar_type import scalar_types
 

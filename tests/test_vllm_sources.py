@@ -353,3 +353,38 @@ def routed_experts(config: Mapping[str, Any], quantization: Any, prefix: str) ->
     )
     manager = ExpertMapManager(8, top_k, count, 0, None, parallel, "linear", False)
     return RoutedExperts(prefix, torch.bfloat16, moe, quantization, manager)
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g32", "ct-int4-g128-fp8", "ct-nvfp4"])
+def test_lora_beside_a_layer(format: str, tmp_path: Path) -> None:
+    """Two adapters of a fused layer, each with a part for each slice, and a third one that is zero."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.layers import MergedColumnParallelLinearWithLoRA
+    from vllm.lora.layers.utils import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    model, shards = tiny(model_named("llama-3-8b")), {"gate_proj": 0, "up_proj": 1}
+    write(model, Packing.parse(format), tmp_path)
+    hidden, width, rank = model.config["hidden_size"], model.config["intermediate_size"], 8
+    base = MergedColumnParallelLinear(
+        hidden, [width] * 2, bias=False, quant_config=quantization(tmp_path), prefix="model.layers.1.mlp.gate_up_proj"
+    )
+    plain = loaded(base, tmp_path, "model.layers.1.mlp", shards)
+    layer = MergedColumnParallelLinearWithLoRA(plain)
+    layer.create_lora_weights(3, LoRAConfig(max_lora_rank=rank, max_loras=3, lora_dtype=torch.bfloat16))
+    adapters = [[(torch.randn(rank, hidden) / 16, torch.randn(width, rank) / 16) for _ in shards] for _ in range(2)]
+    for i, adapter in enumerate(adapters):
+        layer.set_lora(i, *([pair[j] for pair in adapter] for j in range(2)))
+    wrapper = PunicaWrapperCPU(16, 16, "cpu")
+    layer.set_mapping(wrapper)
+    which = (3, 1, 2, 3, 2)
+    wrapper.update_metadata(LoRAMapping(which, which, is_prefill=False), [1, 2, 3], 3, 512)
+    x = torch.randn(5, hidden, dtype=torch.bfloat16)
+    found, wanted = layer(x)[0].double(), plain(x)[0].double()
+    assert torch.equal(found[[0, 3]], wanted[[0, 3]])
+    for row, number in enumerate(which):
+        for i, (a, b) in enumerate(adapters[number - 1] if number < 3 else ()):
+            wanted[row, i * width : (i + 1) * width] += (x[row].double() @ a.double().T) @ b.double().T
+    assert (found - wanted).norm() < 0.01 * wanted.norm()
+    assert (found - plain(x)[0].double())[[1, 2, 4]].norm() > 0.1 * wanted.norm()

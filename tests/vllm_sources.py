@@ -42,6 +42,7 @@ def install(folders: Sequence[str]) -> None:
 def _pretend_hopper() -> None:
     from vllm.platforms import PlatformEnum, current_platform
     from vllm.platforms.interface import DeviceCapability
+    from vllm.utils import torch_utils
 
     platform = type(current_platform)
     platform._enum = PlatformEnum.CUDA
@@ -50,10 +51,12 @@ def _pretend_hopper() -> None:
     platform.num_compute_units = classmethod(lambda cls, device_id=0: 132)
     platform.is_cuda = lambda self: True
     platform.device_type, platform.dispatch_key = "cpu", "CPU"
+    torch_utils.PIN_MEMORY = False
 
 
 def _pretend_one_process() -> None:
     import vllm.config.vllm
+    from vllm.config import OffloadConfig
     from vllm.model_executor import parameter
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
     from vllm.model_executor.layers.fused_moe.experts import cutlass_moe
@@ -69,6 +72,7 @@ def _pretend_one_process() -> None:
     config = MagicMock(lora_config=None)
     config.kernel_config.linear_backend, config.kernel_config.linear_backend_per_quant = "auto", None
     config.scheduler_config.max_num_batched_tokens = 8
+    config.offload_config = OffloadConfig()
     config.compilation_config = MagicMock(custom_ops=["none"], mode=0, static_forward_context={})
     config.compilation_config.inductor_compile_config, config.compilation_config.compile_ranges_endpoints = {}, [8]
     config.compilation_config.enabled_custom_ops = Counter()

@@ -23,6 +23,8 @@ LEAST: Capability = (8, 0)
 """Compute capability from which on the kernels run."""
 LEAST_FP8: Capability = (8, 9)
 """Compute capability from which on they take fp8 activations."""
+OFFLOADED = "the engine keeps weights in the host's memory (--cpu-offload-gb or --offload-group-size)"
+"""Reason to leave layers to an engine: it moves parameters that it knows by name, and packed ones have other names."""
 
 
 @dataclass(frozen=True)

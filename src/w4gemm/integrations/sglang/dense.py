@@ -28,6 +28,7 @@ from w4gemm.integrations.sglang.takeover import (
     deterministic,
     exchange,
     hook,
+    why_not_here,
 )
 
 _WEIGHT = "w4gemm_weight"
@@ -105,7 +106,7 @@ def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> 
 def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     """Return why a layer is not taken over, or the empty string: then it is."""
     device = getattr(layer, scheme.parameters[0]).device
-    if reason := SGLANG.why_not_here(capability(device), fp8):
+    if reason := why_not_here(capability(device), fp8):
         return reason
     bits, numbers, divided, refused = scheme.facts(self, layer)
     if refused:
@@ -144,7 +145,7 @@ def fp8_scheme(
     what SGLang's own method does."""
     if not _is_w4afp8(weight_quant, input_quant, format or self.quant_format):
         return own(self, weight_quant, input_quant, format)
-    if reason := SGLANG.why_not_here(capability(), fp8=True):
+    if reason := why_not_here(capability(), fp8=True):
         SGLANG.refuse("compressed-tensors' linear layers with fp8 activations", reason)
         return own(self, weight_quant, input_quant, format)
     from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16

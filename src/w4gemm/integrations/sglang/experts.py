@@ -24,7 +24,17 @@ from w4gemm.choice import BOUNDS
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.integrations.sglang.experts_formats import METHODS, Facts, Method
-from w4gemm.integrations.sglang.takeover import SGLANG, WARMUP, Hook, capability, deterministic, exchange, hook
+from w4gemm.integrations.sglang.takeover import (
+    SGLANG,
+    WARMUP,
+    Hook,
+    adapters,
+    capability,
+    deterministic,
+    exchange,
+    hook,
+    why_not_here,
+)
 
 RUNNER = "w4gemm"
 """Our name among SGLang's runners."""
@@ -101,7 +111,7 @@ def runner_backend(own: Callable[..., Any], self: Any, layer: Any) -> Any:
 
 def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
     facts = method.facts(self)
-    if reason := SGLANG.why_not_here(capability(), facts.activations == "fp8"):
+    if reason := why_not_here(capability(), facts.activations == "fp8"):
         return reason
     if facts.bits != 4:
         return f"they have {facts.bits} bits"
@@ -109,6 +119,8 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return facts.refused
     if deterministic():
         return "--enable-deterministic-inference is on"
+    if adapters():
+        return "--enable-lora is on"  # SGLang adds adapters between its own kernels for experts
     if not get_moe_a2a_backend().is_none():
         return f"tokens come in the form of {get_moe_a2a_backend().value}"
     if not fused_activation(config):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.core import environment
-from w4gemm.integrations.engines.engine import Capability, Engine
+from w4gemm.integrations.engines.engine import OFFLOADED, Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -60,6 +60,22 @@ def hook(hooks: Sequence[Hook]) -> None:
         HookRegistry.register(target, around, HookType.AROUND)
 
 
+def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
+    """Return why no layers are taken over of the engine that makes them now, or the empty string.
+
+    Args:
+        capability, fp8: as for :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`.
+    """
+    return SGLANG.why_not_here(capability, fp8) or (OFFLOADED if _offloads() else "")
+
+
+def _offloads() -> bool:
+    from sglang.srt.runtime_context import get_exec
+
+    settings = get_exec().offload
+    return settings.cpu_offload_gb > 0 or settings.offload_group_size > 0
+
+
 def capability(device: torch.device | None = None) -> Capability | None:
     """Compute capability of a GPU, None for the current one; None if there is none."""
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
@@ -72,6 +88,13 @@ def deterministic() -> bool:
     from sglang.srt.runtime_context import get_exec
 
     return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
+def adapters() -> bool:
+    """True if LoRA adapters may be loaded (``--enable-lora``)."""
+    from sglang.srt.runtime_context import get_lora
+
+    return bool(get_lora().enable_lora)
 
 
 def load_model(own: Callable[..., Any], self: Any) -> Any:

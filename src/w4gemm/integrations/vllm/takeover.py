@@ -4,7 +4,7 @@ serves. Importing this imports no vLLM."""
 from __future__ import annotations
 
 from w4gemm.core import environment
-from w4gemm.integrations.engines.engine import Engine
+from w4gemm.integrations.engines.engine import OFFLOADED, Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.jit import disk
 
@@ -24,9 +24,24 @@ WARMUP = Warmup(VLLM)
 _MOST_TOKENS = 8192
 """Tokens of a step if no config of vLLM says how many there can be."""
 
-why_not_here = VLLM.why_not_here
 refuse = VLLM.refuse
 log = VLLM.log
+
+
+def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
+    """Return why no layers are taken over of the engine that makes them now, or the empty string.
+
+    Args:
+        capability, fp8: as for :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`.
+    """
+    return VLLM.why_not_here(capability, fp8) or (OFFLOADED if _offloads() else "")
+
+
+def _offloads() -> bool:
+    from vllm.config import get_current_vllm_config_or_none
+
+    settings = getattr(get_current_vllm_config_or_none(), "offload_config", None)
+    return settings is not None and (settings.uva.cpu_offload_gb > 0 or settings.prefetch.offload_group_size > 0)
 
 
 def enter_compile_key() -> None:
