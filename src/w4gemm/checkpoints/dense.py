@@ -18,6 +18,7 @@ from w4gemm.checkpoints.hugging_face import (
     AS_IT_IS,
     FILES,
     SafetensorsFolder,
+    model_class,
     quantization_config,
     read_header,
     transformers_errors,
@@ -78,6 +79,21 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
     }
 
 
+def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
+    """Return those of :func:`linear_layers` that a dense model is quantized in. Of a model that reads images or sounds
+    too, they are the language model's: its other parts are small, and lose more in 4 bits.
+
+    Raises:
+        ValueError: as linear_layers.
+    """
+    layers = linear_layers(model, skip)
+    if not hasattr(getattr(model, "config", None), "text_config"):
+        return layers
+    language, head = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
+    inside = {id(module) for module in (*language.modules(), head)}
+    return {name: layer for name, layer in layers.items() if id(layer) in inside}
+
+
 class DenseCheckpoint:
     """A folder with a dense model as a :class:`w4gemm.checkpoints.base.Checkpoint`.
 
@@ -104,7 +120,7 @@ class DenseCheckpoint:
 
     @functools.cached_property
     def modules(self) -> dict[str, Module]:
-        layers = linear_layers(self._outline)
+        layers = layers_to_quantize(self._outline)
         linear = {
             name: Module(
                 m.out_features, m.in_features, self._format or default_format(m.in_features), m.bias is not None
@@ -163,10 +179,11 @@ class DenseCheckpoint:
     @functools.cached_property
     def _outline(self) -> PreTrainedModel:
         """The model without numbers."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         with transformers_errors(self.path), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.path, **AS_IT_IS))
+            config = AutoConfig.from_pretrained(self.path, **AS_IT_IS)
+            return model_class(config).from_config(config)
 
     @functools.cached_property
     def _read(self) -> Callable[[str], torch.Tensor]:
@@ -199,13 +216,12 @@ def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
         FormatError: if a file is missing or cut short, or the folder lacks a tensor, which transformers would draw at
             random.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with transformers_errors(folder):
+        maker = model_class(AutoConfig.from_pretrained(folder, **AS_IT_IS))
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder, dtype="auto", output_loading_info=True, **AS_IT_IS
-            )
+            model, info = maker.from_pretrained(folder, dtype="auto", output_loading_info=True, **AS_IT_IS)
         except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
             raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
     if missing := sorted(info["missing_keys"]):

@@ -22,6 +22,25 @@ AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False
 """Options of transformers with which nothing is downloaded, and no code that lies in a folder is run or asked for."""
 
 
+def model_class(config: Any) -> Any:
+    """Return transformers' class that makes the model of a config: a causal language model; or one that reads images
+    too, if the config names such a model, or transformers makes no other of it."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    images = AutoModelForImageTextToText._model_mapping
+    if type(config) not in images:
+        return AutoModelForCausalLM
+    named = images[type(config)].__name__ in (config.architectures or ())
+    return AutoModelForImageTextToText if named or not is_language_model(config) else AutoModelForCausalLM
+
+
+def is_language_model(config: Any) -> bool:
+    """True if transformers makes a causal language model of a config."""
+    from transformers import AutoModelForCausalLM
+
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
 def quantization_config(folder: Path) -> dict[str, Any] | None:
     """Return ``quantization_config`` of a folder's config.json, or of its text_config (Kimi-K2.5), by which a quantized
     model's format is recognized, with what ModelOpt writes into hf_quant_config.json alone; None if there are no such

@@ -131,7 +131,8 @@ def _refusals(model: PreTrainedModel, given: dict[str, Any], options: dict[str, 
         yield "use_cache is False"
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         yield f"{kept} is the caller's"
-    if others := [name for name, value in options.items() if value is not None and name not in (kept, *_HANDLED)]:
+    given_here = {name for name, value in options.items() if value is not None and not _is_empty(value)}
+    if others := sorted(given_here - {kept, *_HANDLED}):
         yield f"the model is given {', '.join(others)}"
     if positions is not None and positions.dim() != 2:
         yield f"position_ids have {positions.dim()} dimensions"
@@ -145,6 +146,11 @@ def _refusals(model: PreTrainedModel, given: dict[str, Any], options: dict[str, 
         yield "its cache has no fixed size"
     if mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all()):  # last, because the host waits for it
         yield "attention_mask has padding that is not on the left"
+
+
+def _is_empty(value: Any) -> bool:
+    """True for an empty dict: transformers gives models that read images one for the images of a prompt."""
+    return isinstance(value, dict) and not value
 
 
 class Prompt(NamedTuple):

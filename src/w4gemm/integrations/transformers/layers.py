@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from w4gemm.api.nn import W4Linear
-from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, linear_layers
+from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, layers_to_quantize
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.dequantize import names_of
 
@@ -64,6 +64,8 @@ def quantize_layers(
     a layer and its training mode are its successor's. A weight that PyTorch prunes or normalizes before each call is
     quantized as the next call would have it.
 
+    Of a model that reads images or sounds too, the layers of the language model are meant.
+
     Args:
         format: see :func:`load`.
         skip: last parts of the names of layers that stay dense. Each has to be one of some layer, except "lm_head".
@@ -79,7 +81,7 @@ def quantize_layers(
     """
     names, skip = names_of(model), checked_skip(skip)
     _refuse_adapters(model)
-    layers = linear_layers(model, skip)
+    layers = layers_to_quantize(model, skip)
     for done, (name, layer) in enumerate(layers.items(), 1):
         _compute_weight(layer)
         try:

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
-from w4gemm.checkpoints.text_part import TextPart
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_language_model, model_class, transformers_errors
+from w4gemm.checkpoints.text_part import PREFIX, TextPart
 from w4gemm.core.errors import FormatError, device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.decoding import decode_by_graph
@@ -42,12 +42,13 @@ def load(
     activations: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model with its linear layers in 4 bits, and its tokenizer. Nothing is downloaded.
+    """Load a causal language model, or one that reads images too, with its linear layers in 4 bits, and its tokenizer.
+    Nothing is downloaded.
 
     Args:
         path: a checkpoint of any format that :func:`w4gemm.checkpoints.open_checkpoint` knows: a GGUF file, a folder
-            that holds one, or a Hugging Face folder with a causal language model, dense or quantized by any method of
-            the table in docs/formats.md.
+            that holds one, or a Hugging Face folder with such a model, dense or quantized by any method of the table in
+            docs/formats.md.
         device, dtype: where the model runs, and the dtype of its activations and dense parameters.
         format: for a dense model: what to quantize to; None for group 128, or the largest smaller group that divides
             a layer's k. A checkpoint in 4 bits keeps its own formats.
@@ -96,22 +97,31 @@ class _Empty(NamedTuple):
 
 def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
     """Return the checkpoint's model with parameters that hold nothing, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     folder, options, settings = checkpoint.pretrained()
     with transformers_errors(checkpoint.path), quick_reader() if "gguf_file" in options else nullcontext():
         whole = _config(folder, options)
         for key, value in settings.items():
             setattr(whole, key, value)
-        alone = type(whole) in AutoModelForCausalLM._model_mapping or not hasattr(whole, "text_config")
-        config = whole if alone else whole.get_text_config()
+        config, alone = _made_of(whole, checkpoint)
         tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options})
         with ParametersOnMeta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
         # with options the config is that of one file, beside which another model's generation config may lie
         if not options and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return _Empty(model, tokenizer, alone)
+
+
+def _made_of(whole: PretrainedConfig, checkpoint: Checkpoint) -> tuple[PretrainedConfig, bool]:
+    """Return the config of the model to make, and :attr:`_Empty.alone`. It is that of the language model inside a
+    larger one if that is none itself, and names of the checkpoint begin with :data:`PREFIX`."""
+    if is_language_model(whole) or not hasattr(whole, "text_config"):
+        return whole, True
+    text = whole.get_text_config()
+    inside = any(name.startswith(PREFIX) for name in (*checkpoint.modules, *checkpoint.tensors))
+    return (text, False) if inside and is_language_model(text) else (whole, True)
 
 
 def _config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:

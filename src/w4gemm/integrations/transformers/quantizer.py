@@ -25,7 +25,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.dense import SKIP, default_format, linear_layers
+from w4gemm.checkpoints.dense import SKIP, default_format, layers_to_quantize
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
@@ -144,7 +144,7 @@ class W4GemmQuantizer(HfQuantizer):
         kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
         if not set(SKIP) <= set(config.skip) and not model.config.get_text_config().tie_word_embeddings:
             kept -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
-        for name, layer in linear_layers(model, tuple(config.skip)).items():
+        for name, layer in layers_to_quantize(model, tuple(config.skip)).items():
             if name not in kept and not kept & set(name.split(".")):
                 model.set_submodule(name, _AwaitedDense(layer, wanted or default_format(layer.in_features)))
 

@@ -1,0 +1,114 @@
+"""Models that read images beside text: their language model is in 4 bits, the rest dense, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from w4gemm import W4Linear
+from w4gemm.cli.__main__ import main
+from w4gemm.integrations.transformers import W4GemmConfig, decoding, load
+
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+VISION |= {"image_size": 28, "patch_size": 14}
+PICTURE_TOKENS = 4
+MODELS = {"gemma3": {}, "mistral3": {}, "llava": {}, "qwen3_vl": {}, "qwen3_5": LINEAR | LAYERS}
+"""Sizes of the language model beside those of TEXT. transformers makes a causal language model of Gemma 3's config and,
+without images, of Qwen 3.5's, and none of the others'."""
+
+
+def write(folder: Path, name: str) -> Any:
+    """Write a dense model with random weights and a tokenizer."""
+    torch.manual_seed(0)
+    try:
+        given = AutoConfig.for_model(name)
+    except ValueError:
+        pytest.skip(f"this transformers has no {name}")
+    text = type(given.text_config)(**TEXT, **MODELS[name])
+    config = type(given)(text_config=text, vision_config=type(given.vision_config)(**VISION))
+    config.mm_tokens_per_image = PICTURE_TOKENS
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(320)}, unk_token="t3"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def images_of(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters outside of the language model and its head."""
+    return {n: p for n, p in model.named_parameters() if "language_model" not in n and "lm_head" not in n}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_to_a_model_gives_the_same(name: str, tmp_path: Path) -> None:
+    dense = write(tmp_path / "dense", name)
+    wanted = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "dense", quantization_config=W4GemmConfig("int4_g32"), dtype=torch.float32
+    ).eval()
+    found = [load(tmp_path / "dense", format="int4_g32")[0]]
+    for to in ("w4gemm", "compressed-tensors"):
+        out = str(tmp_path / to)
+        assert main(["convert", str(tmp_path / "dense"), out, "--format", "int4_g32", "--to", to]) == 0
+        found.append(load(out)[0])
+    for model in found:
+        assert type(model) is type(dense)
+        assert torch.equal(logits(model), logits(wanted))
+        layers = [n for n, m in model.named_modules() if isinstance(m, W4Linear)]
+        assert layers and all("language_model" in n for n in layers)
+        there, here = images_of(model), images_of(dense)
+        assert there and there.keys() == here.keys() and all(torch.equal(there[n], here[n]) for n in here)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "compressed-tensors", dtype=torch.float32).eval()
+    torch.testing.assert_close(logits(theirs), logits(wanted), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava"])
+def test_text_alone_is_decoded_step_by_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the steps are replays of a CUDA graph."""
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
+    write(tmp_path, name)
+    model, _ = load(tmp_path, format="int4_g32")
+    ids = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    ours = model.generate(input_ids=ids, **options)
+    assert decoding._steps[model].step is not None
+    assert torch.equal(ours, model.generate(input_ids=ids, disable_compile=True, **options))
+
+
+def test_images_are_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step knows tokens alone: with a picture in the prompt the first step needs more."""
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
+    write(tmp_path, "gemma3")
+    model, _ = load(tmp_path, format="int4_g32")
+    pixels, picture = torch.randn(1, 3, 28, 28), [model.config.image_token_id] * PICTURE_TOKENS
+    ids = torch.tensor([[5, *picture, 6]])
+    found = model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=3, do_sample=False)
+    assert decoding._steps[model].step is None and found.shape == (1, ids.shape[1] + 3)
