@@ -94,15 +94,22 @@ def started_with(
     cpu_offload_gb: int = 0,
     offload_group_size: int = -1,
     enable_lora: bool = False,
+    speculative_algorithm: str | None = None,
+    dwdp_size: int = 1,
 ) -> None:
     """Have SGLang's options be these."""
+    context = resolved("sglang.srt.runtime_context")
     bag = SimpleNamespace(
         deterministic=SimpleNamespace(enable_deterministic_inference=enable_deterministic_inference),
         offload=SimpleNamespace(cpu_offload_gb=cpu_offload_gb, offload_group_size=offload_group_size),
     )
-    monkeypatch.setattr(resolved("sglang.srt.runtime_context"), "get_exec", lambda: bag)
+    monkeypatch.setattr(context, "get_exec", lambda: bag)
     lora = SimpleNamespace(enable_lora=enable_lora, lora_paths=None)
-    monkeypatch.setattr(resolved("sglang.srt.runtime_context"), "get_lora", lambda: lora)
+    monkeypatch.setattr(context, "get_lora", lambda: lora)
+    draft = SimpleNamespace(speculative_algorithm=speculative_algorithm)
+    monkeypatch.setattr(context, "get_spec", lambda: draft)
+    parallel = SimpleNamespace(dwdp_size=dwdp_size)
+    monkeypatch.setattr(context, "get_parallel", lambda: parallel)
 
 
 def config(**facts: Any) -> SimpleNamespace:
@@ -171,8 +178,12 @@ def fill(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.data.copy_(tensors[name])
 
 
-def created(scheme: Any, full_k: int = K) -> torch.nn.Module:
+def created(scheme: Any, full_k: int = K, head: bool = False) -> torch.nn.Module:
     layer = torch.nn.Module()
+    if head:
+        cls = resolved("sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding")
+        layer = cls.__new__(cls)
+        torch.nn.Module.__init__(layer)
     layer.scheme = scheme
     scheme.create_weights(
         layer=layer,

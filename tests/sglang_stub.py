@@ -93,6 +93,27 @@ class ModelRunner:
         self.load()
 
 
+class _Loader:
+    def load_model(self, *, model_config, device_config):
+        return self.load()
+
+
+@at("model_loader.loader")
+class ShardedStateLoader(_Loader):
+    pass
+
+
+@at("model_loader.loader")
+class PreshardedModelLoader(_Loader):
+    pass
+
+
+@at("model_loader.loader")
+class RemoteModelLoader:
+    def _load_model_from_remote_kv(self, model, model_config, client):
+        self.load()
+
+
 class _Named(NamedTuple):
     """A backend of SGLang's by its name."""
 
@@ -313,6 +334,21 @@ def get_exec():
 @at("runtime_context")
 def get_lora():
     return types.SimpleNamespace(enable_lora=False)
+
+
+@at("runtime_context")
+def get_spec():
+    return types.SimpleNamespace(speculative_algorithm=None)
+
+
+@at("runtime_context")
+def get_parallel():
+    return types.SimpleNamespace(dwdp_size=1)
+
+
+@at("layers.vocab_parallel_embedding")
+class VocabParallelEmbedding(torch.nn.Module):
+    pass
 
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------

@@ -244,6 +244,15 @@ def test_experts_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got.double() - wanted).norm() < 0.01 * wanted.norm()
 
 
+def test_biases_of_gpt_oss_move_with_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang makes them in bfloat16 whatever the model's dtype, and moves them as parameters of the layer."""
+    of, layer = gpt_oss(monkeypatch, params_dtype=torch.float16, **OSS)
+    of.process_weights_after_loading(layer)
+    held = layer.w4gemm_experts.experts
+    for product, of_product in ((held.gate_up, layer.w13_weight_bias), (held.down, layer.w2_weight_bias)):
+        assert product.bias.dtype == torch.float16 and product.bias.data_ptr() == of_product.data_ptr()
+
+
 def test_gpt_oss_that_cannot_be_packed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are routed for our runner already."""
     of, layer = gpt_oss(monkeypatch, **OSS)

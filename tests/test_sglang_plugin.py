@@ -132,6 +132,111 @@ def test_layers_whose_weights_are_in_the_hosts_memory(
     refused(method, layer, caplog, experts)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        "ShardedStateLoader.load_model",
+        "PreshardedModelLoader.load_model",
+        "RemoteModelLoader._load_model_from_remote_kv",
+    ],
+)
+def test_weights_that_another_engine_had_packed(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang packs a layer that holds anything, and reads the file over the parameters that it finds by name."""
+    make, drawn, stored = DENSE["awq"]
+    scheme = make()
+    layer = created(scheme)
+    fill(layer, stored(drawn))
+    before, made_before, _ = loaded("awq")
+    assert hasattr(made_before, "w4gemm_runner")
+
+    def load(*given: Any, **named: Any) -> None:
+        assert "as another engine had packed them" in refused(scheme, layer, caplog, dense)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
+            of, made, _ = loaded("awq")
+        assert "as another engine had packed them" in caplog.text
+        refused(of, made, caplog, experts)
+        refused(before, made_before, caplog, experts)
+
+    target = f"sglang.srt.model_loader.loader.{method}"
+    (around,) = (hook.around for hook in takeover.LOADING if hook.target == target)
+    around(load, object(), model_config=None)
+    scheme.process_weights_after_loading(layer)
+    assert hasattr(layer, "w4gemm_weight")
+
+
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+def test_a_head_that_a_draft_model_shares(
+    algorithm: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started_with(monkeypatch, speculative_algorithm=algorithm)
+    make, drawn, stored = DENSE["awq"]
+    for head in (False, True):
+        scheme = make()
+        layer = created(scheme, head=head)
+        fill(layer, stored(drawn))
+        if head and algorithm:
+            assert "draft models read and replace" in refused(scheme, layer, caplog, dense)
+        else:
+            scheme.process_weights_after_loading(layer)
+            assert hasattr(layer, "w4gemm_weight")
+
+
+def test_experts_that_gpus_fetch_from_one_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started_with(monkeypatch, dwdp_size=2)
+    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
+        method, layer, _ = loaded("w4afp8")
+    assert "--dwdp-size" in caplog.text
+    refused(method, layer, caplog, experts)
+
+
+def test_a_head_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang hands lm_head float32 then, which no kernel takes."""
+    make, drawn, stored = DENSE["awq"]
+    scheme = make()
+    layer = created(scheme, head=True)
+    fill(layer, stored(drawn))
+    scheme.process_weights_after_loading(layer)
+    x, asked, own = torch.randn(2, K).bfloat16(), [], dense.linear
+    monkeypatch.setattr(dense, "linear", lambda x, *given, **named: (asked.append(x.dtype), own(x, *given, **named))[1])
+    got = scheme.apply_weights(layer, x.float(), None)
+    assert got.dtype == torch.float32 and asked == [torch.bfloat16]
+    assert torch.equal(got, own(x, layer.w4gemm_weight, None).float())
+
+
+def test_a_parameter_with_two_names_is_not_kept_under_the_other() -> None:
+    """DeepSeek's dense and shared experts of SGLang's have ``weight`` beside compressed-tensors' ``weight_packed``."""
+    make, drawn, stored = DENSE["ct"]
+    scheme = make()
+    layer = created(scheme)
+    fill(layer, stored(drawn))
+    layer.weight = layer.weight_packed
+    scheme.process_weights_after_loading(layer)
+    assert not hasattr(layer, "weight") and not hasattr(layer, "weight_packed")
+
+
+def test_weights_of_a_running_engine_are_not_updated_in_part() -> None:
+    """SGLang's models pass over names of which they have no parameters, and would answer that all went well."""
+    make, drawn, stored = DENSE["awq"]
+    scheme, model = make(), torch.nn.Module()
+    model.dense = created(scheme)
+    fill(model.dense, stored(drawn))
+    scheme.process_weights_after_loading(model.dense)
+    method, model.experts, _ = loaded("awq")
+    method.process_weights_after_loading(model.experts)
+    for layer in (model.dense, model.experts):
+        assert "W4GEMM_SGLANG=off" in layer._derived_weight_cache_error
+    if SOURCES:
+        refuses = resolved(
+            "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error"
+        )
+        assert refuses(model) == model.dense._derived_weight_cache_error
+
+
 def test_a_taken_layer_is_traced_without_a_break() -> None:
     make, drawn, stored = DENSE["awq"]
     scheme = make()
@@ -311,6 +416,7 @@ def test_the_entry_point_is_the_function() -> None:
 
 INTERFACE = Path(__file__).with_name("sglang_interface.json")
 METHODS = (
+    "_load_model_from_remote_kv",
     *("__init__", "create_weights", "process_weights_after_loading", "apply_weights", "apply"),
     *("create_moe_runner", "run_from_dispatch", "run", "register", "apply_hooks", "_get_scheme_from_parts"),
     "load_model",
@@ -329,8 +435,9 @@ def interface() -> dict[str, list[str]]:
             elif hasattr(stub, "_fields"):
                 found[f"{module}.{stub.__name__}"] = list(value._fields)
             else:
+                bases = [base for base in stub.__mro__[:-1] if base is not torch.nn.Module]
                 for name in METHODS:
-                    if name in vars(stub) or any(name in vars(base) for base in stub.__mro__[1:-1]):
+                    if any(name in vars(base) for base in bases):
                         own = inspect.unwrap(getattr(value, name))
                         found[f"{module}.{stub.__name__}.{name}"] = list(inspect.signature(own).parameters)
     return dict(sorted(found.items()))

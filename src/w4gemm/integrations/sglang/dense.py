@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from w4gemm.api.ops import linear
 from w4gemm.integrations.engines import weights
@@ -28,6 +29,7 @@ from w4gemm.integrations.sglang.takeover import (
     deterministic,
     exchange,
     hook,
+    speculative,
     why_not_here,
 )
 
@@ -35,6 +37,8 @@ _WEIGHT = "w4gemm_weight"
 """Attribute of a layer that was taken over."""
 _INVARIANT = "w4gemm_batch_invariant"
 """Attribute of such a layer: whether a row's result must not depend on the other rows."""
+_DTYPE = "w4gemm_dtype"
+"""Attribute of such a layer: dtype of the model's activations."""
 _MODELS = {rule: dtype for dtype, rule in weights.SCALES.items()}
 """dtype of a model's activations, by the scale rule of a weight that is loaded with scales in it."""
 _FP8 = "w4gemm_fp8"
@@ -80,7 +84,7 @@ def install() -> None:
         hooks.append(Hook(f"{scheme.target}.{scheme.apply}", ("self", "layer", "x", "bias"), apply))
     parts = "self", "weight_quant", "input_quant", "format"
     config = f"{QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
-    hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), LOADING])
+    hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), *LOADING])
 
 
 def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> None:
@@ -108,6 +112,8 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     device = getattr(layer, scheme.parameters[0]).device
     if reason := why_not_here(capability(device), fp8):
         return reason
+    if isinstance(layer, VocabParallelEmbedding) and speculative():
+        return "draft models read and replace the parameter of lm_head (--speculative-algorithm)"
     bits, numbers, divided, refused = scheme.facts(self, layer)
     if refused:
         return refused
@@ -124,6 +130,7 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     use = LinearUse(dtype, batch_invariant=deterministic())
     setattr(layer, _WEIGHT, w)
     setattr(layer, _INVARIANT, use.batch_invariant)
+    setattr(layer, _DTYPE, dtype)
     WARMUP.loaded(layer, linear_need("4-bit linear layers", w, getattr(layer, "bias", None), use))
     return ""
 
@@ -135,6 +142,8 @@ def apply(
     w = getattr(layer, _WEIGHT, None)
     if w is None:
         return own(self, layer, x, bias)
+    if x.dtype == torch.float32:  # lm_head's, with --enable-fp32-lm-head
+        return linear(x.to(getattr(layer, _DTYPE)), w, bias, batch_invariant=getattr(layer, _INVARIANT)).float()
     return linear(x, w, bias, batch_invariant=getattr(layer, _INVARIANT))
 
 

@@ -32,7 +32,9 @@ from w4gemm.integrations.sglang.takeover import (
     capability,
     deterministic,
     exchange,
+    fetches_experts,
     hook,
+    packed_before,
     why_not_here,
 )
 
@@ -121,6 +123,8 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return "--enable-deterministic-inference is on"
     if adapters():
         return "--enable-lora is on"  # SGLang adds adapters between its own kernels for experts
+    if fetches_experts():
+        return "GPUs fetch experts from one another by the names of SGLang's parameters (--dwdp-size)"
     if not get_moe_a2a_backend().is_none():
         return f"tokens come in the form of {get_moe_a2a_backend().value}"
     if not fused_activation(config):
@@ -185,6 +189,8 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
     Raises:
         AttributeError, TypeError, ValueError: if they cannot be packed; the layer is as it was.
     """
+    if reason := packed_before():  # one loader knows it only after the layer was made
+        raise ValueError(reason)
     facts, config = method.facts(self), layer.moe_runner_config
     loaded = {name: method.numbers(layer, name, facts) for name in ("w13", "w2")}
     for numbers in loaded.values():
@@ -192,6 +198,8 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
     products = []
     for name in ("w13", "w2"):
         numbers, bias = loaded.pop(name), method.bias(layer, name)
+        if bias is not None:  # one that is copied would not be moved with its expert
+            bias.data = bias.data.to(config.params_dtype)
         format = SGLANG.multiplied(numbers.format, facts.activations)
         packed = numbers.packed(facts.activations, format, gated=name == "w13" and not method.in_pairs)
         old = [each for each, p in layer._parameters.items() if each.startswith(f"{name}_") and p is not bias]

@@ -3,6 +3,7 @@ Importing this imports no SGLang."""
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -30,6 +31,15 @@ SGLANG = Engine(
 WARMUP = Warmup(SGLANG)
 QUANTIZATION = "sglang.srt.layers.quantization"
 """SGLang's package of quantization methods."""
+_UPDATES = (
+    f"w4gemm has packed 4-bit weights, and holds SGLang's parameters no longer; {SGLANG.variable}=off lets weights be "
+    "updated"
+)
+"""Why weights of a loaded model cannot be updated: what SGLang answers then."""
+_REFUSES_UPDATES = "_derived_weight_cache_error"
+"""Attribute of a module that has SGLang refuse an update, in place of one that passes parameters over it lacks."""
+_packed_before = contextvars.ContextVar("w4gemm_packed_before", default=False)
+"""True while SGLang loads weights that a running engine has written."""
 
 
 class Hook(NamedTuple):
@@ -66,7 +76,12 @@ def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
     Args:
         capability, fp8: as for :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`.
     """
-    return SGLANG.why_not_here(capability, fp8) or (OFFLOADED if _offloads() else "")
+    return SGLANG.why_not_here(capability, fp8) or (OFFLOADED if _offloads() else "") or packed_before()
+
+
+def packed_before() -> str:
+    """Return why the weights that are loaded now cannot be packed, or the empty string."""
+    return "they are read as another engine had packed them, and in its names" if _packed_before.get() else ""
 
 
 def _offloads() -> bool:
@@ -90,6 +105,20 @@ def deterministic() -> bool:
     return bool(get_exec().deterministic.enable_deterministic_inference)
 
 
+def speculative() -> bool:
+    """True if a draft model runs beside the model (``--speculative-algorithm``)."""
+    from sglang.srt.runtime_context import get_spec
+
+    return bool(get_spec().speculative_algorithm)
+
+
+def fetches_experts() -> bool:
+    """True if GPUs fetch experts' weights from one another in each step (``--dwdp-size``)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return bool(get_parallel().dwdp_size > 1)
+
+
 def adapters() -> bool:
     """True if LoRA adapters may be loaded (``--enable-lora``)."""
     from sglang.srt.runtime_context import get_lora
@@ -110,18 +139,38 @@ def load_model(own: Callable[..., Any], self: Any) -> Any:
     return result
 
 
-LOADING = Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), load_model)
+def load_packed(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load weights that a running engine has written, as SGLang does: it packs a layer while its memory holds anything,
+    and reads the file over the parameters that it finds by name."""
+    token = _packed_before.set(True)
+    try:
+        return own(self, *args, **kwargs)
+    finally:
+        _packed_before.reset(token)
+
+
+_LOADERS = "sglang.srt.model_loader.loader"
+LOADING = (
+    Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), load_model),
+    Hook(f"{_LOADERS}.ShardedStateLoader.load_model", ("self",), load_packed),
+    Hook(f"{_LOADERS}.PreshardedModelLoader.load_model", ("self",), load_packed),
+    Hook(f"{_LOADERS}.RemoteModelLoader._load_model_from_remote_kv", ("self",), load_packed),
+)
 
 
 def exchange(layer: torch.nn.Module, old: Sequence[str], name: str, w: QuantizedWeight) -> QuantizedWeight:
     """Remove parameters of a layer and make a weight's tensors its parameters ``name_0``, ...; return that weight.
 
-    Parameters, because SGLang moves, counts and rebalances what a layer's parameters are.
+    Parameters, because SGLang moves, counts and rebalances what a layer's parameters are. Models of SGLang's may have
+    given one of the old a second name, under which its memory would be kept.
     """
-    for each in old:
+    found = [getattr(layer, each) for each in old if hasattr(layer, each)]
+    also = [each for each, p in layer._parameters.items() if any(p is one for one in found)]
+    for each in dict.fromkeys((*old, *also)):
         if hasattr(layer, each):
             delattr(layer, each)
     parameters = tuple(torch.nn.Parameter(t, requires_grad=False) for t in w.tensors)
     for i, parameter in enumerate(parameters):
         layer.register_parameter(f"{name}_{i}", parameter)
+    setattr(layer, _REFUSES_UPDATES, _UPDATES)
     return replace(w, tensors=parameters)
