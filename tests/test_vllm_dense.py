@@ -544,6 +544,26 @@ def test_a_layer_that_is_dropped_is_not_waited_for(dense: ModuleType, caplog: py
     assert "w4gemm runs 1 4-bit linear layers" in caplog.text
 
 
+def test_a_layer_that_is_kept_and_never_loaded_is_not_waited_for(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM keeps the encoder of a model that may get no images, and its loader passes it over."""
+
+    def process(made: Made) -> str:
+        made.kernel.process_weights_after_loading(made.layer)
+        return "processed"
+
+    package: Any = SimpleNamespace(base_loader=SimpleNamespace(process_weights_after_loading=process))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", package)
+    cases, kept = (Case("gptq"), Case("ct", 64)), []
+    for case in cases:  # a model, and a draft model
+        loaded, never = make(case), make(case)
+        kept.append(never)
+        with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+            assert package.base_loader.process_weights_after_loading(loaded) == "processed"
+    assert [record.message[:33] for record in caplog.records] == ["w4gemm runs 1 4-bit linear layers"] * 2
+
+
 def test_a_kernel_that_cannot_be_compiled_ends_the_start_not_a_request(
     dense: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

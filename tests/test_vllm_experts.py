@@ -486,6 +486,36 @@ def test_refused(
     assert reason in line and f"experts of {type(layers[0].quant_method).__name__} to vLLM's own kernels" in line
 
 
+def test_experts_whose_gpus_come_and_go(
+    experts: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=True))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        layer = RoutedExperts(*layer_arguments(CASES[0], {}))
+    assert type(layer.quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
+    assert "--enable-elastic-ep" in takeover_lines(caplog)[0]
+
+
+def test_models_that_ask_for_the_class_of_experts(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some ask before weights are loaded, and let experts of certain classes leave the last step to them."""
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
+
+    from w4gemm.integrations.engines.stacked import StackedNumbers
+
+    make = AutoGPTQMoEMethod.__init__
+    monkeypatch.setattr(
+        AutoGPTQMoEMethod, "__init__", lambda self, *a: (make(self, *a), setattr(self, "experts_cls", "vLLM's"))[0]
+    )
+    layer = mixture(CASES[0], packed=False).layer
+    assert layer.quant_method.experts_cls is experts.W4gemmExperts
+    monkeypatch.setattr(StackedNumbers, "check", lambda numbers: float("not a number"))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.runs_on_vllm and layer.quant_method.experts_cls == "vLLM's"
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "reason"),
     [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,8 @@ import vllm_sources
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder
 from w4gemm.cli.__main__ import main
+from w4gemm.integrations.engines.warmup import Warmup
+from w4gemm.integrations.vllm import takeover
 
 vllm_sources.install(os.environ["VLLM_SOURCES"].split(os.pathsep))
 
@@ -212,6 +216,36 @@ def test_vllm_reloads_the_weights_of_a_layer(format: str, tmp_path: Path) -> Non
         check(tmp_path, format, kernel_of(layer), [f"model.layers.{i}.mlp.{shard}" for shard in shards], layer)
 
 
+def test_layers_that_vllm_keeps_and_never_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Encoders that may get no input, in both ways in which models mark them."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.model_executor.models.utils import StageMissingLayer, no_init_weights
+
+    model, shards, whole = tiny(model_named("llama-3-8b")), {"gate_proj": 0, "up_proj": 1}, torch.nn.Module()
+    write(model, Packing.parse("gptq-int4-g64"), tmp_path)
+    monkeypatch.setattr(takeover, "WARMUP", Warmup(takeover.VLLM))
+
+    def made() -> Any:
+        sizes = model.config["hidden_size"], [model.config["intermediate_size"]] * 2
+        prefix = "model.layers.1.mlp.gate_up_proj"
+        return MergedColumnParallelLinear(*sizes, bias=False, quant_config=quantization(tmp_path), prefix=prefix)
+
+    for name, targets in (("image", None), ("audio", torch.nn.Sequential)):
+        with no_init_weights(whole, lambda module: StageMissingLayer("tower", module), targets=targets):
+            setattr(whole, name, torch.nn.Sequential(made()))
+        assert isinstance(getattr(whole, name), StageMissingLayer)
+    whole.mlp = made()
+    fill(whole.mlp, tmp_path, "model.layers.1.mlp", shards)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        config = SimpleNamespace(quantization="gptq", word_embeddings_untied_by_checkpoint=False)
+        base_loader.process_weights_after_loading(whole, config, torch.device("cpu"))
+    assert [r for r in caplog.records if "w4gemm runs 1 4-bit linear layers" in r.message]
+    check(tmp_path, "gptq-int4-g64", kernel_of(whole.mlp), [f"model.layers.1.mlp.{s}" for s in shards], whole.mlp)
+
+
 def reloading(layer: Any) -> Callable[[Callable[[], Any]], None]:
     """Let vLLM note what a layer looks like before it is loaded; return what has it load weights anew."""
     from vllm.model_executor.model_loader.reload import layerwise
@@ -353,6 +387,17 @@ def routed_experts(config: Mapping[str, Any], quantization: Any, prefix: str) ->
     )
     manager = ExpertMapManager(8, top_k, count, 0, None, parallel, "linear", False)
     return RoutedExperts(prefix, torch.bfloat16, moe, quantization, manager)
+
+
+def test_experts_are_in_no_cache_of_weights(tmp_path: Path) -> None:
+    """vLLM 0.33 hands weights that one process has packed to others, which would pack them once more."""
+    protocol = pytest.importorskip("vllm.model_executor.model_loader.weight_cache.protocol", reason="before 0.33")
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
+    write(model, Packing.parse("modelopt-nvfp4"), tmp_path)
+    layer = routed_experts(model.config, quantization(tmp_path), prefix)
+    assert layer.quant_method.vllm_method.supports_pre_processed_weights
+    with pytest.raises(protocol.UnsupportedQuantForIPCError, match="ModelOptNvFp4FusedMoE"):
+        protocol.check_ipc_quant_support(layer)
 
 
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g32", "ct-int4-g128-fp8", "ct-nvfp4"])

@@ -72,7 +72,7 @@ def _pretend_one_process() -> None:
     config = MagicMock(lora_config=None)
     config.kernel_config.linear_backend, config.kernel_config.linear_backend_per_quant = "auto", None
     config.scheduler_config.max_num_batched_tokens = 8
-    config.offload_config = OffloadConfig()
+    config.offload_config, config.parallel_config.enable_elastic_ep = OffloadConfig(), False
     config.compilation_config = MagicMock(custom_ops=["none"], mode=0, static_forward_context={})
     config.compilation_config.inductor_compile_config, config.compilation_config.compile_ranges_endpoints = {}, [8]
     config.compilation_config.enabled_custom_ops = Counter()

@@ -102,6 +102,17 @@ class Warmup:
         if not self._expected:
             self._prepare()
 
+    def finish(self) -> None:
+        """Wait for no layer any longer, because the engine has loaded a whole model, and prepare what was loaded. An
+        engine may keep layers that it made and never loads.
+
+        Raises:
+            UnsupportedError: if a kernel cannot be compiled.
+        """
+        if self._expected:
+            self._expected.clear()
+            self._prepare()
+
     def _prepare(self) -> None:
         needs, layers = list(self._needs.values()), dict(self._layers)
         self._needs.clear()

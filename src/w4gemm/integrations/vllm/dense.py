@@ -113,7 +113,7 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
         fusion.install()
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.most_tokens = takeover.most_tokens()
-        takeover.WARMUP.expect(self)
+        takeover.expect(self)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM."""

@@ -67,7 +67,9 @@ def taken_over(method: Any, layer: Any) -> Any:
     ours = cls.__new__(cls)
     tokens = takeover.most_tokens() * layer.moe_config.moe_parallel_config.dp_size
     vars(ours).update(vars(method), vllm_method=method, most_tokens=tokens)
-    takeover.WARMUP.expect(ours)
+    # models ask for it before weights are loaded, and expect of some of vLLM's that they leave a step to the model
+    ours.experts_cls = W4gemmExperts
+    takeover.expect(ours)
     return ours
 
 
@@ -89,6 +91,8 @@ def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
         return "VLLM_BATCH_INVARIANT is on"
     if moe.is_lora_enabled:
         return "LoRA is on"
+    if takeover.is_elastic():  # vLLM then makes each layer's experts anew, of what its own are made of
+        return "the number of their GPUs may change (--enable-elastic-ep)"
     if moe.has_bias and not (meaning.biases and in_pairs(moe)):  # our rows are in pairs, vLLM's biases lie as it loads
         return "they have biases"
     parallel = moe.moe_parallel_config
@@ -138,6 +142,9 @@ class _Method:
     """Most tokens of a step, from all ranks that send theirs here."""
     products: tuple[Product, Product] | None = None
     """The products of ``moe_kernel``; None until weights are loaded."""
+    supports_pre_processed_weights = False
+    """Whether vLLM's cache of weights (--load-format ipc_cache) may hand in experts as they were packed; it refuses
+    the model then."""
 
     @property
     def is_monolithic(self) -> bool:
@@ -170,7 +177,7 @@ class _Method:
             if self.moe.moe_parallel_config.enable_eplb or meaning.biases:
                 raise  # vLLM's own method may not support EPLB, and pads MXFP4
             takeover.refuse(f"experts of {type(self).__name__}", str(e))
-            vars(self.vllm_method).update(vars(self))
+            vars(self.vllm_method).update((name, value) for name, value in vars(self).items() if name != "experts_cls")
             layer.quant_method = self.vllm_method
             self.vllm_method.process_weights_after_loading(layer)
             takeover.WARMUP.settle(self)

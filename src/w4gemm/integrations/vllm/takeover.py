@@ -3,6 +3,9 @@ serves. Importing this imports no vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from w4gemm.core import environment
 from w4gemm.integrations.engines.engine import OFFLOADED, Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
@@ -42,6 +45,40 @@ def _offloads() -> bool:
 
     settings = getattr(get_current_vllm_config_or_none(), "offload_config", None)
     return settings is not None and (settings.uva.cpu_offload_gb > 0 or settings.prefetch.offload_group_size > 0)
+
+
+def is_elastic() -> bool:
+    """Return whether vLLM may divide the experts among other numbers of GPUs while it serves (--enable-elastic-ep)."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    settings = getattr(get_current_vllm_config_or_none(), "parallel_config", None)
+    return bool(getattr(settings, "enable_elastic_ep", False))
+
+
+def expect(layer: object) -> None:
+    """Wait with the preparation for a layer that vLLM is making, until it is loaded or vLLM has loaded the model."""
+    _end_wait_with_loading()
+    WARMUP.expect(layer)
+
+
+def _end_wait_with_loading() -> None:
+    """Have vLLM's loader say that a model is loaded. vLLM keeps layers that it never loads: those of an encoder that
+    may get no input (--limit-mm-per-prompt), and in 0.33 the methods of layers that it quantizes anew."""
+    try:
+        from vllm.model_executor.model_loader import base_loader
+
+        process: Callable[..., Any] = base_loader.process_weights_after_loading
+    except (ImportError, AttributeError):  # then such a model's kernels are compiled when they are first needed
+        return
+    if process.__module__ == __name__:
+        return
+
+    def process_and_prepare(*args: Any, **kwargs: Any) -> Any:
+        result = process(*args, **kwargs)
+        WARMUP.finish()
+        return result
+
+    base_loader.process_weights_after_loading = process_and_prepare
 
 
 def enter_compile_key() -> None:
