@@ -105,6 +105,27 @@ def test_a_head_that_is_tied_is_none_of_the_4_bit_layers(tmp_path: Path) -> None
         assert theirs(ids).logits.isclose(ours(ids).logits, rtol=1e-4, atol=1e-5).all()
 
 
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_have_the_names_of_published_files(architecture: str, tmp_path: Path) -> None:
+    """transformers, which has other names for Mixtral's, finds them under these, and so do engines."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    folder = write_dense(tmp_path / "in", architecture)
+    args = ("--to", "compressed-tensors", "--format", "int4_g32", "--dtype", "float32")
+    assert convert(folder, tmp_path / "out", *args) == 0
+    named, found = (
+        {n.rpartition(".")[0] for n in load_file(p / "model.safetensors")} for p in (folder, tmp_path / "out")
+    )
+    assert {n for n in named if ".experts." in n} == {n for n in found if ".experts." in n} != set()
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    ours, tokenizer = load(tmp_path / "out")
+    ids = tokenizer("hello there", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        assert theirs(ids).logits.isclose(ours(ids).logits, rtol=0.05, atol=0.02).all()  # theirs are rounded to bf16
+
+
 def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "qwen2")
     assert convert(path, tmp_path / "out", "--dtype", "float32") == 0

@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 pytest.importorskip("transformers")
 
 from w4gemm import W4Linear, integrations
+from w4gemm.checkpoints.dense import layers_to_quantize
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, quantize_layers
 
 
@@ -160,3 +161,19 @@ def test_a_layer_with_an_activation_is_not_made_dense_without_it() -> None:
     with pytest.raises(ValueError, match=r"1\.activation: wanted None, since a torch\.nn\.Linear has none, got 'relu'"):
         dequantize_layers(model, torch.float32)
     assert all(isinstance(layer, W4Linear) for layer in model)
+
+
+def test_routers_stay_dense():
+    """They decide which experts a token has; some are plain linear layers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "moe_topk": 2}
+    names = {"qwen2_moe": ("shared_expert_gate",), "hunyuan_v1_moe": ("wg",)}
+    for architecture, routers in names.items():
+        config = AutoConfig.for_model(architecture, **sizes, moe_intermediate_size=32)
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config)
+        wanted = {n for n, layer in made.named_modules() if type(layer) is nn.Linear} - {"lm_head"}
+        found = set(layers_to_quantize(made))
+        assert {n.rpartition(".")[2] for n in wanted - found} == set(routers) and len(found) > 3

@@ -11,6 +11,7 @@ import torch
 from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.experts import roles_of
+from w4gemm.checkpoints.file_names import FileNames
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -19,9 +20,9 @@ _HEAD = "lm_head"
 
 
 class CompressedTensorsWriter:
-    """A :class:`w4gemm.checkpoints.writing.WeightWriter`. Bits stay the same, experts are written one by one; what
-    compressed-tensors cannot hold is refused: biases of experts, float zero points, codebooks, float32 scales of
-    channels, act-order, k that is no multiple of 8."""
+    """A :class:`w4gemm.checkpoints.writing.WeightWriter`. Bits stay the same, experts are written one by one, under the
+    names of the model's published files. What compressed-tensors cannot hold is refused: biases of experts, float zero
+    points, codebooks, float32 scales of channels, act-order, k that is no multiple of 8."""
 
     name = "compressed-tensors"
     marks = CompressedTensors.marks
@@ -67,7 +68,11 @@ class CompressedTensorsWriter:
             found["weight_zero_point"] = _along_rows(zeros[0])
         return found
 
+    def named(self, checkpoint: Checkpoint) -> Checkpoint:
+        return FileNames(checkpoint)
+
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        assert isinstance(checkpoint, FileNames)
         kinds: dict[tuple[WeightFormat, str | None], list[str]] = {}
         for name, module in checkpoint.modules.items():
             kinds.setdefault((module.format, module.activations), []).append(_target(checkpoint, name))
@@ -76,7 +81,9 @@ class CompressedTensorsWriter:
             f"group_{i}": _group(*kind, ["Linear"] if i == 0 else names) for i, (kind, names) in enumerate(ordered)
         }
         formats = {group["format"] for group in groups.values()}
-        dense = [name.removesuffix(".weight") for name, shape in checkpoint.tensors.items() if len(shape) == 2]
+        matrices = [name for name, shape in checkpoint.tensors.items() if len(shape) == 2]
+        both = [each for name in matrices for each in (name, checkpoint.own[name])]  # readers ask for either
+        dense = list(dict.fromkeys(name.removesuffix(".weight") for name in both))
         if _HEAD not in checkpoint.modules and _HEAD not in dense:
             dense.append(_HEAD)  # tied to the embedding, so without a tensor; a linear layer to compressed-tensors
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -35,6 +35,8 @@ SKIP = ("lm_head",)
 """Last parts of the names of layers that stay dense unless asked for."""
 _PLAIN = ("FalconLinear",)
 """Subclasses of nn.Linear with a forward of their own that computes the same."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names in configs of the number of experts."""
 _OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files in which AutoGPTQ and AutoAWQ said at first how a model is quantized, and the method that they mean."""
 
@@ -80,18 +82,29 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
 
 
 def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
-    """Return those of :func:`linear_layers` that a dense model is quantized in. Of a model that reads images or sounds
-    too, they are the language model's: its other parts are small, and lose more in 4 bits.
+    """Return those of :func:`linear_layers` that a dense model is quantized in: without routers, which decide more
+    than they compute. Of a model that reads images or sounds too, they are the language model's: its other parts are
+    small, and lose more in 4 bits.
 
     Raises:
         ValueError: as linear_layers.
     """
-    layers = linear_layers(model, skip)
-    if not hasattr(getattr(model, "config", None), "text_config"):
+    config = getattr(model, "config", None)
+    layers = {name: layer for name, layer in linear_layers(model, skip).items() if not _routes(name, layer, config)}
+    if not hasattr(config, "text_config"):
         return layers
     language, head = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
     inside = {id(module) for module in (*language.modules(), head)}
     return {name: layer for name, layer in layers.items() if id(layer) in inside}
+
+
+def _routes(name: str, layer: nn.Linear, config: Any) -> bool:
+    """True for a layer that says which experts a token has, or how much of the shared ones."""
+    parts, text = name.split("."), getattr(config, "text_config", config)
+    counts = {getattr(text, count, None) for count in _EXPERT_COUNTS}
+    return parts[-1] == "shared_expert_gate" or (
+        layer.out_features in counts and not {"gate", "router"}.isdisjoint(parts)
+    )
 
 
 class DenseCheckpoint:

@@ -111,6 +111,9 @@ class OwnWriter:
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return settings(checkpoint.modules.items())
 
+    def named(self, checkpoint: Checkpoint) -> Checkpoint:
+        return checkpoint
+
 
 def _named(config: Mapping[str, Any]) -> list[Named]:
     """The modules that ``modules`` names, maybe in another place than in the folder."""

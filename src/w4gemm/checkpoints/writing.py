@@ -67,6 +67,10 @@ class WeightWriter(Protocol):
         """Return the quantization_config of a folder with the checkpoint's modules."""
         ...
 
+    def named(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with the names that its modules and tensors are to have in the folder."""
+        ...
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -106,7 +110,9 @@ def write_folder(
         FormatError: if a module cannot be stored, or no model can be made of the checkpoint.
     """
     _require_writable(checkpoint, writer)
-    dtypes = {name: _dtype_of(checkpoint, name, dtype, convert_floats) for name in checkpoint.tensors}
+    keeps_floats = isinstance(checkpoint, QuantizedFolder) and not convert_floats
+    checkpoint = writer.named(checkpoint)
+    dtypes = {name: _dtype_of(checkpoint, name, dtype, keeps_floats) for name in checkpoint.tensors}
     plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, plan)
@@ -165,9 +171,8 @@ def _require_layers(checkpoint: Checkpoint) -> None:
         )
 
 
-def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, convert_floats: bool) -> torch.dtype:
-    """Dtype that a dense tensor is written in: a router's bias in float32 decides in float32."""
-    kept = isinstance(checkpoint, QuantizedFolder) and not convert_floats
+def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, kept: bool) -> torch.dtype:
+    """Dtype that a dense tensor is written in: if ``kept``, its own; a router's bias in float32 decides in float32."""
     return _FLOATS.get(checkpoint.stored_type(name), dtype) if kept else dtype
 
 

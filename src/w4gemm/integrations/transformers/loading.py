@@ -104,24 +104,34 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
         whole = _config(folder, options)
         for key, value in settings.items():
             setattr(whole, key, value)
-        config, alone = _made_of(whole, checkpoint)
         tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options})
-        with ParametersOnMeta():
-            model = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+        model, alone = _model_of(whole, checkpoint, dtype)
         # with options the config is that of one file, beside which another model's generation config may lie
         if not options and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return _Empty(model, tokenizer, alone)
 
 
-def _made_of(whole: PretrainedConfig, checkpoint: Checkpoint) -> tuple[PretrainedConfig, bool]:
-    """Return the config of the model to make, and :attr:`_Empty.alone`. It is that of the language model inside a
-    larger one if that is none itself, and names of the checkpoint begin with :data:`PREFIX`."""
-    if is_language_model(whole) or not hasattr(whole, "text_config"):
-        return whole, True
-    text = whole.get_text_config()
+def _model_of(whole: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
+    """Return the model of a config, and :attr:`_Empty.alone`. It is the language model inside a larger one if names of
+    the checkpoint begin with :data:`PREFIX`, and transformers makes no model of the larger one or would have to convert
+    tensors of it, which :func:`load` does not (Kimi-K2.5's vision tower)."""
+    from transformers import AutoModelForImageTextToText
+
+    def made(config: PretrainedConfig) -> PreTrainedModel:
+        with ParametersOnMeta():
+            return model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+
     inside = any(name.startswith(PREFIX) for name in (*checkpoint.modules, *checkpoint.tensors))
-    return (text, False) if inside and is_language_model(text) else (whole, True)
+    if not inside or not hasattr(whole, "text_config"):
+        return made(whole), True
+    text = whole.get_text_config()
+    if is_language_model(whole) or type(whole) in AutoModelForImageTextToText._model_mapping:
+        model = made(whole)
+        renamed = Renaming(model)
+        if not is_language_model(text) or not any(map(renamed.is_converted, checkpoint.tensors)):
+            return model, True
+    return made(text), False
 
 
 def _config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:

@@ -1,0 +1,104 @@
+"""A checkpoint under the names of its model's published files: :class:`FileNames`.
+
+transformers gives some modules other names than these files have, such as ``mlp.experts.gate_up_proj`` to what Mixtral
+has as ``block_sparse_moe.experts.0.w1`` and ``w3``. It renames them when it loads and saves a model; other programs,
+vLLM among them, know only the names in the files.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from w4gemm.checkpoints.base import Checkpoint, Module, Pretrained
+from w4gemm.checkpoints.experts import GATE_UP
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, model_class, transformers_errors
+from w4gemm.core.errors import FormatError
+from w4gemm.weights.weight import QuantizedWeight
+
+_EXPERT = re.compile(r"(?P<owner>.+)\.\d+\.(?P<role>\w+)\.weight")
+"""Name in a file of the weight of a single expert's module."""
+
+
+class FileNames:
+    """A checkpoint whose modules and tensors have the names of its model's published files.
+
+    Attributes:
+        source: the checkpoint, whose names may be those of the model in transformers.
+        own: name in ``source`` of each module and tensor.
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.path, self.source = source.path, source
+        outline = _outline(source)
+        state = {} if outline is None else outline.state_dict()
+        self.own: dict[str, str] = {}
+        self.modules: dict[str, Module] = {}
+        self.tensors: dict[str, tuple[int, ...]] = {}
+        for name, module in source.modules.items():
+            key = name if module.experts else f"{name}.weight"
+            names = _in_files(outline, key, state[key]) if outline is not None and key in state else [key]
+            found, module = _experts(name, module, names) if module.experts else (_owner(name, names), module)
+            self.own[found], self.modules[found] = name, module
+        for name, shape in source.tensors.items():
+            names = _in_files(outline, name, state[name]) if outline is not None and name in state else [name]
+            found = names[0] if len(names) == 1 else name
+            self.own[found], self.tensors[found] = name, shape
+
+    def stored_type(self, name: str) -> str:
+        return self.source.stored_type(self.own.get(name, name))
+
+    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+        return self.source.weight(self.own.get(name, name), device)
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.source.dense(self.own.get(name, name), dtype)
+
+    def pretrained(self) -> Pretrained:
+        return self.source.pretrained()
+
+
+def _outline(checkpoint: Checkpoint) -> nn.Module | None:
+    """Return the checkpoint's model without numbers; None if transformers is not installed or makes none, and for a
+    GGUF file, the models of which have the same names everywhere."""
+    folder, options, _ = checkpoint.pretrained()
+    if options:
+        return None
+    try:
+        from transformers import AutoConfig
+
+        with transformers_errors(checkpoint.path), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, **AS_IT_IS)
+            model: nn.Module = model_class(config).from_config(config)
+            return model
+    except (ImportError, FormatError):
+        return None
+
+
+def _in_files(outline: nn.Module, name: str, parameter: torch.Tensor) -> list[str]:
+    """Return the names that transformers saves a parameter under."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return list(revert_weight_conversion(outline, {name: parameter}))
+
+
+def _owner(name: str, names: list[str]) -> str:
+    """Return the name in the files of a linear module: ``name`` if its weight is no tensor of its own there."""
+    return names[0].removesuffix(".weight") if len(names) == 1 and names[0].endswith(".weight") else name
+
+
+def _experts(name: str, module: Module, names: list[str]) -> tuple[str, Module]:
+    """Return the name and module of all experts of a layer, of which the files have ``names``: as they are if these are
+    not those of single experts."""
+    matches = [_EXPERT.fullmatch(each) for each in names]
+    found = {(match["owner"], match["role"]) for match in matches if match is not None}
+    owners, product = {owner for owner, _ in found}, name.rpartition(".")[2]
+    if None in matches or len(owners) != 1:
+        return name, module
+    if product == GATE_UP:
+        roles = tuple(dict.fromkeys(match["role"] for match in matches if match is not None))
+        module = replace(module, fused=roles if len(roles) == 2 else module.fused)
+    return f"{owners.pop()}.{product}", module
