@@ -83,6 +83,17 @@ def test_neighbours_are_fused(tmp_path: Path) -> None:
     assert half.dtype == torch.float16 and {str(layer.format) for layer in half.layers} == {"int4_g64_fp16"}
 
 
+def test_parts_of_linear_attention_are_fused(tmp_path: Path) -> None:
+    """Qwen 3.5's, as vLLM's packed_modules_mapping has them."""
+    shapes = {"in_proj_qkv": 384, "in_proj_z": 128, "in_proj_b": 16, "in_proj_a": 16, "out_proj": HIDDEN}
+    named = {f"model.layers.0.linear_attn.{name}": (n, HIDDEN, False) for name, n in shapes.items()}
+    assert sizes(read_model(str(write(tmp_path / "m", named)))) == {
+        (512, HIDDEN, False),
+        (32, HIDDEN, False),
+        (HIDDEN, HIDDEN, False),
+    }
+
+
 def test_a_config_of_another_kind_says_nothing(tmp_path: Path) -> None:
     shapes = {"gate_proj": (96, HIDDEN, False), "up_proj": (96, HIDDEN, False), "down_proj": (HIDDEN, 128, False)}
     named = {f"model.layers.0.mlp.experts.{e}.{name}": shape for e in range(4) for name, shape in shapes.items()}

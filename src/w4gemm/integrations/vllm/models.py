@@ -40,6 +40,8 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
 )
 """Last parts of the names of modules that vLLM loads into one layer."""
 KEYS_AND_VALUES = ("k_proj", "v_proj")
