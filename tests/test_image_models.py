@@ -90,17 +90,20 @@ def test_every_way_to_a_model_gives_the_same(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(theirs), logits(wanted), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava", "qwen3_vl"])
 def test_text_alone_is_decoded_step_by_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the steps are replays of a CUDA graph."""
+    """On a GPU the steps are replays of a CUDA graph. A position is several numbers in Qwen's models."""
     monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
     write(tmp_path, name)
     model, _ = load(tmp_path, format="int4_g32")
     ids = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": 12, "do_sample": False}
-    ours = model.generate(input_ids=ids, **options)
-    assert decoding._steps[model].step is not None
-    assert torch.equal(ours, model.generate(input_ids=ids, disable_compile=True, **options))
+    for mask in (torch.ones_like(ids), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])):
+        decoding._steps[model].step = None
+        ours = model.generate(input_ids=ids, attention_mask=mask, **options)
+        assert decoding._steps[model].step is not None
+        theirs = model.generate(input_ids=ids, attention_mask=mask, disable_compile=True, **options)
+        assert torch.equal(ours, theirs)
 
 
 def test_images_are_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

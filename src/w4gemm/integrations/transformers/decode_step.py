@@ -36,15 +36,23 @@ class DecodeStep:
     """
 
     def __init__(
-        self, model: PreTrainedModel, batch: int, length: int, padded: bool, fusion: Fusion | None = None
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        length: int,
+        padded: bool,
+        fusion: Fusion | None = None,
+        planes: int = 0,
     ) -> None:
         """
         Args:
             length: tokens of a sequence at most, with those of the prompt.
             padded: whether prompts may have padding.
+            planes: numbers that the position of a token is, where models place pictures too: positions are (planes,
+                batch, 1) then. 0 for positions (batch, 1).
             fusion: products of the model to compute together; None to capture the model's own code.
         """
-        self.batch, self.length, self.padded, self.fusion = batch, length, padded, fusion
+        self.batch, self.length, self.padded, self.fusion, self.planes = batch, length, padded, fusion, planes
         self.facts = _facts(model)
         self.fused_error: float | None = None
         self.prepared: dict[int, Prepared] = {}
@@ -55,16 +63,17 @@ class DecodeStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captures = model.device.type == "cuda"
         with torch.inference_mode():
-            self.token, self.position = (torch.zeros(batch, 1, dtype=torch.int64, device=model.device) for _ in "tp")
+            self.token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+            self.position = self.token.expand(planes, batch, 1).clone() if planes else self.token.clone()
             self.mask = torch.ones(batch, length, dtype=torch.int64, device=model.device) if padded else None
             self.slot = torch.zeros(1, dtype=torch.int64, device=model.device)
             self.first = torch.zeros(batch, dtype=torch.int32, device=model.device)
             self._no_mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=model.device)
         self.logits = torch.empty(0)
 
-    def serves(self, model: PreTrainedModel, batch: int, length: int, padded: bool) -> bool:
+    def serves(self, model: PreTrainedModel, batch: int, length: int, padded: bool, planes: int = 0) -> bool:
         """True if calls of these sizes can use this step, and the model is what it was."""
-        sizes = (batch, padded) == (self.batch, self.padded) and length <= self.length
+        sizes = (batch, padded, planes) == (self.batch, self.padded, self.planes) and length <= self.length
         return sizes and self.knows(model)
 
     def knows(self, model: PreTrainedModel) -> bool:
@@ -80,7 +89,7 @@ class DecodeStep:
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the logits (batch, vocabulary) behind prompts (batch, m), whose padding on the left ``mask`` marks.
-        positions: of the prompts' tokens; None for those that the mask makes."""
+        positions: of the prompts' tokens, (batch, m) or (planes, batch, m); None for those that the mask makes."""
         self.cache.reset()
         if positions is None:
             ones = torch.ones_like(ids) if mask is None else mask
@@ -92,7 +101,7 @@ class DecodeStep:
         options = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
         given = {cache_argument(model): self.cache, "position_ids": positions, "use_cache": True, **options}
         logits = model(ids, attention_mask=mask, **given).logits[:, -1]
-        self.position.copy_(positions[:, -1:])
+        self.position.copy_(positions[..., -1:])
         self.slot.fill_(ids.shape[1])
         return logits
 

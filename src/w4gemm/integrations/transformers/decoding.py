@@ -70,15 +70,15 @@ _steps: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary(
 """The models that decode by graph."""
 
 
-def step_for(model: PreTrainedModel, batch: int, length: int, padded: bool) -> DecodeStep:
+def step_for(model: PreTrainedModel, batch: int, length: int, padded: bool, planes: int = 0) -> DecodeStep:
     """Return a step of a model for these sizes, the last one if it serves."""
     kept = _steps[model]
-    if kept.step is None or not kept.step.serves(model, batch, length, padded):
+    if kept.step is None or not kept.step.serves(model, batch, length, padded, planes):
         fusion = kept.step.fusion if kept.step is not None and kept.step.knows(model) else None
         kept.step = None  # its memory may be needed for the next
         if kept.fuse and fusion is None:
             fusion = Fusion.of(model)
-        kept.step = DecodeStep(model, batch, -(-length // _ROUND) * _ROUND, padded, fusion)
+        kept.step = DecodeStep(model, batch, -(-length // _ROUND) * _ROUND, padded, fusion, planes)
     return kept.step
 
 
@@ -134,7 +134,7 @@ def _refusals(model: PreTrainedModel, given: dict[str, Any], options: dict[str, 
     given_here = {name for name, value in options.items() if value is not None and not _is_empty(value)}
     if others := sorted(given_here - {kept, *_HANDLED}):
         yield f"the model is given {', '.join(others)}"
-    if positions is not None and positions.dim() != 2:
+    if positions is not None and positions.dim() not in (2, 3):
         yield f"position_ids have {positions.dim()} dimensions"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or (getattr(model, "tp_size", None) or 1) > 1:
         yield "the model is on several devices"
@@ -154,11 +154,17 @@ def _is_empty(value: Any) -> bool:
 
 
 class Prompt(NamedTuple):
-    """Tokens (batch, m), which of them are no padding, and their positions, None for those that follow from that."""
+    """Tokens (batch, m), which of them are no padding, and their positions, (batch, m) or (planes, batch, m), None for
+    those that follow from that."""
 
     ids: torch.Tensor
     mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+
+    @property
+    def planes(self) -> int:
+        """See :class:`DecodeStep`."""
+        return self.positions.shape[0] if self.positions is not None and self.positions.dim() == 3 else 0
 
 
 def sample_by_step(
@@ -177,7 +183,7 @@ def sample_by_step(
     ids = prompt.ids
     batch, start = ids.shape
     end = stopping_criteria.max_length
-    step = step_for(model, batch, end, prompt.mask is not None)
+    step = step_for(model, batch, end, prompt.mask is not None, prompt.planes)
     compile_ahead(model, step, batch * start)
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
     found = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
