@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import test_awq
@@ -24,6 +24,7 @@ from quantized_model import Writer, change, configure, convert
 from tiny_model import EXPERTS, LAYERS, write_dense
 from w4gemm import FormatError, W4Experts, W4GroupedLinear, WeightFormat, quantize
 from w4gemm.checkpoints import dense, open_checkpoint
+from w4gemm.checkpoints.gates import activation_of
 from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load
 from w4gemm.weights.random import random_weight
@@ -244,3 +245,16 @@ def test_damaged_gpt_oss(tmp_path: Path) -> None:
     save_file(kept | {f"{name}_scales": scales}, folder / "model.safetensors")
     with pytest.raises(FormatError, match="down_proj: "):
         open_checkpoint(folder).weight(name)
+
+
+@pytest.mark.parametrize(
+    ("act", "name"), [("silu", "silu_mul"), ("gelu", "gelu_mul"), ("gelu_pytorch_tanh", "gelu_tanh_mul")]
+)
+def test_the_activation_is_found_by_its_numbers(act: str, name: str) -> None:
+    """Gemma 4's is a gelu, of whose tail float32 rounds off more than of silu's."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_act=act, hidden_size=64, moe_intermediate_size=32, num_experts=2, num_hidden_layers=1
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert activation_of(model.model.layers[0].mlp.experts) == name
