@@ -19,7 +19,7 @@ _ALPHAS = ("alpha", "swiglu_alpha")
 """Attributes of experts in transformers, by the constant of :mod:`w4gemm.core.activation`."""
 _SAMPLES = 4096
 _ROUNDED = 1e-4
-"""What float32 may round off: the tail of a gelu, up to 1.5e-7, is multiplied by ups of up to 300."""
+"""Most that float32 may round off: the tail of a gelu, up to 1.5e-7, is multiplied by ups of up to 300."""
 
 
 def activation_of(experts: nn.Module) -> str:
