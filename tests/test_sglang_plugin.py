@@ -66,6 +66,24 @@ DENSE = {
 }
 
 
+def filled(**of_layer: Any) -> tuple[Any, Any]:
+    """A scheme for AWQ's linear layers, and a layer with weights that are not packed yet."""
+    make, drawn, stored = DENSE["awq"]
+    scheme = make()
+    layer = created(scheme, **of_layer)
+    fill(layer, stored(drawn))
+    return scheme, layer
+
+
+def experts_left(caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """See that experts are left to SGLang, for a reason that is logged when their layer is made."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
+        method, layer, _ = loaded("awq")
+    assert reason in caplog.text
+    refused(method, layer, caplog, experts)
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_linear_layers(name: str) -> None:
     make, drawn, stored = DENSE[name]
@@ -92,26 +110,17 @@ def test_where_answers_must_not_depend_on_the_batch(
     started_with(monkeypatch, enable_deterministic_inference=True)
     called: list[bool] = []
     monkeypatch.setattr(dense, "linear", lambda *given, batch_invariant: called.append(batch_invariant))
-    make, drawn, stored = DENSE["awq"]
-    scheme = make()
-    layer = created(scheme)
-    fill(layer, stored(drawn))
+    scheme, layer = filled()
     scheme.process_weights_after_loading(layer)
     scheme.apply_weights(layer, torch.randn(2, K).bfloat16(), None)
     assert called == [True]
-    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
-        method, layer, _ = loaded("awq")
-    assert "--enable-deterministic-inference is on" in caplog.text
-    refused(method, layer, caplog, experts)
+    experts_left(caplog, "--enable-deterministic-inference is on")
 
 
 def test_where_adapters_may_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """SGLang asks its own method for the weights of experts then."""
     started_with(monkeypatch, enable_lora=True)
-    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
-        method, layer, _ = loaded("awq")
-    assert "--enable-lora is on" in caplog.text
-    refused(method, layer, caplog, experts)
+    experts_left(caplog, "--enable-lora is on")
 
 
 @pytest.mark.parametrize("option", ["cpu_offload_gb", "offload_group_size"])
@@ -120,16 +129,9 @@ def test_layers_whose_weights_are_in_the_hosts_memory(
 ) -> None:
     """SGLang moves the parameters that it knows, and puts others in their place for a call."""
     started_with(monkeypatch, **{option: 4})
-    make, drawn, stored = DENSE["awq"]
-    scheme = make()
-    layer = created(scheme)
-    fill(layer, stored(drawn))
+    scheme, layer = filled()
     assert "--cpu-offload-gb or --offload-group-size" in refused(scheme, layer, caplog, dense)
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
-        method, layer, _ = loaded("awq")
-    assert "--cpu-offload-gb or --offload-group-size" in caplog.text
-    refused(method, layer, caplog, experts)
+    experts_left(caplog, "--cpu-offload-gb or --offload-group-size")
 
 
 @pytest.mark.parametrize(
@@ -144,20 +146,13 @@ def test_weights_that_another_engine_had_packed(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang packs a layer that holds anything, and reads the file over the parameters that it finds by name."""
-    make, drawn, stored = DENSE["awq"]
-    scheme = make()
-    layer = created(scheme)
-    fill(layer, stored(drawn))
+    scheme, layer = filled()
     before, made_before, _ = loaded("awq")
     assert hasattr(made_before, "w4gemm_runner")
 
     def load(*given: Any, **named: Any) -> None:
         assert "as another engine had packed them" in refused(scheme, layer, caplog, dense)
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
-            of, made, _ = loaded("awq")
-        assert "as another engine had packed them" in caplog.text
-        refused(of, made, caplog, experts)
+        experts_left(caplog, "as another engine had packed them")
         refused(before, made_before, caplog, experts)
 
     target = f"sglang.srt.model_loader.loader.{method}"
@@ -172,11 +167,8 @@ def test_a_head_that_a_draft_model_shares(
     algorithm: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started_with(monkeypatch, speculative_algorithm=algorithm)
-    make, drawn, stored = DENSE["awq"]
     for head in (False, True):
-        scheme = make()
-        layer = created(scheme, head=head)
-        fill(layer, stored(drawn))
+        scheme, layer = filled(head=head)
         if head and algorithm:
             assert "draft models read and replace" in refused(scheme, layer, caplog, dense)
         else:
@@ -196,10 +188,7 @@ def test_experts_that_gpus_fetch_from_one_another(
 
 def test_a_head_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang hands lm_head float32 then, which no kernel takes."""
-    make, drawn, stored = DENSE["awq"]
-    scheme = make()
-    layer = created(scheme, head=True)
-    fill(layer, stored(drawn))
+    scheme, layer = filled(head=True)
     scheme.process_weights_after_loading(layer)
     x, asked, own = torch.randn(2, K).bfloat16(), [], dense.linear
     monkeypatch.setattr(dense, "linear", lambda x, *given, **named: (asked.append(x.dtype), own(x, *given, **named))[1])
@@ -238,10 +227,7 @@ def test_weights_of_a_running_engine_are_not_updated_in_part() -> None:
 
 
 def test_a_taken_layer_is_traced_without_a_break() -> None:
-    make, drawn, stored = DENSE["awq"]
-    scheme = make()
-    layer = created(scheme)
-    fill(layer, stored(drawn))
+    scheme, layer = filled()
     scheme.process_weights_after_loading(layer)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

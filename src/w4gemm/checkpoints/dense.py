@@ -19,6 +19,7 @@ from w4gemm.checkpoints.hugging_face import (
     FILES,
     SafetensorsFolder,
     model_class,
+    outline,
     quantization_config,
     read_header,
     transformers_errors,
@@ -90,7 +91,7 @@ def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[s
         ValueError: as linear_layers.
     """
     config = getattr(model, "config", None)
-    layers = {name: layer for name, layer in linear_layers(model, skip).items() if not _routes(name, layer, config)}
+    layers = {name: layer for name, layer in linear_layers(model, skip).items() if not _is_router(name, layer, config)}
     if not hasattr(config, "text_config"):
         return layers
     language, head = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
@@ -98,7 +99,7 @@ def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[s
     return {name: layer for name, layer in layers.items() if id(layer) in inside}
 
 
-def _routes(name: str, layer: nn.Linear, config: Any) -> bool:
+def _is_router(name: str, layer: nn.Linear, config: Any) -> bool:
     """True for a layer that says which experts a token has, or how much of the shared ones."""
     parts, text = name.split("."), getattr(config, "text_config", config)
     counts = {getattr(text, count, None) for count in _EXPERT_COUNTS}
@@ -192,11 +193,7 @@ class DenseCheckpoint:
     @functools.cached_property
     def _outline(self) -> PreTrainedModel:
         """The model without numbers."""
-        from transformers import AutoConfig
-
-        with transformers_errors(self.path), torch.device("meta"):
-            config = AutoConfig.from_pretrained(self.path, **AS_IT_IS)
-            return model_class(config).from_config(config)
+        return outline(self.path)
 
     @functools.cached_property
     def _read(self) -> Callable[[str], torch.Tensor]:

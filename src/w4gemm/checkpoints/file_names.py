@@ -15,7 +15,7 @@ from torch import nn
 
 from w4gemm.checkpoints.base import Checkpoint, Module, Pretrained
 from w4gemm.checkpoints.experts import GATE_UP
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, model_class, transformers_errors
+from w4gemm.checkpoints.hugging_face import outline
 from w4gemm.core.errors import FormatError
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -33,18 +33,23 @@ class FileNames:
 
     def __init__(self, source: Checkpoint) -> None:
         self.path, self.source = source.path, source
-        outline = _outline(source)
-        state = {} if outline is None else outline.state_dict()
+        model = _model(source)
+        state = {} if model is None else model.state_dict()
+
+        def in_files(name: str) -> list[str]:
+            return _in_files(model, name, state[name]) if name in state else [name]
+
         self.own: dict[str, str] = {}
         self.modules: dict[str, Module] = {}
         self.tensors: dict[str, tuple[int, ...]] = {}
         for name, module in source.modules.items():
-            key = name if module.experts else f"{name}.weight"
-            names = _in_files(outline, key, state[key]) if outline is not None and key in state else [key]
-            found, module = _experts(name, module, names) if module.experts else (_owner(name, names), module)
+            if module.experts:
+                found, module = _experts(name, module, in_files(name))
+            else:
+                found = _owner(name, in_files(f"{name}.weight"))
             self.own[found], self.modules[found] = name, module
         for name, shape in source.tensors.items():
-            names = _in_files(outline, name, state[name]) if outline is not None and name in state else [name]
+            names = in_files(name)
             found = names[0] if len(names) == 1 else name
             self.own[found], self.tensors[found] = name, shape
 
@@ -61,28 +66,23 @@ class FileNames:
         return self.source.pretrained()
 
 
-def _outline(checkpoint: Checkpoint) -> nn.Module | None:
+def _model(checkpoint: Checkpoint) -> nn.Module | None:
     """Return the checkpoint's model without numbers; None if transformers is not installed or makes none, and for a
     GGUF file, the models of which have the same names everywhere."""
     folder, options, _ = checkpoint.pretrained()
     if options:
         return None
     try:
-        from transformers import AutoConfig
-
-        with transformers_errors(checkpoint.path), torch.device("meta"):
-            config = AutoConfig.from_pretrained(folder, **AS_IT_IS)
-            model: nn.Module = model_class(config).from_config(config)
-            return model
+        return outline(folder)
     except (ImportError, FormatError):
         return None
 
 
-def _in_files(outline: nn.Module, name: str, parameter: torch.Tensor) -> list[str]:
+def _in_files(model: nn.Module | None, name: str, parameter: torch.Tensor) -> list[str]:
     """Return the names that transformers saves a parameter under."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return list(revert_weight_conversion(outline, {name: parameter}))
+    return list(revert_weight_conversion(model, {name: parameter}))
 
 
 def _owner(name: str, names: list[str]) -> str:

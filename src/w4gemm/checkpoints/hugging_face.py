@@ -7,12 +7,15 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from w4gemm.core.errors import FormatError, not_among
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of which a folder has one."""
@@ -39,6 +42,27 @@ def is_language_model(config: Any) -> bool:
     from transformers import AutoModelForCausalLM
 
     return type(config) in AutoModelForCausalLM._model_mapping
+
+
+def is_model(config: Any) -> bool:
+    """True if transformers makes a model of a config that :func:`model_class` knows."""
+    from transformers import AutoModelForImageTextToText
+
+    return is_language_model(config) or type(config) in AutoModelForImageTextToText._model_mapping
+
+
+def outline(folder: Path) -> PreTrainedModel:
+    """Return a folder's model without numbers.
+
+    Raises:
+        FormatError: if transformers makes none.
+    """
+    from transformers import AutoConfig
+
+    with transformers_errors(folder), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, **AS_IT_IS)
+        model: PreTrainedModel = model_class(config).from_config(config)
+        return model
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:

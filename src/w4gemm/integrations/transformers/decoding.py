@@ -131,8 +131,8 @@ def _refusals(model: PreTrainedModel, given: dict[str, Any], options: dict[str, 
         yield "use_cache is False"
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         yield f"{kept} is the caller's"
-    given_here = {name for name, value in options.items() if value is not None and not _is_empty(value)}
-    if others := sorted(given_here - {kept, *_HANDLED}):
+    named = [name for name, value in options.items() if value is not None and not _is_empty(value)]
+    if others := [name for name in named if name not in (kept, *_HANDLED)]:
         yield f"the model is given {', '.join(others)}"
     if positions is not None and positions.dim() not in (2, 3):
         yield f"position_ids have {positions.dim()} dimensions"

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_language_model, model_class, transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_language_model, is_model, model_class, transformers_errors
 from w4gemm.checkpoints.text_part import PREFIX, TextPart
 from w4gemm.core.errors import FormatError, device_here
 from w4gemm.core.formats import WeightFormat
@@ -105,33 +105,31 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
         for key, value in settings.items():
             setattr(whole, key, value)
         tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options})
-        model, alone = _model_of(whole, checkpoint, dtype)
+        model = _model_of(whole, checkpoint, dtype)
         # with options the config is that of one file, beside which another model's generation config may lie
         if not options and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return _Empty(model, tokenizer, alone)
+    return _Empty(model, tokenizer, alone=type(model.config) is type(whole))
 
 
-def _model_of(whole: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
-    """Return the model of a config, and :attr:`_Empty.alone`. It is the language model inside a larger one if names of
-    the checkpoint begin with :data:`PREFIX`, and transformers makes no model of the larger one or would have to convert
-    tensors of it, which :func:`load` does not (Kimi-K2.5's vision tower)."""
-    from transformers import AutoModelForImageTextToText
+def _model_of(whole: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a config; or the language model inside it, if names of the checkpoint begin with
+    :data:`PREFIX`, and transformers makes no model of the whole or would have to convert tensors of it, which
+    :func:`load` does not (Kimi-K2.5's vision tower)."""
 
     def made(config: PretrainedConfig) -> PreTrainedModel:
         with ParametersOnMeta():
             return model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
 
     inside = any(name.startswith(PREFIX) for name in (*checkpoint.modules, *checkpoint.tensors))
-    if not inside or not hasattr(whole, "text_config"):
-        return made(whole), True
-    text = whole.get_text_config()
-    if is_language_model(whole) or type(whole) in AutoModelForImageTextToText._model_mapping:
+    text = whole.get_text_config() if inside else whole
+    if text is whole:
+        return made(whole)
+    if is_model(whole):
         model = made(whole)
-        renamed = Renaming(model)
-        if not is_language_model(text) or not any(map(renamed.is_converted, checkpoint.tensors)):
-            return model, True
-    return made(text), False
+        if not is_language_model(text) or not any(map(Renaming(model).is_converted, checkpoint.tensors)):
+            return model
+    return made(text)
 
 
 def _config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:
