@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from w4gemm import W4Linear
 from w4gemm.cli.__main__ import main
@@ -89,6 +90,23 @@ def test_every_way_to_a_model_gives_the_same(name: str, tmp_path: Path) -> None:
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "compressed-tensors", dtype=torch.float32).eval()
     torch.nn.Module.float(theirs)  # older versions of transformers have the weights in bfloat16
     torch.testing.assert_close(logits(theirs), logits(wanted), rtol=0.05, atol=0.02)
+
+
+def test_the_language_model_alone_beside_the_config_of_the_whole(tmp_path: Path) -> None:
+    """transformers makes the language model then, which has a config of its own."""
+    whole = write(tmp_path / "whole", "qwen3_5").config
+    dense = AutoModelForCausalLM.from_config(whole, dtype=torch.float32).eval()
+    dense.save_pretrained(tmp_path / "text")
+    whole.architectures = [type(dense).__name__]
+    whole.save_pretrained(tmp_path / "text")
+    for file in (tmp_path / "whole").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "text")
+    wanted = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "text", quantization_config=W4GemmConfig("int4_g32"), dtype=torch.float32
+    ).eval()
+    model = load(tmp_path / "text", format="int4_g32")[0]
+    assert type(model) is type(dense) and type(model.config) is not type(whole)
+    assert torch.equal(logits(model), logits(wanted))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava", "qwen3_vl"])

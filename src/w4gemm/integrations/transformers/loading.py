@@ -105,31 +105,32 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
         for key, value in settings.items():
             setattr(whole, key, value)
         tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options})
-        model = _model_of(whole, checkpoint, dtype)
+        model, alone = _model_of(whole, checkpoint, dtype)
         # with options the config is that of one file, beside which another model's generation config may lie
         if not options and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return _Empty(model, tokenizer, alone=type(model.config) is type(whole))
+    return _Empty(model, tokenizer, alone)
 
 
-def _model_of(whole: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of a config; or the language model inside it, if names of the checkpoint begin with
-    :data:`PREFIX`, and transformers makes no model of the whole or would have to convert tensors of it, which
-    :func:`load` does not (Kimi-K2.5's vision tower)."""
+def _model_of(whole: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
+    """Return the model of a config, and :attr:`_Empty.alone`. It is the language model inside a larger one if names of
+    the checkpoint begin with :data:`PREFIX`, and transformers makes no model of the larger one or would have to convert
+    tensors of it, which :func:`load` does not (Kimi-K2.5's vision tower)."""
 
     def made(config: PretrainedConfig) -> PreTrainedModel:
         with ParametersOnMeta():
             return model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
 
     inside = any(name.startswith(PREFIX) for name in (*checkpoint.modules, *checkpoint.tensors))
-    text = whole.get_text_config() if inside else whole
-    if text is whole:
-        return made(whole)
+    if not inside or not hasattr(whole, "text_config"):
+        return made(whole), True
+    text = whole.get_text_config()
     if is_model(whole):
         model = made(whole)
-        if not is_language_model(text) or not any(map(Renaming(model).is_converted, checkpoint.tensors)):
-            return model
-    return made(text)
+        renamed = Renaming(model)
+        if not is_language_model(text) or not any(map(renamed.is_converted, checkpoint.tensors)):
+            return model, True
+    return made(text), False
 
 
 def _config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:
