@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="test_sass.py: compile every config of every kernel, not a sample (half an hour on two cores)",
     )
+    parser.addoption("--every-case", action="store_true", help="take no sample of the cases (tests/sample.py)")
     parser.addoption(
         "--shard",
         metavar="I/N",
@@ -96,7 +97,8 @@ def _sample_seed(config: pytest.Config) -> str | None:
     """Seed of the sample that a run of everything takes; None for a run that names what it wants."""
     if hasattr(config, "workerinput"):
         return config.workerinput["sample"]
-    named = config.args_source is pytest.Config.ArgsSource.ARGS or config.getoption("-k") or config.getoption("-m")
+    named = config.args_source is pytest.Config.ArgsSource.ARGS or config.getoption("-k")
+    named = named or config.getoption("-m") not in (None, "", "gpu") or config.getoption("--every-case")
     return None if named else sample.seed()
 
 
@@ -104,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_gpu = set() if torch.cuda.is_available() else {item for item in items if item.get_closest_marker("gpu")}
     if seed := _sample_seed(config):
         # 5,600 reports of skipped tests would take their time as well
-        left_out = no_gpu | sample.left_out(items, seed)
+        left_out = no_gpu | sample.left_out([item for item in items if item not in no_gpu], seed)
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     if shard := config.getoption("--shard"):
@@ -136,6 +138,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     }
     if shard := session.config.getoption("--shard"):
         row["shard"] = str(shard)
+    elif _whole_gpu_run(session.config):
+        row["whole"] = True
+        row["sample"] = _sample_seed(session.config) or "every case"
     if exitstatus == pytest.ExitCode.INTERRUPTED:
         row["interrupted"] = True
     record.append(path, row | facts)

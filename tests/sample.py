@@ -1,14 +1,15 @@
 """A sample of the cases of tests that are marked ``sampled``, which take more than half of the time of all tests.
 
-A run of everything (``./dev test``) takes the sample, which is another one for each commit; its seed stands in the
-report's header. A run that names a file, a folder or a test takes every case (CONTRIBUTING.md says which before a
-release).
+A run of everything (``./dev test``, or ``pytest -m gpu`` on a GPU) takes the sample, which is another one for each
+commit; its seed stands in the report's header. A run that names a file, a folder or a test takes every case, and so
+does one with ``--every-case``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import random
 import re
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue
 from w4gemm.packing.layouts import layout_named
 
 NEIGHBOURS = 16
@@ -66,37 +69,59 @@ def seed() -> str:
     return found.stdout.strip() if found.returncode == 0 else time.strftime("%Y-%m-%d", time.gmtime())
 
 
-def chosen(cases: list[dict[str, Any]], share: float, seed: str) -> list[int]:
-    """Return the indices of a sample, a ``share`` of the cases. Each value of each parameter occurs in it, if need be
-    with more cases. A parameter that has ``facts`` stands for these."""
+def chosen(cases: list[dict[str, Any]], share: float, seed: str, pairs: bool = False) -> list[int]:
+    """Return the indices of a sample, a ``share`` of the cases.
+
+    Each fact of each parameter occurs in it, and with ``pairs`` any two facts that occur together in a test of three
+    or more, if need be with more cases.
+    """
     order = random.Random(seed).sample(range(len(cases)), len(cases))
-    seen: set[tuple[str, str]] = set()
+    covered: set[tuple[tuple[str, str], ...]] = set()
     first, others = [], []
     for i in order:
-        facts = [value.facts if hasattr(value, "facts") else {name: value} for name, value in cases[i].items()]
-        values = {(name, str(value)) for fact in facts for name, value in fact.items()}
-        (others if values <= seen else first).append(i)
-        seen |= values
+        facts = sorted(fact for name, value in cases[i].items() for fact in _facts(name, value))
+        covers = set(itertools.combinations(facts, 2 if pairs and len(facts) > 2 else 1))
+        (others if covers <= covered else first).append(i)
+        covered |= covers
     return first + others[: max(0, round(share * len(cases)) - len(first))]
 
 
+def _facts(name: str, value: Any) -> list[tuple[str, str]]:
+    """What a sample has to cover of a parameter: its ``facts``, the fields of an epilogue or a config, or itself."""
+    if hasattr(value, "facts"):
+        fields = value.facts
+    elif isinstance(value, Epilogue):
+        fields = value._asdict()
+    elif isinstance(value, str) and _is_config(value):
+        fields = vars(GemmConfig.parse(value.rpartition("/")[2]))
+    else:
+        fields = {name: value}
+    return [(key, str(field)) for key, field in fields.items()]
+
+
+def _is_config(text: str) -> bool:
+    return re.fullmatch(r"(\w+/)?\d+x\d+x\d+_\d+x\d+x1_\w+(\+\S+)?", text) is not None
+
+
 def is_sampled(item: pytest.Item) -> bool:
-    """False for a case for a GPU, and for one that only sees that its layout cannot hold its format."""
-    if item.get_closest_marker("sampled") is None or item.get_closest_marker("gpu") or not hasattr(item, "callspec"):
+    """False for a case that only sees that its layout cannot hold its format."""
+    if item.get_closest_marker("sampled") is None or not hasattr(item, "callspec"):
         return False
     target, format = (item.callspec.params.get(name) for name in ("target", "format"))
     return target is None or format is None or not layout_named(target.layout).supports(format)
 
 
 def left_out(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
-    """Return the cases that do not run."""
-    tests: dict[str, list[Any]] = {}
+    """Return the cases that do not run. Cases for a GPU are sampled apart from those for CPUs, and by pairs."""
+    tests: dict[tuple[str, bool], list[Any]] = {}
     for item in items:
         if is_sampled(item):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    found: set[pytest.Item] = set()
-    for name, cases in tests.items():
+            on_gpu = item.get_closest_marker("gpu") is not None
+            tests.setdefault((item.nodeid.partition("[")[0], on_gpu), []).append(item)
+    unsampled: set[pytest.Item] = set()
+    for (name, on_gpu), cases in tests.items():
         (share,) = cases[0].get_closest_marker("sampled").args
-        taken = set(chosen([case.callspec.params for case in cases], share, f"{seed} {name}"))
-        found |= {case for i, case in enumerate(cases) if i not in taken}
-    return found
+        params = [case.callspec.params for case in cases]
+        sample = set(chosen(params, share, f"{seed} {name}", pairs=on_gpu))
+        unsampled |= {case for i, case in enumerate(cases) if i not in sample}
+    return unsampled

@@ -10,6 +10,7 @@ import pytest
 
 from conftest import _sample_seed
 from sample import chosen
+from w4gemm.core.epilogue import Epilogue
 
 CASES = [{"target": t, "format": f, "n": n} for t, f, n in itertools.product("abcd", range(30), (7, 130))]
 ALONE = [{"target": "a", "config": str(i)} for i in range(20)]
@@ -24,6 +25,27 @@ def test_every_value_occurs() -> None:
     assert len(chosen(ALONE, 0.25, "0")) == len(ALONE), "each has a config of its own"
 
 
+def test_any_two_values_of_two_parameters_occur_in_pairs() -> None:
+    cases = [dict(zip("abcd", values, strict=True)) for values in itertools.product(range(5), repeat=4)]
+    for seed in map(str, range(5)):
+        sample = [cases[i] for i in chosen(cases, 0.01, seed, pairs=True)]
+        assert len(sample) < len(cases) / 8
+        for one, other in itertools.combinations("abcd", 2):
+            assert {(case[one], case[other]) for case in sample} == set(itertools.product(range(5), repeat=2))
+
+
+def test_epilogues_and_configs_stand_for_their_fields() -> None:
+    epilogues = [
+        Epilogue(None, alpha, bias, residual) for alpha in (None, "host") for bias in (0, 1) for residual in (0, 1)
+    ]
+    assert len(chosen([{"epilogue": e} for e in epilogues], 0, "0")) < len(epilogues)
+    sizes = itertools.product((16, 32, 64), (64, 128), (1, 2))
+    configs = [{"config": f"sm90_decode/{m}x{n}x128_1x1x1_coop_k{split}"} for m, n, split in sizes]
+    sample = [configs[i]["config"] for i in chosen(configs, 0, "0")]
+    assert len(sample) < len(configs)
+    assert {config[12:14] for config in sample} == {"16", "32", "64"}
+
+
 def test_seeds_give_other_cases_until_all_have_run() -> None:
     assert chosen(CASES, 0.25, "a") == chosen(CASES, 0.25, "a")
     assert set().union(*(chosen(CASES, 0.25, str(seed)) for seed in range(40))) == set(range(len(CASES)))
@@ -34,7 +56,9 @@ def test_seeds_give_other_cases_until_all_have_run() -> None:
     [
         ("TESTPATHS", {}, False),
         ("ARGS", {}, True),
-        ("TESTPATHS", {"-m": "gpu"}, True),
+        ("TESTPATHS", {"-m": "gpu"}, False),
+        ("TESTPATHS", {"-m": "gpu", "--every-case": True}, True),
+        ("TESTPATHS", {"-m": "not gpu"}, True),
         ("TESTPATHS", {"-k": "a"}, True),
     ],
 )

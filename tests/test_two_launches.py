@@ -113,6 +113,7 @@ def test_machine_code_is_that_of_the_two(name, problem, text, epilogue):
 
 
 @pytest.mark.gpu
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("m, n, k", [(256, 17600, 384), (300, 9000, 1000), (1000, 4106, 256), (40, 600, 256)])
 @pytest.mark.parametrize("name, problem, text", PAIRS)
 def test_bits_are_those_of_the_two_on_a_gpu(name, problem, text, m, n, k):
