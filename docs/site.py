@@ -127,14 +127,14 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """Point a page's links at places on the site; of one to a file that only the repository has, the text stays."""
     sources = {place: source for source, place in DOCUMENTS.items()}
     here = page.file.src_uri
-    if here.startswith(("measured/", "benchmarks", "results", "changelog", "trust")):
+    if here.startswith(("measured", "benchmarks", "results", "changelog", "trust")):
         page.meta["search"] = {"boost": 0.3}  # the guide and the reference are found first
     if here == "index.md":
         page.meta["hide"] = ["navigation"]  # which would be the one word Home
     source = sources.get(here, f"docs/{here}")
     if here.startswith("api/"):
         return markdown
-    if here.startswith("measured/"):  # browsers break a line within "->" and before "%"
+    if here == "measured.md":  # browsers break a line within "->" and before "%"
         markdown = re.sub(r"(?<=\d) %", "\u00a0%", markdown.replace("->", "\u2192"))
 
     def placed(found: re.Match[str]) -> str:

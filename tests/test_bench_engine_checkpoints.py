@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench import gpu_steps  # noqa: E402
 from bench.engine import __main__ as program  # noqa: E402
 from bench.engine import (  # noqa: E402
     agreement,
@@ -122,17 +122,13 @@ def test_models_are_as_large_as_the_published_ones(name, format, gigabytes):
     assert size / 1e9 == pytest.approx(gigabytes, abs=0.1)
 
 
-def documented() -> list[list[str]]:
-    """Arguments of the commands of bench.engine in "To be run next"."""
-    page = Path(__file__).parents[1] / "docs/measured/engine.md"
-    (block,) = re.findall(r"## To be run next.*?```console\n(.*?)```", page.read_text(), re.DOTALL)
-    commands = [shlex.split(line) for line in block.replace("\\\n", " ").split("$ ") if line]
-    return [command[3:] for command in commands if command[2] == "bench.engine"]
+STEPS = [shlex.split(step.command) for step in gpu_steps.STEPS if " bench.engine " in step.command]
+"""Commands of bench.engine in the list of GPU steps."""
 
 
-@pytest.mark.parametrize("arguments", documented(), ids=" ".join)
-def test_the_checkpoints_of_documented_commands_are_written_and_open(arguments, tmp_path):
-    args = options.parser().parse_args([*arguments, "--tiny"])
+@pytest.mark.parametrize("command", STEPS, ids=" ".join)
+def test_the_checkpoints_of_listed_commands_are_written_and_open(command, tmp_path):
+    args = options.parser().parse_args([*command[3:], "--tiny"])
     packings = [Packing.parse(text) for text in args.format]
     for model, packing in (pair for text in args.model for pair in options.pairs_of(text, packings, args)):
         folder = tmp_path / f"{model.name}-{packing}"

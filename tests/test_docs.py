@@ -23,7 +23,7 @@ def test_links(document: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.parent.name != "measured"], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_documents_name_exist(document: Path) -> None:
     """A name such as ``kernels/gpu.py`` is the end of a file's path."""
     folders = "src", "bench", "tests", "docs"

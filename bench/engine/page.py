@@ -51,7 +51,7 @@ _METHOD = (
     "without the time to the first tokens, and milliseconds per step. Serve: `vllm serve` with a fixed number of "
     "requests at a time, whose answers are streamed or come whole.",
     "Serve, 256 at a time: the one process of vLLM's that streams answers takes part in the time: whole answers of "
-    "llama-3-8b come 15 and 17 % faster ([more](measured/engine.md#under-load-streamed-and-whole-2026-11-24)).",
+    "llama-3-8b come 15 and 17 % faster ([more](measured.md#vllm-and-sglang)).",
     "Tables of steps are of the last run with a profile, which need not be that of the speeds.",
     "To repeat a table: `python -m bench.engine --model llama-3-8b --format gptq-int4-g128 --impl default w4gemm "
     "marlin humming`, with `--serve` and `--profile 1 256` for those tables. `python -m bench.report "

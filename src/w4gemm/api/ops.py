@@ -86,7 +86,7 @@ def linear(
             measurements.
         batch_invariant: True if the bits of a row of the result must not depend on the other rows or their number. One
             order of additions then serves every m, which takes longer where another order is faster (see
-            docs/measured/batch_invariant.md). Gradients are computed, but without this guarantee.
+            docs/measured.md). Gradients are computed, but without this guarantee.
 
     Returns:
         (..., n), or (..., n / 2) with a gated activation; ``out`` if given. Without tokens it is empty, and nothing

@@ -27,7 +27,7 @@ choice takes 1.02 of the fastest with random rows and 1.14 with even ones; by ev
 and 1.03, and no routing is even."""
 _ZIPF = 0.4
 """Weight of Zipf rows beside random ones. By the model, with the rows of 108 points of 1 to 128 an expert (H200,
-2026-11-26; docs/measured/experts.md), weights of 0.2 to 0.5 cost random rows 0 to 4 % and make Zipf ones 2 to 9 %
+2026-11-26; docs/measured.md), weights of 0.2 to 0.5 cost random rows 0 to 4 % and make Zipf ones 2 to 9 %
 faster; from 0.4 on no expert's second tile along m makes two waves of one."""
 _TWO_BLOCKS = 1.02
 """Time of tiles of 256 features beside those of 192 over what the rest of the model predicts, with many rows of experts

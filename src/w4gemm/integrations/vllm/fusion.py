@@ -9,7 +9,7 @@ first weights while they run. Where only 4-bit layers read the result, the pass 
   behind them, and silu(gate) * up alone. With many tokens the compiler's kernels are the faster ones.
 
 Where a quantization then still reads something that the compiler computes, PyTorch's operators replace it, because the
-compiler makes one kernel of both. docs/measured/engine.md has the times.
+compiler makes one kernel of both. docs/measured.md has the times.
 """
 
 from __future__ import annotations
