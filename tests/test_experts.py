@@ -125,6 +125,21 @@ def test_under_torch_compile():
     assert torch.equal(function(x, offsets), w4gemm.grouped_linear(x, w, offsets))
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_under_torch_compile_with_a_number_that_changes(tracked):
+    w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(4, 2, 64, requires_grad=tracked)
+    counts, offsets = torch.full((4,), 2, dtype=torch.int32), torch.tensor([0, 2, 4, 6, 8], dtype=torch.int32)
+
+    def call(x: torch.Tensor, number: float) -> tuple[torch.Tensor, ...]:
+        sorted_rows = w4gemm.grouped_linear(x.flatten(0, 1), w, offsets, alpha=number)
+        return sorted_rows, w4gemm.masked_linear(x, w, counts, alpha=number, expected_m=int(number))
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for number in (1.5, 2.5, 3.25, 2):
+        torch.testing.assert_close(compiled(x, number), call(x, number))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_rows_of_no_expert_stay_as_they_are_in_out(backend):
     """Compiled as well, where the operator writes to memory of its own first. Once they were overwritten."""

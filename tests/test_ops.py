@@ -314,6 +314,23 @@ def test_compile_fused(w, x, bias, activation):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_compile_with_a_number_that_changes(w, x, bias, tracked):
+    """From its second value on, torch.compile traces the number as an unknown one."""
+    torch.compiler.reset()
+    w8, x = w.repack(activations="fp8"), x.requires_grad_(tracked)
+    calls = [lambda x, alpha: linear(x, w, bias, alpha=alpha, activation="silu")]
+    if not tracked:
+        calls += [
+            lambda x, alpha: linear(x, w8, bias, alpha=alpha),
+            lambda x, eps: w4gemm.quantize_activations(x, norm_weight=x[0, 0], eps=eps)[1],
+        ]
+    for call in calls:
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for number in (1.5, 2.5, 3.25, 2):
+            torch.testing.assert_close(compiled(x, number), call(x, number))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(w, x, bias, dynamic):
     torch.compiler.reset()

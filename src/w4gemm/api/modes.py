@@ -76,7 +76,7 @@ def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
     if x.requires_grad:
         return True
     for t in operands:  # noqa: SIM110 (a generator takes twice the time, at every call)
-        if t is not None and getattr(t, "requires_grad", False):
+        if isinstance(t, torch.Tensor) and t.requires_grad:  # getattr of alpha fails where torch.compile traces a number
             return True
     return False
 
@@ -84,7 +84,7 @@ def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
 def refuse_fp8_gradients(x: torch.Tensor, operands: EpilogueOperands) -> None:
     """Raise NotImplementedError that names what requires grad beside fp8 activations."""
     given = {"x": x, **operands._asdict()}
-    names = [name for name, t in given.items() if getattr(t, "requires_grad", False)]
+    names = [name for name, t in given.items() if isinstance(t, torch.Tensor) and t.requires_grad]
     raise NotImplementedError(
         f"{' and '.join(names)}: requires grad, but gradients beside fp8 activations are not implemented; call this "
         "under torch.no_grad(), pass it detached, or train with activations None, which keeps x in 16 bits"
