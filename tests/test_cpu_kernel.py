@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 
 import pytest
@@ -13,7 +14,7 @@ from w4gemm import choice
 from w4gemm.choice.cost import ranked
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels.cpu import kernel
+from w4gemm.kernels.cpu import kernel, matmul
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.packing.layouts import layout_named
 
@@ -186,6 +187,38 @@ def test_as_many_threads_as_torch_is_told_and_the_same_bits(m, threads):
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layout", ["cpu", "canonical"])
+def test_16_bits_are_multiplied_in_the_dtype_that_is_fast(monkeypatch, has_bf16, dtype, layout):
+    """Without AVX-512, AMX or the like PyTorch's bfloat16 matmul takes 40 times as long as float32's. Gradients too."""
+    dtypes = set()
+
+    def noting(product):
+        def noted(a, b, *rest, **named):
+            dtypes.update((a.dtype, b.dtype))
+            return product(a, b, *rest, **named)
+
+        return noted
+
+    for module, name in ((torch, "mm"), (torch, "matmul"), (torch.nn.functional, "linear")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(matmul, "fast_dtype", functools.cache(matmul.fast_dtype.__wrapped__))
+    monkeypatch.setattr(kernel, "fast_dtype", matmul.fast_dtype)
+    w = random_weight(WeightFormat.parse("int4_g32"), 130, 96).repack(layout)
+    x, m_offsets = torch.randn(64, 96).to(dtype).requires_grad_(), torch.tensor([0, 64], dtype=torch.int32)
+    wanted = {dtype if has_bf16 and dtype == torch.bfloat16 else torch.float32}
+    d = w4gemm.linear(x, w)
+    assert dtypes == wanted
+    for result in (d, w4gemm.grouped_linear(x, w4gemm.QuantizedWeight.stack([w]), m_offsets)):
+        dtypes.clear()
+        (dx,) = torch.autograd.grad(result, x, d)
+        assert dtypes == wanted and dx.dtype == dtype
+        torch.testing.assert_close(dx.float(), d.float() @ w.dequantize(), rtol=0.02, atol=0.02 * dx.abs().max().item())
+    assert_close(d, x, w)
 
 
 @pytest.mark.parametrize("layout", ["cpu", "canonical"])

@@ -34,7 +34,7 @@ from w4gemm.core.autocast import without_autocast
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
-from w4gemm.kernels.cpu.matmul import whole_columns
+from w4gemm.kernels.cpu.matmul import matmul
 from w4gemm.weights.experts import as_one
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -140,7 +140,7 @@ def _grouped_dx_op(*flat: Any) -> torch.Tensor:
                 if end > start and rows.dtype != grad.dtype:
                     dx[start:end] = torch.mm(rows[start:end], weight, out_dtype=torch.float32)
                 elif end > start:
-                    torch.mm(whole_columns(rows[start:end], -1), whole_columns(weight, -2), out=dx[start:end])
+                    matmul(rows[start:end], weight, dx[start:end])
         return dx
 
     return product_of(grad, product)

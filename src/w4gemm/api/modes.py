@@ -76,7 +76,9 @@ def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
     if x.requires_grad:
         return True
     for t in operands:  # noqa: SIM110 (a generator takes twice the time, at every call)
-        if isinstance(t, torch.Tensor) and t.requires_grad:  # getattr of alpha fails where torch.compile traces a number
+        if (
+            isinstance(t, torch.Tensor) and t.requires_grad
+        ):  # getattr of alpha fails where torch.compile traces a number
             return True
     return False
 

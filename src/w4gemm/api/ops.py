@@ -39,7 +39,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
-from w4gemm.kernels.cpu.matmul import whole_columns
+from w4gemm.kernels.cpu.matmul import matmul
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -200,7 +200,7 @@ def _linear_dx_op(*flat: Any) -> torch.Tensor:
         dense = w.dequantize(rows.dtype)
         if rows.dtype != given.grad.dtype:
             return torch.mm(rows, dense, out_dtype=torch.float32)
-        return whole_columns(rows, -1) @ whole_columns(dense, -2)
+        return matmul(rows, dense)
 
     return product_of(given.grad, product)
 

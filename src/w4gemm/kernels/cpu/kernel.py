@@ -25,7 +25,7 @@ from w4gemm.core.elements import SYMMETRIC_ZERO
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels.cpu.matmul import whole_columns
+from w4gemm.kernels.cpu.matmul import fast_dtype, whole_columns
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import ROW_BYTES, TABLE_N
 from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
@@ -101,12 +101,11 @@ def dense_linear(
 ) -> torch.Tensor:
     """x (m, k) times a weight in any layout that runs of ``config.tile_n`` rows can be cut from, as (m, n).
 
-    float16 is multiplied in float32: PyTorch's float16 matmul is several times slower on most CPUs. So is bfloat16
-    before an epilogue: PyTorch's matmul would round the sums.
+    x is multiplied in the dtype that is fast on this CPU. Before an epilogue that is float32, because PyTorch's
+    matmul of 16-bit numbers would round the sums.
     """
     x = x.detach()  # or matmul takes another way, with other bits, for an x that requires a gradient
-    plain = problem.epilogue == PLAIN
-    dtype = x.dtype if plain and x.dtype != torch.float16 else torch.float32
+    dtype = fast_dtype(x.dtype) if problem.epilogue == PLAIN else torch.float32
     rounded, x = x.dtype, whole_columns(x.to(dtype), -1)
     out = torch.empty(x.shape[0], problem.n, dtype=dtype)
     for first in range(0, problem.n, config.tile_n):

@@ -1,10 +1,36 @@
-"""Operands of PyTorch's matmul, for CPUs with AMX."""
+"""PyTorch's matmul on CPUs: the dtype in which it is fast, and operands that it reads without reading past them."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 _COLUMNS = 32
+
+
+@functools.cache
+def fast_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which this CPU multiplies matrices of ``dtype``: float32 for a 16-bit dtype whose matmul is
+    slower.
+
+    float16 is several times slower on most CPUs. bfloat16 is so without AVX-512, AMX or Arm's bf16 instructions, where
+    oneDNN leaves it to a loop of PyTorch's: 64 tokens of 4096 x 4096 took 44 times as long as float32 on an EPYC with
+    AVX2 (PyTorch 2.13, one thread, 2026-11-28).
+    """
+    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # no public function says so
+        return dtype if supported else torch.float32
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a (m, k) @ b (k, n) in their dtype, rounded once, written to ``out`` if given."""
+    dtype = a.dtype if a.is_cuda else fast_dtype(a.dtype)
+    if dtype == a.dtype:
+        return torch.mm(whole_columns(a, -1), whole_columns(b, -2), out=out)
+    d = torch.mm(a.to(dtype), b.to(dtype))
+    return d.to(a.dtype) if out is None else out.copy_(d)
 
 
 def whole_columns(t: torch.Tensor, dim: int) -> torch.Tensor:

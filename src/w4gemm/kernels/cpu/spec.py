@@ -37,7 +37,7 @@ _DENSE_ELEMENTS = 2**20
 
 class CpuMixedGemm:
     name = "cpu_mixed_gemm"
-    revision = 1
+    revision = 2
 
     def supports(self, problem: GemmProblem) -> Status:
         if problem.device.kind != "cpu":
